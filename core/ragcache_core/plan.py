@@ -1,0 +1,132 @@
+"""ReusePlan (DESIGN §7): what the gateway asks of the engine for one prompt.
+
+Travels as JSON under ``kv_transfer_params.ragcache``. The engine trusts none of it: it re-hashes
+the prompt's tokens and computes whatever does not check out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.keys import KEY_BYTES, ChunkKey
+
+PLAN_VERSION = 1
+MAX_SEGMENTS = 4096
+DOMAIN_MAX_CHARS = 128
+
+
+class Action(StrEnum):
+    """What to do with a segment: load its exact variant, or compute it whatever is stored."""
+
+    EXACT = "exact"
+    COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Prompt tokens [start, end) that are one chunk (or the template before the first one)."""
+
+    chunk: ChunkKey
+    start: int
+    end: int
+    action: Action = Action.EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """Segments ascend without overlap; tokens between segments are template text.
+
+    request: the gateway's own id of the request, under which the engine keeps its record.
+    domain: access domain of every segment (who may share their KV).
+    """
+
+    request: str
+    domain: str
+    segments: tuple[Segment, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of this plan; ``from_json`` reads it back."""
+        return {
+            "v": PLAN_VERSION,
+            "request": self.request,
+            "domain": self.domain,
+            "segments": [
+                {"chunk": s.chunk.hex(), "start": s.start, "end": s.end, "action": s.action.value}
+                for s in self.segments
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> ReusePlan:
+        """Parse and check a plan. Raises InvalidInput naming the field that is wrong."""
+        plan = _mapping("ragcache", value)
+        version = plan.get("v")
+        if version != PLAN_VERSION:
+            raise InvalidInput("ragcache.v", f"is {version!r}", f"send version {PLAN_VERSION}")
+        segments = _segments(plan.get("segments"))
+        return cls(
+            request=_text("ragcache.request", plan.get("request")),
+            domain=_text("ragcache.domain", plan.get("domain")),
+            segments=segments,
+        )
+
+
+def _segments(value: object) -> tuple[Segment, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidInput("ragcache.segments", "is not a list", "send a list of segments")
+    if len(value) > MAX_SEGMENTS:
+        raise InvalidInput(
+            "ragcache.segments", f"has {len(value)} entries", f"send at most {MAX_SEGMENTS}"
+        )
+    segments: list[Segment] = []
+    position = 0
+    for index, entry in enumerate(value):
+        segment = _segment(f"ragcache.segments[{index}]", entry)
+        if segment.start < position:
+            raise InvalidInput(
+                f"ragcache.segments[{index}].start",
+                f"{segment.start} lies before the end {position} of the segment before it",
+                "send ascending segments that do not overlap",
+            )
+        position = segment.end
+        segments.append(segment)
+    return tuple(segments)
+
+
+def _segment(path: str, value: object) -> Segment:
+    entry = _mapping(path, value)
+    start, end = entry.get("start"), entry.get("end")
+    # bool is an int to Python; a plan that says true for an offset is still wrong
+    if type(start) is not int or type(end) is not int or not 0 <= start < end:
+        raise InvalidInput(
+            f"{path}.start", f"[{start!r}, {end!r}) is no range", "send 0 <= start < end"
+        )
+    raw = entry.get("chunk")
+    try:
+        chunk = bytes.fromhex(raw) if isinstance(raw, str) else b""
+    except ValueError:
+        chunk = b""
+    if len(chunk) != KEY_BYTES:
+        raise InvalidInput(f"{path}.chunk", "is no chunk key", f"send {2 * KEY_BYTES} hex digits")
+    try:
+        action = Action(entry.get("action", ""))
+    except ValueError:
+        names = ", ".join(Action)
+        raise InvalidInput(f"{path}.action", "is unknown", f"send one of {names}") from None
+    return Segment(chunk, start, end, action)
+
+
+def _mapping(path: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidInput(path, "is not an object", "send a JSON object")
+    return value
+
+
+def _text(path: str, value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= DOMAIN_MAX_CHARS:
+        raise InvalidInput(path, "is not a short text", f"send 1 to {DOMAIN_MAX_CHARS} characters")
+    return value

@@ -1,0 +1,75 @@
+"""A prompt as segments: template head, chunks, template tail.
+
+Chunks are tokenized by themselves, so that their ids never depend on their neighbours or their
+rank, and each ends with the separator, so that segments follow each other without gaps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcache_core.keys import KVSpace, chunk_key
+from ragcache_core.plan import Action, ReusePlan, Segment
+
+DEFAULT_SYSTEM_PROMPT = (
+    "Answer the question from the documents. "
+    "If they do not contain the answer, reply: not in the documents."
+)
+CHUNK_SEPARATOR = "\n\n"
+"""Follows every chunk; tokenized by itself and counted as the chunk's last tokens."""
+
+CHUNKS_PLACEHOLDER = "\x00ragcache-chunks\x00"
+"""Stands in the rendered chat template where the chunks go; no text of a user can hold it,
+because the gateway refuses NUL characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's token ids and where its segments lie.
+
+    head: number of template tokens before the first chunk.
+    chunk_ends: end offset of each chunk, ascending; chunks follow the head without gaps.
+    """
+
+    token_ids: tuple[int, ...]
+    head: int
+    chunk_ends: tuple[int, ...]
+
+
+def assemble(
+    head_ids: Sequence[int], chunks_ids: Sequence[Sequence[int]], tail_ids: Sequence[int]
+) -> Prompt:
+    """Join tokenized parts into one prompt."""
+    token_ids = list(head_ids)
+    ends = []
+    for ids in chunks_ids:
+        token_ids.extend(ids)
+        ends.append(len(token_ids))
+    token_ids.extend(tail_ids)
+    return Prompt(tuple(token_ids), len(head_ids), tuple(ends))
+
+
+def plan_exact(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:
+    """Plan that reuses and stores the head and every chunk as exact variants.
+
+    The head (system prompt) is a segment too: without its KV no chunk behind it could be exact.
+    """
+    bounds = [0, prompt.head, *prompt.chunk_ends]
+    segments = tuple(
+        Segment(chunk_key(space, domain, prompt.token_ids[start:end]), start, end, Action.EXACT)
+        for start, end in itertools.pairwise(bounds)
+        if start < end
+    )
+    return ReusePlan(request, domain, segments)
+
+
+def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:
+    """Plan that neither loads nor stores anything (``reuse: off``)."""
+    exact = plan_exact(prompt, space, domain, request)
+    return ReusePlan(
+        request,
+        domain,
+        tuple(Segment(s.chunk, s.start, s.end, Action.COMPUTE) for s in exact.segments),
+    )

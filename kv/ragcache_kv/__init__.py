@@ -1,0 +1,1 @@
+"""KV values outside the engine: their layout as bytes, their checksum."""

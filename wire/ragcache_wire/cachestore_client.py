@@ -1,0 +1,178 @@
+"""Typed clients of the cache store: blocking for the engine's threads, async for services.
+
+A miss is a value (None); an outage is the exception Unavailable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from ragcache_core.keys import ChunkKey, VariantKey
+from ragcache_core.reuse import Provenance, VariantInfo
+from ragcache_wire.channel import OPTIONS, PART_BYTES
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.v1 import cachestore_pb2_grpc
+
+PART = "cachestore"
+LOOKUP_TIMEOUT_S = 1.0
+DELETE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value as it came from the store. checksum: XXH3-64 of the value as it was put."""
+
+    info: VariantInfo
+    checksum: int
+    value_format: int
+    value: bytearray
+
+
+def to_key_message(key: VariantKey) -> pb.VariantKey:
+    """Wire form of a variant key."""
+    return pb.VariantKey(chunk=key.chunk, prefix=key.prefix)
+
+
+def to_info(message: pb.VariantInfo) -> VariantInfo:
+    """Core form of a variant's description."""
+    return VariantInfo(
+        num_tokens=message.num_tokens,
+        num_bytes=message.num_bytes,
+        base_position=message.base_position,
+        provenance=Provenance(exact=message.exact),
+    )
+
+
+class CacheStoreClient:
+    """Blocking client of the store at address ("host:port"); safe to share between threads."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def lookup(
+        self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> dict[VariantKey, VariantInfo]:
+        """Those of keys that are stored. Raises Unavailable."""
+        request = pb.LookupRequest(keys=map(to_key_message, keys))
+        try:
+            reply = self._stub.Lookup(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+        return {
+            key: to_info(entry.info)
+            for key, entry in zip(keys, reply.entries, strict=True)
+            if entry.found
+        }
+
+    def get(
+        self, keys: Sequence[VariantKey], timeout_s: float
+    ) -> Iterator[tuple[VariantKey, StoredValue | None]]:
+        """Values in the order of keys, each as soon as it is whole; None for a miss.
+
+        Raises Unavailable when the store goes away or timeout_s ends before the last value.
+        """
+        request = pb.GetRequest(keys=map(to_key_message, keys))
+        try:
+            header: pb.GetHeader | None = None
+            value = bytearray()
+            for part in self._stub.Get(request, timeout=timeout_s):
+                if part.WhichOneof("part") == "header":
+                    if header is not None:
+                        yield _stored(keys, header, value)
+                    header, value = part.header, bytearray()
+                else:
+                    value += part.data
+            if header is not None:
+                yield _stored(keys, header, value)
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+
+    def put(
+        self,
+        key: VariantKey,
+        info: VariantInfo,
+        value: memoryview,
+        checksum: int,
+        value_format: int,
+        timeout_s: float,
+    ) -> bool:
+        """Store a value; False if it was there already. Raises Unavailable, InvalidInput."""
+        parts = _put_parts(key, info, value, checksum, value_format)
+        try:
+            return self._stub.Put(parts, timeout=timeout_s).stored
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+
+    def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
+        """Counters and sizes. Raises Unavailable."""
+        try:
+            return self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+
+
+class AsyncCacheStoreClient:
+    """Async client for what services other than the engine ask of the store."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
+
+    async def close(self) -> None:
+        """Close the channel; calls in flight end at once."""
+        await self._channel.close(grace=None)
+
+    async def delete_chunks(self, chunks: Sequence[ChunkKey]) -> int:
+        """Remove every variant of chunks; returns how many there were. Raises Unavailable."""
+        try:
+            reply = await self._stub.Delete(
+                pb.DeleteRequest(chunks=chunks), timeout=DELETE_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+        return reply.removed
+
+    async def stats(self) -> pb.StatsReply:
+        """Counters and sizes. Raises Unavailable."""
+        try:
+            return await self._stub.Stats(pb.StatsRequest(), timeout=LOOKUP_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+
+
+def _put_parts(
+    key: VariantKey, info: VariantInfo, value: memoryview, checksum: int, value_format: int
+) -> Iterator[pb.PutPart]:
+    header = pb.PutHeader(
+        key=to_key_message(key),
+        info=pb.VariantInfo(
+            num_tokens=info.num_tokens,
+            num_bytes=info.num_bytes,
+            base_position=info.base_position,
+            exact=info.provenance.exact,
+            checksum=checksum,
+            format=value_format,
+        ),
+    )
+    yield pb.PutPart(header=header)
+    for start in range(0, len(value), PART_BYTES):
+        yield pb.PutPart(data=bytes(value[start : start + PART_BYTES]))
+
+
+def _stored(
+    keys: Sequence[VariantKey], header: pb.GetHeader, value: bytearray
+) -> tuple[VariantKey, StoredValue | None]:
+    key = keys[header.index]
+    if header.miss != pb.MISS_UNSPECIFIED:
+        return key, None
+    return key, StoredValue(to_info(header.info), header.info.checksum, header.info.format, value)

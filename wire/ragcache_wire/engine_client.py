@@ -1,0 +1,34 @@
+"""Typed async client of an engine's own record of its requests."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+from ragcache_wire.channel import OPTIONS
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.v1 import engine_pb2 as pb
+from ragcache_wire.v1 import engine_pb2_grpc
+
+RECORD_TIMEOUT_S = 1.0
+"""A record is a nicety of an answer already given: never wait long for one."""
+
+
+class EngineClient:
+    """One channel to the record service of the engine at address ("host:port")."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub = engine_pb2_grpc.EngineStub(self._channel)
+
+    async def close(self) -> None:
+        """Close the channel; calls in flight end at once."""
+        await self._channel.close(grace=None)
+
+    async def request_record(self, request: str) -> pb.RequestRecord:
+        """The engine's record of a request. Raises NotFound, or Unavailable."""
+        message = pb.GetRequestRecordRequest(request=request)
+        try:
+            return await self._stub.GetRequestRecord(message, timeout=RECORD_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error("engine", error) from error

@@ -1,0 +1,95 @@
+"""Typed async client of the retriever; every call has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ragcache_wire.channel import OPTIONS
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.v1 import retriever_pb2 as pb
+from ragcache_wire.v1 import retriever_pb2_grpc
+
+PART = "retriever"
+QUERY_TIMEOUT_S = 10.0
+UPSERT_TIMEOUT_S = 300.0
+"""Embedding a large document takes minutes on a small machine."""
+
+R = TypeVar("R")
+
+
+class RetrieverClient:
+    """One channel to the retriever at address ("host:port"). Raises core errors only."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
+
+    async def close(self) -> None:
+        """Close the channel; calls in flight end at once."""
+        await self._channel.close(grace=None)
+
+    async def put_collection(self, collection: pb.Collection) -> pb.Collection:
+        """Create or change a collection."""
+        request = pb.PutCollectionRequest(collection=collection)
+        return await _call(self._stub.PutCollection(request, timeout=UPSERT_TIMEOUT_S))
+
+    async def get_collection(self, name: str) -> pb.Collection:
+        """Settings and counts of a collection. Raises NotFound."""
+        request = pb.GetCollectionRequest(name=name)
+        return await _call(self._stub.GetCollection(request, timeout=QUERY_TIMEOUT_S))
+
+    async def list_collections(self) -> list[pb.Collection]:
+        """All collections, by name."""
+        request = pb.ListCollectionsRequest()
+        reply = await _call(self._stub.ListCollections(request, timeout=QUERY_TIMEOUT_S))
+        return list(reply.collections)
+
+    async def upsert_document(self, document: pb.Document) -> pb.UpsertDocumentReply:
+        """Insert or replace a document; searchable and durable when this returns."""
+        request = pb.UpsertDocumentRequest(document=document)
+        return await _call(self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S))
+
+    async def delete_document(self, collection: str, document_id: str) -> pb.DeleteDocumentReply:
+        """Delete a document. Raises NotFound."""
+        request = pb.DeleteDocumentRequest(collection=collection, id=document_id)
+        return await _call(self._stub.DeleteDocument(request, timeout=QUERY_TIMEOUT_S))
+
+    async def get_document(self, collection: str, document_id: str) -> pb.Document:
+        """A document with its text. Raises NotFound."""
+        request = pb.GetDocumentRequest(collection=collection, id=document_id)
+        return await _call(self._stub.GetDocument(request, timeout=QUERY_TIMEOUT_S))
+
+    async def list_documents(
+        self, collection: str, page_size: int = 0, page_token: str = ""
+    ) -> pb.ListDocumentsReply:
+        """One page of documents without their text, by id."""
+        request = pb.ListDocumentsRequest(
+            collection=collection, page_size=page_size, page_token=page_token
+        )
+        return await _call(self._stub.ListDocuments(request, timeout=QUERY_TIMEOUT_S))
+
+    async def search(
+        self, collection: str, query: str, top_k: int
+    ) -> AsyncIterator[pb.SearchStage]:
+        """Stages of one search as they come; the last has final set."""
+        request = pb.SearchRequest(collection=collection, query=query, top_k=top_k)
+        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S)
+        try:
+            async for stage in call:
+                yield stage
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+        finally:
+            # A consumer that stops early must not leave the search running.
+            call.cancel()
+
+
+async def _call(call: Awaitable[R]) -> R:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise from_rpc_error(PART, error) from error

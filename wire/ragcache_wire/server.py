@@ -1,0 +1,133 @@
+"""Serve gRPC the one way every part does: health, reflection, error translation, clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ragcache_core.errors import RagCacheError
+from ragcache_wire.channel import SERVER_OPTIONS
+from ragcache_wire.status import to_status, trailing_metadata
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+"""How long calls in flight may finish after a stop was asked for."""
+
+
+class ErrorEdge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns core errors raised by handlers into statuses; anything else is logged and INTERNAL."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        if handler.request_streaming or handler.response_streaming:
+            if handler.request_streaming and handler.response_streaming:
+                raise NotImplementedError("no service streams both ways")
+            if handler.response_streaming:
+                return grpc.unary_stream_rpc_method_handler(
+                    _guard_stream(handler.unary_stream),
+                    handler.request_deserializer,
+                    handler.response_serializer,
+                )
+            return grpc.stream_unary_rpc_method_handler(
+                _guard(handler.stream_unary),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            _guard(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _guard(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(request, context)
+        except RagCacheError as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(
+    method: Callable[[Any, Any], AsyncIterator[Any]],
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def guarded(
+        request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        try:
+            async for reply in method(request, context):
+                yield reply
+        except RagCacheError as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RagCacheError) -> None:
+    code, message, fields = to_status(error)
+    await context.abort(code, message, trailing_metadata(fields))
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection.
+
+    services: full names of the services that register adds. listen: "host:port"; port 0 takes a
+    free one, found in ``port`` after start. Health says NOT_SERVING until set_ready.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        services: Sequence[str],
+        register: Callable[[grpc.aio.Server], None],
+    ) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorEdge()], options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._services = ("", *services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        register(self._server)
+        # Raises RuntimeError when the address is taken.
+        self.port = self._server.add_insecure_port(listen)
+
+    async def start(self) -> None:
+        """Accept calls; not ready yet."""
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+
+    async def set_ready(self) -> None:
+        """Say SERVING to health checks."""
+        await self._set(health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self) -> None:
+        """Say NOT_SERVING, let calls in flight finish within the grace period, then end them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(STOP_GRACE_S)
+
+    async def _set(self, status: int) -> None:
+        for service in self._services:
+            await self._health.set(service, status)
+
+
+async def until_stopped() -> None:
+    """Wait for SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+    await stop.wait()

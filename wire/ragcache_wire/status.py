@@ -1,0 +1,79 @@
+"""Errors across gRPC: statuses at a server's edge, core errors again in a client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+
+DETAIL_KEY = "ragcache-error-bin"
+"""Trailing metadata that holds the error's fields, so that a client can raise the same error."""
+
+_TRY_AGAIN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, object]]:
+    """Status code, message and fields of an error."""
+    match error:
+        case InvalidInput():
+            fields = {"field": error.field, "problem": error.problem, "fix": error.fix}
+            kind = "too_large" if isinstance(error, TooLarge) else "invalid"
+            return grpc.StatusCode.INVALID_ARGUMENT, str(error), {"type": kind, **fields}
+        case NotFound():
+            fields = {"kind": error.kind, "name": error.name, "fix": error.fix}
+            return grpc.StatusCode.NOT_FOUND, str(error), {"type": "not_found", **fields}
+        case Unavailable():
+            return grpc.StatusCode.UNAVAILABLE, str(error), {"type": "unavailable"}
+        case _:
+            return grpc.StatusCode.INTERNAL, str(error), {"type": "internal"}
+
+
+def trailing_metadata(fields: dict[str, object]) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that carries an error's fields."""
+    return ((DETAIL_KEY, json.dumps(fields).encode()),)
+
+
+def from_rpc_error(part: str, error: grpc.RpcError) -> RagCacheError:
+    """The core error behind a failed call to part."""
+    code, details = _code_of(error)
+    fields = _fields_of(error)
+    match fields.get("type"):
+        case "too_large":
+            return TooLarge(fields["field"], fields["problem"], fields["fix"])
+        case "invalid":
+            return InvalidInput(fields["field"], fields["problem"], fields["fix"])
+        case "not_found":
+            return NotFound(fields["kind"], fields["name"], fields["fix"])
+    if code in _TRY_AGAIN:
+        return Unavailable(part, f"{code.name.lower()}: {details}")
+    return RagCacheError(f"the {part} failed: {code.name.lower()}: {details}")
+
+
+def _code_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    # Every error that a call raises is also a grpc.Call; the base class does not say so.
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    details = error.details() if hasattr(error, "details") else str(error)
+    return code, str(details)
+
+
+def _fields_of(error: grpc.RpcError) -> dict[str, str]:
+    metadata: Iterable[Any] = ()
+    if hasattr(error, "trailing_metadata"):
+        metadata = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == DETAIL_KEY:
+            try:
+                fields = json.loads(value)
+            except ValueError:
+                return {}
+            return {str(k): str(v) for k, v in fields.items()}
+    return {}

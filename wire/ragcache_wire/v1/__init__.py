@@ -1,0 +1,1 @@
+"""Generated from wire/proto/ragcache/v1 by tools/generate_wire.py."""
