@@ -1,0 +1,90 @@
+"""A model as files: where it lies, what KV space it defines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.fingerprint import (
+    WEIGHT_SAMPLE_BYTES,
+    WeightsSample,
+    kv_space,
+    model_fingerprint,
+)
+from ragcache_core.keys import KVSpace
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A Hugging Face model on disk. config: its config.json."""
+
+    path: Path
+    config: dict[str, Any]
+    fingerprint: str
+
+    def space(self, dtype: str) -> KVSpace:
+        """KV space of this model with KV elements of dtype (``auto``: the checkpoint's own)."""
+        return kv_space(self.fingerprint, self.config, dtype)
+
+
+def load_model_folder(source: str) -> ModelFolder:
+    """Find a model and fingerprint it; reads at most 2 MiB of each weights file.
+
+    source: a folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
+    Raises InvalidInput if there is no such model or it lacks files that serving needs.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        path = _snapshot(source)
+    config = _read_json(path / "config.json")
+    tokenizer = path / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise InvalidInput(
+            "model.source",
+            f"{path} holds no tokenizer.json",
+            "name a model with a fast tokenizer",
+        )
+    weights = [_sample(file) for file in sorted(path.glob("*.safetensors"))]
+    if not weights:
+        raise InvalidInput(
+            "model.source", f"{path} holds no *.safetensors", "name a model with safetensors"
+        )
+    fingerprint = model_fingerprint(config, tokenizer.read_bytes(), weights)
+    return ModelFolder(path, config, fingerprint)
+
+
+def _snapshot(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  only for names, not for folders
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
+        raise InvalidInput(
+            "model.source",
+            f"{name!r} is neither a folder nor a model that the Hugging Face hub gave: {error}",
+            "check the name, the token and the network, or name a folder",
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            "model.source", f"{path} cannot be read: {error}", "name a Hugging Face model folder"
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidInput("model.source", f"{path} is no JSON object", "repair the model folder")
+    return value
+
+
+def _sample(path: Path) -> WeightsSample:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(WEIGHT_SAMPLE_BYTES)
+        file.seek(max(0, size - WEIGHT_SAMPLE_BYTES))
+        return WeightsSample(path.name, size, first, file.read(WEIGHT_SAMPLE_BYTES))
