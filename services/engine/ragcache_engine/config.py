@@ -1,0 +1,41 @@
+"""What the connector is told by its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ragcache_core.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of the connector; one value per process, read once.
+
+    cachestore: "host:port" of the store. records_listen: "host:port" where the engine's record of
+    its requests is served, or None.
+    lookup_wait_s: how long one scheduling step may wait for the store's answer; the request is
+    asked about again in the next step. lookup_deadline_s: after that the lookup counts as a miss.
+    load_deadline_s: a load that takes longer is given up and its tokens are computed.
+    min_load_tokens: fewer tokens than this are computed rather than loaded, because a load costs
+    a round trip and an idle engine step or two.
+    save_queue_bytes: memory bound of values waiting to be sent to the store; what does not fit is
+    not saved (a lost save is a future miss, an unbounded queue a dead engine).
+    """
+
+    cachestore: str
+    records_listen: str | None = None
+    lookup_wait_s: float = 0.005
+    lookup_deadline_s: float = 0.5
+    load_deadline_s: float = 5.0
+    save_deadline_s: float = 30.0
+    min_load_tokens: int = 16
+    save_queue_bytes: int = 1 << 30
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
+        """Read RAGCACHE_CACHESTORE and RAGCACHE_RECORDS_LISTEN. Raises InvalidInput."""
+        cachestore = env.get("RAGCACHE_CACHESTORE", "")
+        if ":" not in cachestore:
+            raise InvalidInput("RAGCACHE_CACHESTORE", f"is {cachestore!r}", "set it to host:port")
+        return cls(cachestore, env.get("RAGCACHE_RECORDS_LISTEN") or None)

@@ -1,0 +1,176 @@
+"""Fetch variants from the store in the background and hand them to the engine's own thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from ragcache_core.errors import RagCacheError
+from ragcache_core.keys import KVSpace
+from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
+from ragcache_kv.value import FORMAT, checksum, value_bytes
+from ragcache_wire.cachestore_client import CacheStoreClient, StoredValue
+
+log = logging.getLogger("vllm.ragcache")
+
+Write = Callable[[LoadJob, torch.Tensor, int], None]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor | None:
+    """Value as [num_layers, 2, num_tokens, num_kv_heads, head_dim]; None if it is not whole.
+
+    The checksum is verified here although the store did so too: this is the last place before the
+    bytes become somebody's answer.
+    """
+    if stored.value_format != FORMAT or len(stored.value) != value_bytes(space, num_tokens):
+        return None
+    if checksum(stored.value) != stored.checksum:
+        return None
+    flat = torch.frombuffer(stored.value, dtype=_DTYPES[space.dtype])
+    return flat.view(space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """One variant that came; value None: it did not, and nothing after it will."""
+
+    span: Span
+    value: torch.Tensor | None
+    num_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Load:
+    job: LoadJob
+    started: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    arrivals: queue.SimpleQueue[_Arrival] = field(default_factory=queue.SimpleQueue)
+    spans_done: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+
+
+class Loader:
+    """Runs LoadJobs. ``write`` is called on the thread that calls ``advance``, never elsewhere.
+
+    write(job, value, start): put value, the prompt tokens from start on, into the job's blocks.
+    Values arrive in order, so what has been written is always a prefix.
+    """
+
+    def __init__(self, client: CacheStoreClient, space: KVSpace, deadline_s: float) -> None:
+        self._client = client
+        self._space = space
+        self._deadline_s = deadline_s
+        self._pool = ThreadPoolExecutor(2, "ragcache-load")
+        self._loads: dict[str, _Load] = {}
+
+    def start(self, job: LoadJob) -> None:
+        """Begin fetching; ``advance`` reports the end."""
+        load = _Load(job, time.monotonic())
+        self._loads[job.request_id] = load
+        self._pool.submit(self._fetch, load)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop wanting a load, if it is running; it is still reported, as every load is."""
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.cancelled.set()
+
+    def advance(self, write: Write) -> list[LoadOutcome]:
+        """Write what has arrived; returns the loads that ended, whole or not."""
+        outcomes = []
+        for request_id, load in list(self._loads.items()):
+            outcome = self._advance(load, write)
+            if outcome is not None:
+                outcomes.append(outcome)
+                del self._loads[request_id]
+        return outcomes
+
+    def abandon(self, reason: str) -> list[LoadOutcome]:
+        """End every load where it stands."""
+        outcomes = []
+        for load in self._loads.values():
+            load.cancelled.set()
+            if load.spans_done < len(load.job.spans):
+                outcomes.append(self._outcome(load, load.job.spans[load.spans_done], reason))
+        self._loads.clear()
+        return outcomes
+
+    def close(self) -> None:
+        """Give up every load."""
+        for load in self._loads.values():
+            load.cancelled.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _advance(self, load: _Load, write: Write) -> LoadOutcome | None:
+        while load.spans_done < len(load.job.spans):
+            try:
+                arrival = load.arrivals.get_nowait()
+            except queue.Empty:
+                if load.cancelled.is_set():
+                    return self._outcome(load, load.job.spans[load.spans_done], "cancelled")
+                # The fetch has a deadline of its own; this one also covers a fetch that waits for
+                # a thread of the pool.
+                if time.monotonic() - load.started <= self._deadline_s:
+                    return None
+                load.cancelled.set()
+                return self._outcome(load, load.job.spans[load.spans_done], "load late")
+            if arrival.value is None:
+                return self._outcome(load, arrival.span, arrival.reason)
+            span = arrival.span
+            start, end = max(span.start, load.job.first), min(span.end, load.job.end)
+            write(load.job, arrival.value[:, :, start - span.start : end - span.start], start)
+            load.spans_done += 1
+            load.tokens += end - start
+            load.num_bytes += arrival.num_bytes
+        return self._outcome(load, None, "")
+
+    @staticmethod
+    def _outcome(load: _Load, missing: Span | None, reason: str) -> LoadOutcome:
+        return LoadOutcome(
+            load.job.request_id,
+            load.tokens,
+            load.num_bytes,
+            time.monotonic() - load.started,
+            missing.variant if missing else None,
+            reason,
+        )
+
+    def _fetch(self, load: _Load) -> None:
+        spans = load.job.spans
+        done = 0
+        try:
+            keys = [span.variant for span in spans]
+            for span, (_, stored) in zip(
+                spans, self._client.get(keys, self._deadline_s), strict=False
+            ):
+                if load.cancelled.is_set():
+                    return
+                if stored is None:
+                    load.arrivals.put(_Arrival(span, None, reason="gone from the store"))
+                    return
+                value = decode(stored, span.end - span.start, self._space)
+                if value is None:
+                    load.arrivals.put(_Arrival(span, None, reason="corrupt"))
+                    return
+                load.arrivals.put(_Arrival(span, value, num_bytes=len(stored.value)))
+                done += 1
+            if done < len(spans):
+                load.arrivals.put(_Arrival(spans[done], None, reason="store ended early"))
+        except RagCacheError as error:
+            log.warning("load of request %s failed: %s", load.job.request_id, error)
+            load.arrivals.put(_Arrival(spans[done], None, reason="store unavailable"))
+        except Exception:
+            # Whatever it was, the request must be computed rather than wait for its deadline.
+            log.exception("load of request %s failed", load.job.request_id)
+            load.arrivals.put(_Arrival(spans[done], None, reason="load failed"))

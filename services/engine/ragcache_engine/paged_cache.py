@@ -1,0 +1,132 @@
+"""Token access to vLLM's paged KV cache.
+
+vLLM shows every layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. On CUDA
+that is true and a token is ``kv[block, :, offset]``. On CPU the shape lies: inside a (block, head)
+the kernels pack keys and values in an order of their own that depends on the instruction set. So
+writing goes through the attention backend itself, and reading through a map found once by writing
+known bit patterns into a scratch block with that same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes of one layer's cache."""
+
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class PagedCache:
+    """Reads and writes tokens of all layers.
+
+    layers: vLLM's attention layers by name in model order, each with ``impl`` and its bound
+    ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
+    Raises ValueError when the layers differ in shape (hybrid models).
+    """
+
+    def __init__(self, layers: Mapping[str, Any], device: torch.device) -> None:
+        self._layers = list(layers.values())
+        self._device = device
+        shapes = {_shape(layer.kv_cache) for layer in self._layers}
+        if len(shapes) != 1:
+            raise ValueError(f"layers differ in their KV shape: {shapes}")
+        self.shape = shapes.pop()
+        self._packing = _probe(self._layers[0], self.shape) if device.type == "cpu" else None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of attention layers."""
+        return len(self._layers)
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Slot of each token in [start, end) of a request with this block table; int64 [T]."""
+        positions = torch.arange(start, end)
+        table = torch.tensor(blocks, dtype=torch.int64)
+        size = self.shape.block_size
+        return table[positions // size] * size + positions % size
+
+    def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write tokens of all layers. value: [num_layers, 2, T, num_kv_heads, head_dim]."""
+        slots = slots.to(self._device, non_blocking=True)
+        value = value.to(self._device, non_blocking=True)
+        for index, layer in enumerate(self._layers):
+            layer.impl.do_kv_cache_update(
+                layer, value[index, 0], value[index, 1], layer.kv_cache, slots
+            )
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Tokens [start, end) of all layers on the CPU: [num_layers, 2, T, num_kv_heads, head_dim].
+
+        blocks: the request's block table.
+        """
+        size = self.shape.block_size
+        first, last = start // size, -(-end // size)
+        table = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._device)
+        inside = slice(start - first * size, end - first * size)
+        value = torch.empty(
+            (self.num_layers, 2, end - start, self.shape.num_kv_heads, self.shape.head_dim),
+            dtype=self.shape.dtype,
+        )
+        for index, layer in enumerate(self._layers):
+            keys, values = self._unpack(layer.kv_cache[table])
+            value[index, 0] = keys[inside]
+            value[index, 1] = values[inside]
+        return value
+
+    def _unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n * block_size, num_kv_heads, head_dim] of n whole blocks."""
+        shape = self.shape
+        if self._packing is not None:
+            flat = rows.reshape(rows.shape[0], shape.num_kv_heads, -1)
+            rows = flat[..., self._packing].reshape(
+                -1, shape.num_kv_heads, 2, shape.block_size, shape.head_dim
+            )
+            keys, values = rows[:, :, 0], rows[:, :, 1]
+        else:
+            keys, values = rows[..., : shape.head_dim], rows[..., shape.head_dim :]
+        tokens = (-1, shape.num_kv_heads, shape.head_dim)
+        return keys.transpose(1, 2).reshape(tokens), values.transpose(1, 2).reshape(tokens)
+
+
+def _shape(kv_cache: torch.Tensor) -> CacheShape:
+    if kv_cache.dim() != 4:
+        raise ValueError(f"a KV cache of shape {tuple(kv_cache.shape)} is not supported")
+    _, heads, block_size, both = kv_cache.shape
+    return CacheShape(heads, block_size, both // 2, kv_cache.dtype)
+
+
+def _probe(layer: Any, shape: CacheShape) -> torch.Tensor:
+    """Where the backend packs each element of a block.
+
+    Returns int64 [2 * block_size * head_dim]: for keys then values, token by token, the flat index
+    inside one (block, head) where that element lies.
+    """
+    pattern_dtype = _PATTERN_DTYPE[shape.dtype.itemsize]
+    elements = shape.block_size * shape.head_dim
+    # A bit pattern per element; the backend only copies, so any pattern survives.
+    pattern = torch.arange(2 * elements, dtype=torch.int64).to(pattern_dtype)
+    pattern = pattern.view(shape.dtype).reshape(2, shape.block_size, 1, shape.head_dim)
+    pattern = pattern.expand(-1, -1, shape.num_kv_heads, -1).contiguous()
+    scratch = torch.zeros(
+        (1, shape.num_kv_heads, shape.block_size, 2 * shape.head_dim), dtype=shape.dtype
+    )
+    slots = torch.arange(shape.block_size)
+    layer.impl.do_kv_cache_update(layer, pattern[0], pattern[1], scratch, slots)
+    found = scratch[0, 0].reshape(-1).view(pattern_dtype).to(torch.int64)
+    if shape.dtype.itemsize == 2:
+        found &= 0xFFFF
+    packing = torch.empty_like(found)
+    packing[found] = torch.arange(2 * elements)
+    return packing

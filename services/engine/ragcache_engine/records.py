@@ -1,0 +1,89 @@
+"""The engine's own record of its requests, served over gRPC (streamed replies carry none)."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from ragcache_wire.channel import SERVER_OPTIONS
+from ragcache_wire.v1 import engine_pb2 as pb
+from ragcache_wire.v1 import engine_pb2_grpc
+
+CAPACITY = 4096
+"""Records kept; a gateway asks for one within moments of the first token."""
+
+
+@dataclass(slots=True)
+class Record:
+    """Where a request's time went, in seconds, and where its KV came from."""
+
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    miss: str = ""
+
+
+class RecordBook:
+    """The latest CAPACITY records by the gateway's request id; safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, request: str, record: Record) -> None:
+        """Keep a record, forgetting the oldest beyond CAPACITY."""
+        with self._lock:
+            self._records[request] = record
+            self._records.move_to_end(request)
+            while len(self._records) > CAPACITY:
+                self._records.popitem(last=False)
+
+    def get(self, request: str) -> Record | None:
+        """The record of request, or None."""
+        with self._lock:
+            return self._records.get(request)
+
+
+class _EngineServicer(engine_pb2_grpc.EngineServicer):
+    def __init__(self, book: RecordBook) -> None:
+        self._book = book
+
+    def GetRequestRecord(  # noqa: N802  name given by the protocol
+        self, request: pb.GetRequestRecordRequest, context: Any
+    ) -> pb.RequestRecord:
+        record = self._book.get(request.request)
+        if record is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no record of request {request.request!r}")
+            raise AssertionError("abort raises")
+        return pb.RequestRecord(
+            request=request.request,
+            queue_s=record.queue_s,
+            load_s=record.load_s,
+            prefill_s=record.prefill_s,
+            prompt_tokens=record.prompt_tokens,
+            local_tokens=record.local_tokens,
+            loaded_tokens=record.loaded_tokens,
+            loaded_bytes=record.loaded_bytes,
+            miss=record.miss,
+        )
+
+
+def serve(book: RecordBook, listen: str) -> grpc.Server:
+    """Serve book at listen ("host:port") until the returned server is stopped.
+
+    Raises RuntimeError when the address is taken.
+    """
+    server = grpc.server(futures.ThreadPoolExecutor(2, "records"), options=SERVER_OPTIONS)
+    engine_pb2_grpc.add_EngineServicer_to_server(_EngineServicer(book), server)
+    server.add_insecure_port(listen)
+    server.start()
+    return server

@@ -1,0 +1,262 @@
+"""Decides what to load and what to save, in the engine's scheduler process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.plan import ReusePlan
+from ragcache_core.reuse import (
+    NamedSegment,
+    Provenance,
+    VariantInfo,
+    checked_segments,
+    longest_exact_chain,
+)
+from ragcache_engine.config import EngineConfig
+from ragcache_engine.records import Record, RecordBook
+from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, Span, StepJobs
+from ragcache_kv.value import value_bytes
+from ragcache_wire.cachestore_client import CacheStoreClient
+
+log = logging.getLogger("vllm.ragcache")
+
+
+class _Phase(Enum):
+    WAITING = auto()
+    LOADING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one request with a plan."""
+
+    plan: ReusePlan
+    token_ids: Sequence[int]
+    segments: tuple[NamedSegment, ...]
+    lookup: Future[dict[VariantKey, VariantInfo]] | None
+    arrived: float
+    stored: dict[VariantKey, VariantInfo] | None = None
+    saved: set[VariantKey] = field(default_factory=set)
+    load_failed: bool = False
+    pending_load: tuple[int, int] | None = None  # [first, end) promised to vLLM
+    phase: _Phase = _Phase.WAITING
+    phase_since: float = 0.0
+    record: Record = field(default_factory=Record)
+
+
+class SchedulerSide:
+    """One per engine. Called on the scheduler's thread only; never blocks it for long."""
+
+    def __init__(self, config: EngineConfig, space: KVSpace, book: RecordBook) -> None:
+        self._config = config
+        self._space = space
+        self._book = book
+        self._client = CacheStoreClient(config.cachestore)
+        self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[LoadJob] = []
+
+    # The life of a request, in the order of vLLM's calls.
+
+    def on_new_request(self, request_id: str, token_ids: Sequence[int], params: object) -> None:
+        """Take up a request if it carries a plan, and begin asking the store.
+
+        params: the request's kv_transfer_params as the client sent them.
+        """
+        plan_json = params.get("ragcache") if isinstance(params, dict) else None
+        if plan_json is None:
+            return
+        try:
+            plan = ReusePlan.from_json(plan_json)
+        except InvalidInput as error:
+            log.warning("plan of request %s is dropped: %s", request_id, error)
+            return
+        segments = checked_segments(plan, token_ids, self._space)
+        now = time.monotonic()
+        lookup = self._pool.submit(self._lookup, segments) if segments else None
+        request = _Request(plan, token_ids, segments, lookup, now, phase_since=now)
+        request.record.prompt_tokens = len(token_ids)
+        if len(segments) < len(plan.segments):
+            request.record.miss = "planned to be computed"
+        self._requests[request_id] = request
+
+    def loadable_tokens(self, request_id: str, num_local: int) -> int | None:
+        """Tokens that can be loaded beyond the num_local that the engine holds itself.
+
+        None: not known yet, ask again in the next step. Called any number of times.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        request.record.local_tokens = num_local
+        if request.load_failed or not request.segments:
+            return 0
+        if request.stored is None and not self._finish_lookup(request):
+            return None
+        chain = longest_exact_chain(request.segments, request.stored or {})
+        # The last token is always computed: its output is the first token of the answer.
+        end = min(chain[-1].segment.end if chain else 0, len(request.token_ids) - 1)
+        if end - num_local < self._config.min_load_tokens:
+            request.pending_load = None
+            return 0
+        request.pending_load = (num_local, end)
+        return end - num_local
+
+    def on_allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> None:
+        """Blocks are there. num_external: tokens that vLLM expects to be loaded into them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if num_external == 0 or request.pending_load is None:
+            if request.phase is not _Phase.DECODE:
+                self._enter(request, _Phase.PREFILL)
+            return
+        first, end = request.pending_load
+        spans = tuple(
+            Span(named.variant, named.segment.start, named.segment.end)
+            for named in request.segments
+            if named.segment.end > first and named.segment.start < end
+        )
+        self._loads.append(LoadJob(request_id, spans, first, end, tuple(blocks)))
+        request.pending_load = None
+        self._enter(request, _Phase.LOADING)
+
+    def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
+        """Loads ended in the worker."""
+        for outcome in outcomes:
+            request = self._requests.get(outcome.request_id)
+            if request is None:
+                continue
+            self._enter(request, _Phase.WAITING)
+            request.record.loaded_tokens = outcome.tokens
+            request.record.loaded_bytes = outcome.num_bytes
+            if outcome.missing is not None:
+                # vLLM asks again after a failure; the same answer would loop for ever.
+                request.load_failed = True
+                request.record.miss = outcome.reason
+                self._forget_from(request, outcome.missing)
+
+    def step(
+        self,
+        progress: Iterable[tuple[str, int, int]],
+        blocks_of: Callable[[str], Sequence[int]],
+    ) -> StepJobs:
+        """Jobs of the step about to run.
+
+        progress: (request id, tokens computed before, tokens of this step) of every request that
+        runs in it. blocks_of: block table of such a request.
+        """
+        saves: list[SaveJob] = []
+        for request_id, computed, scheduled in progress:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if request.phase is _Phase.WAITING:
+                self._enter(request, _Phase.PREFILL)
+            if request.phase is _Phase.PREFILL and computed >= len(request.token_ids):
+                self._enter(request, _Phase.DECODE)
+                self._book.put(request.plan.request, request.record)
+            if computed < len(request.token_ids):
+                due = self._due(request, computed + scheduled)
+                if due:
+                    blocks = tuple(blocks_of(request_id))
+                    saves += [self._save_job(named, blocks) for named in due]
+        loads, self._loads = self._loads, []
+        return StepJobs(tuple(loads), tuple(saves))
+
+    def on_finished(self, request_id: str) -> None:
+        """The request ended, was aborted or failed."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if request.lookup is not None:
+            request.lookup.cancel()
+        if request.phase is not _Phase.DECODE:
+            # An answer of one token ends in its prefill step.
+            self._enter(request, _Phase.DECODE)
+        self._book.put(request.plan.request, request.record)
+
+    def close(self) -> None:
+        """Stop asking the store."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _lookup(self, segments: Sequence[NamedSegment]) -> dict[VariantKey, VariantInfo]:
+        keys = [named.variant for named in segments]
+        return self._client.lookup(keys, timeout_s=self._config.lookup_deadline_s)
+
+    def _finish_lookup(self, request: _Request) -> bool:
+        """Take over the store's answer; False while there is none and it is not late."""
+        assert request.lookup is not None
+        try:
+            request.stored = request.lookup.result(timeout=self._config.lookup_wait_s)
+        except FutureTimeoutError:
+            if time.monotonic() - request.arrived < self._config.lookup_deadline_s:
+                return False
+            request.stored, request.record.miss = {}, "lookup late"
+        except Exception as error:
+            # An outage is the ordinary case; whatever it was, vLLM would end on an exception.
+            log.warning("the store could not be asked: %s", error)
+            request.stored, request.record.miss = {}, "store unavailable"
+        if len(longest_exact_chain(request.segments, request.stored)) < len(request.segments):
+            request.record.miss = request.record.miss or "not stored"
+        return True
+
+    @staticmethod
+    def _due(request: _Request, computed: int) -> list[NamedSegment]:
+        """Variants that are whole after this step and that the store does not hold."""
+        due = []
+        for named in request.segments:
+            segment, key = named.segment, named.variant
+            if segment.end > computed:
+                break
+            held = (request.stored or {}).get(key)
+            if key in request.saved or (held is not None and held.provenance.exact):
+                continue
+            request.saved.add(key)
+            due.append(named)
+        return due
+
+    def _save_job(self, named: NamedSegment, blocks: tuple[int, ...]) -> SaveJob:
+        start, end = named.segment.start, named.segment.end
+        info = VariantInfo(
+            num_tokens=end - start,
+            num_bytes=value_bytes(self._space, end - start),
+            base_position=start,
+            # Everything before it was computed, loaded as exact, or shared by vLLM's own prefix
+            # cache, which this connector fills with exact KV only.
+            provenance=Provenance(exact=True),
+        )
+        return SaveJob(Span(named.variant, start, end), info, blocks)
+
+    def _forget_from(self, request: _Request, missing: VariantKey) -> None:
+        """Treat missing and what follows as not stored, so that it is saved anew."""
+        stored = request.stored or {}
+        names = [named.variant for named in request.segments]
+        for key in names[names.index(missing) :]:
+            stored.pop(key, None)
+
+    @staticmethod
+    def _enter(request: _Request, phase: _Phase) -> None:
+        now = time.monotonic()
+        spent, record = now - request.phase_since, request.record
+        match request.phase:
+            case _Phase.WAITING:
+                record.queue_s += spent
+            case _Phase.LOADING:
+                record.load_s += spent
+            case _Phase.PREFILL:
+                record.prefill_s += spent
+            case _Phase.DECODE:
+                pass
+        request.phase, request.phase_since = phase, now

@@ -1,0 +1,105 @@
+"""Moves KV between the store and vLLM's paged cache, in the worker process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from ragcache_core.keys import KVSpace
+from ragcache_engine.config import EngineConfig
+from ragcache_engine.loading import Loader
+from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.saving import Saver
+from ragcache_engine.transfer import LoadJob, SaveJob, StepJobs, StepReport
+from ragcache_wire.cachestore_client import CacheStoreClient
+
+log = logging.getLogger("vllm.ragcache")
+
+
+class WorkerSide:
+    """One per worker. Called on the worker's main thread only, between and after forward passes.
+
+    No exception leaves its methods: vLLM ends the engine on one. What cannot be loaded is reported
+    as blocks to recompute; what cannot be saved is not saved.
+    """
+
+    def __init__(self, config: EngineConfig, space: KVSpace, cache: PagedCache) -> None:
+        self._cache = cache
+        self._client = CacheStoreClient(config.cachestore)
+        self._loader = Loader(self._client, space, config.load_deadline_s)
+        self._saver = Saver(self._client, config.save_deadline_s, config.save_queue_bytes)
+        self._jobs: dict[str, LoadJob] = {}
+        self._bad_blocks: set[int] = set()
+        self._received: set[str] = set()
+        self._report = StepReport()
+
+    def start_loads(self, jobs: StepJobs) -> None:
+        """Begin this step's loads."""
+        for job in jobs.loads:
+            self._jobs[job.request_id] = job
+            self._loader.start(job)
+
+    def save(self, jobs: StepJobs) -> None:
+        """Copy this step's new variants out of the cache and queue them for the store."""
+        for job in jobs.saves:
+            try:
+                self._save(job)
+            except Exception:
+                log.exception("a variant was not saved")
+
+    def advance(self, finished: Iterable[str]) -> None:
+        """Write what has arrived. finished: requests that ended, whose loads nobody wants."""
+        for request_id in finished:
+            self._loader.cancel(request_id)
+        try:
+            outcomes = self._loader.advance(self._write)
+        except Exception:
+            # A write that raises (a device error) fails every load under way.
+            log.exception("loaded KV could not be written")
+            outcomes = self._loader.abandon("write failed")
+        for outcome in outcomes:
+            job = self._jobs.pop(outcome.request_id)
+            self._received.add(outcome.request_id)
+            if outcome.missing is not None:
+                self._bad_blocks.update(self._blocks_from(job, job.first + outcome.tokens))
+            self._report.outcomes.append(outcome)
+
+    def take_received(self) -> set[str]:
+        """Requests whose loads ended, well or not, since the last call."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks that vLLM has to recompute."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self) -> StepReport | None:
+        """What ended since the last call, for the scheduler side."""
+        if not self._report.outcomes:
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._loader.close()
+        self._saver.close()
+        self._client.close()
+
+    def _write(self, job: LoadJob, value: torch.Tensor, start: int) -> None:
+        end = start + value.shape[2]
+        self._cache.write(value, self._cache.slots(job.blocks, start, end))
+
+    def _save(self, job: SaveJob) -> None:
+        if self._saver.wants(job.span.variant, job.info.num_bytes):
+            value = self._cache.read(job.blocks, job.span.start, job.span.end)
+            self._saver.save(job.span.variant, job.info, value)
+
+    def _blocks_from(self, job: LoadJob, position: int) -> list[int]:
+        # vLLM recomputes from the start of the first bad block, so tokens of a good variant that
+        # share it are computed again with it.
+        size = self._cache.shape.block_size
+        return list(job.blocks[position // size : -(-job.end // size)])
