@@ -31,6 +31,7 @@ from ragcache_engine.scheduler_side import SchedulerSide
 from ragcache_engine.transfer import StepJobs, StepReport
 from ragcache_engine.worker_side import WorkerSide
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.cachestore_client import CacheStoreClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,7 +73,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             book = RecordBook()
-            self._scheduler = SchedulerSide(self._config, self._space, book)
+            client = CacheStoreClient(self._config.cachestore)
+            self._scheduler = SchedulerSide(self._config, self._space, book, client)
             self._records = (
                 serve(book, self._config.records_listen) if self._config.records_listen else None
             )
@@ -86,7 +88,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             {name: layers[name] for name in kv_caches}, next(iter(kv_caches.values())).device
         )
         _check_layout(cache, self._space)
-        self._worker = WorkerSide(self._config, self._space, cache)
+        client = CacheStoreClient(self._config.cachestore)
+        self._worker = WorkerSide(self._config, self._space, cache, client)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads; called on every step."""

@@ -57,11 +57,13 @@ class _Request:
 class SchedulerSide:
     """One per engine. Called on the scheduler's thread only; never blocks it for long."""
 
-    def __init__(self, config: EngineConfig, space: KVSpace, book: RecordBook) -> None:
+    def __init__(
+        self, config: EngineConfig, space: KVSpace, book: RecordBook, client: CacheStoreClient
+    ) -> None:
         self._config = config
         self._space = space
         self._book = book
-        self._client = CacheStoreClient(config.cachestore)
+        self._client = client
         self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadJob] = []

@@ -25,9 +25,11 @@ class WorkerSide:
     as blocks to recompute; what cannot be saved is not saved.
     """
 
-    def __init__(self, config: EngineConfig, space: KVSpace, cache: PagedCache) -> None:
+    def __init__(
+        self, config: EngineConfig, space: KVSpace, cache: PagedCache, client: CacheStoreClient
+    ) -> None:
         self._cache = cache
-        self._client = CacheStoreClient(config.cachestore)
+        self._client = client
         self._loader = Loader(self._client, space, config.load_deadline_s)
         self._saver = Saver(self._client, config.save_deadline_s, config.save_queue_bytes)
         self._jobs: dict[str, LoadJob] = {}

@@ -53,21 +53,25 @@ class Collection(_message.Message):
     chunks: _builtins.int
     """output only"""
     @_builtins.property
-    def chunking(self) -> Global___Chunking: ...
+    def chunking(self) -> Global___Chunking:
+        """Settings left out of a put take the service's defaults; replies always hold what applies."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         chunking: Global___Chunking | None = ...,
-        window: _builtins.int = ...,
+        window: _builtins.int | None = ...,
         documents: _builtins.int = ...,
         chunks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunking", b"chunking"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "chunking", b"chunking", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "name", b"name", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "chunking", b"chunking", "chunks", b"chunks", "documents", b"documents", "name", b"name", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
 
 Global___Collection: _TypeAlias = Collection  # noqa: Y015
 
@@ -272,7 +276,7 @@ class UpsertDocumentReply(_message.Message):
 
     @_builtins.property
     def removed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Chunk texts that no longer occur in the document: their chunk-caches are of no more use."""
+        """Chunk texts that no longer occur in the collection: their chunk-caches are of no more use."""
 
     def __init__(
         self,
@@ -317,7 +321,9 @@ class DeleteDocumentReply(_message.Message):
 
     REMOVED_CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def removed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def removed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in UpsertDocumentReply."""
+
     def __init__(
         self,
         *,

@@ -1,0 +1,56 @@
+# `make demo` and `make test` are all a newcomer needs; both set up .venv first.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+WHEELS ?=
+BIN := .venv/bin
+PACKAGES := core wire kv operator services cli
+SOURCES := $(PACKAGES) tests bench tools examples models
+
+.PHONY: setup demo up test check format wire bench wheelhouse clean
+
+setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
+
+.venv/.ready: pyproject.toml constraints.txt tools/setup.sh
+	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh
+	@touch $@
+
+demo: setup ## answer questions about a handbook made just now, cold and warm
+	$(BIN)/python examples/demo.py
+
+up: setup ## run examples/quickstart.yaml on this machine until Ctrl-C
+	$(BIN)/ragcache up -f examples/quickstart.yaml
+
+test: check ## everything CI runs, fastest first
+	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest tests/e2e
+
+check: setup ## format, lint, types, import layers, generated code
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/python tools/generate_wire.py --check
+
+format: setup ## rewrite the sources in the house format
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+wire: setup ## regenerate wire/ragcache_wire/v1 from the protos
+	$(BIN)/python tools/generate_wire.py
+
+bench: setup ## every benchmark, the quick way
+	@for file in bench/*.py; do \
+		name=$$(basename $$file .py); \
+		if grep -q -- '--quick' $$file; then \
+			echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
+		fi; \
+	done
+
+wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine without network
+	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse
+
+clean: ## remove the environment, caches and local data
+	rm -rf .venv .ragcache wheelhouse .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+"""Start the real services as processes and end them again; used by benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+
+KV_TRANSFER = json.dumps(
+    {
+        "kv_connector": "RagCacheConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+)
+
+
+def free_port() -> int:
+    """A port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Service:
+    """One process in a group of its own, its output in a file."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path):
+        self.name = name
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until(self, ready: str, probe: object) -> None:
+        """Wait until probe() is true. Raises RuntimeError with the log's end if it dies first."""
+        assert callable(probe)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not probe():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = self.log.read_text(errors="replace")[-3000:]
+                raise RuntimeError(f"{self.name} did not become {ready}:\n{tail}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it at once, as a crash would (the whole group: vLLM has children)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ask it to end; kill what is left of its group."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStore:
+    """A running cache store."""
+
+    service: Service
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running vLLM server. records: address of its record service, or None."""
+
+    service: Service
+    url: str
+    records: str | None
+
+
+@contextlib.contextmanager
+def running_cachestore(
+    folder: Path, *, memory_bytes: int = 256 << 20, disk_bytes: int = 4 << 30
+) -> Iterator[CacheStore]:
+    """A cache store with its data in folder/data."""
+    store = start_cachestore(folder, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+    try:
+        yield store
+    finally:
+        store.service.stop()
+
+
+def start_cachestore(
+    folder: Path,
+    *,
+    memory_bytes: int = 256 << 20,
+    disk_bytes: int = 4 << 30,
+    port: int | None = None,
+) -> CacheStore:
+    """Start a cache store and wait until it serves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    address = f"127.0.0.1:{port or free_port()}"
+    env = {
+        "RAGCACHE_LISTEN": address,
+        "RAGCACHE_DATA_DIR": str(folder / "data"),
+        "RAGCACHE_MEMORY_BYTES": str(memory_bytes),
+        "RAGCACHE_DISK_BYTES": str(disk_bytes),
+    }
+    command = [sys.executable, "-m", "ragcache_cachestore"]
+    service = Service("cachestore", command, env, folder / "cachestore.log")
+    try:
+        service.wait_until("ready", lambda: _is_serving(address))
+    except BaseException:
+        service.stop()
+        raise
+    return CacheStore(service, address)
+
+
+def launch_engine(
+    folder: Path, model: Path, cachestore: str | None, *arguments: str, max_length: int = 4096
+) -> Engine:
+    """Start vLLM without waiting for it. cachestore None: plain vLLM without our connector."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "model"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "bfloat16", "--max-model-len", str(max_length)),
+        *("--enforce-eager", "--enable-prompt-tokens-details"),
+        *arguments,
+    ]
+    records = None
+    if cachestore is not None:
+        records = f"127.0.0.1:{free_port()}"
+        env |= {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_RECORDS_LISTEN": records}
+        command += ["--kv-transfer-config", KV_TRANSFER]
+    service = Service("engine", command, env, folder / f"engine-{port}.log")
+    return Engine(service, f"http://127.0.0.1:{port}", records)
+
+
+def wait_for_engine(engine: Engine) -> None:
+    """Wait until a launched engine serves."""
+    try:
+        engine.service.wait_until("ready", lambda: _is_healthy(engine.url))
+    except BaseException:
+        engine.service.stop()
+        raise
+
+
+@contextlib.contextmanager
+def running_engine(
+    folder: Path, model: Path, cachestore: str | None, *arguments: str
+) -> Iterator[Engine]:
+    """An engine that serves."""
+    engine = launch_engine(folder, model, cachestore, *arguments)
+    try:
+        wait_for_engine(engine)
+        yield engine
+    finally:
+        engine.service.stop()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _is_serving(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+        except grpc.RpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

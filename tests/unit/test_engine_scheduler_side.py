@@ -1,0 +1,221 @@
+"""What the connector decides: which variants to load, which to save, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from ragcache_core.errors import Unavailable
+from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.prompt import Prompt, assemble, plan_compute, plan_exact
+from ragcache_core.reuse import Provenance, VariantInfo
+from ragcache_engine.config import EngineConfig
+from ragcache_engine.records import Record, RecordBook
+from ragcache_engine.scheduler_side import SchedulerSide
+from ragcache_engine.transfer import LoadOutcome
+from ragcache_wire.cachestore_client import CacheStoreClient
+
+SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
+LENGTH = len(PROMPT.token_ids)
+BLOCKS = tuple(range(10, 40))
+
+
+class FakeStore:
+    """Answers lookups from a dict; an exception in ``outage`` is raised instead."""
+
+    def __init__(self) -> None:
+        self.stored: dict[VariantKey, VariantInfo] = {}
+        self.outage: Exception | None = None
+
+    def lookup(self, keys: Sequence[VariantKey], timeout_s: float) -> dict[VariantKey, VariantInfo]:
+        if self.outage is not None:
+            raise self.outage
+        return {key: self.stored[key] for key in keys if key in self.stored}
+
+    def close(self) -> None:
+        pass
+
+
+class Engine:
+    """Plays vLLM's part: calls the scheduler side in vLLM's order."""
+
+    def __init__(self) -> None:
+        self.store = FakeStore()
+        self.book = RecordBook()
+        config = EngineConfig("unused:0", lookup_wait_s=5.0)
+        self.side = SchedulerSide(config, SPACE, self.book, cast("CacheStoreClient", self.store))
+
+    def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
+        plan = plan_exact(prompt, SPACE, "public", request_id).to_json()
+        self.side.on_new_request(request_id, prompt.token_ids, {"ragcache": {**plan, **kwargs}})
+
+    def prefill(self, request_id: str, computed: int = 0, pieces: int = 1) -> list[VariantKey]:
+        """Run the prefill in pieces; returns what is saved, in order."""
+        saved: list[VariantKey] = []
+        size = -(-(LENGTH - computed) // pieces)
+        while computed < LENGTH:
+            scheduled = min(size, LENGTH - computed)
+            jobs = self.side.step([(request_id, computed, scheduled)], lambda _: BLOCKS)
+            saved += [job.span.variant for job in jobs.saves]
+            for job in jobs.saves:
+                assert job.span.end <= computed + scheduled
+                self.store.stored[job.span.variant] = job.info
+            computed += scheduled
+        return saved
+
+    def record(self, request_id: str) -> Record:
+        record = self.book.get(request_id)
+        assert record is not None
+        return record
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def warm(engine: Engine) -> Engine:
+    """An engine whose store holds the whole prompt."""
+    engine.arrive("first")
+    assert engine.side.loadable_tokens("first", 0) == 0
+    engine.side.on_allocated("first", BLOCKS, 0)
+    assert len(engine.prefill("first")) == 4
+    engine.side.on_finished("first")
+    return engine
+
+
+def test_a_request_without_a_plan_is_left_to_vllm(engine: Engine) -> None:
+    engine.side.on_new_request("plain", PROMPT.token_ids, None)
+    engine.side.on_new_request("other", PROMPT.token_ids, {"do_remote_prefill": True})
+    assert engine.side.loadable_tokens("plain", 0) == 0
+    assert engine.prefill("other") == []
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 7])
+def test_each_segment_is_saved_once_in_the_step_that_completes_it(
+    engine: Engine, pieces: int
+) -> None:
+    engine.arrive("r")
+    assert engine.side.loadable_tokens("r", 0) == 0
+    engine.side.on_allocated("r", BLOCKS, 0)
+    saved = engine.prefill("r", pieces=pieces)
+    assert len(saved) == len(set(saved)) == 4
+    assert all(info.provenance.exact for info in engine.store.stored.values())
+
+
+def test_the_whole_chain_is_loaded_but_never_the_question(warm: Engine) -> None:
+    warm.arrive("again")
+    chunks_end = PROMPT.chunk_ends[-1]
+    assert warm.side.loadable_tokens("again", 0) == chunks_end
+    warm.side.on_allocated("again", BLOCKS, chunks_end)
+    (job,) = warm.side.step([], lambda _: BLOCKS).loads
+    assert (job.first, job.end, len(job.spans)) == (0, chunks_end, 4)
+    outcome = LoadOutcome("again", chunks_end, 4096, 0.01, None, "")
+    warm.side.on_outcomes([outcome])
+    warm.side.on_allocated("again", BLOCKS, 0)
+    assert warm.prefill("again", computed=chunks_end) == []
+    warm.side.on_finished("again")
+    record = warm.record("again")
+    assert (record.loaded_tokens, record.loaded_bytes, record.miss) == (chunks_end, 4096, "")
+
+
+def test_only_what_the_engine_does_not_hold_itself_is_loaded(warm: Engine) -> None:
+    warm.arrive("again")
+    assert warm.side.loadable_tokens("again", 32) == PROMPT.chunk_ends[-1] - 32
+    warm.side.on_allocated("again", BLOCKS, PROMPT.chunk_ends[-1] - 32)
+    (job,) = warm.side.step([], lambda _: BLOCKS).loads
+    # the head ends at 20, so of the first chunk only the tokens from 32 on are wanted
+    assert (job.first, job.spans[0].start) == (32, 20)
+
+
+def test_a_few_tokens_are_computed_rather_than_loaded(warm: Engine) -> None:
+    warm.arrive("again")
+    assert warm.side.loadable_tokens("again", PROMPT.chunk_ends[-1] - 4) == 0
+
+
+def test_the_last_token_of_a_prompt_is_always_computed(warm: Engine) -> None:
+    whole = Prompt(PROMPT.token_ids[: PROMPT.chunk_ends[-1]], PROMPT.head, PROMPT.chunk_ends)
+    warm.arrive("no-question", whole)
+    assert warm.side.loadable_tokens("no-question", 0) == len(whole.token_ids) - 1
+
+
+def test_the_chain_ends_at_the_first_variant_that_is_missing(warm: Engine) -> None:
+    warm.arrive("probe")
+    keys = list(warm.store.stored)
+    del warm.store.stored[keys[2]]
+    warm.arrive("again")
+    assert warm.side.loadable_tokens("again", 0) == PROMPT.chunk_ends[0]
+    warm.side.on_allocated("again", BLOCKS, PROMPT.chunk_ends[0])
+    assert warm.prefill("again", computed=PROMPT.chunk_ends[0]) == [keys[2]]
+
+
+def test_a_tainted_variant_never_serves_exact(warm: Engine) -> None:
+    keys = list(warm.store.stored)
+    tainted = replace(warm.store.stored[keys[1]], provenance=Provenance(exact=False))
+    warm.store.stored[keys[1]] = tainted
+    warm.arrive("again")
+    assert warm.side.loadable_tokens("again", 0) == PROMPT.head
+    # and it is replaced by the exact one that this request computes
+    warm.side.on_allocated("again", BLOCKS, PROMPT.head)
+    assert keys[1] in warm.prefill("again", computed=PROMPT.head)
+
+
+def test_a_plan_for_other_tokens_is_not_served(warm: Engine) -> None:
+    other = assemble(range(20), [range(100, 140), range(201, 251), range(300, 330)], range(9))
+    plan = plan_exact(PROMPT, SPACE, "public", "forged").to_json()
+    warm.side.on_new_request("forged", other.token_ids, {"ragcache": plan})
+    # head and first chunk are the same; from the second on the tokens do not hash to the plan
+    assert warm.side.loadable_tokens("forged", 0) == PROMPT.chunk_ends[0]
+
+
+def test_another_domain_does_not_see_the_variants(warm: Engine) -> None:
+    plan = plan_exact(PROMPT, SPACE, "tenant", "r").to_json()
+    warm.side.on_new_request("r", PROMPT.token_ids, {"ragcache": plan})
+    assert warm.side.loadable_tokens("r", 0) == 0
+
+
+def test_reuse_off_neither_loads_nor_saves(warm: Engine) -> None:
+    plan = plan_compute(PROMPT, SPACE, "public", "off").to_json()
+    warm.store.stored.clear()
+    warm.side.on_new_request("off", PROMPT.token_ids, {"ragcache": plan})
+    assert warm.side.loadable_tokens("off", 0) == 0
+    warm.side.on_allocated("off", BLOCKS, 0)
+    assert warm.prefill("off") == []
+
+
+def test_after_a_failed_load_the_request_is_computed_and_saved_anew(warm: Engine) -> None:
+    warm.arrive("again")
+    tokens = warm.side.loadable_tokens("again", 0)
+    assert tokens
+    warm.side.on_allocated("again", BLOCKS, tokens)
+    (job,) = warm.side.step([], lambda _: BLOCKS).loads
+    missing = job.spans[2].variant
+    del warm.store.stored[missing]
+    outcome = LoadOutcome("again", job.spans[1].end, 100, 0.01, missing, "corrupt")
+    warm.side.on_outcomes([outcome])
+    assert warm.side.loadable_tokens("again", 32) == 0
+    warm.side.on_allocated("again", BLOCKS, 0)
+    assert missing in warm.prefill("again", computed=32)
+    warm.side.on_finished("again")
+    assert warm.record("again").miss == "corrupt"
+
+
+def test_an_outage_of_the_store_is_a_miss(engine: Engine) -> None:
+    engine.store.outage = Unavailable("cachestore", "gone")
+    engine.arrive("r")
+    assert engine.side.loadable_tokens("r", 0) == 0
+    engine.side.on_allocated("r", BLOCKS, 0)
+    engine.prefill("r")
+    engine.side.on_finished("r")
+    assert engine.record("r").miss == "store unavailable"
+
+
+def test_a_malformed_plan_is_dropped(engine: Engine) -> None:
+    engine.arrive("r", segments="all of them")
+    assert engine.side.loadable_tokens("r", 0) == 0
+    assert engine.prefill("r") == []

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Make .venv with everything the project needs, or with --download DIR fetch it for a machine
+# without network. CPU builds unless an NVIDIA GPU is there.
+#   PYTHON  interpreter to make the environment with (default python3)
+#   WHEELS  folder of wheels to install from instead of the network
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+wheels=${WHEELS:-}
+torch=2.13.0
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+"$python" - <<'CHECK'
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"setup: Python {sys.version.split()[0]} is too old; install 3.11 or newer, or set PYTHON=")
+try:
+    import ensurepip  # noqa: F401
+except ImportError:
+    sys.exit("setup: this Python has no venv; install your system's python3-venv package")
+CHECK
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
+extras="gateway,retriever,cachestore,engine-$device,operator,cli,dev"
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+
+# vLLM's CPU wheel needs torch's CPU build, which has an index of its own. It is looked for in the
+# configured indexes first, so that a mirror or a folder of wheels serves as well.
+cpu_torch() {
+    pip "$@" "torch==$torch+cpu" 2>/dev/null || pip "$@" --index-url "$torch_cpu_index" "torch==$torch+cpu"
+}
+
+if [ "${1:-}" = --download ]; then
+    folder=${2:?usage: tools/setup.sh --download DIR}
+    mkdir -p "$folder"
+    echo "setup: downloading wheels into $folder (about 1.5 GB)"
+    [ "$device" = gpu ] || cpu_torch download --dest "$folder" --constraint constraints.txt
+    pip wheel --wheel-dir "$folder" --find-links "$folder" --constraint constraints.txt ".[$extras]" setuptools wheel
+    rm -f "$folder"/ragcache-*.whl
+    exit 0
+fi
+
+started=$SECONDS
+echo "setup: installing into .venv for $device (several minutes the first time)"
+if [ -n "$wheels" ]; then
+    [ -d "$wheels" ] || { echo "setup: WHEELS=$wheels is no folder; fill one with 'make wheelhouse'" >&2; exit 1; }
+    from=(--no-index --find-links "$wheels")
+else
+    from=()
+    [ "$device" = gpu ] || cpu_torch install --constraint constraints.txt
+fi
+pip install "${from[@]}" --constraint constraints.txt setuptools
+pip install "${from[@]}" --constraint constraints.txt --no-build-isolation --editable ".[$extras]"
+if [ "$device" = cpu ]; then
+    # vLLM's wheel asks for these, nothing of ours uses them, and what the index gives may be CUDA
+    # builds whose import fails and takes vLLM's and sentence-transformers' import with it.
+    pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
+fi
+.venv/bin/python - <<'CHECK'
+import importlib
+for name in ("torch", "faiss", "rocksdict", "grpc", "transformers", "vllm"):
+    importlib.import_module(name)
+CHECK
+echo "setup: ready in $((SECONDS - started)) s"
