@@ -67,7 +67,8 @@ def model_fingerprint(
 def kv_space(fingerprint: str, config: Mapping[str, Any], dtype: str) -> KVSpace:
     """KV space of a decoder with ordinary (grouped-query) attention.
 
-    dtype: as the engine stores KV; ``auto`` takes the checkpoint's own.
+    dtype: as the engine stores KV; ``auto`` is what vLLM makes of it: the checkpoint's own, but
+    bfloat16 for one in float32 or without a word about it.
     Raises InvalidInput for a config without the needed sizes.
     """
     try:
@@ -80,5 +81,6 @@ def kv_space(fingerprint: str, config: Mapping[str, Any], dtype: str) -> KVSpace
             "config.json", f"lacks {error}", "name a Hugging Face decoder model"
         ) from error
     if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = "bfloat16" if dtype == "float32" else dtype
     return KVSpace(fingerprint, layers, kv_heads, head_dim, dtype)

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace, VariantKey
-from ragcache_core.plan import ReusePlan
+from ragcache_core.plan import Action, ReusePlan
 from ragcache_core.reuse import (
     NamedSegment,
     Provenance,
@@ -89,7 +89,12 @@ class SchedulerSide:
         request = _Request(plan, token_ids, segments, lookup, now, phase_since=now)
         request.record.prompt_tokens = len(token_ids)
         if len(segments) < len(plan.segments):
-            request.record.miss = "planned to be computed"
+            first_left_out = plan.segments[len(segments)]
+            if first_left_out.action is Action.COMPUTE:
+                request.record.miss = "planned to be computed"
+            else:
+                request.record.miss = "plan does not match the prompt"
+                log.warning("plan of request %s does not match its tokens", plan.request)
         self._requests[request_id] = request
 
     def loadable_tokens(self, request_id: str, num_local: int) -> int | None:

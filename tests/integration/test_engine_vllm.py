@@ -1,0 +1,246 @@
+"""The connector inside real vLLM servers, with a real cache store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.completion import Completion, complete
+from bench.processes import (
+    CacheStore,
+    Engine,
+    launch_engine,
+    start_cachestore,
+    wait_for_engine,
+)
+from bench.stored_values import corrupt
+from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.prompt import Prompt, assemble, plan_exact
+from ragcache_core.reuse import checked_segments
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.engine_client import EngineClient
+from ragcache_wire.v1 import engine_pb2
+
+pytestmark = pytest.mark.timeout(600)
+
+VOCABULARY = 350
+# Smaller than most prompts here, so that every prefill runs in several pieces.
+ENGINE_ARGUMENTS = ("--max-num-batched-tokens", "384")
+
+
+def make_prompt(seed: int, shared: int = 0) -> Prompt:
+    """Prompts with the same ``shared`` have head and first two chunks in common."""
+    common, own = random.Random(f"shared {shared}"), random.Random(f"own {seed}")
+
+    def ids(rng: random.Random, count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    chunks = [ids(common, 131), ids(common, 200), ids(own, 177), ids(own, 90)]
+    return assemble(ids(common, 41), chunks, ids(own, 23))
+
+
+@dataclass
+class Platform:
+    """A cache store and an engine that can be replaced by a fresh one."""
+
+    folder: Path
+    model: Path
+    store: CacheStore
+    engine: Engine
+    space: KVSpace
+
+    def ask(
+        self, prompt: Prompt, domain: str = "public", max_tokens: int = 16
+    ) -> tuple[Completion, engine_pb2.RequestRecord]:
+        request = uuid.uuid4().hex
+        plan = plan_exact(prompt, self.space, domain, request).to_json()
+        completion = complete(
+            self.engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan
+        )
+        return completion, self.record(request)
+
+    def compute(self, prompt: Prompt, max_tokens: int = 16) -> Completion:
+        """Plain vLLM: no plan, and a salt of its own keeps vLLM's prefix cache out of it."""
+        return complete(
+            self.engine.url, prompt.token_ids, max_tokens=max_tokens, cache_salt=uuid.uuid4().hex
+        )
+
+    def record(self, request: str) -> engine_pb2.RequestRecord:
+        async def fetch() -> engine_pb2.RequestRecord:
+            assert self.engine.records is not None
+            client = EngineClient(self.engine.records)
+            try:
+                return await client.request_record(request)
+            finally:
+                await client.close()
+
+        return asyncio.run(fetch())
+
+    def keys(self, prompt: Prompt, domain: str = "public") -> list[VariantKey]:
+        plan = plan_exact(prompt, self.space, domain, "probe")
+        return [named.variant for named in checked_segments(plan, prompt.token_ids, self.space)]
+
+    def wait_until_stored(self, prompt: Prompt, domain: str = "public") -> None:
+        """Saving happens behind the answer."""
+        keys, client = self.keys(prompt, domain), CacheStoreClient(self.store.address)
+        deadline = time.monotonic() + 30
+        while len(client.lookup(keys)) < len(keys):
+            assert time.monotonic() < deadline, "not saved"
+            time.sleep(0.05)
+        client.close()
+
+    def values(self, prompt: Prompt, domain: str = "public") -> list[bytes]:
+        client = CacheStoreClient(self.store.address)
+        found = [stored for _, stored in client.get(self.keys(prompt, domain), timeout_s=10)]
+        client.close()
+        assert all(stored is not None for stored in found)
+        return [bytes(stored.value) for stored in found if stored is not None]
+
+    def fresh_engine(self) -> None:
+        """Replace the engine by one whose own cache is empty."""
+        self.engine.service.stop()
+        self.engine = launch_engine(
+            self.folder, self.model, self.store.address, *ENGINE_ARGUMENTS
+        )
+        wait_for_engine(self.engine)
+
+    def restart_store(self) -> None:
+        port = int(self.store.address.rsplit(":", 1)[1])
+        self.store = start_cachestore(self.folder / "store", port=port)
+
+
+PROMPTS = {name: make_prompt(seed) for seed, name in enumerate(["a", "b", "c", "d", "damaged"])}
+
+
+@pytest.fixture(scope="module")
+def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """A store that holds PROMPTS, saved by an engine that is gone, and a fresh engine."""
+    folder = tmp_path_factory.mktemp("platform")
+    store = start_cachestore(folder / "store")
+    space = load_model_folder(str(tiny_model)).space("auto")
+    engine = launch_engine(folder, tiny_model, store.address, *ENGINE_ARGUMENTS)
+    platform = Platform(folder, tiny_model, store, engine, space)
+    try:
+        wait_for_engine(engine)
+        for prompt in PROMPTS.values():
+            platform.ask(prompt)
+            platform.wait_until_stored(prompt)
+        # The store goes down with the engine, so that the fresh engine is served from disk.
+        platform.engine.service.stop()
+        platform.store.service.stop()
+        corrupt(folder / "store" / "data", platform.keys(PROMPTS["damaged"])[2])
+        platform.restart_store()
+        platform.fresh_engine()
+        yield platform
+    finally:
+        platform.engine.service.stop()
+        platform.store.service.stop()
+
+
+def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: Platform) -> None:
+    prompt = PROMPTS["a"]
+    loaded, record = platform.ask(prompt)
+    assert record.loaded_tokens == prompt.chunk_ends[-1]
+    assert record.loaded_bytes == sum(map(len, platform.values(prompt)))
+    assert record.miss == ""
+    assert loaded.token_ids == platform.compute(prompt).token_ids
+
+
+def test_a_shared_prefix_comes_from_vllms_own_cache_and_the_rest_from_the_store(
+    platform: Platform,
+) -> None:
+    platform.ask(PROMPTS["a"])
+    prompt = PROMPTS["b"]  # shares head and two chunks with "a"
+    loaded, record = platform.ask(prompt)
+    assert record.local_tokens > 0
+    assert record.local_tokens + record.loaded_tokens == prompt.chunk_ends[-1]
+    assert loaded.token_ids == platform.compute(prompt).token_ids
+
+
+def test_loaded_kv_is_bit_equal_to_what_was_saved(platform: Platform) -> None:
+    """Another domain has other keys, so KV that was loaded is saved again: bytes must agree."""
+    prompt = PROMPTS["c"]
+    platform.ask(prompt)
+    platform.ask(prompt, domain="elsewhere")
+    platform.wait_until_stored(prompt, "elsewhere")
+    assert platform.values(prompt, "elsewhere") == platform.values(prompt)
+
+
+def test_a_corrupt_value_is_detected_and_computed(platform: Platform) -> None:
+    prompt = PROMPTS["damaged"]
+    answer, record = platform.ask(prompt)
+    assert record.loaded_tokens < prompt.chunk_ends[-1]
+    assert record.miss
+    client = CacheStoreClient(platform.store.address)
+    assert client.stats().corrupt >= 1
+    client.close()
+    assert answer.token_ids == platform.compute(prompt).token_ids
+    # what was computed is stored again
+    platform.wait_until_stored(prompt)
+
+
+def test_many_requests_at_once_are_all_answered(platform: Platform) -> None:
+    prompts = [make_prompt(seed, shared=seed % 3) for seed in range(50, 62)]
+    with ThreadPoolExecutor(6) as pool:
+        first = list(pool.map(lambda prompt: platform.ask(prompt, max_tokens=4)[0], prompts))
+        again = list(pool.map(lambda prompt: platform.ask(prompt, max_tokens=4)[0], prompts))
+    assert all(len(completion.token_ids) == 4 for completion in [*first, *again])
+
+
+def test_a_client_that_leaves_during_a_load_leaves_the_engine_whole(platform: Platform) -> None:
+    prompt = PROMPTS["d"]
+    plan = plan_exact(prompt, platform.space, "public", "left").to_json()
+    body = {
+        "model": "model",
+        "prompt": list(prompt.token_ids),
+        "max_tokens": 200,
+        "stream": True,
+        "ignore_eos": True,
+        "kv_transfer_params": {"ragcache": plan},
+    }
+    for timeout_s in (0.005, 0.01, 0.02, 0.04):
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{platform.engine.url}/v1/completions", json=body, timeout=timeout_s)
+    answer, _ = platform.ask(prompt)
+    assert answer.token_ids == platform.compute(prompt).token_ids
+    metrics = httpx.get(f"{platform.engine.url}/metrics", timeout=5).text
+    running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_")]
+    assert running
+    assert all(line.endswith(" 0.0") for line in running), running
+
+
+def test_a_forged_plan_is_computed(platform: Platform) -> None:
+    """A plan made for one prompt and sent with another must not install foreign KV."""
+    real, other = PROMPTS["a"], make_prompt(99, shared=9)
+    plan = plan_exact(real, platform.space, "public", "forged").to_json()
+    answer = complete(platform.engine.url, other.token_ids, max_tokens=8, plan=plan)
+    assert platform.record("forged").loaded_tokens == 0
+    assert answer.token_ids == platform.compute(other, max_tokens=8).token_ids
+
+
+def test_losing_the_store_costs_recomputation_and_nothing_else(platform: Platform) -> None:
+    """Last: it kills the store."""
+    platform.fresh_engine()
+    prompt = PROMPTS["b"]
+    platform.store.service.kill()
+    answer, record = platform.ask(prompt)
+    assert record.loaded_tokens == 0
+    assert record.miss == "store unavailable"
+    assert answer.token_ids == platform.compute(prompt).token_ids
+    platform.restart_store()
+    deadline = time.monotonic() + 20
+    while platform.ask(PROMPTS["c"])[1].miss == "store unavailable":
+        assert time.monotonic() < deadline, "the engine did not find the store again"
+        time.sleep(0.2)
+    _, record = platform.ask(PROMPTS["d"])
+    assert record.local_tokens + record.loaded_tokens == PROMPTS["d"].chunk_ends[-1]
