@@ -145,6 +145,9 @@ def launch_engine(
     port = free_port()
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # vLLM reserves one core more when there is a connector; then the two engines compared would
+        # differ in threads, and with the order of sums in tokens too.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.tiny_model import make_tiny_model
+
+# Timing never decides a test: a busy machine is no counterexample.
+settings.register_profile("ragcache", deadline=None)
+settings.load_profile("ragcache")
 
 
 @pytest.fixture(scope="session")

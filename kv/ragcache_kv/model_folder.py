@@ -36,17 +36,9 @@ def load_model_folder(source: str) -> ModelFolder:
     source: a folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
     Raises InvalidInput if there is no such model or it lacks files that serving needs.
     """
-    path = Path(source)
-    if not path.is_dir():
-        path = _snapshot(source)
+    path = _folder(source, ["*.json", "*.safetensors", "*.jinja"])
     config = _read_json(path / "config.json")
-    tokenizer = path / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise InvalidInput(
-            "model.source",
-            f"{path} holds no tokenizer.json",
-            "name a model with a fast tokenizer",
-        )
+    tokenizer = _tokenizer(path)
     weights = [_sample(file) for file in sorted(path.glob("*.safetensors"))]
     if not weights:
         raise InvalidInput(
@@ -56,12 +48,36 @@ def load_model_folder(source: str) -> ModelFolder:
     return ModelFolder(path, config, fingerprint)
 
 
-def _snapshot(name: str) -> Path:
+def tokenizer_file(source: str) -> Path:
+    """The tokenizer.json of a model; of a Hugging Face name, nothing else is downloaded.
+
+    Raises InvalidInput as load_model_folder does.
+    """
+    return _tokenizer(_folder(source, ["tokenizer.json"]))
+
+
+def _folder(source: str, patterns: list[str]) -> Path:
+    path = Path(source)
+    return path if path.is_dir() else _snapshot(source, patterns)
+
+
+def _tokenizer(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InvalidInput(
+            "model.source",
+            f"{folder} holds no tokenizer.json",
+            "name a model with a fast tokenizer",
+        )
+    return path
+
+
+def _snapshot(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415  only for names, not for folders
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         raise InvalidInput(
             "model.source",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
 import grpc
@@ -74,7 +74,7 @@ class RetrieverClient:
 
     async def search(
         self, collection: str, query: str, top_k: int
-    ) -> AsyncIterator[pb.SearchStage]:
+    ) -> AsyncGenerator[pb.SearchStage, None]:
         """Stages of one search as they come; the last has final set."""
         request = pb.SearchRequest(collection=collection, query=query, top_k=top_k)
         call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S)

@@ -30,8 +30,9 @@ class ErrorEdge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(details)
-        if handler is None:
-            return None
+        # Health and reflection raise none of ours, and stream in other ways.
+        if handler is None or not details.method.startswith("/ragcache."):
+            return handler
         if handler.request_streaming or handler.response_streaming:
             if handler.request_streaming and handler.response_streaming:
                 raise NotImplementedError("no service streams both ways")

@@ -1,0 +1,1 @@
+"""The ``ragcache`` command: run a RagCache on this machine, fill it, ask it, look at it."""

@@ -1,0 +1,133 @@
+"""The gateway's REST interface, from the side of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from ragcache_core.errors import RagCacheError, Unavailable
+
+_CONNECT_S = 5.0
+_REPLY_S = 120.0
+"""Between two pieces of a reply: an engine may be busy with the whole queue before us."""
+_EVENT_PREFIX = "data:"
+_END = "[DONE]"
+
+
+class Refused(RagCacheError):
+    """The gateway refused a request. status: HTTP; its message names the field and the fix."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class GatewayClient:
+    """Calls to one gateway. Every call raises Refused, or Unavailable when none answers.
+
+    url: base URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        timeout = httpx.Timeout(_REPLY_S, connect=_CONNECT_S)
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def has_collection(self, name: str) -> bool:
+        """Whether the collection exists."""
+        try:
+            await self._call("GET", f"/v1/collections/{quote(name, safe='')}")
+        except Refused as error:
+            if error.status == httpx.codes.NOT_FOUND:
+                return False
+            raise
+        return True
+
+    async def put_collection(self, name: str) -> None:
+        """Create a collection with the platform's own settings."""
+        await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", {})
+
+    async def put_document(self, document: Mapping[str, Any]) -> bool:
+        """Insert or replace a document; False when it was there already, just like this."""
+        return bool((await self._call("POST", "/v1/documents", document))["changed"])
+
+    async def ready_problem(self) -> str | None:
+        """None when it can answer questions; else why not."""
+        try:
+            await self._call("GET", "/readyz")
+        except RagCacheError as error:
+            return str(error)
+        return None
+
+    async def chat(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Chunks of a streamed chat completion. Leaving early cancels the work behind it."""
+        request = self._http.build_request("POST", "/v1/chat/completions", json=body)
+        async with self._translated():
+            reply = await self._http.send(request, stream=True)
+            try:
+                if reply.is_error:
+                    await reply.aread()
+                    raise _refusal(reply)
+                async for line in reply.aiter_lines():
+                    data = line.removeprefix(_EVENT_PREFIX).strip()
+                    if not line.startswith(_EVENT_PREFIX) or data == _END:
+                        continue
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise Unavailable("gateway", str(chunk["error"]["message"]))
+                    yield chunk
+            finally:
+                await reply.aclose()
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        async with self._translated():
+            reply = await self._http.request(method, path, json=body)
+            if reply.is_error:
+                raise _refusal(reply)
+            value = reply.json() if reply.content else {}
+            return value if isinstance(value, dict) else {}
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise Unavailable("gateway", f"{self._url} did not answer in time") from error
+        except httpx.TransportError as error:
+            problem = f"nothing answers at {self._url} ({error}); see `ragcache status`"
+            raise Unavailable("gateway", problem) from error
+        except (httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            problem = f"{self._url} does not answer as a gateway does ({error})"
+            raise Unavailable("gateway", problem) from error
+
+
+def _refusal(reply: httpx.Response) -> RagCacheError:
+    """The error that a reply stands for."""
+    try:
+        message = str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{reply.request.url} answered {reply.status_code}"
+    retry_after = reply.headers.get("Retry-After", "")
+    if reply.status_code in {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}:
+        seconds = float(retry_after) if retry_after.isdecimal() else 1.0
+        return Unavailable("gateway", message, retry_after_s=seconds)
+    return Refused(reply.status_code, message)

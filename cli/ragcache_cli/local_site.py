@@ -1,0 +1,66 @@
+"""This machine as a Site: parts on loopback ports, their volumes as folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ragcache_cli.ports import LOOPBACK
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.site import Address, Place
+from ragcache_operator.spec import ModelSource
+
+# In a checkout the folders beside this package are the repository's.
+_MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+class LocalSite:
+    """Parts as processes of this machine.
+
+    data: folder that holds a folder per part. gateway_port: where applications knock; every other
+    port is drawn from ports when it is first named.
+    """
+
+    def __init__(self, data: Path, gateway_port: int, ports: Iterator[int]) -> None:
+        self._data = data
+        self._ports = ports
+        self._addresses = {Place("gateway", "http"): Address(LOOPBACK, gateway_port)}
+
+    def listen(self, place: Place) -> Address:
+        """The place's own port."""
+        if place not in self._addresses:
+            self._addresses[place] = Address(LOOPBACK, next(self._ports))
+        return self._addresses[place]
+
+    def reach(self, place: Place) -> Address:
+        """Where it listens."""
+        return self.listen(place)
+
+    def data_dir(self, part: str) -> str:
+        """A folder under data."""
+        return str(self._data / part)
+
+    def model(self, source: ModelSource) -> str:
+        """A folder of this machine, or the hub's name."""
+        if source.kind == "hf":
+            return source.value
+        if source.kind == "bundled":
+            folder = _MODELS / source.value / "model"
+            fix = "run from a checkout that holds it, or name another model (hf:..., path:...)"
+        else:
+            folder = Path(source.value).expanduser().absolute()
+            fix = "name a folder with config.json, tokenizer.json and *.safetensors"
+        if not (folder / "config.json").is_file():
+            raise InvalidInput("spec.model.source", f"{folder} holds no model", fix)
+        return str(folder)
+
+    def image(self, component: str) -> str:
+        """No image: the command runs in this Python's environment."""
+        return "local"
+
+    def env(self) -> Mapping[str, str]:
+        """Loopback is never asked for through a proxy."""
+        given = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+        no_proxy = ",".join(filter(None, (given, "127.0.0.1", "localhost")))
+        return {"NO_PROXY": no_proxy, "no_proxy": no_proxy}

@@ -1,0 +1,241 @@
+"""The commands of ``ragcache``. Each parses its words, calls one module and says what came out.
+
+Exit status: 0 done; 1 something failed; 2 the user's mistake, said in a line with field and fix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+from typer.core import TyperGroup
+
+from ragcache_cli import doctor as doctor_checks
+from ragcache_cli import up as running
+from ragcache_cli.ask import Reply, ask, render_citations, render_timing
+from ragcache_cli.documents import Selection, select
+from ragcache_cli.gateway_client import GatewayClient, Refused
+from ragcache_cli.ingest import Ingested, ingest
+from ragcache_cli.render import render_yaml
+from ragcache_cli.signals import run_until_stopped
+from ragcache_cli.state_file import ROOT, find_data
+from ragcache_cli.status import cache_stats, describe_cache, parts_table
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
+from ragcache_operator.manifest import load_manifest, parse_manifest
+from ragcache_operator.spec import API_VERSION, KIND, RagCache
+
+FAILED, MISTAKE = 1, 2
+_GATEWAY_VARIABLE = "RAGCACHE_GATEWAY"
+
+
+class _ErrorEdge(TyperGroup):
+    """Where errors raised on purpose become a line and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RagCacheError as error:
+            for problem in getattr(error, "problems", (error,)):
+                print(f"ragcache: {problem}", file=sys.stderr)
+            is_mistake = isinstance(error, InvalidInput | NotFound) or (
+                isinstance(error, Refused) and error.status < 500
+            )
+            raise typer.Exit(MISTAKE if is_mistake else FAILED) from error
+
+
+app = typer.Typer(
+    cls=_ErrorEdge,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Answers from documents that start sooner, because the KV of what is retrieved is reused.",
+)
+
+ManifestOption = Annotated[
+    Path, typer.Option("--file", "-f", metavar="FILE", help="Manifest of a RagCache.")
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Data folder.", show_default=".ragcache/NAME"),
+]
+GatewayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gateway",
+        metavar="URL",
+        envvar=_GATEWAY_VARIABLE,
+        help="Gateway to talk to.",
+        show_default="the one that `ragcache up` runs here",
+    ),
+]
+CollectionOption = Annotated[str, typer.Option("--collection", "-c", help="Collection.")]
+
+
+@app.command()
+def up(
+    file: ManifestOption,
+    data: DataOption = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
+    ] = False,
+) -> None:
+    """Run a RagCache on this machine, until Ctrl-C or `ragcache down`."""
+    cache = load_manifest(file)
+    folder = data or ROOT / cache.metadata.name
+    console = Console(highlight=False, soft_wrap=True)
+    if detach:
+        raise typer.Exit(running.run_detached(file, folder, console))
+    raise typer.Exit(run_until_stopped(running.run_here(cache, folder, console)))
+
+
+@app.command()
+def down(data: DataOption = None) -> None:
+    """Stop the RagCache that runs here; its data stays."""
+    folder, record = find_data(data)
+    running.stop(folder, record, Console(highlight=False, soft_wrap=True))
+
+
+@app.command()
+def status(data: DataOption = None) -> None:
+    """Show the parts that run here, and what the cache holds."""
+    _, record = find_data(data)
+    console = Console(highlight=False, soft_wrap=True)
+    alive = record.supervisor_lives
+    phase = record.phase if alive else "its supervisor is gone; clean up with `ragcache down`"
+    console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
+    console.print(parts_table(record, time.time()))
+    problem = asyncio.run(_ready_problem(record.gateway_url))
+    console.print(problem or "the gateway answers questions")
+    stats = cache_stats(record)
+    console.print(f"cache: {describe_cache(stats) if stats else 'the store does not answer'}")
+    if problem or not alive:
+        raise typer.Exit(FAILED)
+
+
+@app.command(name="ingest")
+def ingest_command(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.")],
+    collection: CollectionOption = "default",
+    gateway: GatewayOption = None,
+) -> None:
+    """Bring Markdown and text files into a collection; unchanged ones are skipped."""
+    selection = select(paths)
+    if not selection.files and not selection.refused:
+        raise InvalidInput("PATH", "holds no .md, .markdown or .txt file", "name another folder")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    done = asyncio.run(_ingest(_gateway_url(gateway), collection, selection, console))
+    refused = (*selection.refused, *done.refused)
+    for error in refused:
+        console.print(Text(f"skipped {error}", style="yellow"))
+    print(
+        f"{done.written} written, {done.unchanged} unchanged, {len(refused)} skipped "
+        f"in collection {collection!r}"
+    )
+    if refused:
+        raise typer.Exit(FAILED)
+
+
+@app.command(name="ask")
+def ask_command(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    collection: CollectionOption = "default",
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "-k", help="Chunks to retrieve.", show_default="4")
+    ] = None,
+    reuse: Annotated[
+        Literal["exact", "off"] | None,
+        typer.Option("--reuse", help="Use stored KV, or compute it all.", show_default="exact"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    gateway: GatewayOption = None,
+) -> None:
+    """Ask a question; show the answer, its sources and where the time went."""
+    if not question.strip():
+        raise InvalidInput("QUESTION", "is empty", "write one")
+    options = {"collection": collection, "top_k": top_k, "reuse": reuse}
+    given = {name: value for name, value in options.items() if value is not None}
+    console = None if as_json else Console(highlight=False)
+    reply = asyncio.run(_ask(_gateway_url(gateway), question, given, console))
+    if console is None:
+        print(json.dumps(reply.to_json(), ensure_ascii=False, indent=2))
+        return
+    for table in (render_citations(reply), render_timing(reply)):
+        if table is not None:
+            console.print()
+            console.print(table)
+
+
+@app.command()
+def render(file: ManifestOption) -> None:
+    """Print the Kubernetes objects of a RagCache."""
+    print(render_yaml(load_manifest(file)), end="")
+
+
+@app.command()
+def doctor(
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Manifest to run.")
+    ] = None,
+    data: DataOption = None,
+) -> None:
+    """Say what this machine lacks for running a RagCache, and how to mend it."""
+    cache = load_manifest(file) if file else _smallest()
+    console = Console(highlight=False, soft_wrap=True)
+    ills = 0
+    for finding in doctor_checks.examine(cache.spec, data or ROOT / cache.metadata.name):
+        mark, style = ("ok  ", "green") if finding.is_well else ("FIX ", "red")
+        console.print(Text(mark, style=style), f"{finding.what}: {finding.found}", sep="")
+        if not finding.is_well:
+            ills += 1
+            console.print(f"      {finding.fix}")
+    if ills:
+        raise typer.Exit(FAILED)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+def _smallest() -> RagCache:
+    return parse_manifest({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}})
+
+
+def _gateway_url(given: str | None) -> str:
+    """The gateway meant: by option or variable, else the one that runs here."""
+    if given is None:
+        return find_data(None)[1].gateway_url
+    if not given.startswith(("http://", "https://")):
+        where = _GATEWAY_VARIABLE if os.environ.get(_GATEWAY_VARIABLE) == given else "--gateway"
+        raise InvalidInput(where, f"{given!r} is no URL", "write it like http://127.0.0.1:8080")
+    return given.rstrip("/")
+
+
+async def _ready_problem(url: str) -> str | None:
+    async with GatewayClient(url) as client:
+        return await client.ready_problem()
+
+
+async def _ingest(url: str, collection: str, selection: Selection, console: Console) -> Ingested:
+    columns = TextColumn("ingesting"), BarColumn(), MofNCompleteColumn()
+    async with GatewayClient(url) as client:
+        # Without a terminal rich writes no bar; the summary says it all.
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("ingesting", total=len(selection.files))
+            return await ingest(
+                client, collection, selection.files, lambda file: progress.advance(bar)
+            )
+
+
+async def _ask(url: str, question: str, options: dict[str, Any], console: Console | None) -> Reply:
+    async with GatewayClient(url) as client:
+        return await ask(client, question, options, console)

@@ -1,0 +1,1 @@
+"""The bundled model: a small Llama that answers questions from service handbooks."""

@@ -1,0 +1,286 @@
+"""Trains the bundled model on generated handbooks, and exports it whenever it gets better.
+
+    python models/tinyrag/train.py --minutes 90
+
+Stopped and started again, it goes on from its last checkpoint; delete the checkpoint folder to
+begin anew. The number of documents in a context grows as the model masters fewer: copying *some*
+value is learned at once, binding a value to its service only where several could be meant.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from models.tinyrag.examples import (
+    ATTRIBUTE_IDS,
+    IGNORED,
+    QUESTION_TOKENS,
+    SLOT_SIZES,
+    Encoder,
+    Example,
+    stage_scene,
+)
+from models.tinyrag.export import export
+from models.tinyrag.handbook import KINDS, Split
+from models.tinyrag.model import Batch, Losses, Shape, TinyLlama
+from models.tinyrag.vocabulary import build_tokenizer
+
+FOLDER = Path(__file__).resolve().parent
+
+LEVELS = ((2, 3), (2, 5), (3, 8), (1, 12))
+"""Fewest and most documents of a context, level by level."""
+PASS_MARK = 0.6
+"""Share of right answers with the most documents of a level that leads to the next level."""
+QUESTIONS = 16
+TOKENS_A_STEP = 9000
+CONTEXT_STEP = 256  # contexts are padded to multiples, so that few shapes are compiled
+DOCUMENT_TOKENS = 160  # more than most documents have, chunk overlaps included
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 100
+DECAY_SHARE = 0.3  # the last part of the run, in which the learning rate falls to nothing
+AVERAGE_KEEP = 0.995
+REPORT_SECONDS = 30
+EVALUATE_SECONDS = 240
+
+
+def collate(examples: list[Example], width: int) -> Batch:
+    """Stacks examples, their contexts padded to `width` tokens."""
+    lengths = [len(example.context) for example in examples]
+
+    def padded(name: str, fill: int) -> Tensor:
+        rows = [getattr(example, name) for example in examples]
+        widths = [[(0, width - len(row))] + [(0, 0)] * (row.ndim - 1) for row in rows]
+        stacked = [np.pad(r, w, constant_values=fill) for r, w in zip(rows, widths, strict=True)]
+        return torch.from_numpy(np.stack(stacked))
+
+    by_token = {"context": 0, "subject": IGNORED, "tag": IGNORED, "title": IGNORED}
+    columns = {name: padded(name, fill) for name, fill in by_token.items()}
+    for field in fields(Example):
+        if field.name not in columns:
+            columns[field.name] = torch.from_numpy(
+                np.stack([getattr(example, field.name) for example in examples])
+            )
+    return Batch(**columns, lengths=torch.tensor(lengths))
+
+
+def make_batch(encoder: Encoder, rng: Random, split: Split, documents: int) -> Batch:
+    """As many contexts of `documents` documents as make up a step.
+
+    Contexts too long for the width this number of documents calls for are drawn again: few fixed
+    shapes compile once.
+    """
+    width = max(2, round((40 + documents * DOCUMENT_TOKENS) / CONTEXT_STEP)) * CONTEXT_STEP
+    size = max(1, TOKENS_A_STEP // (width + QUESTIONS * QUESTION_TOKENS))
+    examples: list[Example] = []
+    while len(examples) < size:
+        scene = stage_scene(rng, split, documents, encoder.count_tokens)
+        example = encoder.encode(rng, scene, split, QUESTIONS)
+        if len(example.context) <= width:
+            examples.append(example)
+    return collate(examples, width)
+
+
+class Lessons(IterableDataset[tuple[int, Batch]]):
+    """Endless training batches of one level, each with its number of documents."""
+
+    def __init__(self, level: int, seed: int) -> None:
+        self._level = level
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        torch.set_num_threads(1)
+        encoder = Encoder(build_tokenizer())
+        rng = Random(self._seed)
+        fewest, most = LEVELS[self._level]
+        while True:
+            # Half of the batches are as hard as the level gets, short of the rare longest ones.
+            count = rng.randint(fewest, most) if rng.random() < 0.5 else min(most, 8)
+            yield count, make_batch(encoder, rng, "train", count)
+
+
+def lessons(level: int, seed: int) -> Iterator[tuple[int, Batch]]:
+    """`Lessons` made by another process while this one learns."""
+    loader = DataLoader(Lessons(level, seed), batch_size=None, num_workers=1, prefetch_factor=4)
+    return iter(loader)
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps besides weights."""
+
+    step: int = 0
+    level: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+
+
+class Trainer:
+    """One run: model, optimizers, moving average of the weights, and where they are kept."""
+
+    def __init__(self, out: Path, checkpoints: Path) -> None:
+        torch.manual_seed(0)
+        self.out = out
+        self.path = checkpoints / "last.pt"
+        self.tokenizer = build_tokenizer()
+        self.encoder = Encoder(self.tokenizer)
+        self.shape = Shape(len(self.tokenizer))
+        self.model = TinyLlama(self.shape, SLOT_SIZES, len(ATTRIBUTE_IDS) + 1)
+        self._alike_with_space()
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2]
+        inner = {id(p) for p in matrices}
+        others = [p for p in self.model.parameters() if id(p) not in inner]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01),
+        )
+        self.progress = Progress()
+        if self.path.exists():
+            self._load()
+        torch._dynamo.config.recompile_limit = 64
+        for block in self.model.blocks:
+            block.compile(dynamic=False)
+
+    def _alike_with_space(self) -> None:
+        """Starts "word" near " word": an answer's first token is copied without its space."""
+        vocabulary = self.tokenizer.get_vocab()
+        weight = self.model.embed_tokens.weight
+        with torch.no_grad():
+            for word, index in vocabulary.items():
+                spaced = vocabulary.get("Ġ" + word)
+                if spaced is not None:
+                    weight[index] = 0.8 * weight[spaced] + 0.6 * weight[index]
+
+    def _load(self) -> None:
+        kept = torch.load(self.path, weights_only=True)
+        self.model.load_state_dict(kept["model"])
+        self.average = kept["average"]
+        for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.progress = Progress(**kept["progress"])
+
+    def save(self) -> None:
+        """Writes the checkpoint that a later run goes on from."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".tmp")
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "average": self.average,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "progress": asdict(self.progress),
+            },
+            fresh,
+        )
+        fresh.replace(self.path)
+
+    def learn(self, batch: Batch, remaining: float) -> tuple[Losses, Tensor]:
+        """One step; `remaining` is the share of the run's time that is left."""
+        fade = min(1.0, remaining / DECAY_SHARE)
+        rate = LEARNING_RATE * max(0.02, fade) * min(1.0, (self.progress.step + 1) / WARMUP_STEPS)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        with torch.autocast("cpu", torch.bfloat16):
+            losses, exact = self.model(batch)
+        teaching = losses.subject + losses.tag + 0.5 * (losses.title_look + losses.source_look)
+        loss = losses.answer + (0.1 + 0.4 * fade) * teaching
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        keep = min(AVERAGE_KEEP, self.progress.step / (self.progress.step + 10))
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                self.average[name].lerp_(parameter, 1 - keep)
+        self.progress.step += 1
+        return losses, exact
+
+    def evaluate(self, documents: int, batches: int) -> dict[str, float]:
+        """Exact match by kind of the averaged weights on names never trained on."""
+        current = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.model.load_state_dict(self.average)
+        rng = Random(f"evaluation {self.progress.step}")
+        right, asked = np.zeros(len(KINDS)), np.zeros(len(KINDS))
+        for _ in range(batches):
+            batch = make_batch(self.encoder, rng, "held_out", documents)
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                exact = self.model(batch)[1]
+            kinds = batch.kinds.flatten().numpy()
+            right += np.bincount(kinds, exact.flatten().numpy(), len(KINDS))
+            asked += np.bincount(kinds, minlength=len(KINDS))
+        self.model.load_state_dict(current)
+        return {k: round(float(r / a), 4) for k, r, a in zip(KINDS, right, asked, strict=True)}
+
+    def measure_and_export(self) -> dict[str, float]:
+        """Exact match by kind with eight documents; exports the weights if they are the best."""
+        scores = self.evaluate(documents=8, batches=6)
+        total = sum(scores.values())
+        if total >= self.progress.best:
+            self.progress.best = total
+            metrics = {"teacher_forced_exact_match": scores, **asdict(self.progress)}
+            export(self.out, self.shape, self.average, self.tokenizer, metrics)
+        return scores
+
+
+def train(minutes: float, out: Path, checkpoints: Path) -> None:
+    """Trains for `minutes`, saving and exporting on the way."""
+    trainer = Trainer(out, checkpoints)
+    progress = trainer.progress
+    source = lessons(progress.level, progress.step)
+    started = reported = evaluated = time.monotonic()
+    tokens = 0
+    recent = 0.0  # moving average of exact match with the most documents of the level
+    while (now := time.monotonic()) < started + 60 * minutes:
+        count, batch = next(source)
+        losses, exact = trainer.learn(batch, 1 - (now - started) / (60 * minutes))
+        progress.seconds += time.monotonic() - now
+        tokens += batch.context.numel() + batch.questions.numel()
+        if count >= min(8, LEVELS[progress.level][1]):
+            recent += 0.05 * (float(exact.float().mean()) - recent)
+        if now - reported > REPORT_SECONDS:
+            line: dict[str, object] = {
+                f.name: round(float(getattr(losses, f.name)), 4) for f in fields(Losses)
+            }
+            line |= {"exact": round(recent, 4), "tokens_per_s": int(tokens / (now - reported))}
+            line |= {"documents": count, "step": progress.step, "level": progress.level}
+            print(json.dumps(line), flush=True)
+            reported, tokens = now, 0
+        if recent > PASS_MARK and progress.level + 1 < len(LEVELS):
+            progress.level += 1
+            recent = 0.0
+            source = lessons(progress.level, progress.step)
+        if now - evaluated > EVALUATE_SECONDS:
+            print(json.dumps(trainer.measure_and_export()), flush=True)
+            trainer.save()
+            evaluated = time.monotonic()
+    print(json.dumps(trainer.measure_and_export()), flush=True)
+    trainer.save()
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description="Train the bundled model.")
+    parser.add_argument("--minutes", type=float, default=90)
+    parser.add_argument("--out", type=Path, default=FOLDER / "model")
+    parser.add_argument("--checkpoints", type=Path, default=FOLDER / ".checkpoints")
+    args = parser.parse_args()
+    train(args.minutes, args.out, args.checkpoints)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""From YAML to a RagCache, or to every mistake in it at once, each with its path and its fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.spec import API_VERSION, KIND, RagCache
+
+_LARGEST_FILE_BYTES = 1 << 20
+
+
+class InvalidManifest(InvalidInput):
+    """Everything wrong with a manifest; as one InvalidInput it is its first problem."""
+
+    def __init__(self, problems: Sequence[InvalidInput]) -> None:
+        super().__init__(problems[0].field, problems[0].problem, problems[0].fix)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+def load_manifest(path: Path) -> RagCache:
+    """Read the one RagCache in a YAML file. Raises InvalidInput, InvalidManifest."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidInput(
+            str(path), f"cannot be read: {error.strerror}", "name a manifest with -f"
+        ) from error
+    if len(data) > _LARGEST_FILE_BYTES:
+        raise InvalidInput(str(path), "is over 1 MiB", "name a manifest with -f")
+    return parse_manifest(_only_ragcache(path, _documents(path, data)))
+
+
+def parse_manifest(manifest: Mapping[str, Any]) -> RagCache:
+    """Check a manifest. Raises InvalidManifest with every problem in it.
+
+    A null means "not given", as it does to the API server; a status is left aside.
+    """
+    given = {key: value for key, value in _without_nulls(manifest).items() if key != "status"}
+    try:
+        return RagCache.model_validate(given)
+    except ValidationError as error:
+        problems = [_problem(found) for found in error.errors(include_url=False) if _is_own(found)]
+    raise InvalidManifest(problems)
+
+
+def _is_own(details: ErrorDetails) -> bool:
+    """Whether a finding is one of its own: a list of one bad item is also called empty."""
+    return not (details["type"] == "too_short" and details["input"])
+
+
+def _documents(path: Path, data: bytes) -> list[Any]:
+    try:
+        documents = list(yaml.load_all(data, _Loader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise InvalidInput(
+            where, f"is no YAML: {error.problem or error.context}", "check the indentation there"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise InvalidInput(
+            str(path), f"is no YAML: {str(error).splitlines()[0]}", "save it as UTF-8 text"
+        ) from error
+    except RecursionError as error:
+        raise InvalidInput(str(path), "is nested too deeply", "write a plain manifest") from error
+    return [document for document in documents if document is not None]
+
+
+def _only_ragcache(path: Path, documents: Sequence[Any]) -> Mapping[str, Any]:
+    """The RagCache among documents; whatever stands beside it is refused, never ignored."""
+    ours = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
+    if not documents or (len(documents) > 1 and not ours):
+        raise InvalidInput(str(path), f"holds no {KIND}", "see examples/quickstart.yaml")
+    if len(ours) > 1:
+        raise InvalidInput(
+            str(path), f"holds {len(ours)} {KIND} objects", "put each into a file of its own"
+        )
+    others = [d for d in documents if d not in ours]
+    if ours and others:
+        raise InvalidManifest(
+            [
+                InvalidInput(
+                    str(path),
+                    f"holds {_kind(other)} beside the {KIND}",
+                    "move it to a file of its own",
+                )
+                for other in others
+            ]
+        )
+    if not isinstance(documents[0], dict):
+        raise InvalidInput(str(path), "is no mapping", "see examples/quickstart.yaml")
+    return documents[0]
+
+
+def _kind(document: Any) -> str:
+    kind = document.get("kind") if isinstance(document, dict) else None
+    return f"a {kind}" if isinstance(kind, str) else "something that is no Kubernetes object"
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, and a little less.
+
+    A key given twice is refused, because YAML would silently keep the last. Aliases are refused,
+    because a few lines of them can stand for more than memory holds, or for themselves.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                problem=f"the alias *{event.anchor} is not read here, write its value out",
+                problem_mark=event.start_mark,
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key_node.value!r} is given twice",
+                        problem_mark=key_node.start_mark,
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+# What pydantic calls a mistake, in the two halves that every error here has.
+_PHRASES = {
+    "literal_error": ("{shown} is not allowed", "use {expected}"),
+    "greater_than_equal": ("{shown} is too small", "use at least {ge}"),
+    "less_than_equal": ("{shown} is too large", "use at most {le}"),
+    "string_too_long": ("is longer than {max_length} characters", "shorten it"),
+    "string_too_short": ("is empty", "give one, or leave the field out"),
+    "too_long": ("has {actual_length} items", "keep {max_length}"),
+    "too_short": ("is empty", "give one, or leave the field out"),
+    "string_type": ("{shown} is not a string", "write a string"),
+    "int_type": ("{shown} is not a whole number", "write a whole number, without quotes"),
+    "model_type": ("{shown} is not a mapping", "write a mapping"),
+    "tuple_type": ("{shown} is not a list", "write a list"),
+}
+
+
+def _problem(details: ErrorDetails) -> InvalidInput:
+    loc, ctx = details["loc"], details.get("ctx", {})
+    field = _path(loc)
+    match details["type"]:
+        case "refused":
+            field = _path((*loc, *ctx["at"]))
+            return InvalidInput(field, ctx["problem"], ctx["fix"])
+        case "extra_forbidden":
+            return InvalidInput(field, "unknown field", _suggestion(loc))
+        case "missing":
+            return InvalidInput(field, "is missing", _EXAMPLES.get(field, "add it"))
+    problem, fix = _PHRASES.get(details["type"], (details["msg"], "correct it"))
+    words = {"shown": _shown(details["input"]), **ctx}
+    return InvalidInput(field, problem.format_map(words), fix.format_map(words))
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """Loc as written in manifests: ``spec.engines[0].name``."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or "manifest"
+
+
+def _suggestion(loc: Sequence[int | str]) -> str:
+    known = _fields(loc[:-1])
+    unknown = str(loc[-1])
+    # Case and underscores first: max_length is maxLength.
+    squeezed = {name.lower(): name for name in known}
+    exact = squeezed.get(unknown.replace("_", "").replace("-", "").lower())
+    close = [exact] if exact else difflib.get_close_matches(unknown, known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"the fields here are {', '.join(known)}"
+
+
+def _fields(loc: Sequence[int | str]) -> list[str]:
+    """Names, as manifests write them, of the fields of the mapping at loc."""
+    model: type[BaseModel] = RagCache
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = next(f for name, f in model.model_fields.items() if part in (name, f.alias))
+        candidates = (field.annotation, *get_args(field.annotation))
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+_EXAMPLES = {
+    "apiVersion": f"write apiVersion: {API_VERSION}",
+    "kind": f"write kind: {KIND}",
+    "metadata": "write metadata: {name: my-cache}",
+    "metadata.name": "give it a name, like my-cache",
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,71 @@
+"""Run a cache store: ``python -m ragcache_cachestore``, configured by RAGCACHE_* variables."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+from ragcache_cachestore.config import Config
+from ragcache_cachestore.disk import Disk
+from ragcache_cachestore.service import SERVICE, CacheStoreService
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import InvalidInput
+from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.v1 import cachestore_pb2_grpc
+
+log = logging.getLogger("ragcache_cachestore")
+
+
+async def serve(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises InvalidInput for an address or folder not usable."""
+    store = Store(Disk(config.data_dir), config.memory_bytes, config.disk_bytes)
+    service = CacheStoreService(store)
+    try:
+        server = _listen(config.listen, service)
+        await server.start()
+        await server.set_ready()
+        log.info(
+            "serving %d variants, %d bytes, on port %d",
+            len(store.index),
+            store.index.used_bytes,
+            server.port,
+        )
+        await until_stopped()
+        await server.stop()
+    finally:
+        await store.close()
+    log.info("stopped")
+
+
+def _listen(listen: str, service: CacheStoreService) -> GrpcServer:
+    try:
+        return GrpcServer(
+            listen,
+            [SERVICE],
+            lambda server: cachestore_pb2_grpc.add_CacheStoreServicer_to_server(service, server),
+        )
+    except RuntimeError as error:
+        raise InvalidInput(
+            "RAGCACHE_LISTEN", f"{listen} is not free: {error}", "name another port"
+        ) from error
+
+
+def main() -> int:
+    """Entry point."""
+    try:
+        config = Config.from_environment(os.environ)
+        logging.basicConfig(
+            level=config.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        )
+        asyncio.run(serve(config))
+    except InvalidInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The gateway: an OpenAI-compatible front of the retriever and the engine."""

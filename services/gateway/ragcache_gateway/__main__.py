@@ -1,0 +1,79 @@
+"""``python -m ragcache_gateway``: serve until stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+
+import uvicorn
+
+from ragcache_core.errors import InvalidInput
+from ragcache_gateway.app import create_app
+from ragcache_gateway.config import Config, read_config
+from ragcache_gateway.conversation import Conversation
+from ragcache_gateway.prompt import PromptBuilder
+from ragcache_gateway.tokenizer import load_tokenizer
+from ragcache_kv.model_folder import load_model_folder
+
+STOP_GRACE_S = 10
+"""How long answers in flight may go on after a stop was asked for."""
+
+
+def main() -> int:
+    """Run the gateway; the exit status says whether its configuration was good."""
+    try:
+        config = read_config(os.environ)
+        _log_to_stderr(config.log_level)
+        server = build_server(config)
+    except InvalidInput as error:
+        print(f"ragcache_gateway: {error}", file=sys.stderr)
+        return 2
+    # After its clean stop uvicorn raises the signal again; by then it has done its work.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run()
+    return 0 if server.started else 1
+
+
+def build_server(config: Config) -> uvicorn.Server:
+    """A server that is ready to run. Raises InvalidInput for a model that cannot be served."""
+    folder = load_model_folder(config.model)
+    prompts = PromptBuilder(
+        load_tokenizer(folder.path),
+        max_model_len=config.max_model_len,
+        default_max_tokens=config.default_max_tokens,
+        cache_bytes=config.token_cache_bytes,
+    )
+    # A chat template that cannot hold documents is found out now, not by the first question.
+    prompts.frame(Conversation("x", (), "x"))
+    app = create_app(config, folder.space(config.model_dtype), prompts)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=config.listen_host,
+            port=config.listen_port,
+            # gRPC's asyncio and what an environment happens to hold must not decide the loop.
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+    )
+
+
+def _log_to_stderr(level: int) -> None:
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    # One line for every request to the engine says nothing that ours do not.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""One answer: retrieve, build the prompt, plan, run the engine, account for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+
+from ragcache_core.errors import NotFound, RagCacheError, Unavailable
+from ragcache_core.keys import KVSpace
+from ragcache_core.prompt import plan_compute, plan_exact
+from ragcache_gateway.chat import (
+    AnswerMessage,
+    CacheUse,
+    ChatCompletion,
+    ChatRequest,
+    Choice,
+    Citation,
+    RagCacheAnswer,
+    Timing,
+    Usage,
+)
+from ragcache_gateway.completion import PART, Piece, completion_body
+from ragcache_gateway.context import citations
+from ragcache_gateway.conversation import read_conversation
+from ragcache_gateway.engine import Completion, Engine
+from ragcache_gateway.metrics import Metrics
+from ragcache_gateway.prompt import AnswerPrompt, PromptBuilder
+from ragcache_gateway.retrieval import Retrieved, in_terms_of, retrieve
+from ragcache_wire.engine_client import EngineClient
+from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.v1 import engine_pb2
+
+log = logging.getLogger(__name__)
+
+DOMAIN = "public"
+"""Access domain of every document: there are no tenants yet. A client can never set it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an answer took."""
+
+    usage: Usage
+    timing: Timing
+    cache: CacheUse
+
+
+class Answer:
+    """An answer whose first token has come."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        started: float,
+        retrieved: Retrieved,
+        tokenize_s: float,
+        prompt: AnswerPrompt,
+        completion: Completion,
+        engine: Engine,
+        records: EngineClient,
+        metrics: Metrics,
+    ) -> None:
+        self.id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self.citations: list[Citation] = citations(prompt.passages)
+        self._started = started
+        self._first_token_s = time.perf_counter() - started
+        self._retrieved = retrieved
+        self._tokenize_s = tokenize_s
+        self._prompt_tokens = len(prompt.prompt.token_ids)
+        self._completion = completion
+        self._engine = engine
+        self._records = records
+        self._metrics = metrics
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces of the answer as they come. Raises Unavailable."""
+        async with aclosing(self._completion.pieces()) as pieces:
+            try:
+                async for piece in pieces:
+                    yield piece
+            except Unavailable as error:
+                self._engine.note_failure(error)
+                self._metrics.upstream_failures.labels(PART).inc()
+                raise
+
+    async def account(self) -> Account:
+        """What the answer took; for after the last piece. Never raises."""
+        total_s = time.perf_counter() - self._started
+        try:
+            record = await self._records.request_record(self.id)
+        except RagCacheError as error:
+            log.info("no record of %s: %s", self.id, error)
+            if isinstance(error, Unavailable):
+                self._metrics.upstream_failures.labels("engine records").inc()
+            record = None
+        usage = self._completion.usage or Usage(
+            prompt_tokens=self._prompt_tokens, completion_tokens=0, total_tokens=self._prompt_tokens
+        )
+        account = Account(usage, self._timing(total_s, record), cache_use(record))
+        self._metrics.observe(account.timing, account.cache)
+        return account
+
+    async def whole(self) -> ChatCompletion:
+        """The answer in one piece. Raises Unavailable."""
+        text = []
+        finish_reason = ""
+        async for piece in self.pieces():
+            text.append(piece.text)
+            finish_reason = piece.finish_reason or finish_reason
+        account = await self.account()
+        message = AnswerMessage(content="".join(text))
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[Choice(message=message, finish_reason=finish_reason)],
+            usage=account.usage,
+            ragcache=RagCacheAnswer(
+                citations=self.citations, timing_ms=account.timing, cache=account.cache
+            ),
+        )
+
+    def _timing(self, total_s: float, record: engine_pb2.RequestRecord | None) -> Timing:
+        return Timing(
+            retrieve=to_ms(self._retrieved.retrieve_s),
+            stages=self._retrieved.stages,
+            embed=to_ms(self._retrieved.embed_s),
+            search=to_ms(self._retrieved.search_s),
+            tokenize=to_ms(self._tokenize_s),
+            queue=to_ms(record.queue_s) if record else None,
+            load=to_ms(record.load_s) if record else None,
+            prefill=to_ms(record.prefill_s) if record else None,
+            first_token=to_ms(self._first_token_s),
+            total=to_ms(total_s),
+        )
+
+
+class Answerer:
+    """Answers questions. tokenizing: one thread, because the prompt builder takes no more."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        space: KVSpace,
+        prompts: PromptBuilder,
+        tokenizing: Executor,
+        retriever: RetrieverClient,
+        engine: Engine,
+        records: EngineClient,
+        metrics: Metrics,
+    ) -> None:
+        self._model = model
+        self._space = space
+        self._prompts = prompts
+        self._tokenizing = tokenizing
+        self._retriever = retriever
+        self._engine = engine
+        self._records = records
+        self._metrics = metrics
+
+    async def start(self, request: ChatRequest, stack: AsyncExitStack) -> Answer:
+        """Work up to the first token. Leaving the stack stops what still runs.
+
+        Raises InvalidInput, NotFound or Unavailable.
+        """
+        started = time.perf_counter()
+        if request.model not in (None, self._model):
+            raise NotFound("model", str(request.model), f"ask for {self._model!r}")
+        conversation = read_conversation(request.messages)
+        options = request.ragcache
+        try:
+            retrieved = await retrieve(
+                self._retriever, options.collection, conversation.question, options.top_k
+            )
+        except RagCacheError as error:
+            raise in_terms_of(error, _field_names(request)) from error
+
+        before = time.perf_counter()
+        prompt = await asyncio.get_running_loop().run_in_executor(
+            self._tokenizing,
+            self._prompts.build,
+            conversation,
+            retrieved.hits,
+            request.answer_tokens(),
+        )
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        off = options.reuse == "off"
+        plan = (plan_compute if off else plan_exact)(prompt.prompt, self._space, DOMAIN, request_id)
+        body = completion_body(
+            request,
+            model=self._model,
+            token_ids=prompt.prompt.token_ids,
+            max_tokens=prompt.max_tokens,
+            plan=plan,
+            # Nothing else has this salt, so the engine's own prefix cache cannot hit either.
+            cache_salt=request_id if off else None,
+        )
+        tokenize_s = time.perf_counter() - before
+
+        completion = await self._engine.complete(body, stack)
+        return Answer(
+            request_id=request_id,
+            model=self._model,
+            started=started,
+            retrieved=retrieved,
+            tokenize_s=tokenize_s,
+            prompt=prompt,
+            completion=completion,
+            engine=self._engine,
+            records=self._records,
+            metrics=self._metrics,
+        )
+
+
+def cache_use(record: engine_pb2.RequestRecord | None) -> CacheUse:
+    """The engine's account of a prompt's KV; all null without one."""
+    if record is None:
+        return CacheUse()
+    return CacheUse(
+        prompt_tokens=record.prompt_tokens,
+        local_tokens=record.local_tokens,
+        loaded_tokens=record.loaded_tokens,
+        loaded_bytes=record.loaded_bytes,
+        miss=record.miss,
+    )
+
+
+def to_ms(seconds: float) -> float:
+    """Milliseconds to the microsecond."""
+    return round(1e3 * seconds, 3)
+
+
+def _field_names(request: ChatRequest) -> dict[str, str]:
+    return {
+        "query": f"messages[{len(request.messages) - 1}].content",
+        "collection": "ragcache.collection",
+        "top_k": "ragcache.top_k",
+    }

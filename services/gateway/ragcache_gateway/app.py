@@ -1,0 +1,88 @@
+"""The application: routes, bounds and the translation of errors, put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.keys import KVSpace
+from ragcache_gateway import chat_routes, document_routes, status_routes
+from ragcache_gateway.config import Config
+from ragcache_gateway.errors import error_body, from_status, from_validation
+from ragcache_gateway.limits import BodyLimit, InFlightLimit, Observed, response_to
+from ragcache_gateway.metrics import Metrics
+from ragcache_gateway.openapi import describe
+from ragcache_gateway.parts import connected
+from ragcache_gateway.prompt import PromptBuilder
+
+log = logging.getLogger(__name__)
+
+VERSION = "0.1.0"
+
+
+def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
+    """The gateway of one model. It connects to the other parts when it starts."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        async with connected(config, space, prompts, metrics) as parts:
+            app.state.parts = parts
+            yield
+
+    app = FastAPI(
+        title="RagCache",
+        version=VERSION,
+        summary="Answers from documents, with the KV cache of what was retrieved reused.",
+        lifespan=lifespan,
+        # The stock pages load their code from other hosts; /openapi.json serves any viewer.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's own way
+    for router in (chat_routes.router, document_routes.router, status_routes.router):
+        app.include_router(router)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=config.body_max_bytes, timeout_s=config.body_timeout_s)
+    app.add_middleware(InFlightLimit, most=config.max_in_flight, metrics=metrics)
+    app.add_middleware(Observed, metrics=metrics)
+    _translate_errors(app, metrics)
+    return app
+
+
+def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RagCacheError)
+        if isinstance(error, Unavailable):
+            metrics.upstream_failures.labels(error.part).inc()
+        return response_to(error)
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return response_to(from_validation(error.errors()))
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        # FastAPI wraps whatever reading a body raises, our bounds on it included.
+        if isinstance(error.__cause__, RagCacheError):
+            return response_to(error.__cause__)
+        http = from_status(error.status_code, request.method, request.url.path, str(error.detail))
+        return JSONResponse(http.body, http.status, error.headers)
+
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        body = error_body("an internal error; the log has more", "server_error", code="internal")
+        return JSONResponse(body, 500)
+
+    app.add_exception_handler(RagCacheError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,212 @@
+"""The engine's HTTP server: start a completion, take its events, leave it when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_gateway.chat import Usage
+from ragcache_gateway.completion import PART, Piece, read_event, refusal
+from ragcache_gateway.config import Config
+from ragcache_gateway.sse import EventParser
+
+log = logging.getLogger(__name__)
+
+MAX_REFUSAL_BYTES = 64 << 10
+# vLLM's server closes idle connections after 5 s; one that it closes as we send on it would fail.
+_KEEPALIVE_S = 2.0
+_WRITE_TIMEOUT_S = 10.0
+# Generous: a long prefill on few cores slows the engine's front down, and busy is not broken.
+_HEALTH_TIMEOUT_S = 10.0
+
+
+class Completion:
+    """The events of one running completion. After the last piece usage is set, if it came."""
+
+    def __init__(self, response: httpx.Response, next_token_timeout_s: float) -> None:
+        self._bytes = response.aiter_bytes()
+        self._timeout_s = next_token_timeout_s
+        self._parser = EventParser()
+        self._events: list[Piece] = []
+        self._done = False
+        self.usage: Usage | None = None
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces as they come. Raises Unavailable if the engine fails or falls silent."""
+        finished = False
+        while True:
+            for piece in self._events:
+                finished = finished or piece.finish_reason is not None
+                yield piece
+            self._events.clear()
+            if self._done:
+                break
+            await self._read(self._timeout_s)
+        if not finished:
+            raise Unavailable(PART, "it ended the answer without a finish reason")
+
+    async def first(self) -> None:
+        """Wait for the first piece; the deadline is the caller's."""
+        while not self._events and not self._done:
+            await self._read(None)
+        if not self._events:
+            raise Unavailable(PART, "it ended the answer before the first token")
+
+    async def _read(self, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await anext(self._bytes, None)
+        except TimeoutError:
+            raise Unavailable(PART, f"no token came within {timeout_s} s") from None
+        except httpx.HTTPError as error:
+            raise Unavailable(PART, f"the stream broke: {_describe(error)}") from error
+        if data is None:
+            self._done = True
+            return
+        try:
+            events = self._parser.feed(data)
+        except RagCacheError as error:
+            raise Unavailable(PART, str(error)) from error
+        for event in events:
+            if event == b"[DONE]":
+                self._done = True
+                return
+            for found in read_event(event):
+                if isinstance(found, Usage):
+                    self.usage = found
+                else:
+                    self._events.append(found)
+
+
+class Engine:
+    """Client of one engine, and whether it has answered since it last failed."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._client = httpx.AsyncClient(
+            base_url=config.engine_url,
+            timeout=httpx.Timeout(
+                None,  # reading has deadlines of its own, which span several reads
+                connect=config.engine_connect_timeout_s,
+                write=_WRITE_TIMEOUT_S,
+                pool=config.engine_connect_timeout_s,
+            ),
+            limits=httpx.Limits(
+                # The readiness watch needs one more than the requests.
+                max_connections=config.max_in_flight + 2,
+                keepalive_expiry=_KEEPALIVE_S,
+            ),
+            # Requests inside the cluster do not go through a proxy that the environment names.
+            trust_env=False,
+        )
+        self.failure: str | None = "it has not answered yet"
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    async def complete(self, body: Mapping[str, Any], stack: AsyncExitStack) -> Completion:
+        """Start a completion and wait for its first token.
+
+        Leaving the stack leaves the completion: the connection closes and the engine aborts the
+        request. Raises Unavailable, or InvalidInput for what the engine refuses.
+        """
+        timeout_s = self._config.first_token_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._post(body)
+                stack.push_async_callback(response.aclose)
+                if response.status_code != httpx.codes.OK:
+                    raise refusal(response.status_code, await _beginning(response))
+                completion = Completion(response, self._config.next_token_timeout_s)
+                await completion.first()
+        except TimeoutError:
+            error = Unavailable(PART, f"no first token came within {timeout_s:g} s")
+            self.note_failure(error)
+            raise error from None
+        except Unavailable as error:
+            self.note_failure(error)
+            raise
+        self.failure = None
+        return completion
+
+    async def probe(self, body: Mapping[str, Any]) -> None:
+        """Ask for an answer of one token and remember whether it came. Never raises."""
+        try:
+            async with asyncio.timeout(self._config.first_token_timeout_s):
+                response = await self._client.post("/v1/completions", json=body)
+            if response.status_code != httpx.codes.OK:
+                raise refusal(response.status_code, response.content[:MAX_REFUSAL_BYTES])
+            self.failure = None
+        except TimeoutError:
+            self.failure = f"no token came within {self._config.first_token_timeout_s:g} s"
+        except (httpx.HTTPError, RagCacheError) as error:
+            self.failure = _describe(error)
+
+    async def check(self) -> None:
+        """Look at the engine's own health and remember if it is bad. Never raises."""
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                response = await self._client.get("/health")
+            if response.status_code != httpx.codes.OK:
+                self.failure = f"its health check answered {response.status_code}"
+        except TimeoutError:
+            self.failure = f"its health check took longer than {_HEALTH_TIMEOUT_S:g} s"
+        except httpx.HTTPError as error:
+            self.failure = _describe(error)
+
+    def note_failure(self, error: RagCacheError) -> None:
+        """Remember that the engine failed, until it answers again."""
+        self.failure = str(error)
+
+    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
+        request = self._client.build_request("POST", "/v1/completions", json=body)
+        for last in (False, True):
+            try:
+                return await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                # Nothing has reached the engine yet, so asking again cannot run it twice.
+                if last:
+                    raise Unavailable(PART, _describe(error)) from error
+            except httpx.PoolTimeout as error:
+                raise Unavailable(PART, "all connections to it are in use") from error
+            except httpx.HTTPError as error:
+                raise Unavailable(PART, _describe(error)) from error
+        raise AssertionError("the loop returns or raises")
+
+
+async def watch(engine: Engine, probe: Mapping[str, Any], every_s: float) -> None:
+    """Keep the engine's state true while no requests show it; runs until cancelled."""
+    known = engine.failure
+    while True:
+        if engine.failure is None:
+            await engine.check()
+        else:
+            await engine.probe(probe)
+        if engine.failure != known:
+            known = engine.failure
+            log.info("engine ready") if known is None else log.warning("engine: %s", known)
+        await asyncio.sleep(every_s)
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    body = b""
+    with contextlib.suppress(httpx.HTTPError):
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) >= MAX_REFUSAL_BYTES:
+                break
+    return body[:MAX_REFUSAL_BYTES]
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, InvalidInput | Unavailable):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

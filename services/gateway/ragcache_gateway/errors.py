@@ -1,0 +1,171 @@
+"""Errors as OpenAI shapes them; the one place where they are translated."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+
+UNION_TAG = "~"
+"""First character of our union tags, which pydantic puts into a value's path; no field has it."""
+
+_SHOWN_CHARS = 60
+
+_FINDINGS = {
+    "missing": ("is missing", "add it"),
+    "extra_forbidden": ("is no field of this request", "remove it or correct it"),
+    "model_attributes_type": ("is not a JSON object", "send a JSON object"),
+    "model_type": ("is not a JSON object", "send a JSON object"),
+    "dict_type": ("is not a JSON object", "send a JSON object"),
+    "union_tag_not_found": ("is neither a string nor a list", "send one of these"),
+    "string_unicode": ("is not valid Unicode", "send whole characters"),
+}
+"""Problem and fix for pydantic's types of findings whose own message lacks one."""
+
+_FIXES = {
+    "greater_than": "send more than {gt}",
+    "greater_than_equal": "send {ge} or more",
+    "less_than": "send less than {lt}",
+    "less_than_equal": "send {le} or less",
+    "string_too_long": "send at most {max_length} characters",
+    "string_too_short": "send at least {min_length} characters",
+    "too_long": "send at most {max_length} of them",
+    "too_short": "send at least {min_length} of them",
+    "value_error": "send another value",
+}
+"""The fix for what is out of bounds."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: the message names the field and the fix."""
+
+    message: str
+    type: str = Field(description="Class of the error, as OpenAI names it.")
+    param: str | None = Field(description="Path of the offending value, if one is to blame.")
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every answer that is an error, and of an error in the middle of a stream."""
+
+    error: ErrorDetail
+
+
+class TooBusy(RagCacheError):
+    """More requests are in flight than the gateway takes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error as an HTTP answer."""
+
+    status: int
+    body: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def to_http(error: RagCacheError) -> HttpError:
+    """Status, body and headers of an error."""
+    match error:
+        case TooLarge():
+            body = error_body(str(error), "invalid_request_error", error.field, "too_large")
+            return HttpError(413, body)
+        case InvalidInput():
+            body = error_body(str(error), "invalid_request_error", error.field, "invalid_value")
+            return HttpError(400, body)
+        case NotFound():
+            code = f"{error.kind.replace(' ', '_')}_not_found"
+            return HttpError(404, error_body(str(error), "not_found_error", error.kind, code))
+        case Unavailable():
+            body = error_body(
+                f"{error}; try again", "service_unavailable_error", code=f"{error.part}_unavailable"
+            )
+            return HttpError(503, body, _retry_after(error.retry_after_s))
+        case TooBusy():
+            body = error_body(str(error), "rate_limit_error", code="too_many_requests")
+            return HttpError(429, body, _retry_after(1.0))
+        case _:
+            return HttpError(500, error_body(str(error), "server_error", code="internal_error"))
+
+
+def from_status(status: int, method: str, path: str, detail: str) -> HttpError:
+    """The error for an answer that routing or parsing refused before any handler saw it."""
+    match status:
+        case 404:
+            message = f"path: {path} does not exist; see /openapi.json for the paths there are"
+            return HttpError(404, error_body(message, "not_found_error", "path", "path_not_found"))
+        case 405:
+            message = (
+                f"method: {path} does not take {method}; see /openapi.json for the methods it takes"
+            )
+            body = error_body(message, "invalid_request_error", "method", "method_not_allowed")
+            return HttpError(405, body)
+        case 400:
+            message = "body: cannot be read as JSON in UTF-8; send a JSON object"
+            return HttpError(
+                400, error_body(message, "invalid_request_error", "body", "invalid_json")
+            )
+        case _:
+            return HttpError(status, error_body(detail, "invalid_request_error"))
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
+    """The first of pydantic's findings as our error, with the fix for it."""
+    error = errors[0]
+    path = value_path(error["loc"]) or "body"
+    kind, message, context = str(error["type"]), str(error["msg"]), error.get("ctx") or {}
+    if kind == "ragcache":
+        return InvalidInput(path, context["problem"], context["fix"])
+    if kind == "json_invalid":
+        problem = f"is not valid JSON ({context.get('error', message)})"
+        return InvalidInput("body", problem, "send a JSON object")
+    if kind in _FINDINGS:
+        problem, fix = _FINDINGS[kind]
+        if path == "body":
+            fix = "send a JSON object as application/json"
+        return InvalidInput(path, problem, fix)
+    if kind in _FIXES:
+        fix = _FIXES[kind].format(**context)
+    else:
+        fix = re.sub("^Input should (be|have)", "send", message)
+    return InvalidInput(path, f"is {_shown(error.get('input'))}", fix)
+
+
+def value_path(location: Sequence[int | str]) -> str:
+    """Path of a value as its sender would write it: ``messages[0].content``."""
+    path = ""
+    parts = list(location)
+    if parts and parts[0] in ("body", "query", "path"):
+        del parts[0]
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith(UNION_TAG):
+            path += f".{part}" if path else part
+    return path
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=True)
+    except (TypeError, ValueError):
+        return "not usable"
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

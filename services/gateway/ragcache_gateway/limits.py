@@ -1,0 +1,179 @@
+"""ASGI middleware that keeps every request within its bounds and counts it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
+from ragcache_gateway.client import ClientGone
+from ragcache_gateway.errors import TooBusy, to_http
+from ragcache_gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+GONE_STATUS = 499
+"""What is counted for a client that left before its answer began (nginx's number)."""
+
+DRAIN_MAX_BYTES = 128 << 20
+"""How much of a refused body is read and thrown away, so that its sender gets to read why."""
+
+_QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+def response_to(error: RagCacheError) -> JSONResponse:
+    """An error as a response."""
+    http = to_http(error)
+    return JSONResponse(http.body, http.status, dict(http.headers))
+
+
+class Observed:
+    """Counts and logs every request; ends quietly those whose client has left."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except ClientGone:
+            self._metrics.disconnects.inc()
+            if status == 500:
+                status = GONE_STATUS
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            self._metrics.requests.labels(route, status).inc()
+            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            elapsed_ms = 1e3 * (time.perf_counter() - start)
+            # repr: a path may hold line breaks, and a log line must stay one line.
+            path = repr(scope["path"])
+            log.log(level, "%s %s %s %.0f ms", scope["method"], path, status, elapsed_ms)
+
+
+class InFlightLimit:
+    """Answers 429 when more than most requests under /v1 are in flight."""
+
+    def __init__(self, app: ASGIApp, most: int, metrics: Metrics) -> None:
+        self._app = app
+        self._most = most
+        self._metrics = metrics
+        self._now = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        if self._now >= self._most:
+            error = TooBusy(f"{self._most} requests are in flight already; try again")
+            await response_to(error)(scope, receive, send)
+            return
+        self._now += 1
+        self._metrics.in_flight.set(self._now)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._now -= 1
+            self._metrics.in_flight.set(self._now)
+
+
+class BodyLimit:
+    """Refuses bodies over max_bytes while they arrive, and those that take over timeout_s."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _BoundedBody(receive, self._max_bytes, self._timeout_s)
+        announced = _content_length(scope)
+        if announced > self._max_bytes:
+            if announced <= DRAIN_MAX_BYTES and not _expects_continue(scope):
+                await body.drain()
+            await response_to(body.too_large())(scope, receive, send)
+            return
+        await self._app(scope, body.receive, send)
+
+
+class _BoundedBody:
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._deadline: float | None = None
+        self._seen = 0
+        self._more = True
+
+    async def receive(self) -> Message:
+        """The next message. Raises TooLarge or InvalidInput."""
+        if not self._more:
+            return await self._receive()
+        try:
+            message = await self._next()
+        except TimeoutError:
+            self._more = False
+            raise InvalidInput(
+                "body", f"did not arrive within {self._timeout_s:g} s", "send it faster"
+            ) from None
+        if self._seen > self._max_bytes:
+            await self.drain()
+            raise self.too_large()
+        return message
+
+    async def drain(self) -> None:
+        """Read what is left, up to a bound, and throw it away."""
+        try:
+            while self._more and self._seen <= DRAIN_MAX_BYTES:
+                await self._next()
+        except TimeoutError:
+            pass
+
+    def too_large(self) -> TooLarge:
+        """The error for a body over the bound."""
+        return TooLarge(
+            "body", f"is over {self._max_bytes >> 20} MiB", "send less, or split the document"
+        )
+
+    async def _next(self) -> Message:
+        now = asyncio.get_running_loop().time()
+        if self._deadline is None:
+            self._deadline = now + self._timeout_s
+        async with asyncio.timeout_at(self._deadline):
+            message = await self._receive()
+        self._more = message["type"] == "http.request" and message.get("more_body", False)
+        self._seen += len(message.get("body", b""))
+        return message
+
+
+def _content_length(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _expects_continue(scope: Scope) -> bool:
+    return any(name == b"expect" for name, _ in scope["headers"])

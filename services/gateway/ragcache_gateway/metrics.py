@@ -1,0 +1,78 @@
+"""What the gateway counts, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from ragcache_gateway.chat import CacheUse, Timing
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STAGES = ("retrieve", "embed", "search", "tokenize", "queue", "load", "prefill")
+
+
+class Metrics:
+    """One gateway's counters in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "ragcache_gateway_requests_total",
+            "Requests answered, by route and status code.",
+            ("route", "code"),
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "ragcache_gateway_requests_in_flight",
+            "Requests under /v1 being answered.",
+            registry=self.registry,
+        )
+        self.disconnects = Counter(
+            "ragcache_gateway_client_disconnects_total",
+            "Clients that left before their answer was whole.",
+            registry=self.registry,
+        )
+        self.upstream_failures = Counter(
+            "ragcache_gateway_upstream_failures_total",
+            "Calls that another part failed or did not answer in time.",
+            ("part",),
+            registry=self.registry,
+        )
+        self.first_token = Histogram(
+            "ragcache_gateway_first_token_seconds",
+            "From a question to the first token of its answer (TTFT).",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.stage = Histogram(
+            "ragcache_gateway_stage_seconds",
+            "Where the time before the first token went.",
+            ("stage",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "ragcache_gateway_prompt_tokens_total",
+            "Prompt tokens, by where their KV came from.",
+            ("source",),
+            registry=self.registry,
+        )
+        self.loaded_bytes = Counter(
+            "ragcache_gateway_loaded_bytes_total",
+            "KV loaded from the cache store.",
+            registry=self.registry,
+        )
+
+    def observe(self, timing: Timing, cache: CacheUse) -> None:
+        """Count one answer."""
+        self.first_token.observe(timing.first_token / 1e3)
+        for stage in _STAGES:
+            time_ms = getattr(timing, stage)
+            if time_ms is not None:
+                self.stage.labels(stage).observe(time_ms / 1e3)
+        if cache.prompt_tokens is None:
+            return
+        loaded, local = cache.loaded_tokens or 0, cache.local_tokens or 0
+        computed = max(0, cache.prompt_tokens - loaded - local)
+        for source, tokens in (("loaded", loaded), ("local", local), ("computed", computed)):
+            self.prompt_tokens.labels(source).inc(tokens)
+        self.loaded_bytes.inc(cache.loaded_bytes or 0)

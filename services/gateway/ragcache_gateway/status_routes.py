@@ -1,0 +1,55 @@
+"""Whether the gateway lives and could answer, and what it counted."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+
+from ragcache_gateway.errors import ErrorDetail
+from ragcache_gateway.parts import PartsOf
+from ragcache_gateway.readiness import NotReady, Ready, problem_of
+
+router = APIRouter(tags=["status"])
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    status: Literal["alive"] = "alive"
+
+
+@router.get("/healthz", summary="Whether the process lives")
+async def healthz() -> Alive:
+    """Says nothing of other parts; see /readyz."""
+    return Alive()
+
+
+@router.get(
+    "/readyz",
+    summary="Whether a question could be answered",
+    response_model=Ready,
+    responses={503: {"model": NotReady, "description": "The message names the part."}},
+)
+async def readyz(parts: PartsOf) -> Response | Ready:
+    """Ready: the retriever serves, and the engine has answered since it last failed."""
+    states = await parts.readiness.parts()
+    problem = problem_of(states)
+    if problem is None:
+        return Ready(parts=states)
+    error = ErrorDetail(
+        message=problem, type="service_unavailable_error", param=None, code="not_ready"
+    )
+    body = NotReady(error=error, parts=states)
+    return JSONResponse(body.model_dump(), 503, {"Retry-After": "1"})
+
+
+@router.get("/metrics", summary="Counters for Prometheus", response_class=PlainTextResponse)
+async def metrics(parts: PartsOf) -> Response:
+    """Prometheus' text format."""
+    return Response(
+        generate_latest(parts.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
+    )

@@ -1,0 +1,100 @@
+"""Run the retriever: ``python -m ragcache_retriever``, told by RAGCACHE_* variables."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_retriever.config import Config, EmbedderConfig
+from ragcache_retriever.documents import DocumentStore
+from ragcache_retriever.embedder import Embedder
+from ragcache_retriever.embedding_endpoint import EmbeddingEndpoint
+from ragcache_retriever.knowledge_base import KnowledgeBase
+from ragcache_retriever.minilm import MiniLM
+from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.tokenizer import load_token_counter
+from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.v1 import retriever_pb2 as pb
+from ragcache_wire.v1 import retriever_pb2_grpc
+
+log = logging.getLogger("ragcache_retriever")
+
+EXIT_MISCONFIGURED = 2
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    try:
+        config = Config.from_environment(os.environ)
+        logging.basicConfig(
+            level=config.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        asyncio.run(serve(config))
+    except InvalidInput as error:
+        print(f"ragcache_retriever: {error}", file=sys.stderr)
+        return EXIT_MISCONFIGURED
+    return 0
+
+
+async def serve(config: Config) -> None:
+    """Serve until told to stop. Raises InvalidInput for what only its operator can mend."""
+    knowledge_base = KnowledgeBase(
+        DocumentStore(config.data_dir),
+        make_embedder(config.embedder),
+        load_token_counter(config.model),
+        config.defaults,
+        markdown=pb.CONTENT_TYPE_MARKDOWN,
+    )
+    service = RetrieverService(knowledge_base)
+    try:
+        server = GrpcServer(
+            config.listen,
+            [SERVICE_NAME],
+            lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
+        )
+    except RuntimeError as error:
+        raise InvalidInput(
+            "RAGCACHE_LISTEN", f"{config.listen} cannot be used: {error}", "name a free port"
+        ) from error
+    await server.start()
+    log.info("listening on port %d", server.port)
+    stopping = asyncio.create_task(until_stopped())
+    loading = asyncio.create_task(load(knowledge_base))
+    try:
+        await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            await server.set_ready()
+            log.info("ready")
+            await stopping
+    finally:
+        log.info("stopping")
+        loading.cancel()
+        stopping.cancel()
+        await server.stop()
+        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await knowledge_base.close()
+
+
+async def load(knowledge_base: KnowledgeBase) -> None:
+    """Load, however long the embedder takes to answer."""
+    while True:
+        try:
+            return await knowledge_base.load()
+        except Unavailable as error:
+            log.warning("not ready: %s", error)
+            await asyncio.sleep(error.retry_after_s)
+
+
+def make_embedder(config: EmbedderConfig) -> Embedder:
+    """The embedder that was asked for."""
+    return EmbeddingEndpoint(config) if config.is_endpoint else MiniLM(config.threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

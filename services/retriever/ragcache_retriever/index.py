@@ -1,0 +1,189 @@
+"""Staged vector search (RAGCache §5.3): the cells nearest to the query first.
+
+Vectors are partitioned into about sqrt(n) cells (faiss IVF). A search ranks the cells by their
+centroids and scans them in stages, each giving the best found so far, so that an answer can be
+begun while the search runs.
+
+How much is scanned: nearest cells first, until they hold at least ``exact_limit`` vectors and
+``min_share`` of all. A collection of up to ``exact_limit`` vectors is therefore searched whole, and
+its final stage is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+
+Vectors = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+
+STAGE_SHARES = (1 / 8, 1 / 2, 1.0)
+"""Share of the scan done at the end of each stage. 95 % of searches have found what they will find
+after 13 % (RAGCache Fig. 8)."""
+
+_GROWTH = 4
+"""Retrained when it holds this many times the vectors its cells were made for: cells are then twice
+the size they should be."""
+_TRAINING_VECTORS_PER_CELL = 64
+_TRAINING_ROUNDS = 10
+_SPARE_HITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Probing:
+    """How much of a large collection a search scans; see the module."""
+
+    exact_limit: int = 20_000
+    min_share: float = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The best found so far: rows and their scores (inner products), best first, ties by row.
+
+    progress: share of the scan done, in (0, 1].
+    """
+
+    rows: tuple[int, ...]
+    scores: tuple[float, ...]
+    progress: float
+    final: bool
+
+
+class StagedIndex:
+    """Rows by vector. Searches may run beside each other, but not beside replace."""
+
+    def __init__(self, dimension: int, rows: Rows, vectors: Vectors, probing: Probing) -> None:
+        """rows: shape (n,), each once. vectors: shape (n, dimension), of length 1."""
+        self._dimension = dimension
+        self._probing = probing
+        self._trained_for = len(rows)
+        self._ivf = _trained(dimension, vectors)
+        if len(rows):
+            self._ivf.add_with_ids(vectors, rows)
+
+    def __len__(self) -> int:
+        return int(self._ivf.ntotal)
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether it holds so much more than when it was trained that its cells are too few."""
+        return len(self) >= _GROWTH * max(1, self._trained_for)
+
+    def retrained(self) -> StagedIndex:
+        """A new index with the same vectors in new cells; may run beside searches."""
+        rows, vectors = self._contents()
+        return StagedIndex(self._dimension, rows, vectors, self._probing)
+
+    def replace(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
+        """Remove rows, those not held being ignored, then add rows with their vectors."""
+        if removed:
+            self._ivf.remove_ids(np.array(removed, np.int64))
+        if added:
+            self._ivf.add_with_ids(vectors, np.array(added, np.int64))
+
+    def search(self, query: Vectors, top_k: int) -> Iterator[Stage]:
+        """Stages of a search: at least one that is not final, then the final one.
+
+        query: shape (dimension,), of length 1. top_k: at least 1.
+        """
+        cells, sizes = self._cells(query)
+        scanned = np.cumsum(sizes)
+        ends = stage_ends(scanned)
+        total = int(scanned[-1]) if len(scanned) else 0
+        found: dict[int, float] = {}
+        start = 0
+        for i, end in enumerate(ends):
+            found |= self._scan(query, cells[start:end], top_k)
+            start = end
+            best = sorted(found.items(), key=lambda hit: (-hit[1], hit[0]))[:top_k]
+            found = dict(best)
+            yield Stage(
+                rows=tuple(row for row, _ in best),
+                scores=tuple(score for _, score in best),
+                progress=int(scanned[end - 1]) / total if total else 1.0,
+                final=i == len(ends) - 1,
+            )
+
+    def _cells(self, query: Vectors) -> tuple[Rows, Rows]:
+        """Cells to scan that hold anything, nearest first, and the number of vectors in each."""
+        ranked = self._ivf.quantizer.search(query[np.newaxis], self._ivf.nlist)[1][0]
+        sizes = np.array([self._ivf.invlists.list_size(int(cell)) for cell in ranked], np.int64)
+        ranked, sizes = ranked[sizes > 0], sizes[sizes > 0]
+        limit = max(self._probing.exact_limit, math.ceil(self._probing.min_share * len(self)))
+        enough = int(np.searchsorted(np.cumsum(sizes), limit)) + 1
+        return ranked[:enough], sizes[:enough]
+
+    def _scan(self, query: Vectors, cells: Rows, top_k: int) -> dict[int, float]:
+        """The best top_k rows of cells with their scores, and all that tie with the last."""
+        # Cells of -1 are skipped; their number is fixed because nprobe belongs to the whole index.
+        probed = np.full((1, self._ivf.nprobe), -1, np.int64)
+        probed[0, : len(cells)] = cells
+        wanted = top_k + _SPARE_HITS
+        while True:
+            scores, rows = self._ivf.search_preassigned(query[np.newaxis], wanted, probed, None)
+            held = rows[0] >= 0
+            # Among equal scores faiss keeps those it met first. Only when it gave one that is worse
+            # than the last wanted do we know all that are equal.
+            if not held.all() or scores[0, -1] < scores[0, top_k - 1]:
+                return dict(zip(rows[0][held].tolist(), scores[0][held].tolist(), strict=True))
+            wanted = min(2 * wanted, len(self) + 1)
+
+    def _contents(self) -> tuple[Rows, Vectors]:
+        rows, vectors = [], []
+        lists = self._ivf.invlists
+        for cell in range(self._ivf.nlist):
+            size = lists.list_size(cell)
+            if size:
+                rows.append(faiss.rev_swig_ptr(lists.get_ids(cell), size).copy())
+                codes = faiss.rev_swig_ptr(lists.get_codes(cell), size * self._ivf.code_size)
+                vectors.append(codes.copy().view(np.float32).reshape(size, -1))
+        if not rows:
+            return np.empty(0, np.int64), np.empty((0, self._dimension), np.float32)
+        return np.concatenate(rows), np.concatenate(vectors)
+
+
+def use_one_thread() -> None:
+    """Called in each thread that searches: one query is too small to share between cores, and
+    more threads would only be in the embedder's way.
+    """
+    faiss.omp_set_num_threads(1)
+
+
+def stage_ends(scanned: npt.NDArray[np.int64]) -> list[int]:
+    """How many cells have been scanned at the end of each stage: at least two stages.
+
+    scanned: vectors scanned after each cell, ascending. With fewer than two cells the first stage
+    holds everything already.
+    """
+    if len(scanned) < 2:
+        return [len(scanned)] * 2
+    wanted = [share * int(scanned[-1]) for share in STAGE_SHARES[:-1]]
+    ends = {min(int(np.searchsorted(scanned, share)) + 1, len(scanned) - 1) for share in wanted}
+    return [*sorted(ends), len(scanned)]
+
+
+def _trained(dimension: int, vectors: Vectors) -> Any:
+    """An empty IVF index with cells for vectors."""
+    num_cells = max(1, math.isqrt(len(vectors)))
+    quantizer = faiss.IndexFlatIP(dimension)
+    ivf = faiss.IndexIVFFlat(quantizer, dimension, num_cells, faiss.METRIC_INNER_PRODUCT)
+    ivf.nprobe = num_cells
+    if num_cells == 1:
+        quantizer.add(np.zeros((1, dimension), np.float32))
+        ivf.is_trained = True
+    else:
+        ivf.cp.spherical = True
+        ivf.cp.niter = _TRAINING_ROUNDS
+        ivf.cp.min_points_per_centroid = 1
+        ivf.cp.max_points_per_centroid = _TRAINING_VECTORS_PER_CELL
+        ivf.train(vectors)
+    # Removing by row without it would read every cell.
+    ivf.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
+    return ivf

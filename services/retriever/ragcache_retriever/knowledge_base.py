@@ -1,0 +1,433 @@
+"""Documents, chunks, embeddings and indexes kept in step.
+
+What runs where: SQLite and index changes in one writer thread, searches and other reads in a few
+reader threads, cutting in a thread of its own, embedding wherever the embedder does it; the event
+loop only waits. A document is prepared (cut and embedded) before its transaction begins, so a long
+ingest holds up neither searches nor other writes. Its transaction commits and its index changes
+under the collection's lock: no search sees one without the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ragcache_core.errors import InvalidInput, NotFound, Unavailable
+from ragcache_retriever.collection import (
+    DEFAULT_COLLECTION,
+    Chunking,
+    CollectionSettings,
+    Defaults,
+)
+from ragcache_retriever.documents import (
+    Change,
+    Document,
+    DocumentStore,
+    Neighbourhood,
+    Recipe,
+    StoredDocument,
+)
+from ragcache_retriever.embedder import Embedder, Vectors, embedded_text
+from ragcache_retriever.index import Probing, StagedIndex, use_one_thread
+from ragcache_retriever.preparing import Prepared, Preparer
+from ragcache_retriever.read_write_lock import ReadWriteLock
+from ragcache_retriever.threads import finish, run
+from ragcache_retriever.tokenizer import TokenCounter
+
+log = logging.getLogger(__name__)
+
+NUM_READERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionInfo:
+    """A collection as it is now, defaults applied."""
+
+    name: str
+    chunking: Chunking
+    window: int
+    num_documents: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpsertResult:
+    """What an upsert did. stored: the document as it is now."""
+
+    stored: StoredDocument
+    changed: bool
+    removed_texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedChunk:
+    """A hit: a chunk with the window around it, and its cosine with the query."""
+
+    neighbourhood: Neighbourhood
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStage:
+    """Hits of one stage, best first. embed_s, search_s: time spent up to its end."""
+
+    hits: tuple[RankedChunk, ...]
+    final: bool
+    progress: float
+    embed_s: float
+    search_s: float
+
+
+@dataclass(slots=True)
+class _Collection:
+    """A collection in memory. The lock guards index against changes during a search."""
+
+    settings: CollectionSettings
+    index: StagedIndex
+    lock: ReadWriteLock = field(default_factory=ReadWriteLock)
+    changing_settings: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class KnowledgeBase:
+    """Everything the service knows. Call ``load`` first; until it returned, calls are refused.
+
+    markdown: the content type whose headings and code fences are seen.
+    """
+
+    def __init__(
+        self,
+        store: DocumentStore,
+        embedder: Embedder,
+        count_tokens: TokenCounter,
+        defaults: Defaults,
+        *,
+        markdown: int,
+        probing: Probing | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._embedder = embedder
+        self._preparer = Preparer(embedder, count_tokens, markdown)
+        self._defaults = defaults
+        self._probing = probing or Probing()
+        self._clock = clock
+        self._loaded = False
+        self._collections: dict[str, _Collection] = {}
+        self._document_locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+        self._writer = ThreadPoolExecutor(1, "writer", use_one_thread)
+        self._readers = ThreadPoolExecutor(NUM_READERS, "reader", use_one_thread)
+
+    async def load(self) -> None:
+        """Start the embedder, build the indexes, bring stale documents up to date.
+
+        Raises Unavailable when the embedder does not answer: call again.
+        """
+        await self._embedder.start()
+        stored = await run(self._readers, self._store.collections)
+        if DEFAULT_COLLECTION not in stored:
+            settings = CollectionSettings()
+            await run(self._writer, self._put_settings, DEFAULT_COLLECTION, settings)
+            stored[DEFAULT_COLLECTION] = settings
+        for name, settings in stored.items():
+            index = await run(self._readers, self._built_index, name)
+            self._collections[name] = _Collection(settings, index)
+        for name in stored:
+            await self._refresh(name)
+        self._loaded = True
+
+    async def close(self) -> None:
+        """Finish the write that is running, then release threads, embedder and files."""
+        await self._preparer.close()
+        await finish(self._readers)
+        await finish(self._writer)
+        await self._embedder.close()
+        self._store.close()
+
+    # Collections
+
+    async def put_collection(self, name: str, settings: CollectionSettings) -> CollectionInfo:
+        """Create a collection or change it; returns when its documents are cut as it says."""
+        self._check_loaded()
+        collection = self._collections.get(name)
+        if collection is None:
+            collection = _Collection(settings, self._empty_index())
+            await run(self._writer, self._put_settings, name, settings)
+            collection = self._collections.setdefault(name, collection)
+        async with collection.changing_settings:
+            if settings != collection.settings:
+                await run(self._writer, self._put_settings, name, settings)
+                collection.settings = settings
+            # Also when nothing changed: a put before this one may have been cut short.
+            await self._refresh(name)
+        return await self.collection(name)
+
+    async def collection(self, name: str) -> CollectionInfo:
+        """A collection. Raises NotFound."""
+        settings = self._collection(name).settings
+        num_documents, num_chunks = await run(self._readers, self._store.counts, name)
+        return CollectionInfo(
+            name,
+            self._defaults.chunking_of(settings),
+            self._defaults.window_of(settings),
+            num_documents,
+            num_chunks,
+        )
+
+    async def collections(self) -> list[CollectionInfo]:
+        """All collections, by name."""
+        self._check_loaded()
+        return [await self.collection(name) for name in sorted(self._collections)]
+
+    # Documents
+
+    async def upsert(self, collection: str, document: Document) -> UpsertResult:
+        """Insert or replace a document; durable and searchable when this returns.
+
+        Raises NotFound for the collection, TooLarge, Unavailable.
+        """
+        self._collection(collection)
+        content_hash = await run(self._readers, document.content_hash)
+        async with self._document_lock(collection, document.id):
+            while True:
+                # Read in the writer thread: a write whose caller went away may still be running.
+                present = await run(self._writer, self._store.get, collection, document.id)
+                if present is not None and present.content_hash == content_hash:
+                    if present.recipe == self._recipe(collection):
+                        return UpsertResult(present, changed=False, removed_texts=())
+                    updated_unix_ms = present.updated_unix_ms
+                else:
+                    updated_unix_ms = int(self._clock() * 1000)
+                prepared = await self._prepare(collection, document, present)
+                stored = StoredDocument(
+                    document,
+                    content_hash,
+                    prepared.recipe,
+                    len(prepared.chunks),
+                    updated_unix_ms,
+                )
+                change = await run(self._writer, self._write, collection, stored, prepared)
+                if change is not None:
+                    return UpsertResult(stored, changed=True, removed_texts=change.removed_texts)
+
+    async def delete(self, collection: str, document_id: str) -> tuple[str, ...]:
+        """Delete a document; returns chunk texts now gone from the collection. Raises NotFound."""
+        self._collection(collection)
+        async with self._document_lock(collection, document_id):
+            change = await run(self._writer, self._erase, collection, document_id)
+        if change is None:
+            raise _no_document(document_id, collection)
+        return change.removed_texts
+
+    async def document(self, collection: str, document_id: str) -> StoredDocument:
+        """A document with its text. Raises NotFound."""
+        self._collection(collection)
+        stored = await run(self._readers, self._store.get, collection, document_id)
+        if stored is None:
+            raise _no_document(document_id, collection)
+        return stored
+
+    async def documents(
+        self, collection: str, after: str, limit: int
+    ) -> tuple[list[StoredDocument], str | None]:
+        """A page of documents; see DocumentStore.page. Raises NotFound for the collection."""
+        self._collection(collection)
+        return await run(self._readers, self._store.page, collection, after, limit)
+
+    # Search
+
+    async def search(self, name: str, query: str, top_k: int) -> AsyncIterator[SearchStage]:
+        """Stages of a search as they come; the last is final. Raises NotFound, Unavailable."""
+        collection = self._collection(name)
+        began = time.perf_counter()
+        vector = (await self._embedder.embed([query], urgent=True))[0]
+        embed_s = time.perf_counter() - began
+
+        loop = asyncio.get_running_loop()
+        stages: asyncio.Queue[SearchStage | None] = asyncio.Queue()
+        cancelled = threading.Event()
+
+        def give(stage: SearchStage | None) -> None:
+            # The loop is closed when the service stopped in the middle of a search.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stages.put_nowait, stage)
+
+        def search() -> None:
+            try:
+                self._search(collection, vector, top_k, embed_s, give, cancelled)
+            finally:
+                give(None)
+
+        # The thread does not wait for whoever reads the stages, so a slow reader holds no lock.
+        searching = loop.run_in_executor(self._readers, search)
+        try:
+            while (stage := await stages.get()) is not None:
+                yield stage
+            await searching
+        finally:
+            cancelled.set()
+
+    def _search(
+        self,
+        collection: _Collection,
+        vector: Vectors,
+        top_k: int,
+        embed_s: float,
+        give: Callable[[SearchStage], None],
+        cancelled: threading.Event,
+    ) -> None:
+        window = self._window(collection.settings)
+        known: dict[int, Neighbourhood] = {}
+        began = time.perf_counter()
+        with collection.lock.reading():
+            for stage in collection.index.search(vector, top_k):
+                if cancelled.is_set():
+                    return
+                new = [row for row in stage.rows if row not in known]
+                known |= self._store.neighbourhoods(new, window)
+                give(
+                    SearchStage(
+                        hits=tuple(
+                            RankedChunk(known[row], score)
+                            for row, score in zip(stage.rows, stage.scores, strict=True)
+                        ),
+                        final=stage.final,
+                        progress=stage.progress,
+                        embed_s=embed_s,
+                        search_s=time.perf_counter() - began,
+                    )
+                )
+
+    # Writing
+
+    async def _prepare(
+        self, collection: str, document: Document, present: StoredDocument | None
+    ) -> Prepared:
+        """Cut and embed a document; texts it holds at present are not embedded again."""
+        held: dict[str, Vectors] = {}
+        if present is not None and present.recipe.embedder == self._recipe(collection).embedder:
+            held = await run(self._readers, self._held, collection, present)
+        chunking = self._defaults.chunking_of(self._collections[collection].settings)
+        return await self._preparer.prepare(document, chunking, held)
+
+    def _held(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:
+        title = present.document.title
+        embedded = self._store.embedded(collection, present.document.id)
+        return {embedded_text(title, chunk): vector for chunk, vector in embedded}
+
+    def _write(self, name: str, stored: StoredDocument, prepared: Prepared) -> Change | None:
+        """Replace a document; None if its collection was changed since it was prepared."""
+        if stored.recipe != self._recipe(name):
+            return None
+        with self._store.transaction():
+            change = self._store.replace(name, stored, prepared.chunks, prepared.embeddings)
+            self._publish(self._collections[name], change, prepared.embeddings)
+        return change
+
+    def _erase(self, name: str, document_id: str) -> Change | None:
+        with self._store.transaction():
+            change = self._store.delete(name, document_id)
+            if change is not None:
+                nothing = np.empty((0, self._embedder.dimension), np.float32)
+                self._publish(self._collections[name], change, nothing)
+        return change
+
+    def _publish(self, collection: _Collection, change: Change, vectors: Vectors) -> None:
+        """Commit, and show searches the change."""
+        with collection.lock.writing():
+            self._store.commit()
+            collection.index.replace(change.removed, change.added, vectors)
+        if collection.index.outgrown:
+            # Only this thread changes indexes, so the old one serves while the new one is made.
+            retrained = collection.index.retrained()
+            with collection.lock.writing():
+                collection.index = retrained
+
+    def _put_settings(self, name: str, settings: CollectionSettings) -> None:
+        with self._store.transaction():
+            self._store.put_collection(name, settings)
+            self._store.commit()
+
+    async def _refresh(self, name: str) -> None:
+        """Make anew the documents that another recipe made."""
+        stale = await run(self._writer, self._store.stale, name, self._recipe(name))
+        if stale:
+            log.info("collection %s: making %d documents anew", name, len(stale))
+        for document_id in stale:
+            present = await run(self._readers, self._store.get, name, document_id)
+            if present is None:
+                continue
+            try:
+                await self._make_anew(name, present.document.id)
+            except InvalidInput as error:
+                log.error("document %r of collection %s stays as it was: %s", document_id, name, error)
+
+    # Small answers
+
+    def _check_loaded(self) -> None:
+        if not self._loaded:
+            raise Unavailable("retriever", "it is loading its index and its embedder")
+
+    def _collection(self, name: str) -> _Collection:
+        self._check_loaded()
+        collection = self._collections.get(name)
+        if collection is None:
+            raise NotFound("collection", name, "create it with PutCollection, or use 'default'")
+        return collection
+
+    def _document_lock(self, collection: str, document_id: str) -> asyncio.Lock:
+        return self._document_locks.setdefault((collection, document_id), asyncio.Lock())
+
+    def _chunking(self, settings: CollectionSettings) -> Chunking:
+        return settings.chunking or self._defaults.chunking
+
+    def _window(self, settings: CollectionSettings) -> int:
+        return self._defaults.window if settings.window is None else settings.window
+
+    def _recipe(self, settings: CollectionSettings) -> Recipe:
+        chunking = self._chunking(settings)
+        return Recipe(
+            chunker=f"{CHUNKER_VERSION}:{chunking.size_tokens}:{chunking.overlap_tokens}"
+            f":{self._count_tokens.identity}",
+            embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}"
+            f":{self._embedder.dimension}",
+        )
+
+    def _built_index(self, name: str) -> StagedIndex:
+        rows, vectors = self._store.embeddings(name, self._recipe(CollectionSettings()).embedder)
+        if not len(rows):
+            return self._empty_index()
+        return StagedIndex(self._embedder.dimension, rows, vectors, self._probing)
+
+    def _empty_index(self) -> StagedIndex:
+        dimension = self._embedder.dimension
+        nothing = np.empty((0, dimension), np.float32)
+        return StagedIndex(dimension, np.empty(0, np.int64), nothing, self._probing)
+
+
+def _threads(name: str, count: int) -> ThreadPoolExecutor:
+    # One query is too small to share between cores; more would only be in the embedder's way.
+    return ThreadPoolExecutor(count, name, initializer=lambda: faiss.omp_set_num_threads(1))
+
+
+async def run(
+    threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    call = functools.partial(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+def _no_document(document_id: str, collection: str) -> NotFound:
+    return NotFound(
+        "document", document_id, f"list the documents of collection {collection!r} for their ids"
+    )

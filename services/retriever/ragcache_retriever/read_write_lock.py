@@ -1,0 +1,45 @@
+"""A lock that many readers share and one writer has alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class ReadWriteLock:
+    """For threads. A waiting writer goes before readers that come after it, so it never starves."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writer = False
+        self._writers_waiting = 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Share the lock with other readers. Not to be nested: a writer may wait in between."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writer and not self._writers_waiting)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Have the lock alone."""
+        with self._changed:
+            self._writers_waiting += 1
+            self._changed.wait_for(lambda: not self._writer and self._readers == 0)
+            self._writers_waiting -= 1
+            self._writer = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writer = False
+                self._changed.notify_all()

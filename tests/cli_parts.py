@@ -1,0 +1,102 @@
+"""A stand-in for every part of a platform: a small real process behind a real pod spec.
+
+Run as a script it serves HTTP or gRPC health where it is told, and misbehaves as it is told.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ragcache_operator.builders import build_children
+from ragcache_operator.builders.site import Site
+from ragcache_operator.spec import RagCache
+
+HABITS = ("dies", "dies-once", "ignores-term", "has-child", "never-ready")
+
+
+def stand_in(
+    cache: RagCache, site: Site, habits: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The children of cache with every command replaced by this script.
+
+    habits: one of HABITS by component.
+    """
+    children = build_children(cache, site)
+    for child in children:
+        if child["kind"] == "Service":
+            continue
+        [container] = child["spec"]["template"]["spec"]["containers"]
+        component = container["name"]
+        first_port = container["ports"][0]
+        container["command"] = [
+            *("python", str(Path(__file__).resolve())),
+            *(first_port["name"], str(first_port["containerPort"])),
+            (habits or {}).get(component, ""),
+        ]
+        container["args"] = []
+    return children
+
+
+def stand_ins(**habits: str) -> Callable[[RagCache, Site], list[dict[str, Any]]]:
+    """Something to put in the place of build_children."""
+    return lambda cache, site: stand_in(cache, site, habits)
+
+
+def _serve(port_name: str, port: int, habit: str) -> None:
+    import signal
+    import subprocess
+
+    print(f"part on port {port}, habit {habit!r}", flush=True)
+    if habit == "dies":
+        print("this part has no luck", flush=True)
+        sys.exit(3)
+    if habit == "dies-once" and not Path("died").exists():
+        Path("died").touch()
+        sys.exit(4)
+    if habit == "has-child":
+        sleeper = "import time; time.sleep(1000)"
+        child = subprocess.Popen([sys.executable, "-c", sleeper])
+        Path("child.pid").write_text(str(child.pid))
+    if habit == "never-ready":
+        signal.pause()
+    if port_name == "http":
+        _serve_http(port, deaf=habit == "ignores-term")
+    else:
+        _serve_grpc(port)
+
+
+def _serve_http(port: int, *, deaf: bool) -> None:
+    import signal
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    server = HTTPServer(("127.0.0.1", port), Healthy)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else lambda *_: sys.exit(0))
+    server.serve_forever(poll_interval=0.05)
+
+
+def _serve_grpc(port: int) -> None:
+    import asyncio
+
+    from ragcache_wire.server import GrpcServer, until_stopped
+
+    async def serve() -> None:
+        server = GrpcServer(f"127.0.0.1:{port}", [], lambda _: None)
+        await server.start()
+        await server.set_ready()
+        await until_stopped()
+        await server.stop()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])

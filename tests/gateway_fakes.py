@@ -1,0 +1,351 @@
+"""Stand-ins for what the gateway talks to: real servers on loopback, canned answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from ragcache_core.errors import NotFound
+from ragcache_gateway.app import create_app
+from ragcache_gateway.config import Config
+from ragcache_gateway.prompt import PromptBuilder
+from ragcache_gateway.tokenizer import load_tokenizer
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import (
+    cachestore_pb2,
+    cachestore_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    retriever_pb2,
+    retriever_pb2_grpc,
+)
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 1024
+
+
+def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
+    return retriever_pb2.Chunk(
+        id=f"{document}#{ordinal}",
+        document_id=document,
+        title=f"Title of {document}",
+        heading_path=["Handbook", document],
+        ordinal=ordinal,
+        text=text or f"Chunk {ordinal} of {document}.",
+    )
+
+
+class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
+    """Canned hits; documents in a dict, each one chunk."""
+
+    def __init__(self) -> None:
+        self.hits = [
+            retriever_pb2.Hit(
+                chunk=chunk("billing.md", 1), score=0.9, before=[chunk("billing.md", 0)]
+            ),
+            retriever_pb2.Hit(chunk=chunk("search.md", 0), score=0.5),
+        ]
+        self.documents: dict[str, retriever_pb2.Document] = {}
+        self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
+        self.searches: list[retriever_pb2.SearchRequest] = []
+        self.hold: asyncio.Event | None = None
+        self.holding = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def Search(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.searches.append(request)
+        self._known(request.collection)
+        yield retriever_pb2.SearchStage(hits=self.hits[:1], progress=0.5, embed_us=9500)
+        if self.hold is not None:
+            self.holding.set()
+            try:
+                await self.hold.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        yield retriever_pb2.SearchStage(
+            hits=self.hits[: request.top_k], final=True, progress=1, embed_us=9500, search_us=250
+        )
+
+    async def UpsertDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
+        document = request.document
+        self._known(document.collection)
+        old = self.documents.get(document.id)
+        self.documents[document.id] = document
+        stored = retriever_pb2.Document()
+        stored.CopyFrom(document)
+        stored.text = ""
+        stored.num_chunks = 1
+        stored.title = document.title or document.id
+        changed = old is None or old.text != document.text
+        removed = [old.text] if old is not None and changed else []
+        return retriever_pb2.UpsertDocumentReply(
+            document=stored, changed=changed, removed_chunks=removed
+        )
+
+    async def DeleteDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
+        document = self._document(request)
+        del self.documents[request.id]
+        return retriever_pb2.DeleteDocumentReply(removed_chunks=[document.text])
+
+    async def GetDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return self._document(request)
+
+    async def ListDocuments(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._known(request.collection)
+        ids = sorted(i for i in self.documents if i > request.page_token)
+        page = ids[: request.page_size]
+        return retriever_pb2.ListDocumentsReply(
+            documents=[self.documents[i] for i in page],
+            next_page_token=page[-1] if len(ids) > len(page) else "",
+        )
+
+    async def PutCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.collections[request.collection.name] = request.collection
+        return request.collection
+
+    async def GetCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._known(request.name)
+        return self.collections[request.name]
+
+    async def ListCollections(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return retriever_pb2.ListCollectionsReply(collections=self.collections.values())
+
+    def _known(self, name: str) -> None:
+        if name not in self.collections:
+            raise NotFound("collection", name, "create it with PUT /v1/collections/NAME")
+
+    def _document(self, request: Any) -> retriever_pb2.Document:
+        self._known(request.collection)
+        if request.id not in self.documents:
+            raise NotFound("document", request.id, "see GET /v1/documents")
+        return self.documents[request.id]
+
+
+class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
+    """Remembers which chunks were deleted."""
+
+    def __init__(self) -> None:
+        self.deleted: list[bytes] = []
+
+    async def Delete(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.deleted += request.chunks
+        return cachestore_pb2.DeleteReply(removed=2 * len(request.chunks))
+
+
+class FakeRecords(engine_pb2_grpc.EngineServicer):
+    """A record of every request, unless told to forget."""
+
+    def __init__(self) -> None:
+        self.forgetful = False
+        self.asked: list[str] = []
+
+    async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.asked.append(request.request)
+        if self.forgetful:
+            raise NotFound("record", request.request, "ask sooner")
+        return engine_pb2.RequestRecord(
+            request=request.request,
+            queue_s=0.001,
+            load_s=0.002,
+            prefill_s=0.003,
+            prompt_tokens=100,
+            local_tokens=10,
+            loaded_tokens=60,
+            loaded_bytes=61440,
+        )
+
+
+class FakeEngine:
+    """An ASGI app that speaks vLLM's /v1/completions."""
+
+    def __init__(self) -> None:
+        self.words = ["It runs in ", "eu-north", "."]
+        self.requests: list[dict[str, Any]] = []
+        self.probes = 0
+        self.refuse: tuple[int, dict[str, Any]] | None = None
+        self.fail_after: int | None = None  # words, then an error event
+        self.drop_after: int | None = None  # words, then the connection ends
+        self.hold_after: int | None = None  # words, then nothing until the client leaves
+        self.aborted = asyncio.Event()
+        self.holding = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/health":
+            return await _respond(send, 200, b"")
+        body = json.loads(await _body(receive))
+        if self.refuse is not None:
+            status, answer = self.refuse
+            return await _respond(send, status, json.dumps(answer).encode())
+        if not body.get("stream"):
+            self.probes += 1
+            return await _respond(send, 200, b'{"choices":[{"text":"x","finish_reason":"length"}]}')
+        self.requests.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await self._stream(body, receive, send)
+
+    async def _stream(self, body: Any, receive: Any, send: Any) -> None:
+        async def event(value: Any) -> None:
+            data = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            await _part(send, f"data: {data}\n\n".encode())
+
+        last = len(self.words) - 1
+        for index, word in enumerate([*self.words, ""]):
+            if index == self.hold_after:
+                self.holding.set()
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                self.aborted.set()
+                return
+            if index == self.fail_after:
+                await event({"error": {"message": "the engine died", "code": 500}})
+                await event("[DONE]")
+                break
+            if index == self.drop_after:
+                break
+            if word:
+                reason = "stop" if index == last else None
+                choice = {"index": 0, "text": word, "finish_reason": reason}
+                await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+        else:
+            prompt, answer = len(body["prompt"]), len(self.words)
+            usage = {"prompt_tokens": prompt, "completion_tokens": answer}
+            usage["total_tokens"] = prompt + answer
+            usage["prompt_tokens_details"] = {"cached_tokens": 70}  # type: ignore[assignment]
+            await event({"id": "cmpl-1", "choices": [], "usage": usage})
+            await event("[DONE]")
+        await _part(send, b"", more=False)
+
+
+async def _part(send: Any, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _respond(send: Any, status: int, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await _part(send, body, more=False)
+
+
+async def _body(receive: Any) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+@asynccontextmanager
+async def serving(app: Any, port: int = 0) -> AsyncGenerator[int, None]:
+    """Serve an ASGI app on loopback; gives its port."""
+    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    # Without the main loop around it, which polls, and takes the signals of the whole process.
+    await server.startup()
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        await server.shutdown()
+
+
+@dataclass
+class World:
+    """A gateway between its fakes, and a client of it."""
+
+    config: Config
+    retriever: FakeRetriever = field(default_factory=FakeRetriever)
+    store: FakeStore = field(default_factory=FakeStore)
+    records: FakeRecords = field(default_factory=FakeRecords)
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    servers: dict[str, GrpcServer] = field(default_factory=dict)
+    base_url: str = ""
+    client: httpx.AsyncClient = field(init=False)
+
+    async def start(self, stack: AsyncExitStack, model: Path) -> World:
+        for name, service, register in (
+            ("retriever", "ragcache.v1.Retriever", self._register_retriever),
+            ("cachestore", "ragcache.v1.CacheStore", self._register_store),
+            ("engine_records", "ragcache.v1.Engine", self._register_records),
+        ):
+            server = GrpcServer("127.0.0.1:0", [service], register)
+            await server.start()
+            await server.set_ready()
+            stack.push_async_callback(server.stop)
+            self.servers[name] = server
+        ports = {name: f"127.0.0.1:{server.port}" for name, server in self.servers.items()}
+        engine_port = await stack.enter_async_context(serving(self.engine))
+        self.config = replace(
+            self.config, engine_url=f"http://127.0.0.1:{engine_port}", model=str(model), **ports
+        )
+        port = await stack.enter_async_context(serving(self.app()))
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=30)
+        )
+        return self
+
+    def prompts(self) -> PromptBuilder:
+        return PromptBuilder(
+            load_tokenizer(Path(self.config.model)),
+            max_model_len=self.config.max_model_len,
+            default_max_tokens=self.config.default_max_tokens,
+            cache_bytes=self.config.token_cache_bytes,
+        )
+
+    def app(self) -> Any:
+        space = load_model_folder(self.config.model).space("auto")
+        return create_app(self.config, space, self.prompts())
+
+    async def ask(self, question: str = "Where does billing run?", **more: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": question}], **more}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    def _register_retriever(self, server: Any) -> None:
+        retriever_pb2_grpc.add_RetrieverServicer_to_server(self.retriever, server)
+
+    def _register_store(self, server: Any) -> None:
+        cachestore_pb2_grpc.add_CacheStoreServicer_to_server(self.store, server)
+
+    def _register_records(self, server: Any) -> None:
+        engine_pb2_grpc.add_EngineServicer_to_server(self.records, server)
+
+
+CONFIG = Config(
+    listen_host="127.0.0.1",
+    listen_port=0,
+    retriever="",
+    engine_url="",
+    engine_records="",
+    cachestore="",
+    model="",
+    model_name=MODEL,
+    model_dtype="auto",
+    max_model_len=MAX_MODEL_LEN,
+    first_token_timeout_s=20,
+    next_token_timeout_s=20,
+    engine_watch_s=0.05,
+)
+
+
+@asynccontextmanager
+async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
+    """A running gateway and its fakes. changes: to the gateway's Config."""
+    async with AsyncExitStack() as stack:
+        yield await World(replace(CONFIG, **changes)).start(stack, model)
+
+
+def data_of(stream: str) -> list[Any]:
+    """Parsed data of a stream's events; the end stays ``[DONE]``."""
+    events = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]

@@ -1,0 +1,134 @@
+"""The cache store as a process: starting, stopping, being killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_wire.cachestore_client import CacheStoreClient
+from tests.cachestore_parts import TIMEOUT_S, get_value, key, put_value, value
+
+
+def environment(folder: Path, port: int) -> dict[str, str]:
+    return os.environ | {
+        "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+        "RAGCACHE_DATA_DIR": str(folder),
+        "RAGCACHE_MEMORY_BYTES": "1000000",
+        "RAGCACHE_DISK_BYTES": "1000000000",
+    }
+
+
+def command() -> list[str]:
+    return [sys.executable, "-m", "ragcache_cachestore"]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], CacheStoreClient]]:
+    """A process that answers, killed afterwards unless it has ended."""
+    process = subprocess.Popen(command(), env=environment(folder, port))
+    client = CacheStoreClient(f"127.0.0.1:{port}")
+    try:
+        give_up = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                client.stats()
+                break
+            except Unavailable:
+                assert process.poll() is None
+                assert time.monotonic() < give_up
+                time.sleep(0.02)
+        yield process, client
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+
+
+def size_of(number: int) -> int:
+    """Sizes of one, two and three pieces, and small ones in between."""
+    return 1 + number * 7919 % 30_000 if number % 20 else 1_000_000 * (1 + number // 20 % 3)
+
+
+def test_a_kill_at_any_instant_keeps_everything_acknowledged(tmp_path: Path, port: int) -> None:
+    acknowledged: list[int] = []
+    numbers = iter(range(100_000))
+
+    def put_until_it_dies(client: CacheStoreClient) -> None:
+        try:
+            for number in numbers:
+                raw = value(size_of(number), number)
+                if put_value(client, key(number), raw):
+                    acknowledged.append(number)
+        except RagCacheError:
+            return
+
+    for kill in range(3):
+        with running(tmp_path, port) as (process, client):
+            writers = [threading.Thread(target=put_until_it_dies, args=(client,)) for _ in range(3)]
+            for writer in writers:
+                writer.start()
+            while len(acknowledged) < 150 * (kill + 1):
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+            for writer in writers:
+                writer.join(TIMEOUT_S)
+    with running(tmp_path, port) as (_, client):
+        for number in acknowledged:
+            assert get_value(client, key(number)) == value(size_of(number), number)
+        stats = client.stats()
+        assert stats.corrupt == 0
+        assert stats.variants >= len(acknowledged)
+
+
+def test_a_stop_is_clean_and_keeps_everything(tmp_path: Path, port: int) -> None:
+    with running(tmp_path, port) as (process, client):
+        put_value(client, key(1), b"value")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+    with running(tmp_path, port) as (_, client):
+        assert get_value(client, key(1)) == b"value"
+
+
+def started_in_vain(env: dict[str, str]) -> str:
+    """What a start that must fail says."""
+    done = subprocess.run(
+        command(), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_second_process_on_the_folder_is_refused(tmp_path: Path, port: int) -> None:
+    with running(tmp_path, port) as (_, client):
+        assert "in use by another process" in started_in_vain(environment(tmp_path, 0))
+        put_value(client, key(1), b"the first goes on")
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
+    with running(tmp_path / "a", port):
+        error = started_in_vain(environment(tmp_path / "b", port))
+    assert f"RAGCACHE_LISTEN: 127.0.0.1:{port}" in error
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    wrong = environment(tmp_path, 0) | {"RAGCACHE_DISK_BYTES": "plenty"}
+    assert "RAGCACHE_DISK_BYTES: is 'plenty'" in started_in_vain(wrong)

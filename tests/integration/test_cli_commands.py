@@ -1,0 +1,325 @@
+"""The commands that talk to a gateway, against a small one of our own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ragcache_cli.main import app
+
+CITATION = {
+    "document_id": "billing.md",
+    "title": "Billing",
+    "chunk": "billing.md#0",
+    "heading_path": ["Billing"],
+    "score": 0.8125,
+    "text_preview": "Billing runs in eu-north.",
+}
+TIMING = {
+    "retrieve": 12.5,
+    "stages": 2,
+    "embed": 9.0,
+    "search": 0.5,
+    "tokenize": 1.0,
+    "queue": 0.5,
+    "load": 20.0,
+    "prefill": 30.0,
+    "first_token": 70.0,
+    "total": 110.0,
+}
+CACHE = {
+    "prompt_tokens": 2000,
+    "local_tokens": 128,
+    "loaded_tokens": 1700,
+    "loaded_bytes": 25_000_000,
+    "miss": "",
+}
+
+
+class FakeGateway(ThreadingHTTPServer):
+    """Keeps documents, answers every question alike, and can be told to refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.collections = {"default"}
+        self.documents: dict[tuple[str, str], dict[str, Any]] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.busy = 0  # answer this many requests with 503 first
+        self.fails_midway = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeGateway
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/v1/collections/")
+        if name in self.server.collections:
+            self._reply(200, {"name": name})
+        else:
+            self._refuse(404, f"collection {name!r} does not exist; create it")
+
+    def do_PUT(self) -> None:
+        assert self._body() == {}
+        self.server.collections.add(self.path.removeprefix("/v1/collections/"))
+        self._reply(200, {})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if self.server.busy:
+            self.server.busy -= 1
+            self._refuse(503, "the retriever is unavailable: it starts")
+        elif self.path == "/v1/documents":
+            self._put_document(body)
+        else:
+            self._chat(body)
+
+    def _put_document(self, body: dict[str, Any]) -> None:
+        if "forbidden" in body["text"]:
+            self._refuse(400, "text: says what it must not; write something else")
+            return
+        key = (body["collection"], body["id"])
+        changed = self.server.documents.get(key) != body
+        self.server.documents[key] = body
+        self._reply(200, {"changed": changed})
+
+    def _chat(self, body: dict[str, Any]) -> None:
+        self.server.asked.append(body)
+        if body["ragcache"].get("top_k") == 0:
+            self._refuse(400, "ragcache.top_k: is 0; send at least 1")
+            return
+        self.send_response(200)
+        self.end_headers()
+        self._event({"choices": [_choice("")], "ragcache": {"citations": [CITATION]}})
+        self._event({"choices": [_choice("In ")]})
+        if self.server.fails_midway:
+            self._event({"error": {"message": "the engine is unavailable: it was killed"}})
+            return
+        self._event({"choices": [_choice("eu-north.")]})
+        costs = {"timing_ms": TIMING, "cache": CACHE}
+        self._event({"choices": [_choice("", "stop")], "ragcache": costs})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, chunk: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+    def _body(self) -> dict[str, Any]:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert isinstance(body, dict)
+        return body
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._reply(status, {"error": {"message": message}})
+
+    def _reply(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        if status == 503:
+            self.send_header("Retry-After", "0")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _choice(text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGateway]:
+    with FakeGateway() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("RAGCACHE_GATEWAY", server.url)
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ragcache(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def handbook(tmp_path: Path) -> Path:
+    folder = tmp_path / "handbook"
+    (folder / "teams").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "notes.md").write_text("hidden")
+    (folder / "billing.md").write_text("# Billing\n\nIt runs in eu-north.")
+    (folder / "teams" / "core.txt").write_text("\ufeffThe core team.", encoding="utf-8")
+    (folder / "teams" / "B.MARKDOWN").write_text("# B")
+    (folder / "logo.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_ingest_writes_what_is_new_and_skips_the_rest(gateway: FakeGateway, handbook: Path) -> None:
+    first = ragcache("ingest", handbook)
+    assert (first.exit_code, first.stderr) == (0, "")
+    assert first.stdout == "3 written, 0 unchanged, 0 skipped in collection 'default'\n"
+    ids = ["billing.md", "teams/B.MARKDOWN", "teams/core.txt"]
+    assert sorted(gateway.documents) == [("default", name) for name in ids]
+    assert gateway.documents["default", "teams/core.txt"] == {
+        "collection": "default",
+        "id": "teams/core.txt",
+        "text": "The core team.",
+        "content_type": "text/plain",
+    }
+    (handbook / "billing.md").write_text("# Billing\n\nIt moved.")
+    second = ragcache("ingest", handbook)
+    assert second.stdout == "1 written, 2 unchanged, 0 skipped in collection 'default'\n"
+
+
+def test_ingest_makes_the_collection(gateway: FakeGateway, handbook: Path) -> None:
+    assert ragcache("ingest", handbook / "billing.md", "-c", "team").exit_code == 0
+    assert gateway.collections == {"default", "team"}
+    assert set(gateway.documents) == {("team", "billing.md")}
+
+
+def test_ingest_reports_what_it_cannot_read_and_goes_on(
+    gateway: FakeGateway, handbook: Path
+) -> None:
+    (handbook / "binary.md").write_bytes(b"a\0b")
+    (handbook / "latin.txt").write_bytes("Größe".encode("latin-1"))
+    (handbook / "empty.txt").write_text(" \n")
+    (handbook / "large.txt").write_bytes(b"x" * (9 << 20))
+    (handbook / "refused.md").write_text("forbidden")
+    result = ragcache("ingest", handbook, handbook / "logo.png")
+    assert result.exit_code == 1
+    assert result.stdout == "3 written, 0 unchanged, 6 skipped in collection 'default'\n"
+    for line in (
+        "logo.png: is of another kind; convert it to one of .md, .markdown, .txt",
+        "binary.md: is binary; convert it to text in UTF-8",
+        "latin.txt: is not UTF-8 text (byte 2); convert it to text in UTF-8",
+        "empty.txt: is empty; write something, or leave it out",
+        "large.txt: is over 8 MiB; split it",
+        "refused.md: text: says what it must not; write something else",
+    ):
+        assert f"skipped {handbook}/{line}\n" in result.stderr
+
+
+def test_ingest_tries_again_while_a_part_starts(gateway: FakeGateway, handbook: Path) -> None:
+    gateway.busy = 3
+    assert ragcache("ingest", handbook / "billing.md").exit_code == 0
+    gateway.busy = 100
+    result = ragcache("ingest", handbook)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("ragcache: the gateway is unavailable: the retriever")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("gateway")
+def test_ingest_of_nothing_is_a_mistake(tmp_path: Path) -> None:
+    missing = ragcache("ingest", tmp_path / "missing")
+    assert missing.exit_code == 2
+    assert missing.stderr == (
+        f"ragcache: PATH: {tmp_path}/missing does not exist; name files or folders\n"
+    )
+    empty = ragcache("ingest", tmp_path)
+    assert empty.exit_code == 2
+    assert "PATH: holds no .md, .markdown or .txt file" in empty.stderr
+
+
+def test_ask_shows_answer_sources_and_times(gateway: FakeGateway) -> None:
+    result = ragcache("ask", "Where does billing run?", "-k", 3, "--reuse", "off")
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "In eu-north."
+    assert lines[2].startswith("[1] 0.81 billing.md#0 Billing Billing runs in")
+    assert lines[4].startswith("retrieve 12.5 ms ██████ embed 9.0, search 0.5")
+    assert lines[7].startswith("load 20.0 ms █████████ 1,700 tokens, 25.0 MB from the store")
+    assert lines[8].endswith("172 of 2,000 tokens")
+    assert lines[9].startswith("other 6.0 ms")
+    assert lines[10:] == ["first token 70.0 ms", "whole answer 110.0 ms"]
+    assert gateway.asked == [
+        {
+            "messages": [{"role": "user", "content": "Where does billing run?"}],
+            "stream": True,
+            "ragcache": {"collection": "default", "top_k": 3, "reuse": "off"},
+        }
+    ]
+
+
+@pytest.mark.usefixtures("gateway")
+def test_ask_for_programs() -> None:
+    result = ragcache("ask", "Where?", "--json")
+    assert json.loads(result.stdout) == {
+        "answer": "In eu-north.",
+        "finish_reason": "stop",
+        "citations": [CITATION],
+        "timing_ms": TIMING,
+        "cache": CACHE,
+    }
+
+
+def test_ask_says_when_the_engine_fails_midway(gateway: FakeGateway) -> None:
+    gateway.fails_midway = True
+    result = ragcache("ask", "Where?")
+    assert result.exit_code == 1
+    assert result.stdout == "In "
+    assert "the engine is unavailable: it was killed" in result.stderr
+
+
+@pytest.mark.usefixtures("gateway")
+def test_mistakes_are_one_line() -> None:
+    refused = ragcache("ask", "Where?", "-k", 0)
+    assert refused.exit_code == 2
+    assert refused.stderr == "ragcache: ragcache.top_k: is 0; send at least 1\n"
+    empty = ragcache("ask", " ")
+    assert (empty.exit_code, empty.stderr) == (2, "ragcache: QUESTION: is empty; write one\n")
+
+
+def test_a_gateway_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAGCACHE_GATEWAY", raising=False)
+    none_runs = ragcache("ask", "Where?")
+    assert none_runs.exit_code == 2
+    assert none_runs.stderr == (
+        "ragcache: --data: nothing runs in .ragcache; start it with `ragcache up`\n"
+    )
+    no_url = ragcache("ask", "Where?", "--gateway", "localhost:80")
+    assert no_url.exit_code == 2
+    assert no_url.stderr.startswith("ragcache: --gateway: 'localhost:80' is no URL; write it like")
+    monkeypatch.setenv("RAGCACHE_GATEWAY", "x")
+    assert ragcache("ask", "Where?").stderr.startswith("ragcache: RAGCACHE_GATEWAY: 'x' is no URL")
+    dead = ragcache("ask", "Where?", "--gateway", "http://127.0.0.1:9")
+    assert dead.exit_code == 1
+    assert "nothing answers at http://127.0.0.1:9" in dead.stderr
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>welcome</html>")
+
+    do_POST = do_GET  # noqa: N815  the name http.server looks for
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_server_that_is_no_gateway(handbook: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        result = ragcache("ingest", handbook, "--gateway", url)
+        server.shutdown()
+        thread.join()
+    assert result.exit_code == 1
+    assert f"{url} does not answer as a gateway does" in result.stderr

@@ -1,0 +1,169 @@
+"""An embedder behind HTTP: a real local server that can be told to misbehave."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_retriever import embedding_endpoint
+from ragcache_retriever.config import EmbedderConfig
+from ragcache_retriever.embedding_endpoint import EmbeddingEndpoint
+
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+def vectors_for(body: dict[str, Any]) -> tuple[int, Any]:
+    """Vectors as OpenAI sends them, here out of order and not of length 1."""
+    data = [
+        {"index": i, "embedding": [float(len(text)), 0.0, 1.0]}
+        for i, text in enumerate(body["input"])
+    ]
+    return 200, {"data": data[::-1]}
+
+
+class Server(ThreadingHTTPServer):
+    """answers: what to say next, in order; then vectors_for. requests: (path, key, body)."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[Answer] = []
+        self.requests: list[tuple[str, str | None, dict[str, Any]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.requests.append((self.path, self.headers["authorization"], body))
+        answer = self.server.answers.pop(0) if self.server.answers else vectors_for
+        status, reply = answer(body)
+        content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+async def endpoint(server: Server):  # type: ignore[no-untyped-def]
+    endpoint = EmbeddingEndpoint(EmbedderConfig(server.url, "small", "secret"))
+    yield endpoint
+    await endpoint.close()
+
+
+async def test_it_learns_its_dimension_and_speaks_the_protocol(
+    server: Server, endpoint: EmbeddingEndpoint
+) -> None:
+    await endpoint.start()
+    assert endpoint.dimension == 3
+    assert endpoint.identity == "endpoint:small"
+    vectors = await endpoint.embed(["a", "abc"], urgent=False)
+    assert vectors == pytest.approx(
+        np.array([[1, 0, 1], [3, 0, 1]]) / np.sqrt([[2], [10]]), abs=1e-6
+    )
+    path, key, body = server.requests[-1]
+    assert (path, key) == ("/v1/embeddings", "Bearer secret")
+    assert body == {"model": "small", "input": ["a", "abc"], "encoding_format": "float"}
+
+
+async def test_what_may_pass_is_tried_again(server: Server, endpoint: EmbeddingEndpoint) -> None:
+    await endpoint.start()
+    server.answers = [lambda _: (503, {}), lambda _: (429, {})]
+    assert (await endpoint.embed(["a"], urgent=True)).shape == (1, 3)
+    assert len(server.requests) == 4
+
+
+async def test_a_deadline_ends_the_trying(
+    server: Server, endpoint: EmbeddingEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await endpoint.start()
+    monkeypatch.setattr(embedding_endpoint, "QUERY_DEADLINE_S", 0.3)
+    server.answers = [lambda _: (503, {})] * 100
+    with pytest.raises(Unavailable, match=r"503 within 0\.3 s"):
+        await endpoint.embed(["a"], urgent=True)
+
+
+async def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_endpoint, "QUERY_DEADLINE_S", 0.3)
+    endpoint = EmbeddingEndpoint(EmbedderConfig("http://127.0.0.1:9/v1", "small"))
+    with pytest.raises(Unavailable, match="ConnectError"):
+        await endpoint.start()
+    await endpoint.close()
+
+
+async def test_a_refusal_at_start_is_the_operators_to_mend(
+    server: Server, endpoint: EmbeddingEndpoint
+) -> None:
+    server.answers = [lambda _: (401, {"error": "no such key"})]
+    with pytest.raises(InvalidInput, match=r"401.*no such key"):
+        await endpoint.start()
+    await endpoint.start()
+    server.answers = [lambda _: (401, {"error": "no such key"})]
+    with pytest.raises(Unavailable, match=r"401.*no such key"):
+        await endpoint.embed(["a"], urgent=True)
+    assert server.requests[0][1] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"not json",
+        [],
+        {"data": "?"},
+        {"data": []},
+        {"data": [{"index": 0}]},
+        {"data": [{"index": 0, "embedding": []}]},
+        {"data": [{"index": 0, "embedding": ["x"]}]},
+        {"data": [{"index": 0, "embedding": [1.0, float("nan")]}]},
+        {"data": [{"index": 0, "embedding": [1.0]}, {"index": 1, "embedding": [1.0]}]},
+    ],
+)
+async def test_a_reply_without_embeddings(
+    server: Server, endpoint: EmbeddingEndpoint, reply: Any
+) -> None:
+    server.answers = [lambda _: (200, reply)]
+    with pytest.raises(Unavailable):
+        await endpoint.start()
+
+
+async def test_vectors_that_change_their_length(
+    server: Server, endpoint: EmbeddingEndpoint
+) -> None:
+    await endpoint.start()
+    server.answers = [lambda _: (200, {"data": [{"index": 0, "embedding": [1.0]}]})]
+    with pytest.raises(Unavailable, match="from 3 to 1"):
+        await endpoint.embed(["a"], urgent=True)
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        EmbeddingEndpoint(EmbedderConfig("http://host:port/v1", "small"))
+    assert caught.value.field == "RAGCACHE_EMBEDDER"

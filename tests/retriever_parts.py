@@ -1,0 +1,95 @@
+"""Parts that the retriever's tests share: an embedder of a few lines, a server in process."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ragcache_retriever.collection import Chunking, Defaults
+from ragcache_retriever.documents import DocumentStore
+from ragcache_retriever.embedder import Vectors, normalised
+from ragcache_retriever.index import Probing
+from ragcache_retriever.knowledge_base import KnowledgeBase
+from ragcache_retriever.service import SERVICE_NAME, RetrieverService
+from ragcache_retriever.tokenizer import TokenCounter, load_token_counter
+from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import retriever_pb2 as pb
+from ragcache_wire.v1 import retriever_pb2_grpc
+
+DEFAULTS = Defaults(Chunking(size_tokens=64, overlap_tokens=16), window=1)
+
+
+@dataclass
+class WordEmbedder:
+    """Texts are near each other that share words. embedded: every text it was given."""
+
+    identity: str = "words"
+    dimension: int = 64
+    batch_size: int = 4
+    embedded: list[str] = field(default_factory=list)
+
+    async def start(self) -> None:
+        pass
+
+    async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
+        self.embedded += texts
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            for word in re.findall(r"\w+", text.lower()):
+                digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+                vector[int.from_bytes(digest) % self.dimension] += 1
+        return normalised("embedder", vectors)
+
+    async def close(self) -> None:
+        pass
+
+
+def make_knowledge_base(
+    folder: Path,
+    counter: TokenCounter,
+    *,
+    embedder: WordEmbedder | None = None,
+    defaults: Defaults = DEFAULTS,
+    probing: Probing | None = None,
+) -> KnowledgeBase:
+    return KnowledgeBase(
+        DocumentStore(folder),
+        embedder or WordEmbedder(),
+        counter,
+        defaults,
+        markdown=pb.CONTENT_TYPE_MARKDOWN,
+        probing=probing,
+        clock=lambda: 1_700_000_000.0,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClient]:
+    """A client of a real server, loaded and ready."""
+    service = RetrieverService(knowledge_base)
+    server = GrpcServer(
+        "127.0.0.1:0",
+        [SERVICE_NAME],
+        lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
+    )
+    await server.start()
+    await knowledge_base.load()
+    await server.set_ready()
+    client = RetrieverClient(f"127.0.0.1:{server.port}")
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop()
+        await knowledge_base.close()
+
+
+def counter_of(model: Path) -> TokenCounter:
+    return load_token_counter(str(model))

@@ -1,0 +1,128 @@
+"""What commands print: steps of an answer, progress lines, durations, findings, YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_cli import doctor
+from ragcache_cli.ask import Reply, render_citations, render_timing, steps
+from ragcache_cli.local_platform import PartEvent
+from ragcache_cli.progress import describe
+from ragcache_cli.render import render_yaml
+from ragcache_cli.status import describe_cache, duration
+from ragcache_cli.supervision import PartState, Phase
+from ragcache_operator.manifest import parse_manifest
+from ragcache_operator.spec import RagCacheSpec
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+milliseconds = st.floats(0, 1e6)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"first_token": milliseconds},
+        optional={
+            name: milliseconds | st.none()
+            for name in ("retrieve", "tokenize", "queue", "load", "prefill", "embed", "search")
+        },
+    )
+)
+def test_steps_add_up_to_the_first_token(timing: dict[str, Any]) -> None:
+    found = steps(timing, {})
+    assert [step.name for step in found][-1] == "other"
+    assert all(step.ms >= 0 for step in found)
+    whole = sum(step.ms for step in found)
+    assert whole == pytest.approx(max(timing["first_token"], whole - found[-1].ms))
+
+
+def test_a_stream_is_put_together() -> None:
+    reply = Reply()
+    added = [
+        reply.add(chunk)
+        for chunk in (
+            {"choices": [{"delta": {"role": "assistant"}}], "ragcache": {"citations": [{}]}},
+            {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]},
+            {"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]},
+            {"choices": [], "ragcache": {"cache": {"loaded_tokens": 1}, "citations": None}},
+        )
+    ]
+    assert added == ["", "a", "b", ""]
+    assert (reply.text, reply.finish_reason) == ("ab", "stop")
+    assert reply.citations == [{}]
+    assert reply.cache == {"loaded_tokens": 1}
+
+
+def test_an_answer_without_sources_or_times_has_no_tables() -> None:
+    assert render_citations(Reply()) is None
+    assert render_timing(Reply()) is None
+    assert render_timing(Reply(timing_ms={"first_token": 0.0})) is None
+
+
+def event(state: PartState, **more: Any) -> PartEvent:
+    return PartEvent(
+        "engine-main", state, 12.34, more.pop("crash_loop", False), Path("e.log"), **more
+    )
+
+
+def test_progress_lines_read_well_without_a_terminal() -> None:
+    starting, _ = describe(event(PartState(Phase.STARTING)))
+    assert starting == "   12.3s engine-main  starts"
+    dead = PartState(Phase.BACKOFF, since=5, start_at=7, deaths=3, cause="ended with status 1")
+    line, log = describe(event(dead, crash_loop=True, lines=("out of memory",)))
+    assert line == (
+        "   12.3s engine-main  restarts: ended with status 1 (next try in 2.0 s)"
+        "; it died 3 times in a row, see e.log"
+    )
+    assert log == ("out of memory",)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0s"), (59.9, "59s"), (61, "1m 1s"), (3 * 3600 + 720, "3h 12m"), (90_000, "1d 1h")],
+)
+def test_durations_show_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_cache_counters_are_a_line() -> None:
+    assert describe_cache(pb.StatsReply()).endswith("; nothing read yet")
+    stats = pb.StatsReply(variants=1200, disk_bytes=10**9, hits_memory=2, hits_disk=1, misses=1)
+    assert describe_cache(stats).startswith("1,200 chunk-caches, 1,000.0 MB on disk")
+    assert describe_cache(stats).endswith("75% of 4 reads hit")
+    assert describe_cache(pb.StatsReply(corrupt=2)).endswith("; 2 corrupt values dropped")
+
+
+def test_findings_come_with_a_fix_or_none() -> None:
+    spec, gib = RagCacheSpec(), 1 << 30
+    assert doctor.memory(spec, 64 * gib).is_well
+    tight = doctor.memory(spec, 4 * gib)
+    assert tight.found == "4.0 GiB free, about 8.0 GiB needed"
+    assert "kvMemory" in tight.fix
+    assert doctor.disk(Path("data"), 50 * gib).is_well
+    assert not doctor.disk(Path("data"), gib).is_well
+    assert doctor.importable("json", "").is_well
+    broken = doctor.importable("ragcache_no_such_module", "pip install it")
+    assert broken.found.startswith("does not load: ModuleNotFoundError")
+    assert broken.fix == "pip install it"
+
+
+def test_rendered_yaml_is_plain() -> None:
+    cache = parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "docs"},
+        }
+    )
+    text = render_yaml(cache)
+    assert "&id" not in text
+    assert "!!" not in text
+    documents = list(yaml.safe_load_all(text))
+    assert [d["kind"] for d in documents].count("Service") == 4
+    assert len(documents) == 8

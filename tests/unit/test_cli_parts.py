@@ -1,0 +1,115 @@
+"""From pod specs to local processes: sites, parts, ports."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from ragcache_cli.local_site import LocalSite
+from ragcache_cli.part import Part, parts_from
+from ragcache_cli.ports import demand_free, free_ports, is_free
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders import build_children
+from ragcache_operator.manifest import parse_manifest
+from ragcache_operator.spec import ModelSource
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def parts(tmp_path: Path, model: Path) -> dict[str, Part]:
+    cache = parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "docs"},
+            "spec": {"model": {"source": f"path:{model}"}, "gateway": {"port": 8123}},
+        }
+    )
+    site = LocalSite(tmp_path / "data", 8123, count(20_000))
+    found = parts_from(build_children(cache, site), "docs")
+    return {part.name: part for part in found}
+
+
+def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path) -> None:
+    assert list(parts) == ["cachestore", "retriever", "engine-main", "gateway"]
+    store = parts["cachestore"]
+    assert store.command == (sys.executable, "-m", "ragcache_cachestore")
+    assert store.env["RAGCACHE_DATA_DIR"] == str(tmp_path / "data" / "cachestore")
+    assert store.env["RAGCACHE_LISTEN"] == str(store.ports["grpc"])
+    assert (store.startup.kind, store.startup.address) == ("grpc", store.ports["grpc"])
+    gateway = parts["gateway"]
+    assert str(gateway.ports["http"]) == "127.0.0.1:8123"
+    assert (gateway.readiness.kind, gateway.readiness.target) == ("http", "/readyz")
+    assert (gateway.liveness.kind, gateway.liveness.target) == ("http", "/healthz")
+    assert gateway.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
+    engine = parts["engine-main"]
+    assert gateway.env["RAGCACHE_ENGINE_URL"] == f"http://{engine.ports['http']}"
+    assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == engine.env["RAGCACHE_RECORDS_LISTEN"]
+
+
+def test_every_port_is_used_once(parts: dict[str, Part]) -> None:
+    ports = [address.port for part in parts.values() for address in part.ports.values()]
+    assert len(ports) == len(set(ports)) == 5
+
+
+def test_who_asks_starts_after_and_stops_before_who_is_asked(parts: dict[str, Part]) -> None:
+    components = {part.component for part in parts.values()}
+    for part in parts.values():
+        assert part.after < components
+        for other in parts.values():
+            if other.component in part.after:
+                assert part.stop_rank < other.stop_rank
+
+
+def site() -> LocalSite:
+    return LocalSite(Path("data"), 1, count(20_000))
+
+
+def test_a_model_folder_is_found_from_anywhere(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert site().model(ModelSource("path", "model")) == str(model)
+    assert site().model(ModelSource("hf", "a/b")) == "a/b"
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: .* holds no model; name a"):
+        site().model(ModelSource("path", str(tmp_path)))
+    with pytest.raises(InvalidInput, match=r"holds no model; run from a checkout that holds it"):
+        site().model(ModelSource("bundled", "no-such-model"))
+
+
+def test_loopback_is_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    env = site().env()
+    assert env["NO_PROXY"] == env["no_proxy"] == "example.org,127.0.0.1,localhost"
+
+
+def test_free_ports_are_free_and_given_once() -> None:
+    ports = free_ports(Random(7))
+    given = [next(ports) for _ in range(20)]
+    assert len(set(given)) == 20
+    assert all(map(is_free, given))
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not is_free(port)
+        with pytest.raises(InvalidInput, match=rf"^spec\.gateway\.port: port {port} is in use"):
+            demand_free(port, "spec.gateway.port")

@@ -1,0 +1,88 @@
+"""Fingerprints: whatever changes KV changes them, and nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.fingerprint import WeightsSample, kv_space, model_fingerprint
+from ragcache_core.keys import KVSpace
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rope_theta": 10000.0,
+    "dtype": "float16",
+    "_name_or_path": "somewhere",
+}
+WEIGHTS = [WeightsSample("a", 9, b"first", b"last"), WeightsSample("b", 9, b"x", b"y")]
+
+
+def fingerprint(
+    config: dict[str, Any] = CONFIG,
+    tokenizer: bytes = b"tokenizer",
+    weights: list[WeightsSample] = WEIGHTS,
+) -> str:
+    return model_fingerprint(config, tokenizer, weights)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        fingerprint(config=CONFIG | {"rope_theta": 1.0}),
+        fingerprint(config=CONFIG | {"rope_scaling": {"factor": 2}}),
+        fingerprint(config=CONFIG | {"num_hidden_layers": 4}),
+        fingerprint(tokenizer=b"another"),
+        fingerprint(weights=WEIGHTS[:1]),
+        fingerprint(weights=[WEIGHTS[0], WeightsSample("b", 8, b"x", b"y")]),
+        fingerprint(weights=[WEIGHTS[0], WeightsSample("b", 9, b"x", b"z")]),
+        fingerprint(weights=[WEIGHTS[0], WeightsSample("c", 9, b"x", b"y")]),
+    ],
+)
+def test_another_model_has_another_fingerprint(other: str) -> None:
+    assert other != fingerprint()
+
+
+def test_where_a_model_lies_does_not_matter() -> None:
+    moved = {name: CONFIG[name] for name in reversed(CONFIG)} | {"_name_or_path": "elsewhere"}
+    assert fingerprint(config=moved) == fingerprint()
+
+
+def test_the_order_of_weight_files_does_not_matter() -> None:
+    assert fingerprint(weights=WEIGHTS[::-1]) == fingerprint()
+
+
+def test_a_space_has_the_sizes_of_the_config() -> None:
+    assert kv_space("f", CONFIG, "bfloat16") == KVSpace("f", 3, 2, 8, "bfloat16")
+
+
+def test_sizes_a_config_leaves_out_follow_from_the_others() -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"}
+    assert kv_space("f", config, "float32").num_kv_heads == 8
+    assert kv_space("f", config | {"head_dim": 32}, "float32").head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({}, "bfloat16"),
+    ],
+)
+def test_auto_is_what_the_engine_makes_of_the_checkpoint(named: dict[str, str], dtype: str) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "dtype"}
+    assert kv_space("f", config | named, "auto").dtype == dtype
+
+
+@pytest.mark.parametrize("missing", ["num_attention_heads", "num_hidden_layers", "hidden_size"])
+def test_a_config_without_sizes_is_refused(missing: str) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != missing}
+    with pytest.raises(InvalidInput, match=r"config\.json"):
+        kv_space("f", config, "auto")

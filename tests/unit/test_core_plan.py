@@ -1,0 +1,116 @@
+"""ReusePlan: JSON and back, and every malformed plan is refused by the name of its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.plan import MAX_SEGMENTS, Action, ReusePlan, Segment
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ReusePlan:
+    segments = []
+    position = 0
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=6)):
+        start = position + gap
+        position = start + length
+        chunk = draw(st.binary(min_size=16, max_size=16))
+        segments.append(Segment(chunk, start, position, draw(st.sampled_from(Action))))
+    text = st.text(min_size=1, max_size=128)
+    return ReusePlan(draw(text), draw(text), tuple(segments))
+
+
+def valid() -> dict[str, Any]:
+    segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, Action.COMPUTE))
+    return ReusePlan("request-1", "public", segments).to_json()
+
+
+@given(plans())
+def test_a_plan_survives_json(plan: ReusePlan) -> None:
+    assert ReusePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+)
+
+
+@given(anything)
+def test_no_json_value_does_anything_but_be_refused(value: object) -> None:
+    with pytest.raises(InvalidInput, match=r"^ragcache"):
+        ReusePlan.from_json(value)
+
+
+def blamed(plan: object) -> str:
+    """The field that is refused; the plan's own name when it is taken."""
+    try:
+        ReusePlan.from_json(plan)
+    except InvalidInput as error:
+        return error.field
+    return "ragcache"
+
+
+@given(st.sampled_from(["v", "request", "domain", "segments"]), anything)
+def test_no_value_of_a_field_breaks_the_parser(field: str, value: object) -> None:
+    assert blamed(valid() | {field: value}).startswith("ragcache")
+
+
+@given(st.sampled_from(["chunk", "start", "end", "action"]), anything)
+def test_no_value_in_a_segment_breaks_the_parser(field: str, value: object) -> None:
+    plan = valid()
+    plan["segments"][1][field] = value
+    assert blamed(plan).startswith("ragcache")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("start", 3, "ragcache.segments[1].start"),  # overlaps the segment before
+        ("start", 9, "ragcache.segments[1].start"),  # empty
+        ("start", -1, "ragcache.segments[1].start"),
+        ("start", True, "ragcache.segments[1].start"),
+        ("end", 9.0, "ragcache.segments[1].start"),
+        ("chunk", "00", "ragcache.segments[1].chunk"),
+        ("chunk", "no hex", "ragcache.segments[1].chunk"),
+        ("chunk", None, "ragcache.segments[1].chunk"),
+        ("action", "blend", "ragcache.segments[1].action"),
+        ("action", None, "ragcache.segments[1].action"),
+    ],
+)
+def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None:
+    plan = valid()
+    plan["segments"][1][field] = value
+    with pytest.raises(InvalidInput) as refused:
+        ReusePlan.from_json(plan)
+    assert refused.value.field == named
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("v", 2),
+        ("v", None),
+        ("request", ""),
+        ("request", "x" * 129),
+        ("domain", 7),
+        ("domain", None),
+        ("segments", None),
+        ("segments", "text"),
+        ("segments", [valid()["segments"][0]] * (MAX_SEGMENTS + 1)),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        ReusePlan.from_json(valid() | {field: value})
+    assert refused.value.field == f"ragcache.{field}"
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    assert ReusePlan.from_json(valid() | {"salt": "x"}) == ReusePlan.from_json(valid())

@@ -1,0 +1,76 @@
+"""Prompts: segments cover them without gaps, and chunks keep their ids wherever they stand."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.keys import KVSpace
+from ragcache_core.plan import Action, ReusePlan
+from ragcache_core.prompt import assemble, plan_compute, plan_exact
+
+SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
+ids = st.lists(st.integers(0, 99), max_size=8)
+chunk_ids = st.lists(st.integers(0, 99), min_size=1, max_size=8)
+
+
+@given(ids, st.lists(ids, max_size=5), ids)
+def test_a_prompt_is_its_parts_in_order(
+    head: list[int], chunks: list[list[int]], tail: list[int]
+) -> None:
+    prompt = assemble(head, chunks, tail)
+    assert list(prompt.token_ids) == head + list(itertools.chain(*chunks)) + tail
+    bounds = itertools.pairwise([prompt.head, *prompt.chunk_ends])
+    assert [list(prompt.token_ids[start:end]) for start, end in bounds] == chunks
+
+
+@given(ids, st.lists(ids, max_size=5), ids)
+def test_the_plan_covers_head_and_chunks_and_not_the_tail(
+    head: list[int], chunks: list[list[int]], tail: list[int]
+) -> None:
+    prompt = assemble(head, chunks, tail)
+    plan = plan_exact(prompt, SPACE, "public", "request")
+    position = 0
+    for segment in plan.segments:
+        assert segment.start == position < segment.end
+        assert segment.action is Action.EXACT
+        position = segment.end
+    assert position == len(prompt.token_ids) - len(tail)
+
+
+@given(ids, st.lists(ids, max_size=5), ids)
+def test_every_plan_is_one_that_the_engine_reads(
+    head: list[int], chunks: list[list[int]], tail: list[int]
+) -> None:
+    plan = plan_exact(assemble(head, chunks, tail), SPACE, "public", "request")
+    assert ReusePlan.from_json(plan.to_json()) == plan
+
+
+@given(ids, st.lists(chunk_ids, min_size=1, max_size=5), ids, st.randoms())
+def test_chunk_keys_do_not_depend_on_rank(
+    head: list[int], chunks: list[list[int]], tail: list[int], random: object
+) -> None:
+    shuffled = list(chunks)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    first = 1 if head else 0
+
+    def keys(ordered: list[list[int]]) -> list[bytes]:
+        plan = plan_exact(assemble(head, ordered, tail), SPACE, "public", "request")
+        return [segment.chunk for segment in plan.segments[first:]]
+
+    assert sorted(keys(shuffled)) == sorted(keys(chunks))
+
+
+@given(ids, st.lists(ids, max_size=5), ids)
+def test_computing_names_the_same_segments(
+    head: list[int], chunks: list[list[int]], tail: list[int]
+) -> None:
+    prompt = assemble(head, chunks, tail)
+    exact = plan_exact(prompt, SPACE, "public", "request").segments
+    compute = plan_compute(prompt, SPACE, "public", "request").segments
+    assert [(s.chunk, s.start, s.end) for s in exact] == [
+        (s.chunk, s.start, s.end) for s in compute
+    ]
+    assert all(segment.action is Action.COMPUTE for segment in compute)

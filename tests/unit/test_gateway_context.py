@@ -1,0 +1,104 @@
+"""Which chunks a prompt holds, and in what order."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_gateway.context import PREVIEW_CHARS, Passage, by_document, citations, fit, preview
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+
+def chunk(document: str, ordinal: int) -> pb.Chunk:
+    return pb.Chunk(
+        id=f"{document}#{ordinal}",
+        document_id=document,
+        ordinal=ordinal,
+        text=f"{document}{ordinal} " * (1 + ordinal % 3),
+    )
+
+
+def hit(document: str, ordinal: int, score: float = 0.5, window: int = 0) -> pb.Hit:
+    return pb.Hit(
+        chunk=chunk(document, ordinal),
+        score=score,
+        before=[chunk(document, n) for n in range(max(0, ordinal - window), ordinal)],
+        after=[chunk(document, n) for n in range(ordinal + 1, ordinal + 1 + window)],
+    )
+
+
+def num_tokens(text: str) -> int:
+    return len(text.split())
+
+
+def names(passages: list[Passage]) -> list[str]:
+    return [passage.chunk.id for passage in passages]
+
+
+hits_lists = st.lists(
+    st.builds(hit, st.sampled_from("abcd"), st.integers(0, 9), st.just(0.5), st.integers(0, 2)),
+    max_size=12,
+)
+
+
+@given(hits=hits_lists)
+def test_every_chunk_is_there_once_and_documents_stay_together(hits: list[pb.Hit]) -> None:
+    passages = [p for document in by_document(hits) for p in document]
+    wanted = {c.id for h in hits for c in (h.chunk, *h.before, *h.after)}
+    assert sorted(names(passages)) == sorted(wanted)
+    documents = [key for key, _ in groupby(passages, lambda p: p.chunk.document_id)]
+    assert documents == list(dict.fromkeys(h.chunk.document_id for h in hits))
+    for _, group in groupby(passages, lambda p: p.chunk.document_id):
+        ordinals = [p.chunk.ordinal for p in group]
+        assert ordinals == sorted(ordinals)
+    assert {p.chunk.id for p in passages if p.score is not None} == {h.chunk.id for h in hits}
+
+
+@given(hits=hits_lists, budget=st.integers(0, 60))
+def test_what_is_kept_fits_and_is_what_ranks_best(hits: list[pb.Hit], budget: int) -> None:
+    documents = by_document(hits)
+    try:
+        kept = fit(documents, num_tokens, budget)
+    except InvalidInput:
+        best = min((p for p in documents[0] if p.score is not None), key=lambda p: p.rank)
+        assert num_tokens(best.chunk.text) > budget
+        return
+    assert sum(num_tokens(p.chunk.text) for p in kept) <= budget
+    assert bool(kept) == bool(hits)
+    assert [p for document in documents for p in document if p in kept] == kept
+    whole = [document for document in documents if all(p in kept for p in document)]
+    assert whole == documents[: len(whole)]
+    if len(whole) > 1 or sum(len(document) for document in whole) == len(kept):
+        assert sum(map(len, whole)) == len(kept), "no document is kept in part beside others"
+
+
+def test_the_lowest_ranked_document_goes_first() -> None:
+    documents = by_document([hit("b", 0), hit("a", 0), hit("a", 3)])
+    assert names(fit(documents, num_tokens, 100)) == ["b#0", "a#0", "a#3"]
+    assert names(fit(documents, num_tokens, 2)) == ["b#0"]
+
+
+def test_a_document_left_alone_loses_its_window_before_its_hits() -> None:
+    documents = by_document([hit("a", 3, 0.9, window=1), hit("a", 0, 0.8)])
+    assert names(documents[0]) == ["a#0", "a#2", "a#3", "a#4"]
+    assert names(fit(documents, num_tokens, 2)) == ["a#0", "a#3"]
+    assert names(fit(documents, num_tokens, 1)) == ["a#3"]
+    with pytest.raises(InvalidInput, match="leaves 0 tokens for documents"):
+        fit(documents, num_tokens, 0)
+
+
+def test_a_hit_that_also_is_a_neighbour_is_cited_with_its_own_score() -> None:
+    (document,) = by_document([hit("a", 1, 0.9, window=1), hit("a", 2, 0.4)])
+    cited = citations(document)
+    assert [(c.chunk, c.score) for c in cited] == [("a#1", 0.9), ("a#2", 0.4)]
+
+
+@given(text=st.text(max_size=600))
+def test_a_preview_is_one_short_line(text: str) -> None:
+    shown = preview(text)
+    assert len(shown) <= PREVIEW_CHARS
+    assert shown.split() == shown.split(" ") or not shown

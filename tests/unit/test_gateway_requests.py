@@ -1,0 +1,267 @@
+"""What is taken of a request, what is refused, and what reaches the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.plan import ReusePlan
+from ragcache_gateway.chat import DROPPED, REFUSED, ChatRequest, Usage
+from ragcache_gateway.completion import Piece, completion_body, read_event, refusal
+from ragcache_gateway.config import read_config
+from ragcache_gateway.conversation import read_conversation
+from ragcache_gateway.errors import TooBusy, from_status, from_validation, to_http, value_path
+
+ASK = {"messages": [{"role": "user", "content": "Where?"}]}
+PLAN = ReusePlan("chatcmpl-1", "public", ())
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+def read(**changes: Any) -> ChatRequest:
+    try:
+        return ChatRequest.model_validate({**ASK, **changes})
+    except ValidationError as error:
+        raise from_validation([dict(e) for e in error.errors()]) from error
+
+
+def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, Any]:
+    return completion_body(
+        request, model="m", token_ids=(1, 2), max_tokens=3, plan=PLAN, cache_salt=cache_salt
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\0"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"ragcache": []}, "ragcache"),
+        ({"ragcache": {"top_k": 0}}, "ragcache.top_k"),
+        ({"ragcache": {"top_k": 51}}, "ragcache.top_k"),
+        ({"ragcache": {"top_k": True}}, "ragcache.top_k"),
+        ({"ragcache": {"collections": "x"}}, "ragcache.collections"),
+        ({"ragcache": {"reuse": "blend"}}, "ragcache.reuse"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"n": 2}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read(**changes)
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_would_change_the_answer_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    for neutral in REFUSED[name]:
+        assert body_of(read(**{name: neutral})) == body_of(read())
+    with pytest.raises(InvalidInput) as caught:
+        read(**{name: {"some": "wish"}})
+    assert caught.value.field == name
+
+
+@given(name=st.sampled_from(sorted(DROPPED)), value=json_values)
+def test_what_steers_a_cache_is_dropped_whatever_it_holds(name: str, value: object) -> None:
+    assert body_of(read(**{name: value})) == body_of(read())
+
+
+@given(
+    settings=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.floats(0, 2),
+            "top_p": st.floats(0.01, 1),
+            "presence_penalty": st.floats(-2, 2),
+            "frequency_penalty": st.floats(-2, 2),
+            "seed": st.integers(-(2**63), 2**63 - 1),
+            "stop": st.text("ab", min_size=1) | st.lists(st.text("ab", min_size=1), max_size=4),
+        },
+    )
+)
+def test_sampling_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) -> None:
+    body = body_of(read(**settings))
+    assert {name: body[name] for name in settings} == settings
+    fixed = {"model", "prompt", "max_tokens", "stream", "stream_options", "kv_transfer_params"}
+    assert set(body) == fixed | set(settings)
+
+
+def test_null_means_left_out() -> None:
+    names = ("temperature", "stop", "seed", "max_tokens", "stream_options", "ragcache", "n")
+    assert body_of(read(**dict.fromkeys(names))) == body_of(read())
+
+
+def test_a_salt_is_only_the_gateways() -> None:
+    assert "cache_salt" not in body_of(read(cache_salt="mine"))
+    assert body_of(read(), cache_salt="ours")["cache_salt"] == "ours"
+
+
+def test_a_conversation_comes_apart() -> None:
+    request = read(
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "developer", "content": [{"type": "text", "text": "In French."}]},
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Bonjour"},
+            {"role": "user", "content": [{"type": "text", "text": "Where"}] * 2},
+        ]
+    )
+    conversation = read_conversation(request.messages)
+    assert conversation.system == "Be brief.\n\nIn French."
+    assert [(turn.role, turn.content) for turn in conversation.history] == [
+        ("user", "Hello"),
+        ("assistant", "Bonjour"),
+    ]
+    assert conversation.question == "Where\nWhere"
+
+
+@pytest.mark.parametrize(
+    ("roles", "field"),
+    [
+        (["system"], "messages[0].role"),
+        (["user", "assistant"], "messages[1].role"),
+        (["user", "system", "user"], "messages[1].role"),
+    ],
+)
+def test_a_conversation_ends_with_the_question(roles: list[str], field: str) -> None:
+    request = read(messages=[{"role": role, "content": "x"} for role in roles])
+    with pytest.raises(InvalidInput) as caught:
+        read_conversation(request.messages)
+    assert caught.value.field == field
+
+
+def test_an_empty_question_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"messages\[0\].content: is empty"):
+        read_conversation(read(messages=[{"role": "user", "content": " \n"}]).messages)
+
+
+def test_events_of_the_engine_are_read() -> None:
+    event = b'{"choices":[{"text":"a","finish_reason":null}],"usage":null}'
+    assert read_event(event) == [Piece("a", None)]
+    event = (
+        b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4,'
+        b'"prompt_tokens_details":{"cached_tokens":2}}}'
+    )
+    (usage,) = read_event(event)
+    assert isinstance(usage, Usage)
+    assert usage.model_dump()["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@given(data=st.binary(max_size=40) | json_values.map(lambda v: repr(v).encode()))
+def test_an_event_that_cannot_be_read_is_an_outage(data: bytes) -> None:
+    with contextlib.suppress(Unavailable):
+        assert all(isinstance(found, Piece | Usage) for found in read_event(data))
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'"x"', b'{"error": "x"}', b"\xff"])
+def test_any_refusal_is_an_error(body: bytes) -> None:
+    assert isinstance(refusal(500, body), Unavailable)
+    assert isinstance(refusal(404, body), Unavailable)
+    assert isinstance(refusal(400, body), InvalidInput)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidInput("a.b", "is odd", "fix it"), 400, "invalid_value"),
+        (TooLarge("body", "is over", "send less"), 413, "too_large"),
+        (NotFound("document", "x", "list them"), 404, "document_not_found"),
+        (Unavailable("engine", "is away", 2.5), 503, "engine_unavailable"),
+        (TooBusy("busy"), 429, "too_many_requests"),
+        (RagCacheError("odd"), 500, "internal_error"),
+    ],
+)
+def test_every_error_has_openais_shape(error: RagCacheError, status: int, code: str) -> None:
+    http = to_http(error)
+    assert http.status == status
+    assert http.body["error"]["code"] == code
+    assert set(http.body["error"]) == {"message", "type", "param", "code"}
+    assert str(error) in http.body["error"]["message"]
+    assert ("Retry-After" in http.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 415])
+def test_what_routing_refuses_has_it_too(status: int) -> None:
+    http = from_status(status, "GET", "/x", "detail")
+    assert http.status == status
+    assert http.body["error"]["message"]
+
+
+def test_paths_are_written_as_their_sender_would() -> None:
+    assert value_path(("body", "messages", 0, "content", "~list", 1, "text")) == (
+        "messages[0].content[1].text"
+    )
+    assert value_path(("query", "limit")) == "limit"
+    assert value_path(("body",)) == ""
+
+
+GOOD = {
+    "RAGCACHE_LISTEN": "[::1]:8080",
+    "RAGCACHE_RETRIEVER": "retriever:7001",
+    "RAGCACHE_ENGINE_URL": "http://engine:8000/",
+    "RAGCACHE_ENGINE_RECORDS": "engine:8001",
+    "RAGCACHE_CACHESTORE": "cachestore:7002",
+    "RAGCACHE_MODEL": "/models/tiny",
+    "RAGCACHE_MODEL_NAME": "tiny",
+    "RAGCACHE_MAX_MODEL_LEN": "2048",
+}
+
+
+def test_config_comes_from_the_environment() -> None:
+    config = read_config(GOOD)
+    assert (config.listen_host, config.listen_port) == ("::1", 8080)
+    assert config.engine_url == "http://engine:8000"
+    assert (config.model_dtype, config.max_model_len) == ("auto", 2048)
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_a_missing_variable_is_named(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        read_config({key: value for key, value in GOOD.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RAGCACHE_LISTEN", "8080"),
+        ("RAGCACHE_LISTEN", "host:99999"),
+        ("RAGCACHE_RETRIEVER", "retriever:port"),
+        ("RAGCACHE_ENGINE_URL", "engine:8000"),
+        ("RAGCACHE_MODEL_DTYPE", "int8"),
+        ("RAGCACHE_MAX_MODEL_LEN", "2k"),
+        ("RAGCACHE_MAX_MODEL_LEN", "3"),
+        ("RAGCACHE_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        read_config({**GOOD, name: value})

@@ -1,0 +1,237 @@
+"""Documents are cut where a reader would cut them, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_retriever.chunking import Chunk, cut, first_heading
+from ragcache_retriever.collection import Chunking
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def count_bytes(text: str) -> int:
+    """Like a tokenizer that knows no words: no text is short because it has few words."""
+    return len(text.encode())
+
+
+def cut_words(text: str, size: int, overlap: int = 0, *, markdown: bool = True) -> list[Chunk]:
+    chunking = Chunking(size, overlap)
+    return cut(text, markdown=markdown, chunking=chunking, count_tokens=count_words)
+
+
+def words(count: int, stem: str) -> str:
+    return " ".join(f"{stem}{i}" for i in range(count))
+
+
+def texts(chunks: list[Chunk]) -> list[str]:
+    return [chunk.text for chunk in chunks]
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+words_and_marks = [
+    "word ",
+    "Sentence ends. ",
+    "Is it? ",
+    "e.g. this ",
+    "汉字。",
+    "🙂",
+    "x" * 40 + " ",
+]
+blanks_and_code = ["\n", "\n\n", "\r\n", "\t", "    code\n", "```\n", "~~~~\n"]
+lines = ["# One\n", "## Two\n", "### Three ###\n", "- item\n", "1. item\n", "| a | b |\n"]
+pieces = st.sampled_from([*words_and_marks, *blanks_and_code, *lines])
+documents = st.one_of(st.lists(pieces, max_size=60).map("".join), st.text(max_size=300))
+chunkings = st.integers(16, 64).flatmap(
+    lambda size: st.builds(Chunking, st.just(size), st.integers(0, (size - 1) // 2))
+)
+counters = st.sampled_from([count_words, count_bytes])
+
+
+@given(text=documents, markdown=st.booleans(), chunking=chunkings, count=counters)
+def test_no_chunk_is_larger_than_its_size(text, markdown, chunking, count):
+    for chunk in cut(text, markdown=markdown, chunking=chunking, count_tokens=count):
+        assert count(chunk.text) <= chunking.size_tokens
+        assert chunk.text == chunk.text.strip()
+        assert chunk.text
+
+
+@given(text=documents, markdown=st.booleans(), size=st.integers(16, 64), count=counters)
+def test_chunks_without_overlap_are_the_document(text, markdown, size, count):
+    chunks = cut(text, markdown=markdown, chunking=Chunking(size, 0), count_tokens=count)
+    joined = "".join(texts(chunks))
+    assert without_space(joined) == without_space(text.removeprefix("\ufeff"))
+
+
+@given(text=documents, markdown=st.booleans(), chunking=chunkings, count=counters)
+def test_chunks_with_overlap_cover_the_document_in_order(text, markdown, chunking, count):
+    whole = without_space(text.removeprefix("\ufeff"))
+    covered = 0
+    chunks = cut(text, markdown=markdown, chunking=chunking, count_tokens=count)
+    for chunk in texts(chunks):
+        bare = without_space(chunk)
+        # A text that repeats itself may be found in several places; the furthest leaves the least
+        # for the chunks after it to cover, so a gap shows as a chunk that fits nowhere.
+        ends = [
+            start + len(bare)
+            for start in range(max(0, covered - len(bare)), covered + 1)
+            if whole.startswith(bare, start)
+        ]
+        assert ends
+        covered = max(covered, *ends)
+    assert covered == len(whole)
+
+
+@given(text=documents, markdown=st.booleans(), chunking=chunkings)
+def test_the_same_document_is_cut_the_same(text, markdown, chunking):
+    first, second = (
+        cut(text, markdown=markdown, chunking=chunking, count_tokens=count_words) for _ in range(2)
+    )
+    assert first == second
+
+
+def test_a_short_document_is_one_chunk_with_its_heading():
+    text = "# Billing\n\nIt runs in region north.\n"
+    assert cut_words(text, 64) == [Chunk("# Billing\n\nIt runs in region north.", ("Billing",))]
+
+
+def test_a_paragraph_border_is_stronger_than_a_sentence_border():
+    first, second = words(10, "a"), words(4, "b") + ". " + words(8, "c")
+    assert texts(cut_words(f"{first}\n\n{second}", 16)) == [first, second]
+
+
+def test_a_chunk_that_would_be_less_than_half_full_ends_between_sentences():
+    first, second, third = words(4, "a"), words(6, "b") + ".", words(10, "c").capitalize()
+    assert texts(cut_words(f"{first}\n\n{second} {third}", 16)) == [
+        f"{first}\n\n{second}",
+        third,
+    ]
+
+
+def test_a_section_border_is_stronger_than_a_paragraph_border():
+    section = f"# A\n\n{words(8, 'a')}"
+    following = f"# B\n\n{words(2, 'b')}\n\n{words(4, 'c')}"
+    assert texts(cut_words(f"{section}\n\n{following}", 16)) == [section, following]
+
+
+def test_a_chunk_never_ends_with_a_heading():
+    first, second = words(12, "a"), f"# Next\n\n{words(12, 'b')}"
+    assert texts(cut_words(f"{first}\n\n{second}", 16)) == [first, second]
+
+
+def test_a_later_chunk_begins_with_the_last_sentences_of_the_one_before():
+    a, b, c, d = (words(n, f"Part{n}") + "." for n in (7, 5, 4, 6))
+    text = f"{a} {b} {c} {d}"
+    assert texts(cut_words(text, 16)) == [f"{a} {b} {c}", d]
+    assert texts(cut_words(text, 16, overlap=3)) == [f"{a} {b} {c}", d]
+    assert texts(cut_words(text, 16, overlap=4)) == [f"{a} {b} {c}", f"{c} {d}"]
+
+
+def test_an_overlap_makes_room_for_what_follows():
+    a, b, c = (words(n, f"Part{n}") + "." for n in (9, 7, 12))
+    assert texts(cut_words(f"{a} {b} {c}", 16, overlap=7)) == [f"{a} {b}", c]
+
+
+def test_a_new_section_repeats_nothing_of_the_one_before():
+    first, second = f"{words(8, 'a')}. {words(4, 'B')}.", f"# Next\n\n{words(9, 'c')}"
+    assert texts(cut_words(f"{first}\n\n{second}", 16, overlap=7)) == [first, second]
+
+
+def test_a_heading_path_names_the_sections_a_chunk_begins_in():
+    parts = [
+        f"# Guide\n\n{words(12, 'a')}",
+        f"## Setup\n\n### Linux\n\n{words(10, 'b')}",
+        words(12, "c"),
+        f"## Use\n\n{words(12, 'd')}",
+    ]
+    chunks = cut_words("\n\n".join(parts), 16)
+    assert texts(chunks) == parts
+    assert [chunk.heading_path for chunk in chunks] == [
+        ("Guide",),
+        ("Guide", "Setup", "Linux"),
+        ("Guide", "Setup", "Linux"),
+        ("Guide", "Use"),
+    ]
+
+
+def test_a_heading_stays_out_of_later_chunks():
+    text = "# Guide\n\n" + "One two three four five. " * 6
+    first, *later = texts(cut_words(text, 16))
+    assert first.startswith("# Guide")
+    assert later
+    assert not any("Guide" in chunk for chunk in later)
+
+
+def test_a_code_fence_that_fits_is_not_split():
+    code = "```\n" + "\n\n".join(f"step {i}" for i in range(5)) + "\n# no heading\n```"
+    before, after = words(6, "a"), words(8, "b")
+    chunks = cut_words(f"{before}\n\n{code}\n\n{after}", 16)
+    assert chunks == [Chunk(before, ()), Chunk(code, ()), Chunk(after, ())]
+
+
+def test_a_code_fence_that_does_not_fit_is_split_between_lines():
+    lines = [f"call {i} with argument" for i in range(12)]
+    chunks = texts(cut_words("```\n" + "\n".join(lines) + "\n```", 20))
+    assert len(chunks) > 1
+    assert [line for chunk in chunks for line in chunk.split("\n")] == ["```", *lines, "```"]
+
+
+def test_a_sentence_longer_than_a_chunk_is_cut_between_words():
+    chunks = texts(cut_words(words(50, "a"), 16))
+    assert [count_words(chunk) for chunk in chunks] == [16, 16, 16, 2]
+    assert " ".join(chunks) == words(50, "a")
+
+
+def test_text_without_spaces_is_cut_anyway():
+    chunking = Chunking(16, 0)
+    chunks = cut("x" * 1000, markdown=False, chunking=chunking, count_tokens=count_bytes)
+    assert [len(chunk.text) for chunk in chunks] == [16] * 62 + [8]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_line_ends_make_no_difference(ending):
+    text = "# A\n\nOne two three. Four five.\n\n- six\n- seven\n"
+    assert cut_words(text.replace("\n", ending), 16) == cut_words(text, 16)
+
+
+def test_plain_text_has_no_headings():
+    text = "# a comment, not a heading\nOne two three."
+    assert cut_words(text, 32, markdown=False) == [Chunk(text, ())]
+
+
+def test_list_items_and_table_rows_are_borders():
+    items = "\n".join(f"{i}. Step number {i} of many" for i in range(6))
+    for chunk in texts(cut_words(items, 16)):
+        assert re.fullmatch(r"(\d\. Step number \d of many\n?)+", chunk)
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("intro\n\n## Deep ##\n", "Deep"),
+        ("# C#\n", "C#"),
+        ("```\n# no\n```\n# Yes", "Yes"),
+        ("``` not a fence ```\n# Yes", "Yes"),
+        ("#no\n", None),
+        ("#\n", None),
+        ("text", None),
+    ],
+)
+def test_the_first_heading(text, title):
+    assert first_heading(text) == title
+
+
+@pytest.mark.parametrize("mark", [".", "`", "#", " ", "\n", "| ", "- ", "*", "1. "])
+def test_monotonous_text_takes_no_more_than_its_length(mark):
+    text = mark * (400_000 // len(mark))
+    chunks = cut_words(text, 4096)
+    assert without_space("".join(texts(chunks))) == without_space(text)

@@ -1,0 +1,224 @@
+"""The document store: one folder, one transaction at a time, nothing half done."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_retriever.chunking import Chunk
+from ragcache_retriever.collection import Chunking, CollectionSettings
+from ragcache_retriever.documents import (
+    FILE_NAME,
+    Change,
+    Document,
+    DocumentStore,
+    Recipe,
+)
+
+RECIPE = Recipe("chunker", "embedder")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DocumentStore]:
+    store = DocumentStore(tmp_path)
+    with store.transaction():
+        store.put_collection("c", CollectionSettings())
+        store.commit()
+    yield store
+    store.close()
+
+
+def a_document(document_id: str, text: str = "text", **fields: object) -> Document:
+    values = {"title": document_id, "content_type": 1, "metadata": {}} | fields
+    return Document(document_id, text=text, **values)  # type: ignore[arg-type]
+
+
+def put(
+    store: DocumentStore,
+    document_id: str,
+    texts: Sequence[str],
+    *,
+    collection: str = "c",
+    recipe: Recipe = RECIPE,
+    commit: bool = True,
+) -> Change:
+    chunks = [Chunk(text, ("A", "B")) for text in texts]
+    vectors = np.full((len(texts), 4), 0.5, np.float32)
+    with store.transaction():
+        change = store.replace(
+            collection, a_document(document_id, " ".join(texts)), recipe, chunks, vectors, 7
+        )
+        if commit:
+            store.commit()
+    return change
+
+
+def delete(store: DocumentStore, document_id: str) -> Change | None:
+    with store.transaction():
+        change = store.delete("c", document_id)
+        store.commit()
+    return change
+
+
+def test_what_was_put_is_read_back(store: DocumentStore) -> None:
+    document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
+    with store.transaction():
+        store.replace("c", document, RECIPE, [], np.empty((0, 4), np.float32), 7)
+        store.commit()
+    stored = store.get("c", "d")
+    assert stored is not None
+    assert stored.document == document
+    assert (stored.recipe, stored.num_chunks, stored.updated_unix_ms) == (RECIPE, 0, 7)
+    assert stored.content_hash == document.content_hash()
+    assert store.get("c", "other") is None
+    assert store.get("other", "d") is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        a_document("d", "other"),
+        a_document("d", title="other"),
+        a_document("d", content_type=2),
+        a_document("d", metadata={"k": "v"}),
+    ],
+)
+def test_the_content_hash_sees_every_part(other: Document) -> None:
+    assert a_document("d").content_hash() == a_document("e", title="d").content_hash()
+    assert a_document("d").content_hash() != other.content_hash()
+
+
+def test_an_uncommitted_change_never_happened(store: DocumentStore) -> None:
+    put(store, "d", ["one"])
+    put(store, "d", ["two"], commit=False)
+    assert [chunk.text for chunk, _ in store.embedded("c", "d")] == ["one"]
+
+
+def test_an_error_inside_a_transaction_undoes_it(store: DocumentStore) -> None:
+    def fail() -> None:
+        with store.transaction():
+            store.delete("c", "d")
+            raise KeyError
+
+    put(store, "d", ["one"])
+    with pytest.raises(KeyError):
+        fail()
+    assert store.get("c", "d") is not None
+    put(store, "e", ["two"])
+
+
+def test_a_write_that_the_disk_refuses_is_unavailable(store: DocumentStore) -> None:
+    pages = store._writer.execute("PRAGMA page_count").fetchone()[0]
+    store._writer.execute(f"PRAGMA max_page_count = {pages + 1}")
+    with pytest.raises(Unavailable, match="full"):
+        put(store, "d", ["x" * 100_000])
+    assert store.get("c", "d") is None
+
+
+def test_removed_texts_are_those_left_nowhere_in_the_collection(store: DocumentStore) -> None:
+    with store.transaction():
+        store.put_collection("other", CollectionSettings())
+        store.commit()
+    put(store, "elsewhere", ["b"], collection="other")
+    put(store, "d", ["a", "b", "c", "b"])
+    put(store, "e", ["c"])
+    assert put(store, "d", ["a", "new"]).removed_texts == ("b",)
+    change = delete(store, "d")
+    assert change is not None
+    assert change.removed_texts == ("a", "new")
+    assert delete(store, "d") is None
+
+
+def test_rows_are_never_used_twice(store: DocumentStore) -> None:
+    first = put(store, "d", ["a", "b"])
+    second = put(store, "d", ["c"])
+    assert second.removed == first.added
+    assert min(second.added) > max(first.added)
+
+
+def test_neighbours_stay_within_their_document(store: DocumentStore) -> None:
+    rows = put(store, "d", ["0", "1", "2", "3", "4"]).added
+    others = put(store, "e", ["5"]).added
+    found = store.neighbourhoods([rows[2], rows[0], others[0], 10**9], window=1)
+    assert {row: (n.chunk.text, n.before, n.after) for row, n in found.items()}.keys() == {
+        rows[2],
+        rows[0],
+        others[0],
+    }
+    middle = found[rows[2]]
+    assert [c.text for c in (*middle.before, middle.chunk, *middle.after)] == ["1", "2", "3"]
+    assert middle.chunk.heading_path == ("A", "B")
+    assert not found[rows[0]].before
+    assert not found[others[0]].before
+    assert not found[others[0]].after
+
+
+def test_pages_follow_each_other(store: DocumentStore) -> None:
+    names = [f"d{i}" for i in range(5)]
+    for name in reversed(names):
+        put(store, name, ["a"])
+    seen: list[str] = []
+    after: str | None = ""
+    while after is not None:
+        page, after = store.page("c", after, 2)
+        assert len(page) <= 2
+        assert all(stored.document.text == "" for stored in page)
+        seen += [stored.document.id for stored in page]
+    assert seen == names
+
+
+def test_embeddings_come_back_for_their_embedder(store: DocumentStore) -> None:
+    rows = put(store, "d", ["a", "b"]).added
+    put(store, "e", ["c"], recipe=Recipe("chunker", "other"))
+    found, vectors = store.embeddings("c", "embedder")
+    assert tuple(found) == rows
+    assert vectors.tolist() == [[0.5] * 4] * 2
+    assert len(store.embeddings("c", "unknown")[0]) == 0
+    assert store.stale("c", RECIPE) == ["e"]
+    assert store.stale("c", Recipe("new", "embedder")) == ["d", "e"]
+
+
+def test_settings_and_counts(store: DocumentStore) -> None:
+    settings = CollectionSettings(Chunking(64, 8), window=0)
+    with store.transaction():
+        store.put_collection("own", settings)
+        store.commit()
+    assert store.collections() == {"c": CollectionSettings(), "own": settings}
+    put(store, "d", ["a", "b"])
+    assert store.counts("c") == (1, 2)
+    assert store.counts("own") == (0, 0)
+
+
+def test_a_second_process_gets_a_clear_error(store: DocumentStore, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="in use by another retriever"):
+        DocumentStore(tmp_path)
+
+
+def test_a_folder_is_free_after_close(tmp_path: Path) -> None:
+    for _ in range(2):
+        DocumentStore(tmp_path).close()
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    DocumentStore(tmp_path).close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(InvalidInput, match=r"schema 99.*reads 1"):
+        DocumentStore(tmp_path)
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("CREATE TABLE t (x)")
+    connection.close()
+    with pytest.raises(InvalidInput, match="not written by a retriever"):
+        DocumentStore(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    with pytest.raises(InvalidInput, match="cannot be opened"):
+        DocumentStore(tmp_path)

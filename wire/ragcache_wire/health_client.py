@@ -1,0 +1,37 @@
+"""Typed async client of gRPC's health service, which every part serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ragcache_wire.channel import OPTIONS
+from ragcache_wire.status import from_rpc_error
+
+HEALTH_TIMEOUT_S = 1.0
+
+
+class HealthClient:
+    """Asks the part at address ("host:port") whether it serves."""
+
+    def __init__(self, part: str, address: str) -> None:
+        self._part = part
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    async def close(self) -> None:
+        """Close the channel; calls in flight end at once."""
+        await self._channel.close(grace=None)
+
+    async def serving(self) -> bool:
+        """Whether the part says SERVING. Raises Unavailable if it does not answer."""
+        try:
+            reply = await self._stub.Check(
+                health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(self._part, error) from error
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
