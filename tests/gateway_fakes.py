@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from ragcache_core.errors import NotFound
+from ragcache_core.errors import InvalidInput, NotFound
 from ragcache_gateway.app import create_app
 from ragcache_gateway.config import Config
 from ragcache_gateway.prompt import PromptBuilder
@@ -78,6 +78,8 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
     async def UpsertDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         document = request.document
+        if not document.id or not document.text.strip():
+            raise InvalidInput("document.text" if document.id else "document.id", "is empty", "fix")
         self._known(document.collection)
         old = self.documents.get(document.id)
         self.documents[document.id] = document
@@ -98,6 +100,8 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         return retriever_pb2.DeleteDocumentReply(removed_chunks=[document.text])
 
     async def GetDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if not request.id:
+            raise InvalidInput("id", "is empty", "name a document")
         return self._document(request)
 
     async def ListDocuments(self, request: Any, context: Any) -> Any:  # noqa: N802

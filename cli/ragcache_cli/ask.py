@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragcache_cli.console import printable
 from ragcache_cli.gateway_client import GatewayClient
 
 _BAR_CELLS = 32
@@ -72,7 +73,7 @@ async def ask(
     async for chunk in gateway.chat(body):
         added = reply.add(chunk)
         if console is not None and added:
-            console.out(added, end="", highlight=False)
+            console.out(printable(added), end="", highlight=False)
     if console is not None:
         console.out("")
     return reply
@@ -122,9 +123,9 @@ def render_citations(reply: Reply) -> Table | None:
         table.add_row(
             Text(f"[{number}]", style="dim"),
             Text(f"{float(citation.get('score', 0.0)):.2f}"),
-            Text(chunk, style="cyan"),
-            Text(str(citation.get("title", ""))),
-            Text(preview, style="dim", overflow="ellipsis", no_wrap=True),
+            Text(printable(chunk), style="cyan"),
+            Text(printable(str(citation.get("title", "")))),
+            Text(printable(preview), style="dim", overflow="ellipsis", no_wrap=True),
         )
     return table
 

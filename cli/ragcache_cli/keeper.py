@@ -104,8 +104,11 @@ class Keeper:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if exit_status.done():
                 return describe_exit(exit_status.result())
+            cause = None if order.done() else verdict.result()
+            # What a part answers while it ends is no news.
+            verdict.cancel()
             await child.stop(min(self.part.grace_s, LONGEST_GRACE_S))
-            return None if order.done() else verdict.result()
+            return cause
         finally:
             for task in tasks:
                 task.cancel()

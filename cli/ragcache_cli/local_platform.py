@@ -127,6 +127,8 @@ class LocalPlatform:
     def address(self, name: str, port: str) -> str:
         """ "host:port" where a part listens; port: ``http`` or ``grpc``. Raises NotFound."""
         [keeper] = self._named(name)
+        if port not in keeper.part.ports:
+            raise NotFound("port", port, f"the ports are {', '.join(keeper.part.ports)}")
         return str(keeper.part.ports[port])
 
     def log(self, name: str) -> Path:

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from ragcache_cli import doctor as doctor_checks
 from ragcache_cli import up as running
 from ragcache_cli.ask import Reply, ask, render_citations, render_timing
+from ragcache_cli.console import make_console
 from ragcache_cli.documents import Selection, select
 from ragcache_cli.gateway_client import GatewayClient, Refused
 from ragcache_cli.ingest import Ingested, ingest
@@ -91,7 +92,7 @@ def up(
     """Run a RagCache on this machine, until Ctrl-C or `ragcache down`."""
     cache = load_manifest(file)
     folder = data or ROOT / cache.metadata.name
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     if detach:
         raise typer.Exit(running.run_detached(file, folder, console))
     raise typer.Exit(run_until_stopped(running.run_here(cache, folder, console)))
@@ -101,14 +102,14 @@ def up(
 def down(data: DataOption = None) -> None:
     """Stop the RagCache that runs here; its data stays."""
     folder, record = find_data(data)
-    running.stop(folder, record, Console(highlight=False, soft_wrap=True))
+    running.stop(folder, record, make_console())
 
 
 @app.command()
 def status(data: DataOption = None) -> None:
     """Show the parts that run here, and what the cache holds."""
     _, record = find_data(data)
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     alive = record.supervisor_lives
     phase = record.phase if alive else "its supervisor is gone; clean up with `ragcache down`"
     console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
@@ -131,7 +132,7 @@ def ingest_command(
     selection = select(paths)
     if not selection.files and not selection.refused:
         raise InvalidInput("PATH", "holds no .md, .markdown or .txt file", "name another folder")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = make_console(stderr=True)
     done = asyncio.run(_ingest(_gateway_url(gateway), collection, selection, console))
     refused = (*selection.refused, *done.refused)
     for error in refused:
@@ -163,7 +164,7 @@ def ask_command(
         raise InvalidInput("QUESTION", "is empty", "write one")
     options = {"collection": collection, "top_k": top_k, "reuse": reuse}
     given = {name: value for name, value in options.items() if value is not None}
-    console = None if as_json else Console(highlight=False)
+    console = None if as_json else make_console()
     reply = asyncio.run(_ask(_gateway_url(gateway), question, given, console))
     if console is None:
         print(json.dumps(reply.to_json(), ensure_ascii=False, indent=2))
@@ -189,7 +190,7 @@ def doctor(
 ) -> None:
     """Say what this machine lacks for running a RagCache, and how to mend it."""
     cache = load_manifest(file) if file else _smallest()
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     ills = 0
     for finding in doctor_checks.examine(cache.spec, data or ROOT / cache.metadata.name):
         mark, style = ("ok  ", "green") if finding.is_well else ("FIX ", "red")

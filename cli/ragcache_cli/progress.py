@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from ragcache_cli.console import printable
 from ragcache_cli.local_platform import PartEvent
 from ragcache_cli.supervision import Phase
 
@@ -41,7 +42,7 @@ class ProgressLines:
         line, log_lines = describe(event)
         self._console.print(Text(line, style=_STYLES.get(event.state.phase, "")))
         for log_line in log_lines:
-            self._console.print(Text(f"         | {log_line}", style="dim"))
+            self._console.print(Text(f"         | {printable(log_line)}", style="dim"))
         if event.state.phase in {Phase.READY, Phase.STOPPED, Phase.FAILED}:
             self._awaited.discard(event.part)
         else:

@@ -26,7 +26,9 @@ def run_until_stopped(main: Coroutine[Any, Any, int]) -> int:
             asked = True
             task.cancel()
 
-        for number in STOP_SIGNALS:
+        # One that is ignored stays ignored: nohup asks for that.
+        heard = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        for number in heard:
             loop.add_signal_handler(number, stop)
         try:
             return await task
@@ -35,7 +37,7 @@ def run_until_stopped(main: Coroutine[Any, Any, int]) -> int:
                 raise
             return 0
         finally:
-            for number in STOP_SIGNALS:
+            for number in heard:
                 loop.remove_signal_handler(number)
 
     return asyncio.run(guarded())

@@ -281,7 +281,7 @@ async def test_hits_that_outgrow_a_message_are_refused(client: RetrieverClient) 
 
 
 async def test_searches_during_writes_see_whole_documents(client: RetrieverClient) -> None:
-    """Every version of the document has the word once in each of its chunks' neighbours."""
+    """Whatever is read is of one version, and the final stage has all of it."""
     done = asyncio.Event()
 
     async def write() -> None:

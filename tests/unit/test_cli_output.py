@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ragcache_cli import doctor
 from ragcache_cli.ask import Reply, render_citations, render_timing, steps
+from ragcache_cli.console import printable
 from ragcache_cli.local_platform import PartEvent
 from ragcache_cli.progress import describe
 from ragcache_cli.render import render_yaml
@@ -62,6 +63,11 @@ def test_an_answer_without_sources_or_times_has_no_tables() -> None:
     assert render_citations(Reply()) is None
     assert render_timing(Reply()) is None
     assert render_timing(Reply(timing_ms={"first_token": 0.0})) is None
+
+
+@given(st.text())
+def test_nothing_printable_steers_a_terminal(text: str) -> None:
+    assert not set(printable(text)) & {"\x1b", "\x9b", "\x07", "\r", "\b", "\0", "\x7f"}
 
 
 def event(state: PartState, **more: Any) -> PartEvent:

@@ -106,6 +106,12 @@ def test_prompt_and_answer_fit_the_model(
     assert bool(built.passages) == bool(hits)
 
 
+def test_what_cannot_fit_is_not_even_tokenized(builder: PromptBuilder) -> None:
+    endless = Conversation("S", (Turn("user", "x" * 20_000),), "Why?")
+    with pytest.raises(InvalidInput, match="far more than the 1024 tokens"):
+        builder.build(endless, [], 5)
+
+
 def test_a_template_without_a_system_message_is_refused(tokenizer: Any) -> None:
     class Forgetful:
         encode = tokenizer.encode

@@ -17,6 +17,7 @@ from ragcache_gateway.completion import Piece, completion_body, read_event, refu
 from ragcache_gateway.config import read_config
 from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.errors import TooBusy, from_status, from_validation, to_http, value_path
+from ragcache_gateway.terms import in_rest_terms
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
 PLAN = ReusePlan("chatcmpl-1", "public", ())
@@ -222,6 +223,18 @@ def test_paths_are_written_as_their_sender_would() -> None:
     )
     assert value_path(("query", "limit")) == "limit"
     assert value_path(("body",)) == ""
+
+
+def test_the_retrievers_errors_are_put_in_words_of_this_api() -> None:
+    error = in_rest_terms(InvalidInput("collection.chunking.size_tokens", "is odd", "fix it"))
+    assert str(error) == "chunking.size_tokens: is odd; fix it"
+    assert in_rest_terms(TooLarge("document.text", "x", "y")).field == "text"  # type: ignore[attr-defined]
+    assert in_rest_terms(InvalidInput("page_token", "x", "y")).field == "after"  # type: ignore[attr-defined]
+    assert "PUT /v1/collections/" in str(
+        in_rest_terms(NotFound("collection", "x", "PutCollection"))
+    )
+    away = Unavailable("retriever", "x")
+    assert in_rest_terms(away) is away
 
 
 GOOD = {

@@ -114,6 +114,9 @@ def test_every_pod_is_restricted(spec: Object) -> None:
         assert pod["automountServiceAccountToken"] is False
         for volume in pod["volumes"]:
             assert "hostPath" not in volume
+        volumes = {volume["name"] for volume in pod["volumes"]} | {"data"}
+        [container] = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
         for container in pod["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,

@@ -18,6 +18,7 @@ from ragcache_retriever.documents import (
     Document,
     DocumentStore,
     Recipe,
+    StoredDocument,
 )
 
 RECIPE = Recipe("chunker", "embedder")
@@ -38,6 +39,10 @@ def a_document(document_id: str, text: str = "text", **fields: object) -> Docume
     return Document(document_id, text=text, **values)  # type: ignore[arg-type]
 
 
+def as_stored(document: Document, recipe: Recipe = RECIPE, num_chunks: int = 0) -> StoredDocument:
+    return StoredDocument(document, document.content_hash(), recipe, num_chunks, 7)
+
+
 def put(
     store: DocumentStore,
     document_id: str,
@@ -50,9 +55,8 @@ def put(
     chunks = [Chunk(text, ("A", "B")) for text in texts]
     vectors = np.full((len(texts), 4), 0.5, np.float32)
     with store.transaction():
-        change = store.replace(
-            collection, a_document(document_id, " ".join(texts)), recipe, chunks, vectors, 7
-        )
+        stored = as_stored(a_document(document_id, " ".join(texts)), recipe, len(chunks))
+        change = store.replace(collection, stored, chunks, vectors)
         if commit:
             store.commit()
     return change
@@ -68,13 +72,9 @@ def delete(store: DocumentStore, document_id: str) -> Change | None:
 def test_what_was_put_is_read_back(store: DocumentStore) -> None:
     document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
     with store.transaction():
-        store.replace("c", document, RECIPE, [], np.empty((0, 4), np.float32), 7)
+        store.replace("c", as_stored(document), [], np.empty((0, 4), np.float32))
         store.commit()
-    stored = store.get("c", "d")
-    assert stored is not None
-    assert stored.document == document
-    assert (stored.recipe, stored.num_chunks, stored.updated_unix_ms) == (RECIPE, 0, 7)
-    assert stored.content_hash == document.content_hash()
+    assert store.get("c", "d") == as_stored(document)
     assert store.get("c", "other") is None
     assert store.get("other", "d") is None
 

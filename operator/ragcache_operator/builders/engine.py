@@ -80,5 +80,6 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         memory=format_bytes((engine.kv_memory_gib << 30) + _PROCESS_BYTES),
         labels={f"{GROUP}/engine": engine.name},
         surge=False,
+        shared_memory="1Gi",
     )
     return render(cache, workload, site)

@@ -78,6 +78,8 @@ class Workload:
     labels: Mapping[str, str] = field(default_factory=dict)
     # Whether a rolling update may run one more than asked for.
     surge: bool = True
+    # Size of /dev/shm, for processes that talk through it; a container's own is 64 MiB.
+    shared_memory: str | None = None
 
 
 def http_get(site: Site, place: Place, path: str) -> Object:
@@ -183,9 +185,17 @@ def _pod_template(cache: RagCache, workload: Workload, site: Site) -> Object:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [_container(workload, site)],
-            "volumes": [{"name": "scratch", "emptyDir": {}}],
+            "volumes": _volumes(workload),
         },
     }
+
+
+def _volumes(workload: Workload) -> list[Object]:
+    volumes: list[Object] = [{"name": "scratch", "emptyDir": {}}]
+    if workload.shared_memory is not None:
+        memory = {"medium": "Memory", "sizeLimit": workload.shared_memory}
+        volumes.append({"name": "shm", "emptyDir": memory})
+    return volumes
 
 
 def _container(workload: Workload, site: Site) -> Object:
@@ -198,6 +208,8 @@ def _container(workload: Workload, site: Site) -> Object:
     mounts = [{"name": "scratch", "mountPath": "/tmp"}]
     if workload.volume_size is not None:
         mounts.append({"name": "data", "mountPath": site.data_dir(workload.part)})
+    if workload.shared_memory is not None:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     resources: Object = {"requests": {"cpu": workload.cpu, "memory": workload.memory}}
     if workload.memory_limit is not None:
         resources["limits"] = {"memory": workload.memory_limit}

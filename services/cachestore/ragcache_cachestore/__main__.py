@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 
+from ragcache_cachestore.allocator import reuse_freed_memory
 from ragcache_cachestore.config import Config
 from ragcache_cachestore.disk import Disk
 from ragcache_cachestore.service import SERVICE, CacheStoreService
@@ -54,6 +55,7 @@ def _listen(listen: str, service: CacheStoreService) -> GrpcServer:
 
 def main() -> int:
     """Entry point."""
+    reuse_freed_memory()
     try:
         config = Config.from_environment(os.environ)
         logging.basicConfig(

@@ -46,8 +46,15 @@ def build_server(config: Config) -> uvicorn.Server:
         default_max_tokens=config.default_max_tokens,
         cache_bytes=config.token_cache_bytes,
     )
-    # A chat template that cannot hold documents is found out now, not by the first question.
-    prompts.frame(Conversation("x", (), "x"))
+    try:
+        prompts.frame(Conversation("x", (), "x"))
+    except InvalidInput as error:
+        # Found out now, and not by the first question.
+        raise InvalidInput(
+            "RAGCACHE_MODEL",
+            f"cannot hold documents: {error.problem}",
+            "name a model whose chat template takes a system message",
+        ) from error
     app = create_app(config, folder.space(config.model_dtype), prompts)
     return uvicorn.Server(
         uvicorn.Config(

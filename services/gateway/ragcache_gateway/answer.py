@@ -31,7 +31,8 @@ from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.engine import Completion, Engine
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import AnswerPrompt, PromptBuilder
-from ragcache_gateway.retrieval import Retrieved, in_terms_of, retrieve
+from ragcache_gateway.retrieval import Retrieved, retrieve
+from ragcache_gateway.terms import in_rest_terms
 from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.v1 import engine_pb2
@@ -184,7 +185,7 @@ class Answerer:
                 self._retriever, options.collection, conversation.question, options.top_k
             )
         except RagCacheError as error:
-            raise in_terms_of(error, _field_names(request)) from error
+            raise in_rest_terms(error, _field_names(request)) from error
 
         before = time.perf_counter()
         prompt = await asyncio.get_running_loop().run_in_executor(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,10 +22,7 @@ from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.openapi import describe
 from ragcache_gateway.parts import connected
 from ragcache_gateway.prompt import PromptBuilder
-
-log = logging.getLogger(__name__)
-
-VERSION = "0.1.0"
+from ragcache_gateway.terms import in_rest_terms
 
 
 def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
@@ -40,7 +37,7 @@ def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAP
 
     app = FastAPI(
         title="RagCache",
-        version=VERSION,
+        version=version("ragcache"),
         summary="Answers from documents, with the KV cache of what was retrieved reused.",
         lifespan=lifespan,
         # The stock pages load their code from other hosts; /openapi.json serves any viewer.
@@ -64,7 +61,7 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, RagCacheError)
         if isinstance(error, Unavailable):
             metrics.upstream_failures.labels(error.part).inc()
-        return response_to(error)
+        return response_to(in_rest_terms(error))
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

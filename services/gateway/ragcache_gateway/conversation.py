@@ -31,6 +31,10 @@ class Conversation:
     history: tuple[Turn, ...]
     question: str
 
+    def num_chars(self) -> int:
+        """Length of everything said."""
+        return sum(map(len, (self.system, *(t.content for t in self.history), self.question)))
+
 
 def read_conversation(messages: Sequence[ChatMessage]) -> Conversation:
     """Take a request's messages apart. Raises InvalidInput naming the message."""

@@ -15,7 +15,6 @@ from ragcache_gateway.documents import (
     CollectionList,
     CollectionOut,
     DocumentDeleted,
-    DocumentId,
     DocumentIn,
     DocumentList,
     DocumentOut,
@@ -110,7 +109,7 @@ async def list_documents(
 
 @router.get("/v1/documents/{id:path}", summary="Get a document")
 async def get_document(
-    id: DocumentId,  # noqa: A002  the field's name in every other place
+    id: Text,  # noqa: A002  the field's name in every other place
     parts: PartsOf,
     collection: CollectionName = "default",
 ) -> DocumentOut:
@@ -121,7 +120,7 @@ async def get_document(
 
 @router.delete("/v1/documents/{id:path}", summary="Delete a document")
 async def delete_document(
-    id: DocumentId,  # noqa: A002  the field's name in every other place
+    id: Text,  # noqa: A002  the field's name in every other place
     parts: PartsOf,
     collection: CollectionName = "default",
 ) -> DocumentDeleted:

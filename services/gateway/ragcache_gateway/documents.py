@@ -1,19 +1,20 @@
-"""Documents, collections and searches as the gateway takes and gives them."""
+"""Documents, collections and searches as the gateway takes and gives them.
+
+The retriever owns the rules of names and sizes; here only what its messages could not carry, or
+could not say, is refused.
+"""
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_gateway.chat import MAX_TOP_K
-from ragcache_gateway.text import Text, problem
+from ragcache_gateway.text import Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
-ID_MAX_CHARS = 512
-TITLE_MAX_CHARS = 1024
-METADATA_MAX_ENTRIES = 64
 MAX_PAGE = 1000
 
 MARKDOWN_SUFFIXES = (".md", ".markdown")
@@ -24,23 +25,6 @@ _PRINTED_TYPE: dict[int, Literal["text", "markdown"]] = {
     pb.CONTENT_TYPE_TEXT: "text",
     pb.CONTENT_TYPE_MARKDOWN: "markdown",
 }
-
-
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise problem("is empty", "send text")
-    return value
-
-
-def _printable(value: str) -> str:
-    if not value.isprintable() or value != value.strip():
-        raise problem("holds control characters or outer spaces", "send a plain name")
-    return value
-
-
-DocumentId = Annotated[
-    Text, Field(min_length=1, max_length=ID_MAX_CHARS), AfterValidator(_printable)
-]
 
 
 class DocumentIn(BaseModel):
@@ -54,17 +38,13 @@ class DocumentIn(BaseModel):
     )
 
     collection: Text = "default"
-    id: DocumentId
-    title: Annotated[Text, Field(max_length=TITLE_MAX_CHARS)] = Field(
-        default="", description="Empty: the first heading, else the id."
-    )
-    text: Annotated[Text, AfterValidator(_not_blank)]
+    id: Text
+    title: Text = Field(default="", description="Empty: the first heading, else the id.")
+    text: Text
     content_type: Literal["text", "markdown", "text/plain", "text/markdown"] | None = Field(
         default=None, description="Left out: markdown if the id ends in .md or .markdown."
     )
-    metadata: Annotated[dict[Text, Text], Field(max_length=METADATA_MAX_ENTRIES)] = Field(
-        default_factory=dict
-    )
+    metadata: dict[Text, Text] = Field(default_factory=dict)
 
     def to_message(self) -> pb.Document:
         """What the retriever takes."""
@@ -169,7 +149,7 @@ class SearchRequest(BaseModel):
         extra="forbid", json_schema_extra={"examples": [{"query": "Where does billing run?"}]}
     )
 
-    query: Annotated[Text, AfterValidator(_not_blank)]
+    query: Text
     collection: Text = "default"
     top_k: int = Field(default=4, ge=1, le=MAX_TOP_K, strict=True)
 

@@ -14,6 +14,10 @@ from ragcache_gateway.conversation import Conversation
 from ragcache_gateway.tokenizer import ChatTokenizer, TokenCache
 from ragcache_wire.v1 import retriever_pb2 as pb
 
+MAX_CHARS_PER_TOKEN = 16
+"""No ordinary text has more. What has more characters than this allows for cannot fit the model,
+and is not worth the seconds its tokenization would take from everybody else."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -66,6 +70,14 @@ class PromptBuilder:
                 "max_tokens",
                 f"is {max_tokens}, and question and answer together have {self._max_model_len}",
                 "lower it",
+            )
+        num_chars = conversation.num_chars()
+        if num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
+            raise InvalidInput(
+                "messages",
+                f"have {num_chars} characters, far more than the {self._max_model_len} tokens of "
+                "the model",
+                "shorten them",
             )
         frame = self.frame(conversation)
         fixed = len(frame.head) + len(frame.tail)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import Unavailable
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -45,14 +45,3 @@ async def retrieve(
         embed_s=final.embed_us / 1e6,
         search_s=final.search_us / 1e6,
     )
-
-
-def in_terms_of(error: RagCacheError, names: dict[str, str]) -> RagCacheError:
-    """A retriever's error with its field called what the client called it."""
-    match error:
-        case TooLarge(field=field):
-            return TooLarge(names.get(field, field), error.problem, error.fix)
-        case InvalidInput(field=field):
-            return InvalidInput(names.get(field, field), error.problem, error.fix)
-        case NotFound() | _:
-            return error

@@ -140,8 +140,8 @@ class KnowledgeBase:
             await run(self._writer, self._put_settings, DEFAULT_COLLECTION, settings)
             stored[DEFAULT_COLLECTION] = settings
         for name, settings in stored.items():
-            index = await run(self._readers, self._built_index, name)
-            self._collections[name] = _Collection(settings, index)
+            self._collections[name] = _Collection(settings, self._empty_index())
+            self._collections[name].index = await run(self._readers, self._built_index, name)
         for name in stored:
             await self._refresh(name)
         self._loaded = True
@@ -199,26 +199,7 @@ class KnowledgeBase:
         self._collection(collection)
         content_hash = await run(self._readers, document.content_hash)
         async with self._document_lock(collection, document.id):
-            while True:
-                # Read in the writer thread: a write whose caller went away may still be running.
-                present = await run(self._writer, self._store.get, collection, document.id)
-                if present is not None and present.content_hash == content_hash:
-                    if present.recipe == self._recipe(collection):
-                        return UpsertResult(present, changed=False, removed_texts=())
-                    updated_unix_ms = present.updated_unix_ms
-                else:
-                    updated_unix_ms = int(self._clock() * 1000)
-                prepared = await self._prepare(collection, document, present)
-                stored = StoredDocument(
-                    document,
-                    content_hash,
-                    prepared.recipe,
-                    len(prepared.chunks),
-                    updated_unix_ms,
-                )
-                change = await run(self._writer, self._write, collection, stored, prepared)
-                if change is not None:
-                    return UpsertResult(stored, changed=True, removed_texts=change.removed_texts)
+            return await self._put(collection, document, content_hash)
 
     async def delete(self, collection: str, document_id: str) -> tuple[str, ...]:
         """Delete a document; returns chunk texts now gone from the collection. Raises NotFound."""
@@ -286,7 +267,7 @@ class KnowledgeBase:
         give: Callable[[SearchStage], None],
         cancelled: threading.Event,
     ) -> None:
-        window = self._window(collection.settings)
+        window = self._defaults.window_of(collection.settings)
         known: dict[int, Neighbourhood] = {}
         began = time.perf_counter()
         with collection.lock.reading():
@@ -309,6 +290,24 @@ class KnowledgeBase:
                 )
 
     # Writing
+
+    async def _put(self, collection: str, document: Document, content_hash: str) -> UpsertResult:
+        """Upsert under the document's lock."""
+        while True:
+            # Read in the writer thread: a write whose caller went away may still be running.
+            present = await run(self._writer, self._store.get, collection, document.id)
+            updated_unix_ms = int(self._clock() * 1000)
+            if present is not None and present.content_hash == content_hash:
+                if present.recipe == self._recipe(collection):
+                    return UpsertResult(present, changed=False, removed_texts=())
+                updated_unix_ms = present.updated_unix_ms
+            prepared = await self._prepare(collection, document, present)
+            stored = StoredDocument(
+                document, content_hash, prepared.recipe, len(prepared.chunks), updated_unix_ms
+            )
+            change = await run(self._writer, self._write, collection, stored, prepared)
+            if change is not None:
+                return UpsertResult(stored, changed=True, removed_texts=change.removed_texts)
 
     async def _prepare(
         self, collection: str, document: Document, present: StoredDocument | None
@@ -364,13 +363,15 @@ class KnowledgeBase:
         if stale:
             log.info("collection %s: making %d documents anew", name, len(stale))
         for document_id in stale:
-            present = await run(self._readers, self._store.get, name, document_id)
-            if present is None:
-                continue
-            try:
-                await self._make_anew(name, present.document.id)
-            except InvalidInput as error:
-                log.error("document %r of collection %s stays as it was: %s", document_id, name, error)
+            async with self._document_lock(name, document_id):
+                present = await run(self._writer, self._store.get, name, document_id)
+                if present is None:
+                    continue
+                try:
+                    await self._put(name, present.document, present.content_hash)
+                except InvalidInput as error:
+                    # One document must not keep all others from being served.
+                    log.error("%s: document %r stays as it was: %s", name, document_id, error)
 
     # Small answers
 
@@ -388,23 +389,13 @@ class KnowledgeBase:
     def _document_lock(self, collection: str, document_id: str) -> asyncio.Lock:
         return self._document_locks.setdefault((collection, document_id), asyncio.Lock())
 
-    def _chunking(self, settings: CollectionSettings) -> Chunking:
-        return settings.chunking or self._defaults.chunking
-
-    def _window(self, settings: CollectionSettings) -> int:
-        return self._defaults.window if settings.window is None else settings.window
-
-    def _recipe(self, settings: CollectionSettings) -> Recipe:
-        chunking = self._chunking(settings)
-        return Recipe(
-            chunker=f"{CHUNKER_VERSION}:{chunking.size_tokens}:{chunking.overlap_tokens}"
-            f":{self._count_tokens.identity}",
-            embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}"
-            f":{self._embedder.dimension}",
-        )
+    def _recipe(self, collection: str) -> Recipe:
+        """What its documents are to be made by."""
+        settings = self._collections[collection].settings
+        return self._preparer.recipe(self._defaults.chunking_of(settings))
 
     def _built_index(self, name: str) -> StagedIndex:
-        rows, vectors = self._store.embeddings(name, self._recipe(CollectionSettings()).embedder)
+        rows, vectors = self._store.embeddings(name, self._recipe(name).embedder)
         if not len(rows):
             return self._empty_index()
         return StagedIndex(self._embedder.dimension, rows, vectors, self._probing)
@@ -413,18 +404,6 @@ class KnowledgeBase:
         dimension = self._embedder.dimension
         nothing = np.empty((0, dimension), np.float32)
         return StagedIndex(dimension, np.empty(0, np.int64), nothing, self._probing)
-
-
-def _threads(name: str, count: int) -> ThreadPoolExecutor:
-    # One query is too small to share between cores; more would only be in the embedder's way.
-    return ThreadPoolExecutor(count, name, initializer=lambda: faiss.omp_set_num_threads(1))
-
-
-async def run(
-    threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    call = functools.partial(function, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
 def _no_document(document_id: str, collection: str) -> NotFound:

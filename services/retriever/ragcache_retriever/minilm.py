@@ -10,11 +10,13 @@ import numpy as np
 from ragcache_retriever.embedder import Vectors, normalised
 from ragcache_retriever.priority_thread import PriorityThread
 
+_MAX_WORD_PIECES = 512
+
 
 class MiniLM:
     """all-MiniLM-L6-v2 in a thread of its own; threads: of torch inside one batch.
 
-    It reads the first 256 word pieces of a text and gives 384 dimensions.
+    It reads the first 512 word pieces of a text and gives 384 dimensions.
     """
 
     identity = "all-minilm-l6-v2"
@@ -52,9 +54,10 @@ class MiniLM:
         # slowest of them: 50 times slower than one thread.
         torch.set_num_threads(self._threads)
         logging.disable_progress_bar()
-        self._model = SentenceTransformer(
-            str(get_model_path()), device="cpu", local_files_only=True
-        )
+        model = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
+        # It is packaged to cut texts at 256, but has positions for 512, and finds more with them.
+        model.max_seq_length = _MAX_WORD_PIECES
+        self._model = model
 
     def _encode(self, texts: list[str]) -> Vectors:
         vectors = self._model.encode(

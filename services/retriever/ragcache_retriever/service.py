@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import unicodedata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -34,6 +34,7 @@ MAX_TITLE_CHARS = 1024
 MAX_METADATA_BYTES = 16 << 10
 MAX_QUERY_CHARS = 8192
 MAX_TOP_K = 1000
+MAX_REMOVED_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
@@ -79,7 +80,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         return pb.UpsertDocumentReply(
             document=_document_message(collection, result.stored, with_text=False),
             changed=result.changed,
-            removed_chunks=result.removed_texts,
+            removed_chunks=_within_a_message(result.removed_texts),
         )
 
     async def DeleteDocument(
@@ -89,7 +90,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         collection = checked_name("collection", request.collection)
         document_id = _checked_id("id", request.id)
         removed = await self._knowledge_base.delete(collection, document_id)
-        return pb.DeleteDocumentReply(removed_chunks=removed)
+        return pb.DeleteDocumentReply(removed_chunks=_within_a_message(removed))
 
     async def GetDocument(self, request: pb.GetDocumentRequest, context: Context) -> pb.Document:
         """A document with its text."""
@@ -269,6 +270,18 @@ def _document_message(collection: str, stored: StoredDocument, *, with_text: boo
         content_hash=stored.content_hash,
         updated_unix_ms=stored.updated_unix_ms,
     )
+
+
+def _within_a_message(texts: Sequence[str]) -> list[str]:
+    """As many texts as a reply may hold: with large overlaps, chunks outgrow their document."""
+    room = MAX_REMOVED_BYTES
+    held = []
+    for text in texts:
+        room -= len(text.encode())
+        if room < 0:
+            break
+        held.append(text)
+    return held
 
 
 def _stage_message(stage: SearchStage) -> pb.SearchStage:

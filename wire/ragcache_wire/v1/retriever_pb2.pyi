@@ -276,7 +276,9 @@ class UpsertDocumentReply(_message.Message):
 
     @_builtins.property
     def removed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Chunk texts that no longer occur in the collection: their chunk-caches are of no more use."""
+        """Chunk texts that no longer occur in the collection: their chunk-caches are of no more use.
+        No more of them than one message holds.
+        """
 
     def __init__(
         self,

@@ -1,0 +1,216 @@
+"""The main job in one run: answer questions from documents, cold and then out of the cache store.
+
+Makes a service handbook that the bundled model has never seen, starts the platform of
+``quickstart.yaml`` on this machine, ingests the handbook and asks three questions. Then the engine
+is restarted, which empties its own cache, and the same questions are asked again: their KV comes
+back from the cache store. Exits 0 if every answer was right, cited and the same both times.
+
+    python examples/demo.py            # then asks you, on a terminal
+    DEMO=once python examples/demo.py  # leaves after the table
+    DEMO_SEED=7 python examples/demo.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions  # noqa: E402
+
+from ragcache_cli.ask import Reply, ask, render_citations, render_timing  # noqa: E402
+from ragcache_cli.documents import select  # noqa: E402
+from ragcache_cli.gateway_client import GatewayClient  # noqa: E402
+from ragcache_cli.ingest import ingest  # noqa: E402
+from ragcache_cli.local_platform import LocalPlatform  # noqa: E402
+from ragcache_cli.progress import ProgressLines  # noqa: E402
+from ragcache_cli.signals import run_until_stopped  # noqa: E402
+from ragcache_operator.manifest import load_manifest  # noqa: E402
+from ragcache_wire.cachestore_client import AsyncCacheStoreClient  # noqa: E402
+
+DOCUMENTS = 200
+COLLECTION = "handbook"
+TOP_K = 8
+QUESTIONS = 3
+SAVE_TIMEOUT_S = 30.0
+WARM_UP = "Which services are there?"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question with its answer from an empty cache and its answer from a full store."""
+
+    question: Question
+    cold: Reply
+    warm: Reply
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the answers, or None."""
+        if said(self.cold) != self.question.answer:
+            return f"expected {self.question.answer!r}"
+        if said(self.warm) != said(self.cold):
+            return f"the warm answer differs: {said(self.warm)!r}"
+        cited = {citation["document_id"].removesuffix(".md") for citation in self.cold.citations}
+        if not cited.issuperset(self.question.supports):
+            return f"not cited: {', '.join(set(self.question.supports) - cited)}"
+        if not self.warm.cache.get("loaded_bytes"):
+            return "nothing was loaded from the store"
+        return None
+
+
+def said(reply: Reply) -> str:
+    """The answer without the white space around it."""
+    return reply.text.strip()
+
+
+def draw_questions(handbook: Handbook) -> list[Question]:
+    """A fact that stands beside its service's name, one that stands under "it", one in two steps.
+
+    The second is the hard one for a cache: the chunk that holds it means nothing without the chunk
+    before it.
+    """
+    drawn = sample_questions(handbook, 40, "held_out")
+    single = [question for question in drawn if question.kind == "single"]
+    return [
+        next(question for question in single if not question.needs_earlier_chunk),
+        next(question for question in single if question.needs_earlier_chunk),
+        next(question for question in drawn if question.kind == "two_step"),
+    ]
+
+
+async def ask_all(
+    gateway: GatewayClient, questions: Sequence[str], console: Console
+) -> list[Reply]:
+    """Ask one after another, after a question whose answer nobody reads.
+
+    That one pays for what a fresh engine does once; it neither reads nor fills the store.
+    """
+    await ask(gateway, WARM_UP, options(reuse="off"), None)
+    replies = []
+    for text in questions:
+        console.print(f"\n[bold]{text}[/bold]")
+        reply = await ask(gateway, text, options(), console)
+        for shown in (render_citations(reply), render_timing(reply)):
+            if shown is not None:
+                console.print(shown)
+        replies.append(reply)
+    return replies
+
+
+def options(**more: str) -> dict[str, object]:
+    """The ``ragcache`` extension of a request."""
+    return {"collection": COLLECTION, "top_k": TOP_K, **more}
+
+
+async def until_saved(address: str) -> None:
+    """Chunk-caches are saved behind the answers: wait until no more of them arrive."""
+    client = AsyncCacheStoreClient(address)
+    deadline = time.monotonic() + SAVE_TIMEOUT_S
+    before = -1
+    while time.monotonic() < deadline:
+        variants = (await client.stats()).variants
+        if variants == before and variants > 0:
+            break
+        before = variants
+        await asyncio.sleep(1.0)
+    await client.close()
+
+
+def report(asked: Sequence[Asked], console: Console) -> None:
+    """The table of times to first token."""
+    table = Table(title="Time to first token, ms (in brackets: the engine's part)")
+    table.add_column("question", overflow="fold", max_width=44)
+    table.add_column("answer", overflow="fold", max_width=28)
+    for column in ("cold", "from the store", "times sooner", "tokens loaded", "KB loaded"):
+        table.add_column(column, justify="right")
+    for one in asked:
+        cold, warm = one.cold.timing_ms["first_token"], one.warm.timing_ms["first_token"]
+        table.add_row(
+            one.question.text,
+            said(one.cold)
+            if one.problem is None
+            else f"[red]{said(one.cold)}: {one.problem}[/red]",
+            f"{cold:.0f} ({engine_ms(one.cold):.0f})",
+            f"{warm:.0f} ({engine_ms(one.warm):.0f})",
+            f"{cold / warm:.1f} ({engine_ms(one.cold) / engine_ms(one.warm):.1f})",
+            f"{one.warm.cache['loaded_tokens']:,} of {one.warm.cache['prompt_tokens']:,}",
+            f"{one.warm.cache['loaded_bytes'] / 1e3:,.0f}",
+        )
+    console.print()
+    console.print(table)
+
+
+def engine_ms(reply: Reply) -> float:
+    """Queue, load and prefill, as the engine recorded them."""
+    return sum(float(reply.timing_ms[step] or 0.0) for step in ("queue", "load", "prefill"))
+
+
+def write_pages(handbook: Handbook, folder: Path) -> None:
+    """One Markdown file a document."""
+    folder.mkdir()
+    for document in handbook.documents:
+        (folder / f"{document.id}.md").write_text(document.text + "\n", encoding="utf-8")
+
+
+async def run(handbook: Handbook, folder: Path, console: Console) -> int:
+    """The demo with its files in folder; returns the exit status."""
+    questions = draw_questions(handbook)
+    texts = [question.text for question in questions]
+    cache = load_manifest(ROOT / "examples" / "quickstart.yaml")
+    lines = ProgressLines(console)
+    async with (
+        LocalPlatform(cache, folder / "data", progress=lines.tell, gateway_port=0) as platform,
+        GatewayClient(platform.gateway_url) as gateway,
+    ):
+        started = time.monotonic()
+        done = await ingest(
+            gateway, COLLECTION, select([folder / "handbook"]).files, lambda _: None
+        )
+        console.print(f"{done.written} documents in {time.monotonic() - started:.0f} s")
+        console.rule("cold: every token of the prompt is computed")
+        cold = await ask_all(gateway, texts, console)
+        await until_saved(platform.address("cachestore", "grpc"))
+        console.rule("the engine is restarted, which empties its own cache")
+        await platform.restart("engine")
+        warm = await ask_all(gateway, texts, console)
+        asked = [Asked(*one) for one in zip(questions, cold, warm, strict=True)]
+        report(asked, console)
+        if console.is_terminal and os.environ.get("DEMO") != "once":
+            await converse(gateway, console)
+    return 1 if any(one.problem for one in asked) else 0
+
+
+async def converse(gateway: GatewayClient, console: Console) -> None:
+    """Let the person at the terminal ask; an empty line ends it."""
+    console.print("\nAsk about the services above; an empty line ends the demo.")
+    while text := (await asyncio.to_thread(input, "> ")).strip():
+        await ask_all(gateway, [text], console)
+
+
+def main() -> int:
+    """Entry point."""
+    console = Console(highlight=False, soft_wrap=True)
+    seed = int(os.environ.get("DEMO_SEED") or random.SystemRandom().randrange(1 << 32))
+    console.print(f"A handbook of {DOCUMENTS} services, made from seed {seed}")
+    handbook = make_handbook(seed, DOCUMENTS, "held_out")
+    with tempfile.TemporaryDirectory(prefix="ragcache-demo-") as name:
+        folder = Path(name)
+        write_pages(handbook, folder / "handbook")
+        return run_until_stopped(run(handbook, folder, console))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
