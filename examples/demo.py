@@ -131,26 +131,28 @@ async def until_saved(address: str) -> None:
 
 def report(asked: Sequence[Asked], console: Console) -> None:
     """The table of times to first token."""
-    table = Table(title="Time to first token, ms (in brackets: the engine's part)")
-    table.add_column("question", overflow="fold", max_width=44)
-    table.add_column("answer", overflow="fold", max_width=28)
-    for column in ("cold", "from the store", "times sooner", "tokens loaded", "KB loaded"):
+    table = Table(title="Milliseconds to the first token, cold and with KV from the cache store")
+    for column in ("", "cold", "warm", "sooner", "engine cold", "warm", "sooner", "loaded"):
         table.add_column(column, justify="right")
-    for one in asked:
+    for number, one in enumerate(asked, start=1):
         cold, warm = one.cold.timing_ms["first_token"], one.warm.timing_ms["first_token"]
+        engine_cold, engine_warm = engine_ms(one.cold), engine_ms(one.warm)
+        loaded, of = one.warm.cache["loaded_tokens"], one.warm.cache["prompt_tokens"]
         table.add_row(
-            one.question.text,
-            said(one.cold)
-            if one.problem is None
-            else f"[red]{said(one.cold)}: {one.problem}[/red]",
-            f"{cold:.0f} ({engine_ms(one.cold):.0f})",
-            f"{warm:.0f} ({engine_ms(one.warm):.0f})",
-            f"{cold / warm:.1f} ({engine_ms(one.cold) / engine_ms(one.warm):.1f})",
-            f"{one.warm.cache['loaded_tokens']:,} of {one.warm.cache['prompt_tokens']:,}",
-            f"{one.warm.cache['loaded_bytes'] / 1e3:,.0f}",
+            str(number),
+            f"{cold:.0f}",
+            f"{warm:.0f}",
+            f"{cold / warm:.1f} x",
+            f"{engine_cold:.0f}",
+            f"{engine_warm:.0f}",
+            f"{engine_cold / engine_warm:.1f} x",
+            f"{loaded:,} of {of:,} tokens, {one.warm.cache['loaded_bytes'] / 1e6:.1f} MB",
         )
     console.print()
     console.print(table)
+    for number, one in enumerate(asked, start=1):
+        verdict = "[green]right[/green]" if one.problem is None else f"[red]{one.problem}[/red]"
+        console.print(f"{number}  {one.question.text}  {said(one.cold)}  {verdict}")
 
 
 def engine_ms(reply: Reply) -> float:

@@ -86,6 +86,7 @@ async def opened(
 class Served:
     """A store behind a real gRPC server. stub: for calls that the client does not make."""
 
+    service: CacheStoreService
     store: Store
     client: CacheStoreClient
     stub: cachestore_pb2_grpc.CacheStoreStub
@@ -101,29 +102,27 @@ def serving(
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
 
-    async def start() -> tuple[Store, GrpcServer]:
+    async def start() -> tuple[Store, CacheStoreService, GrpcServer]:
         store = Store(Disk(folder), memory_bytes, disk_bytes)
         service = CacheStoreService(store)
-        server = GrpcServer(
-            "127.0.0.1:0",
-            [SERVICE],
-            lambda s: cachestore_pb2_grpc.add_CacheStoreServicer_to_server(service, s),
-        )
+        server = GrpcServer("127.0.0.1:0", [SERVICE], service.register)
         await server.start()
         await server.set_ready()
-        return store, server
+        return store, service, server
 
     async def stop(store: Store, server: GrpcServer) -> None:
         await server.stop()
         await store.close()
 
     try:
-        store, server = asyncio.run_coroutine_threadsafe(start(), loop).result(TIMEOUT_S)
+        store, service, server = asyncio.run_coroutine_threadsafe(start(), loop).result(TIMEOUT_S)
         address = f"127.0.0.1:{server.port}"
         client = CacheStoreClient(address)
         channel = grpc.insecure_channel(address)
         try:
-            yield Served(store, client, cachestore_pb2_grpc.CacheStoreStub(channel), address)
+            yield Served(
+                service, store, client, cachestore_pb2_grpc.CacheStoreStub(channel), address
+            )
         finally:
             channel.close()
             client.close()

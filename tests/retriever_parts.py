@@ -58,6 +58,7 @@ def make_knowledge_base(
     embedder: WordEmbedder | None = None,
     defaults: Defaults = DEFAULTS,
     probing: Probing | None = None,
+    now: float = 1_700_000_000.0,
 ) -> KnowledgeBase:
     return KnowledgeBase(
         DocumentStore(folder),
@@ -66,7 +67,7 @@ def make_knowledge_base(
         defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
         probing=probing,
-        clock=lambda: 1_700_000_000.0,
+        clock=lambda: now,
     )
 
 

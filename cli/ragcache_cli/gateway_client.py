@@ -28,6 +28,14 @@ class Refused(RagCacheError):
         self.status = status
 
 
+class TryLater(Refused):
+    """The gateway cannot do it now: it is busy, or a part behind it is away."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(status, message)
+        self.retry_after_s = retry_after_s
+
+
 class GatewayClient:
     """Calls to one gateway. Every call raises Refused, or Unavailable when none answers.
 
@@ -91,7 +99,8 @@ class GatewayClient:
                         continue
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise Unavailable("gateway", str(chunk["error"]["message"]))
+                        message = str(chunk["error"]["message"])
+                        raise TryLater(httpx.codes.SERVICE_UNAVAILABLE, message)
                     yield chunk
             finally:
                 await reply.aclose()
@@ -120,7 +129,7 @@ class GatewayClient:
             raise Unavailable("gateway", problem) from error
 
 
-def _refusal(reply: httpx.Response) -> RagCacheError:
+def _refusal(reply: httpx.Response) -> Refused:
     """The error that a reply stands for."""
     try:
         message = str(reply.json()["error"]["message"])
@@ -129,5 +138,5 @@ def _refusal(reply: httpx.Response) -> RagCacheError:
     retry_after = reply.headers.get("Retry-After", "")
     if reply.status_code in {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}:
         seconds = float(retry_after) if retry_after.isdecimal() else 1.0
-        return Unavailable("gateway", message, retry_after_s=seconds)
+        return TryLater(reply.status_code, message, seconds)
     return Refused(reply.status_code, message)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragcache_cli.documents import DocumentFile, read_text
-from ragcache_cli.gateway_client import GatewayClient, Refused
-from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_cli.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_core.errors import InvalidInput, RagCacheError
 
 CONCURRENCY = 4
 """Documents under way at once: enough that reading, sending and embedding overlap."""
@@ -34,7 +34,8 @@ async def ingest(
     """Write files into the collection, which is created if missing.
 
     on_done: called after each file, whatever became of it. A file that is refused does not stop
-    the others. Raises Unavailable when the gateway stays away, Refused for the collection itself.
+    the others. Raises Unavailable when the gateway goes away, TryLater when it or a part stays
+    busy, Refused for the collection itself.
     """
     if not await gateway.has_collection(collection):
         await gateway.put_collection(collection)
@@ -49,6 +50,8 @@ async def ingest(
                 changed.append(await _write(gateway, collection, file))
             except InvalidInput as error:
                 refused.append(error)
+            except TryLater:
+                raise
             except Refused as error:
                 refused.append(RagCacheError(f"{file.path}: {error}"))
             on_done(file)
@@ -72,7 +75,7 @@ async def _write(gateway: GatewayClient, collection: str, file: DocumentFile) ->
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return await gateway.put_document(document)
-        except Unavailable as error:
+        except TryLater as error:
             if attempt == _ATTEMPTS:
                 raise
             await asyncio.sleep(error.retry_after_s)

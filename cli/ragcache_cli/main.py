@@ -24,7 +24,7 @@ from ragcache_cli import up as running
 from ragcache_cli.ask import Reply, ask, render_citations, render_timing
 from ragcache_cli.console import make_console
 from ragcache_cli.documents import Selection, select
-from ragcache_cli.gateway_client import GatewayClient, Refused
+from ragcache_cli.gateway_client import GatewayClient, Refused, TryLater
 from ragcache_cli.ingest import Ingested, ingest
 from ragcache_cli.render import render_yaml
 from ragcache_cli.signals import run_until_stopped
@@ -47,10 +47,7 @@ class _ErrorEdge(TyperGroup):
         except RagCacheError as error:
             for problem in getattr(error, "problems", (error,)):
                 print(f"ragcache: {problem}", file=sys.stderr)
-            is_mistake = isinstance(error, InvalidInput | NotFound) or (
-                isinstance(error, Refused) and error.status < 500
-            )
-            raise typer.Exit(MISTAKE if is_mistake else FAILED) from error
+            raise typer.Exit(MISTAKE if _is_mistake(error) else FAILED) from error
 
 
 app = typer.Typer(
@@ -111,7 +108,11 @@ def status(data: DataOption = None) -> None:
     _, record = find_data(data)
     console = make_console()
     alive = record.supervisor_lives
-    phase = record.phase if alive else "its supervisor is gone; clean up with `ragcache down`"
+    phase = record.phase
+    if not alive:
+        phase = "its supervisor is gone; clean up with `ragcache down`"
+    elif any(part.phase != "ready" for part in record.parts):
+        phase = "not ready"
     console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
     console.print(parts_table(record, time.time()))
     problem = asyncio.run(_ready_problem(record.gateway_url))
@@ -205,6 +206,13 @@ def doctor(
 def main() -> None:
     """Entry point of the command."""
     app()
+
+
+def _is_mistake(error: RagCacheError) -> bool:
+    """Whether the user can mend it by writing something else."""
+    if isinstance(error, Refused):
+        return error.status < 500 and not isinstance(error, TryLater)
+    return isinstance(error, InvalidInput | NotFound)
 
 
 def _smallest() -> RagCache:

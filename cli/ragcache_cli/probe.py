@@ -36,8 +36,17 @@ class Prober:
         except httpx.HTTPError:
             return "not listening"
         if reply.status_code >= 400:
-            return f"{check.target} says {reply.status_code}: {' '.join(reply.text.split())[:200]}"
+            return _reason(reply)
         return None
+
+
+def _reason(reply: httpx.Response) -> str:
+    """Why a part said no: the message of our own error bodies, else what it wrote."""
+    try:
+        reason = str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        reason = f"status {reply.status_code}: {reply.text}"
+    return " ".join(reason.split())[:200]
 
 
 async def _ask_grpc(check: Check) -> str | None:

@@ -217,8 +217,7 @@ def test_ingest_tries_again_while_a_part_starts(gateway: FakeGateway, handbook: 
     gateway.busy = 100
     result = ragcache("ingest", handbook)
     assert result.exit_code == 1
-    assert result.stderr.startswith("ragcache: the gateway is unavailable: the retriever")
-    assert result.stderr.count("\n") == 1
+    assert result.stderr == "ragcache: the retriever is unavailable: it starts\n"
 
 
 @pytest.mark.usefixtures("gateway")

@@ -8,20 +8,29 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import httpx
 import psutil
 import pytest
 
 from ragcache_cli import keeper, local_platform
+from ragcache_cli.keeper import Keeper
 from ragcache_cli.local_platform import LocalPlatform, PartEvent, PartFailed
+from ragcache_cli.part import Check, Part
+from ragcache_cli.ports import free_ports
+from ragcache_cli.probe import Prober
 from ragcache_cli.state_file import PlatformRecord, find_data, read_record
-from ragcache_cli.supervision import Phase, RestartPolicy
+from ragcache_cli.supervision import PartState, Phase, RestartPolicy
 from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_operator.builders.site import Address
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCache
+from tests import cli_parts
 from tests.cli_parts import stand_ins
 
 QUICK = RestartPolicy(first_wait_s=0.01, longest_wait_s=0.1)
@@ -255,3 +264,95 @@ asyncio.run(main())
     assert living(pids) == pids
     async with platform_of(cache, data):
         assert living(pids) == []
+
+
+def part(tmp_path: Path, habit: str = "") -> Part:
+    """A part whose probes lose patience soon."""
+    address = Address("127.0.0.1", next(free_ports(Random())))
+    script = Path(cli_parts.__file__)
+    check = Check("http", address, "/", period_s=0.05, timeout_s=0.3, failures=2)
+    return Part(
+        name="part",
+        component="part",
+        command=(sys.executable, str(script), "http", str(address.port), habit),
+        env={},
+        ports={"http": address},
+        startup=replace(check, failures=600),
+        readiness=check,
+        liveness=check,
+        grace_s=0.2,
+        after=frozenset(),
+    )
+
+
+@asynccontextmanager
+async def kept(part: Part, folder: Path) -> AsyncIterator[tuple[Keeper, asyncio.Queue[PartState]]]:
+    """A keeper at work, and the states it goes through."""
+    states: asyncio.Queue[PartState] = asyncio.Queue()
+    prober = Prober()
+    keeper_ = Keeper(
+        part,
+        folder,
+        folder / "log",
+        prober=prober,
+        policy=QUICK,
+        on_change=lambda k: states.put_nowait(k.state),
+    )
+    task = asyncio.create_task(keeper_.run())
+    try:
+        yield keeper_, states
+    finally:
+        keeper_.stop()
+        await task
+        await prober.close()
+
+
+async def until(states: asyncio.Queue[PartState], phase: Phase) -> PartState:
+    while (state := await states.get()).phase is not phase:
+        pass
+    return state
+
+
+async def test_a_part_that_stops_answering_is_restarted(tmp_path: Path) -> None:
+    async with kept(part(tmp_path), tmp_path) as (keeper_, states):
+        await until(states, Phase.READY)
+        assert keeper_.child is not None
+        first = keeper_.child.pid
+        os.kill(first, signal.SIGSTOP)
+        dead = await until(states, Phase.BACKOFF)
+        assert dead.cause == "stopped answering: no answer within 0.3 s"
+        assert not living([first])
+        await until(states, Phase.READY)
+
+
+async def test_a_part_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    deaf = part(tmp_path, "never-ready")
+    deaf = replace(deaf, startup=replace(deaf.startup, failures=2))
+    async with kept(deaf, tmp_path) as (_, states):
+        failed = await until(states, Phase.FAILED)
+        assert failed.cause == "did not start: not listening"
+        assert failed.deaths == QUICK.give_up_after
+
+
+async def test_a_command_that_is_not_there_is_given_up(tmp_path: Path) -> None:
+    missing = replace(part(tmp_path), command=(str(tmp_path / "missing"),))
+    async with kept(missing, tmp_path) as (_, states):
+        failed = await until(states, Phase.FAILED)
+        assert failed.cause.startswith("cannot be started: [Errno 2]")
+
+
+async def test_our_own_variables_are_not_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_MODEL", "stray")
+    monkeypatch.setenv("RAGCACHE_EMBEDDER_API_KEY", "secret")
+    shows = ("/usr/bin/env",)
+    async with kept(replace(part(tmp_path), command=shows, env={"A": "b"}), tmp_path) as (
+        _,
+        states,
+    ):
+        await until(states, Phase.FAILED)
+    shown = (tmp_path / "log").read_text().splitlines()
+    assert "RAGCACHE_EMBEDDER_API_KEY=secret" in shown
+    assert "A=b" in shown
+    assert not any(line.startswith("RAGCACHE_MODEL") for line in shown)

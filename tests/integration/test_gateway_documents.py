@@ -171,6 +171,14 @@ async def test_a_large_body_is_413_and_its_sender_gets_to_know(
     assert (error["param"], error["code"]) == ("body", "too_large")
 
 
+async def test_all_bodies_together_are_bounded(tiny_model: Path) -> None:
+    async with world(tiny_model, bodies_max_bytes=MIB) as gateway:
+        for _ in range(2):
+            assert (await put(gateway, text="x" * MIB)).status_code == 429
+        for n in range(4):
+            assert (await put(gateway, text=f"{n}" * (MIB // 2))).status_code == 200
+
+
 async def test_a_body_that_never_ends_is_given_up(tiny_model: Path) -> None:
     async with world(tiny_model, body_timeout_s=0.1) as gateway:
         url = httpx.URL(gateway.base_url)

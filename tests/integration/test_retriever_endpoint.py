@@ -132,6 +132,17 @@ async def test_a_refusal_at_start_is_the_operators_to_mend(
     assert server.requests[0][1] == "Bearer secret"
 
 
+@pytest.mark.parametrize(("urgent", "field"), [(True, "query"), (False, "document.text")])
+async def test_a_text_that_is_refused_is_the_callers_to_mend(
+    server: Server, endpoint: EmbeddingEndpoint, urgent: bool, field: str
+) -> None:
+    await endpoint.start()
+    server.answers = [lambda _: (400, {"error": "too many tokens"})]
+    with pytest.raises(InvalidInput, match="too many tokens") as caught:
+        await endpoint.embed(["a"], urgent=urgent)
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize(
     "reply",
     [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_core.errors import Unavailable
+from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.collection import Chunking, Defaults
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.retriever_parts import WordEmbedder, counter_of, make_knowledge_base, serving
@@ -43,8 +43,11 @@ async def test_a_restart_loses_nothing_and_embeds_nothing(tmp_path: Path, tiny_m
 async def test_another_embedder_embeds_everything_anew(tmp_path: Path, tiny_model: Path) -> None:
     before, _ = await ingest(tmp_path, tiny_model)
     embedder = WordEmbedder(identity="other", dimension=32)
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    counter = counter_of(tiny_model)
+    knowledge_base = make_knowledge_base(tmp_path, counter, embedder=embedder, now=1_800_000_000)
     async with serving(knowledge_base) as client:
+        # Its owner changed nothing.
+        assert (await client.get_document("default", "d")).updated_unix_ms == 1_700_000_000_000
         assert len(embedder.embedded) == before.chunks
         stages = [stage async for stage in client.search("default", "part number 5", 100)]
         assert len(stages[-1].hits) == before.chunks
@@ -118,3 +121,29 @@ async def test_a_load_that_failed_can_be_repeated(tmp_path: Path, tiny_model: Pa
     async with serving(knowledge_base) as client:
         stages = [stage async for stage in client.search("default", "part", 100)]
         assert len(stages[-1].hits) == before.chunks
+
+
+class PickyEmbedder(WordEmbedder):
+    """Takes no text about volcanoes."""
+
+    async def embed(self, texts, *, urgent):  # type: ignore[no-untyped-def]
+        if any("volcano" in text for text in texts):
+            raise InvalidInput("document.text", "the embedder refuses it", "send another")
+        return await super().embed(texts, urgent=urgent)
+
+
+async def test_a_document_that_a_new_embedder_refuses_stops_no_other(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    counter = counter_of(tiny_model)
+    async with serving(make_knowledge_base(tmp_path, counter)) as client:
+        for name in ("billing", "volcano", "zebra"):
+            text = f"All about the {name}."
+            await client.upsert_document(pb.Document(collection="default", id=name, text=text))
+    embedder = PickyEmbedder(identity="picky")
+    async with serving(make_knowledge_base(tmp_path, counter, embedder=embedder)) as client:
+        stages = [stage async for stage in client.search("default", "all about", 10)]
+        assert sorted(hit.chunk.document_id for hit in stages[-1].hits) == ["billing", "zebra"]
+        assert (await client.get_document("default", "volcano")).text == "All about the volcano."
+        reply = await client.delete_document("default", "volcano")
+        assert list(reply.removed_chunks) == ["All about the volcano."]

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge
+from ragcache_retriever import service
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.retriever_parts import counter_of, make_knowledge_base, serving
@@ -104,6 +105,17 @@ async def test_a_deleted_document_is_gone(client: RetrieverClient) -> None:
         with pytest.raises(NotFound) as caught:
             await call
         assert (caught.value.kind, caught.value.name) == ("document", "a")
+
+
+async def test_a_reply_names_no_more_removed_chunks_than_it_can_hold(
+    client: RetrieverClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await client.upsert_document(document("a", service_page("a", "north")))
+    assert reply.document.num_chunks > 1
+    first = (await search(client, "a north", 1))[-1].hits[0].chunk.text
+    monkeypatch.setattr(service, "MAX_REMOVED_BYTES", len(first) + 1)
+    deleted = await client.delete_document("default", "a")
+    assert list(deleted.removed_chunks) == [first]
 
 
 async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:

@@ -31,7 +31,9 @@ class FakeStore:
         self.stored: dict[VariantKey, VariantInfo] = {}
         self.outage: Exception | None = None
 
-    def lookup(self, keys: Sequence[VariantKey], timeout_s: float) -> dict[VariantKey, VariantInfo]:
+    def lookup(
+        self, keys: Sequence[VariantKey], timeout_s: float = 1.0
+    ) -> dict[VariantKey, VariantInfo]:
         if self.outage is not None:
             raise self.outage
         return {key: self.stored[key] for key in keys if key in self.stored}

@@ -117,7 +117,16 @@ def test_sampling_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) ->
 
 
 def test_null_means_left_out() -> None:
-    names = ("temperature", "stop", "seed", "max_tokens", "stream_options", "ragcache", "n")
+    names = (
+        *REFUSED,
+        "temperature",
+        "stop",
+        "seed",
+        "max_tokens",
+        "stream_options",
+        "ragcache",
+        "n",
+    )
     assert body_of(read(**dict.fromkeys(names))) == body_of(read())
 
 
@@ -143,6 +152,15 @@ def test_a_conversation_comes_apart() -> None:
         ("assistant", "Bonjour"),
     ]
     assert conversation.question == "Where\nWhere"
+
+
+def test_an_answer_can_be_sent_back_as_history() -> None:
+    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    answer = {"role": "assistant", "content": "eu-north", **empty}
+    ask = {"role": "user", "content": "Why?"}
+    assert len(read(messages=[ask, answer, ask]).messages) == 3
+    with pytest.raises(InvalidInput, match=r"messages\[0\]\.tool_calls"):
+        read(messages=[{**answer, "tool_calls": [{"id": "1"}]}, ask])
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,26 @@
 """Typed clients of the cache store: blocking for the engine's threads, async for services.
 
-A miss is a value (None); an outage is the exception Unavailable.
+A miss is a value (None); an outage is the exception Unavailable. Nothing is tried twice: whoever
+asks has something better to do with the time, which is to compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
 
+from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import ChunkKey, VariantKey
 from ragcache_core.reuse import Provenance, VariantInfo
 from ragcache_wire.channel import OPTIONS, PART_BYTES
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
+from ragcache_wire.value_part import data_of, encode_data
 
 PART = "cachestore"
 LOOKUP_TIMEOUT_S = 1.0
@@ -54,6 +58,13 @@ class CacheStoreClient:
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
+        # Calls that carry values bypass the generated messages (value_part).
+        self._get = self._channel.unary_stream(
+            "/ragcache.v1.CacheStore/Get", pb.GetRequest.SerializeToString, None
+        )
+        self._put = self._channel.stream_unary(
+            "/ragcache.v1.CacheStore/Put", None, pb.PutReply.FromString
+        )
 
     def close(self) -> None:
         """Close the channel."""
@@ -80,22 +91,24 @@ class CacheStoreClient:
         """Values in the order of keys, each as soon as it is whole; None for a miss.
 
         Raises Unavailable when the store goes away or timeout_s ends before the last value.
+        A caller that stops early ends the call.
         """
         request = pb.GetRequest(keys=map(to_key_message, keys))
+        call: Any = self._get(request, timeout=timeout_s)
         try:
-            header: pb.GetHeader | None = None
-            value = bytearray()
-            for part in self._stub.Get(request, timeout=timeout_s):
-                if part.WhichOneof("part") == "header":
-                    if header is not None:
-                        yield _stored(keys, header, value)
-                    header, value = part.header, bytearray()
+            value = _Arriving(pb.GetHeader())
+            for message in call:
+                data = data_of(message)
+                if data is None:
+                    value = _Arriving(pb.GetPart.FromString(message).header)
                 else:
-                    value += part.data
-            if header is not None:
-                yield _stored(keys, header, value)
+                    value.add(data)
+                if value.complete:
+                    yield keys[value.index], value.stored()
         except grpc.RpcError as error:
             raise from_rpc_error(PART, error) from error
+        finally:
+            call.cancel()
 
     def put(
         self,
@@ -109,9 +122,10 @@ class CacheStoreClient:
         """Store a value; False if it was there already. Raises Unavailable, InvalidInput."""
         parts = _put_parts(key, info, value, checksum, value_format)
         try:
-            return self._stub.Put(parts, timeout=timeout_s).stored
+            reply: pb.PutReply = self._put(parts, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(PART, error) from error
+        return reply.stored
 
     def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
         """Counters and sizes. Raises Unavailable."""
@@ -152,7 +166,7 @@ class AsyncCacheStoreClient:
 
 def _put_parts(
     key: VariantKey, info: VariantInfo, value: memoryview, checksum: int, value_format: int
-) -> Iterator[pb.PutPart]:
+) -> Iterator[bytes]:
     header = pb.PutHeader(
         key=to_key_message(key),
         info=pb.VariantInfo(
@@ -164,15 +178,37 @@ def _put_parts(
             format=value_format,
         ),
     )
-    yield pb.PutPart(header=header)
+    yield pb.PutPart(header=header).SerializeToString()
     for start in range(0, len(value), PART_BYTES):
-        yield pb.PutPart(data=bytes(value[start : start + PART_BYTES]))
+        yield encode_data(value[start : start + PART_BYTES])
 
 
-def _stored(
-    keys: Sequence[VariantKey], header: pb.GetHeader, value: bytearray
-) -> tuple[VariantKey, StoredValue | None]:
-    key = keys[header.index]
-    if header.miss != pb.MISS_UNSPECIFIED:
-        return key, None
-    return key, StoredValue(to_info(header.info), header.info.checksum, header.info.format, value)
+class _Arriving:
+    """A value on its way in, written where it will stay."""
+
+    def __init__(self, header: pb.GetHeader) -> None:
+        self.index = header.index
+        self._missing = header.miss != pb.MISS_UNSPECIFIED
+        self._info = header.info
+        self._value = bytearray(header.info.num_bytes)
+        self._received = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more is to come: the value is whole, or there is none."""
+        return self._received == len(self._value)
+
+    def add(self, data: memoryview) -> None:
+        """Append a piece. Raises RagCacheError if that is more than was announced."""
+        end = self._received + len(data)
+        if end > len(self._value):
+            raise RagCacheError(f"the {PART} sent more than it announced")
+        self._value[self._received : end] = data
+        self._received = end
+
+    def stored(self) -> StoredValue | None:
+        """The value; None for a miss."""
+        if self._missing:
+            return None
+        info = self._info
+        return StoredValue(to_info(info), info.checksum, info.format, self._value)

@@ -14,7 +14,6 @@ from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.server import GrpcServer, until_stopped
-from ragcache_wire.v1 import cachestore_pb2_grpc
 
 log = logging.getLogger("ragcache_cachestore")
 
@@ -42,11 +41,7 @@ async def serve(config: Config) -> None:
 
 def _listen(listen: str, service: CacheStoreService) -> GrpcServer:
     try:
-        return GrpcServer(
-            listen,
-            [SERVICE],
-            lambda server: cachestore_pb2_grpc.add_CacheStoreServicer_to_server(service, server),
-        )
+        return GrpcServer(listen, [SERVICE], service.register)
     except RuntimeError as error:
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} is not free: {error}", "name another port"

@@ -40,7 +40,7 @@ class PieceCutter:
         self._pieces: list[bytes] = []
         self._rest = bytearray()
 
-    def add(self, part: bytes) -> None:
+    def add(self, part: bytes | memoryview) -> None:
         """Append part. Raises InvalidInput as soon as there is more than was announced."""
         self._received += len(part)
         if self._received > self._num_bytes:
@@ -50,7 +50,7 @@ class PieceCutter:
                 "send as many bytes as header.info.num_bytes says",
             )
         if len(part) == PIECE_BYTES and not self._rest:
-            self._pieces.append(part)
+            self._pieces.append(bytes(part))
             return
         self._rest += part
         while len(self._rest) >= PIECE_BYTES:

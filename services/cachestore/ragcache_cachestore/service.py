@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ragcache_cachestore.budget import Budget
 from ragcache_cachestore.entry import Entry
@@ -17,7 +18,7 @@ from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.reuse import Provenance, VariantInfo
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from ragcache_wire.v1 import cachestore_pb2_grpc
+from ragcache_wire.value_part import data_of, encode_data
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheStore"].full_name
 
@@ -29,51 +30,64 @@ GETS_BYTES = 2 * MAX_VALUE_BYTES
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class CacheStoreService(cachestore_pb2_grpc.CacheStoreServicer):
-    """ragcache.v1.CacheStore over a store."""
+class CacheStoreService:
+    """ragcache.v1.CacheStore over a store. gets: the bytes of values being sent."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._gets = Budget(GETS_BYTES)
+        self.gets = Budget(GETS_BYTES)
 
-    async def Put(  # noqa: N802  the name is the protocol's
-        self, request_iterator: AsyncIterator[pb.PutPart], context: Context
-    ) -> pb.PutReply:
-        """Store one value; see the proto."""
+    def register(self, server: grpc.aio.Server) -> None:
+        """Serve on server. As generated code would, but values pass as encoded messages."""
+        handlers = {
+            "Put": grpc.stream_unary_rpc_method_handler(
+                self._put, None, pb.PutReply.SerializeToString
+            ),
+            "Get": grpc.unary_stream_rpc_method_handler(self._get, pb.GetRequest.FromString),
+            "Lookup": grpc.unary_unary_rpc_method_handler(
+                self._lookup, pb.LookupRequest.FromString, pb.LookupReply.SerializeToString
+            ),
+            "Delete": grpc.unary_unary_rpc_method_handler(
+                self._delete, pb.DeleteRequest.FromString, pb.DeleteReply.SerializeToString
+            ),
+            "Stats": grpc.unary_unary_rpc_method_handler(
+                self._stats, pb.StatsRequest.FromString, pb.StatsReply.SerializeToString
+            ),
+        }
+        generic = grpc.method_handlers_generic_handler(SERVICE, handlers)
+        server.add_generic_rpc_handlers((generic,))
+
+    async def _put(self, request_iterator: AsyncIterator[bytes], context: Context) -> pb.PutReply:
+        """Store one value. The messages are encoded PutParts (value_part)."""
         _require_deadline(context)
-        first = await anext(aiter(request_iterator), pb.PutPart())
+        messages = aiter(request_iterator)
+        first = _part(await anext(messages, b""))
         if first.WhichOneof("part") != "header":
             raise InvalidInput("header", "is missing", "send it as the first message")
         key = _key("header.key", first.header.key)
         info = _info(first.header.info)
         if not self._store.wants(key, info):
             return pb.PutReply(stored=False)
-        message = first.header.info
-        with self._store.put(key, info, message.checksum, message.format) as arrival:
-            async for part in request_iterator:
-                if part.WhichOneof("part") != "data":
-                    raise InvalidInput("header", "came twice", "send it once, then data only")
-                arrival.add(part.data)
+        checksum, value_format = first.header.info.checksum, first.header.info.format
+        with self._store.put(key, info, checksum, value_format) as arrival:
+            async for message in messages:
+                arrival.add(_data(message))
             return pb.PutReply(stored=await arrival.finish())
 
-    async def Get(  # noqa: N802
-        self, request: pb.GetRequest, context: Context
-    ) -> AsyncIterator[pb.GetPart]:
-        """Stream values, reading each while the one before it is being sent."""
+    async def _get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:
+        """Stream values as encoded GetParts, reading each while the one before it is sent."""
         _require_deadline(context)
         keys = _keys("keys", request.keys)
         async with contextlib.aclosing(self._values(keys)) as values:
             index = 0
             async for found in values:
-                yield pb.GetPart(header=_header(index, found))
+                yield pb.GetPart(header=_header(index, found)).SerializeToString()
                 if isinstance(found, Found):
                     for piece in found.pieces:
-                        yield pb.GetPart(data=piece)
+                        yield encode_data(piece)
                 index += 1
 
-    async def Lookup(  # noqa: N802
-        self, request: pb.LookupRequest, context: Context
-    ) -> pb.LookupReply:
+    async def _lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
         """What is stored, without values."""
         reply = pb.LookupReply()
         for key in _keys("keys", request.keys):
@@ -85,18 +99,14 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServicer):
                 reply.entries.add(found=True, info=_info_message(entry), tier=tier)
         return reply
 
-    async def Delete(  # noqa: N802
-        self, request: pb.DeleteRequest, context: Context
-    ) -> pb.DeleteReply:
+    async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
         """Remove variants; gone from every later read, and for good, when the reply comes."""
         _check_count("chunks", len(request.chunks))
         chunks = [_chunk(f"chunks[{i}]", chunk) for i, chunk in enumerate(request.chunks)]
         variants = _keys("variants", request.variants)
         return pb.DeleteReply(removed=await self._store.delete(chunks, variants))
 
-    async def Stats(  # noqa: N802
-        self, request: pb.StatsRequest, context: Context
-    ) -> pb.StatsReply:
+    async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:
         """Sizes now, and what happened since the start."""
         index, memory, counters = self._store.index, self._store.memory, self._store.counters
         return pb.StatsReply(
@@ -121,10 +131,10 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServicer):
                 found, held_bytes = await ahead
                 ahead = next(fetches, None)
                 yield found
-                self._gets.give(held_bytes)
+                self.gets.give(held_bytes)
                 held_bytes = 0
         finally:
-            self._gets.give(held_bytes)
+            self.gets.give(held_bytes)
             if ahead is not None:
                 ahead.add_done_callback(self._give_back)
                 ahead.cancel()
@@ -133,22 +143,39 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServicer):
         """The value of key, and the bytes of the budget that it holds."""
         held = self._store.lookup(key)
         held_bytes = 0 if held is None else held[0].info.num_bytes
-        await self._gets.take(held_bytes)
+        await self.gets.take(held_bytes)
         try:
             return await self._store.get(key), held_bytes
         except BaseException:
-            self._gets.give(held_bytes)
+            self.gets.give(held_bytes)
             raise
 
     def _give_back(self, fetch: asyncio.Task[tuple[Found | Missing, int]]) -> None:
         if not fetch.cancelled() and fetch.exception() is None:
-            self._gets.give(fetch.result()[1])
+            self.gets.give(fetch.result()[1])
 
 
 def _require_deadline(context: Context) -> None:
     # Values in transit hold memory; without an end to the call a stuck peer would hold it for good.
     if context.time_remaining() is None:
         raise InvalidInput("deadline", "is missing", "give calls that carry values a deadline")
+
+
+def _data(message: bytes) -> bytes | memoryview:
+    """The data of an encoded PutPart."""
+    if (data := data_of(message)) is not None:
+        return data
+    part = _part(message)
+    if part.WhichOneof("part") != "data":
+        raise InvalidInput("header", "came twice", "send it once, then data only")
+    return part.data
+
+
+def _part(message: bytes) -> pb.PutPart:
+    try:
+        return pb.PutPart.FromString(message)
+    except DecodeError as error:
+        raise InvalidInput("message", "is no PutPart", "send what the proto says") from error
 
 
 def _header(index: int, found: Found | Missing) -> pb.GetHeader:

@@ -79,7 +79,7 @@ class Store:
         self.index = Index(disk_bytes)
         self.memory = MemoryTier(memory_bytes)
         self._disk = disk
-        self._puts = Budget(puts_bytes)
+        self.puts = Budget(puts_bytes)
         self._writer = GroupWriter(disk.sync)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._arriving: set[Arrival] = set()
@@ -137,7 +137,7 @@ class Store:
                 f"{info.num_bytes} is more than the whole store holds",
                 f"send at most {self.index.capacity_bytes} bytes or raise RAGCACHE_DISK_BYTES",
             )
-        if not self._puts.try_take(info.num_bytes):
+        if not self.puts.try_take(info.num_bytes):
             raise Unavailable("cachestore", "too many values are arriving at once")
         entry = Entry(self._next_slot, info, value_checksum, value_format)
         self._next_slot += 1
@@ -206,7 +206,7 @@ class Store:
 
     def _leave(self, arrival: Arrival) -> None:
         self._arriving.remove(arrival)
-        self._puts.give(arrival.entry.info.num_bytes)
+        self.puts.give(arrival.entry.info.num_bytes)
 
     def _admit(self, key: VariantKey, entry: Entry) -> None:
         for victim, old in self.index.add(key, entry):
@@ -255,7 +255,7 @@ class Arrival:
         if not self.writing:
             self._store._leave(self)
 
-    def add(self, part: bytes) -> None:
+    def add(self, part: bytes | memoryview) -> None:
         """Append part of the value. Raises InvalidInput if it is longer than announced."""
         self._cutter.add(part)
 

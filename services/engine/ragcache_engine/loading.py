@@ -73,6 +73,8 @@ class Loader:
         self._deadline_s = deadline_s
         self._pool = ThreadPoolExecutor(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
+        # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
+        self._pool.submit(lambda: list(client.get((), deadline_s)))
 
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""

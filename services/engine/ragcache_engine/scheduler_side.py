@@ -67,6 +67,8 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadJob] = []
+        # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
+        self._pool.submit(client.lookup, ())
 
     # The life of a request, in the order of vLLM's calls.
 

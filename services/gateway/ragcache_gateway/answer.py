@@ -82,6 +82,7 @@ class Answer:
         self._engine = engine
         self._records = records
         self._metrics = metrics
+        metrics.first_token.observe(self._first_token_s)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come. Raises Unavailable."""

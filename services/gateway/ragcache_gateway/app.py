@@ -49,7 +49,12 @@ def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAP
     for router in (chat_routes.router, document_routes.router, status_routes.router):
         app.include_router(router)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.body_max_bytes, timeout_s=config.body_timeout_s)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.body_max_bytes,
+        total_bytes=config.bodies_max_bytes,
+        timeout_s=config.body_timeout_s,
+    )
     app.add_middleware(InFlightLimit, most=config.max_in_flight, metrics=metrics)
     app.add_middleware(Observed, metrics=metrics)
     _translate_errors(app, metrics)

@@ -27,23 +27,23 @@ DROPPED = frozenset(
 """Fields that are taken and forgotten."""
 
 REFUSED: dict[str, tuple[object, ...]] = {
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
-    "top_logprobs": (None, 0),
-    "verbosity": (None,),
-    "web_search_options": (None,),
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
 }
 """OpenAI's fields that would change the answer and are not served, with the values that ask for
-nothing."""
+nothing; null asks for nothing anywhere."""
 
 
 class TextPart(BaseModel):
@@ -86,7 +86,15 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: Text | None = Field(default=None, description="Taken and forgotten.")
-    refusal: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        # An answer sent back as history brings its empty fields along (refusal, tool_calls, ...).
+        known = cls.model_fields
+        return {k: v for k, v in value.items() if k in known or v not in (None, [], {})}
 
     def text(self) -> str:
         """The content as one text."""
@@ -186,15 +194,13 @@ def screen_fields(body: dict[str, Any]) -> dict[str, Any]:
     """The body without what is dropped. Raises InvalidInput for what is refused."""
     kept = {}
     for name, value in body.items():
-        if name in DROPPED:
+        if value is None or name in DROPPED:
             continue
         if name in REFUSED:
             if value not in REFUSED[name]:
                 raise InvalidInput(name, "is not supported", "leave it out")
             continue
         kept[name] = value
-    if kept.get("ragcache", ()) is None:
-        del kept["ragcache"]
     return kept
 
 

@@ -39,8 +39,10 @@ class Config:
     log_level: int = logging.INFO
 
     max_in_flight: int = 128
-    """Requests under /v1 at once; the next is answered 429. Bounds memory with the next."""
+    """Requests under /v1 at once; one more is answered 429."""
     body_max_bytes: int = 8 << 20
+    bodies_max_bytes: int = 128 << 20
+    """Of all bodies held at once, which bounds memory; a body over it is answered 429."""
     body_timeout_s: float = 60.0
     """For the whole body of a request to arrive."""
     send_timeout_s: float = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.chat import Usage
 from ragcache_gateway.completion import PART, Piece, read_event, refusal
 from ragcache_gateway.config import Config
@@ -164,7 +164,7 @@ class Engine:
 
     def note_failure(self, error: RagCacheError) -> None:
         """Remember that the engine failed, until it answers again."""
-        self.failure = str(error)
+        self.failure = _describe(error)
 
     async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
         request = self._client.build_request("POST", "/v1/completions", json=body)
@@ -207,6 +207,6 @@ async def _beginning(response: httpx.Response) -> bytes:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, InvalidInput | Unavailable):
-        return str(error)
+    if isinstance(error, RagCacheError):
+        return str(error).removeprefix(f"the {PART} is unavailable: ")
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -96,39 +97,48 @@ class InFlightLimit:
 
 
 class BodyLimit:
-    """Refuses bodies over max_bytes while they arrive, and those that take over timeout_s."""
+    """Bounds what bodies take in memory and time, while they arrive.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    max_bytes: of one body. total_bytes: of all bodies held at once. timeout_s: for one to arrive.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, total_bytes: int, timeout_s: float) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+        self.free_bytes = total_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _BoundedBody(receive, self._max_bytes, self._timeout_s)
-        announced = _content_length(scope)
-        if announced > self._max_bytes:
-            if announced <= DRAIN_MAX_BYTES and not _expects_continue(scope):
-                await body.drain()
-            await response_to(body.too_large())(scope, receive, send)
-            return
-        await self._app(scope, body.receive, send)
+        body = _BoundedBody(self, receive)
+        try:
+            announced = _content_length(scope)
+            if announced > self.max_bytes:
+                if announced <= DRAIN_MAX_BYTES and not _expects_continue(scope):
+                    await body.drain()
+                await response_to(body.too_large())(scope, receive, send)
+                return
+            await self._app(scope, body.receive, send)
+        finally:
+            body.release()
 
 
 class _BoundedBody:
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    """One request's body; takes what it holds from its limit's free bytes."""
+
+    def __init__(self, limit: BodyLimit, receive: Receive) -> None:
+        self._limit = limit
         self._receive = receive
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
         self._deadline: float | None = None
         self._seen = 0
+        self._held = 0
         self._more = True
 
     async def receive(self) -> Message:
-        """The next message. Raises TooLarge or InvalidInput."""
+        """The next message. Raises TooLarge, TooBusy or InvalidInput."""
         if not self._more:
             return await self._receive()
         try:
@@ -136,31 +146,40 @@ class _BoundedBody:
         except TimeoutError:
             self._more = False
             raise InvalidInput(
-                "body", f"did not arrive within {self._timeout_s:g} s", "send it faster"
+                "body", f"did not arrive within {self._limit.timeout_s:g} s", "send it faster"
             ) from None
-        if self._seen > self._max_bytes:
+        if self._seen > self._limit.max_bytes:
             await self.drain()
             raise self.too_large()
+        size = len(message.get("body", b""))
+        if size > self._limit.free_bytes:
+            await self.drain()
+            raise TooBusy("too many large requests are in flight already; try again")
+        self._limit.free_bytes -= size
+        self._held += size
         return message
 
     async def drain(self) -> None:
         """Read what is left, up to a bound, and throw it away."""
-        try:
+        with contextlib.suppress(TimeoutError):
             while self._more and self._seen <= DRAIN_MAX_BYTES:
                 await self._next()
-        except TimeoutError:
-            pass
+
+    def release(self) -> None:
+        """Give back what was taken from the limit."""
+        self._limit.free_bytes += self._held
+        self._held = 0
 
     def too_large(self) -> TooLarge:
         """The error for a body over the bound."""
         return TooLarge(
-            "body", f"is over {self._max_bytes >> 20} MiB", "send less, or split the document"
+            "body", f"is over {self._limit.max_bytes >> 20} MiB", "send less, or split the document"
         )
 
     async def _next(self) -> Message:
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
-            self._deadline = now + self._timeout_s
+            self._deadline = now + self._limit.timeout_s
         async with asyncio.timeout_at(self._deadline):
             message = await self._receive()
         self._more = message["type"] == "http.request" and message.get("more_body", False)

@@ -371,7 +371,7 @@ class KnowledgeBase:
                     await self._put(name, present.document, present.content_hash)
                 except InvalidInput as error:
                     # One document must not keep all others from being served.
-                    log.error("%s: document %r stays as it was: %s", name, document_id, error)
+                    log.warning("%s: document %r stays as it was: %s", name, document_id, error)
 
     # Small answers
 

@@ -1,0 +1,197 @@
+"""Errors cross the wire as themselves, through a real server in process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.keys import VariantKey
+from ragcache_core.reuse import Provenance, VariantInfo
+from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.engine_client import RECORD_TIMEOUT_S, EngineClient
+from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import (
+    cachestore_pb2,
+    cachestore_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    retriever_pb2,
+    retriever_pb2_grpc,
+)
+
+ERRORS = [
+    InvalidInput("top_k", "is 0", "send 1 to 1000"),
+    InvalidInput("süß\n", "is “quoted”", "send ascii, or not"),
+    TooLarge("document.text", "has 9 MiB", "send at most 8 MiB"),
+    NotFound("document", "a/b", "list documents to see their ids"),
+    Unavailable("engine", "is starting"),
+]
+
+
+class FailingEngine(engine_pb2_grpc.EngineServicer):
+    """Raises what it is given; with nothing given, never answers."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    async def GetRequestRecord(self, request: Any, context: Any) -> engine_pb2.RequestRecord:  # noqa: N802
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(100 * RECORD_TIMEOUT_S)
+        return engine_pb2.RequestRecord()
+
+
+class FailingSearch(retriever_pb2_grpc.RetrieverServicer):
+    """Raises after one stage."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def Search(self, request: Any, context: Any) -> AsyncIterator[retriever_pb2.SearchStage]:  # type: ignore[override]  # noqa: N802
+        yield retriever_pb2.SearchStage(progress=0.5)
+        raise self._error
+
+
+class FailingStore(cachestore_pb2_grpc.CacheStoreServicer):
+    """Raises once it has read all of a put."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def Put(self, request_iterator: Any, context: Any) -> cachestore_pb2.PutReply:  # noqa: N802
+        async for _ in request_iterator:
+            pass
+        raise self._error
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer: object, register: Any, listen: str = "127.0.0.1:0") -> Any:
+    server = GrpcServer(listen, ["test"], lambda s: register(servicer, s))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def assert_same(raised: RagCacheError, error: RagCacheError) -> None:
+    assert type(raised) is type(error)
+    if isinstance(error, Unavailable):  # the part is the one that was called
+        assert str(error) in str(raised)
+    else:
+        assert str(raised) == str(error)
+        assert vars(raised) == vars(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+async def test_an_error_of_a_call_is_raised_again(error: RagCacheError) -> None:
+    async with serving(
+        FailingEngine(error), engine_pb2_grpc.add_EngineServicer_to_server
+    ) as server:
+        client = EngineClient(f"127.0.0.1:{server.port}")
+        with pytest.raises(RagCacheError) as raised:
+            await client.request_record("r")
+        assert_same(raised.value, error)
+        await client.close()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+async def test_an_error_in_the_middle_of_a_stream_is_raised_again(error: RagCacheError) -> None:
+    async with serving(
+        FailingSearch(error), retriever_pb2_grpc.add_RetrieverServicer_to_server
+    ) as server:
+        client = RetrieverClient(f"127.0.0.1:{server.port}")
+        stages = client.search("c", "q", 1)
+        assert (await anext(stages)).progress == 0.5
+        with pytest.raises(RagCacheError) as raised:
+            await anext(stages)
+        assert_same(raised.value, error)
+        await client.close()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> None:
+    async with serving(
+        FailingStore(error), cachestore_pb2_grpc.add_CacheStoreServicer_to_server
+    ) as server:
+        client = CacheStoreClient(f"127.0.0.1:{server.port}")
+        info = VariantInfo(1, 3, 0, Provenance(exact=True))
+        put = asyncio.to_thread(
+            client.put, VariantKey(bytes(16), bytes(16)), info, memoryview(b"abc"), 0, 1, 10.0
+        )
+        with pytest.raises(RagCacheError) as raised:
+            await put
+        assert_same(raised.value, error)
+        client.close()
+
+
+async def test_a_mistake_of_the_server_is_no_mistake_of_the_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(
+        FailingEngine(ZeroDivisionError("oops")), engine_pb2_grpc.add_EngineServicer_to_server
+    ) as server:
+        client = EngineClient(f"127.0.0.1:{server.port}")
+        with caplog.at_level(logging.ERROR), pytest.raises(RagCacheError) as raised:
+            await client.request_record("r")
+        assert type(raised.value) is RagCacheError
+        assert "ZeroDivisionError" in caplog.text
+        await client.close()
+
+
+async def test_no_answer_in_time_is_unavailable() -> None:
+    async with serving(FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server) as server:
+        client = EngineClient(f"127.0.0.1:{server.port}")
+        with pytest.raises(Unavailable, match="deadline"):
+            await client.request_record("r")
+        await client.close()
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    client = EngineClient("127.0.0.1:1")
+    with pytest.raises(Unavailable, match="the engine is unavailable"):
+        await client.request_record("r")
+    await client.close()
+
+
+async def test_a_call_that_is_not_served_is_a_failure() -> None:
+    async with serving(FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server) as server:
+        client = RetrieverClient(f"127.0.0.1:{server.port}")
+        with pytest.raises(RagCacheError, match="unimplemented") as raised:
+            await client.get_collection("c")
+        assert type(raised.value) is RagCacheError
+        await client.close()
+
+
+async def test_two_servers_do_not_share_a_port() -> None:
+    register = engine_pb2_grpc.add_EngineServicer_to_server
+    async with serving(FailingEngine(None), register) as server:
+        with pytest.raises(RuntimeError):
+            GrpcServer(
+                f"127.0.0.1:{server.port}", ["test"], lambda s: register(FailingEngine(None), s)
+            )
+
+
+async def test_health_says_serving_only_once_ready() -> None:
+    async with serving(FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server) as server:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            seen = []
+            for ready in (False, True):
+                if ready:
+                    await server.set_ready()
+                for service in ("", "test"):
+                    request = health_pb2.HealthCheckRequest(service=service)
+                    seen.append((await stub.Check(request, timeout=10)).status)
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        serving_now = health_pb2.HealthCheckResponse.SERVING
+        assert seen == [not_serving] * 2 + [serving_now] * 2
