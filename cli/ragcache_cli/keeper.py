@@ -95,12 +95,12 @@ class Keeper:
         except OSError as error:
             return f"cannot be started: {error}"
         self.child = child
-        self._become(supervision.started(self.state, time.monotonic()))
         exit_status = asyncio.create_task(child.wait())
         verdict = asyncio.create_task(self._watch())
         order = asyncio.create_task(self._order.wait())
         tasks = {exit_status, verdict, order}
         try:
+            self._become(supervision.started(self.state, time.monotonic()))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if exit_status.done():
                 return describe_exit(exit_status.result())

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -44,7 +44,7 @@ class PartEvent:
     """A part changed its phase.
 
     elapsed_s: since the platform began to start. crash_loop: it keeps dying. log: file of its
-    output; lines: the log's last ones, after a death.
+    output; lines: the log's last ones, when it died and will be restarted.
     """
 
     part: str
@@ -125,7 +125,7 @@ class LocalPlatform:
         return keeper.child.pid
 
     def address(self, name: str, port: str) -> str:
-        """ "host:port" where a part listens; port: ``http`` or ``grpc``. Raises NotFound."""
+        """Where a part listens, as host:port; port: ``http`` or ``grpc``. Raises NotFound."""
         [keeper] = self._named(name)
         if port not in keeper.part.ports:
             raise NotFound("port", port, f"the ports are {', '.join(keeper.part.ports)}")
@@ -193,7 +193,6 @@ class LocalPlatform:
         site = LocalSite(self._data, self._gateway_port, ports)
         for part in parts_from(build_children(self._cache, site), self._cache.metadata.name):
             self._keepers.append(self._keeper(part))
-        self._write()
         for keeper in self._keepers:
             self._tasks[keeper] = asyncio.create_task(self._keep(keeper), name=keeper.part.name)
 
@@ -264,7 +263,8 @@ class LocalPlatform:
 
     def _event(self, keeper: Keeper) -> PartEvent:
         state = keeper.state
-        has_died = state.deaths > 0 and state.phase in {Phase.BACKOFF, Phase.FAILED}
+        # Of a part that is given up, PartFailed tells the same.
+        has_died = state.deaths > 0 and state.phase is Phase.BACKOFF
         return PartEvent(
             part=keeper.part.name,
             state=state,
@@ -282,17 +282,18 @@ class LocalPlatform:
             try:
                 await asyncio.shield(ending)
             except asyncio.CancelledError as error:
+                if cancelled is None:
+                    # Once: a second time would interrupt the killing itself.
+                    for task in self._tasks.values():
+                        task.cancel()
                 cancelled = error
-                for task in self._tasks.values():
-                    task.cancel()
         ending.result()
         if cancelled is not None:
             raise cancelled
 
     async def _end(self) -> None:
         self._phase = "stopping"
-        if self._keepers:
-            self._write()
+        self._write()
         self._signal()
         # What asks before what it asks: a gateway first, the stores that engines save to last.
         in_order = sorted(self._keepers, key=lambda keeper: keeper.part.stop_rank)
@@ -308,19 +309,21 @@ class LocalPlatform:
         self._held.close()
 
     def _write(self) -> None:
-        me = psutil.Process()
-        write_record(
-            self._data,
-            PlatformRecord(
-                name=self._cache.metadata.name,
-                pid=os.getpid(),
-                started=me.create_time(),
-                phase=self._phase,
-                gateway_url=self.gateway_url,
-                model=self._cache.spec.model.served_name,
-                parts=tuple(self._record(keeper) for keeper in self._keepers),
-            ),
+        if not self._keepers:
+            # Nothing of ours runs; the record, if there is one, is another supervisor's.
+            return
+        record = PlatformRecord(
+            name=self._cache.metadata.name,
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            phase=self._phase,
+            gateway_url=self.gateway_url,
+            model=self._cache.spec.model.served_name,
+            parts=tuple(self._record(keeper) for keeper in self._keepers),
         )
+        # A full disk must not end what runs, nor keep it from ending.
+        with suppress(OSError):
+            write_record(self._data, record)
 
     def _record(self, keeper: Keeper) -> PartRecord:
         state, child = keeper.state, keeper.child

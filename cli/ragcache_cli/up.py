@@ -15,7 +15,7 @@ from rich.console import Console
 from ragcache_cli.local_platform import LocalPlatform
 from ragcache_cli.process import end_families, is_alive
 from ragcache_cli.progress import ProgressLines
-from ragcache_cli.state_file import PlatformRecord, read_record, remove_record
+from ragcache_cli.state_file import PlatformRecord, only_supervisor, read_record, remove_record
 from ragcache_operator.spec import RagCache
 
 _POLL_S = 0.2
@@ -43,9 +43,13 @@ async def run_here(cache: RagCache, data: Path, console: Console) -> int:
 def run_detached(manifest: Path, data: Path, console: Console) -> int:
     """Start a supervisor of its own session, show what it says until it is ready, leave it.
 
-    Returns its exit status if it ends before it is ready. Interrupted, it is stopped.
+    Returns its exit status if it ends before it is ready. Interrupted, it is stopped. Raises
+    InvalidInput while another one has the data folder.
     """
     (data / "logs").mkdir(parents=True, exist_ok=True)
+    with only_supervisor(data):
+        # Only asked: a log that another supervisor writes must not be emptied.
+        pass
     log = data / "logs" / "up.log"
     command = [sys.executable, "-m", "ragcache_cli", "up", "-f", str(manifest.absolute())]
     command += ["--data", str(data.absolute())]

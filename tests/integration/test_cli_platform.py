@@ -356,3 +356,27 @@ async def test_our_own_variables_are_not_inherited(
     assert "RAGCACHE_EMBEDDER_API_KEY=secret" in shown
     assert "A=b" in shown
     assert not any(line.startswith("RAGCACHE_MODEL") for line in shown)
+
+
+async def test_cancelled_again_it_kills_without_grace(
+    cache: RagCache, tmp_path: Path, habits: Habits
+) -> None:
+    habits(gateway="ignores-term")
+    is_ready = asyncio.Event()
+    pids: list[int] = []
+
+    async def run() -> None:
+        async with platform_of(cache, tmp_path / "data") as platform:
+            pids.extend(platform.pid(name) for name in platform.states())
+            is_ready.set()
+            await platform.keep_running()
+
+    task = asyncio.create_task(run())
+    await is_ready.wait()
+    async with asyncio.timeout(keeper.LONGEST_GRACE_S):
+        while not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=0.2)
+    assert task.cancelled()
+    assert living(pids) == []
+    assert read_record(tmp_path / "data") is None

@@ -127,7 +127,7 @@ def test_a_signal_ends_it_cleanly(desk: Desk, number: signal.Signals) -> None:
 def test_detached_it_is_found_and_stopped(desk: Desk) -> None:
     status, output, errors = desk.run("up", "-f", "docs.yaml", "--detach")
     assert (status, errors) == (0, "")
-    assert f"tinyrag at http://127.0.0.1:{desk.port}" not in output
+    first_output = output
     assert f"model at http://127.0.0.1:{desk.port}" in output
     record = desk.record()
     pids = [record.pid, *(part.pid for part in record.parts)]
@@ -142,9 +142,11 @@ def test_detached_it_is_found_and_stopped(desk: Desk) -> None:
     assert "the gateway answers questions" in output
     assert "the store does not answer" in output
 
-    status, _, errors = desk.run("up", "-f", "docs.yaml")
-    assert status == 2
-    assert errors.startswith("ragcache: --data: a RagCache already runs in")
+    for words in ((), ("--detach",)):
+        status, _, errors = desk.run("up", "-f", "docs.yaml", *words)
+        assert status == 2
+        assert errors.startswith("ragcache: --data: a RagCache already runs in")
+    assert (desk.data / "logs" / "up.log").read_text() in first_output
 
     assert desk.run("down")[0] == 0
     assert living(pids) == []

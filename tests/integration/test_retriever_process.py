@@ -42,6 +42,14 @@ async def start(env: dict[str, str]) -> asyncio.subprocess.Process:
     )
 
 
+async def refusal(env: dict[str, str]) -> bytes:
+    """What a process says that ends because of its settings."""
+    process = await start(env)
+    _, error = await process.communicate()
+    assert process.returncode == EXIT_MISCONFIGURED
+    return error
+
+
 async def log_line(process: asyncio.subprocess.Process, pattern: str) -> re.Match[str]:
     assert process.stderr is not None
     seen = ""
@@ -79,14 +87,15 @@ async def services(address: str) -> set[str]:
 @contextlib.asynccontextmanager
 async def running(
     env: dict[str, str],
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, RetrieverClient]]:
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, RetrieverClient]]:
     process = await start(env)
     try:
         port = (await log_line(process, r"listening on port (\d+)"))[1]
-        await until_serving(f"127.0.0.1:{port}")
-        assert "ragcache.v1.Retriever" in await services(f"127.0.0.1:{port}")
-        client = RetrieverClient(f"127.0.0.1:{port}")
-        yield process, client
+        address = f"127.0.0.1:{port}"
+        await until_serving(address)
+        assert "ragcache.v1.Retriever" in await services(address)
+        client = RetrieverClient(address)
+        yield process, address, client
         await client.close()
     finally:
         if process.returncode is None:
@@ -117,7 +126,7 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
     async def ingest(client: RetrieverClient, worker: int) -> None:
         for i in range(1000):
             document_id = f"{worker}-{i}"
-            text = f"# Page {document_id}\n\n" + "It says something. It says more. " * 20
+            text = f"# Page {document_id}\n\n" + "It says something. It says more. " * 4
             await client.upsert_document(
                 pb.Document(collection="default", id=document_id, text=text)
             )
@@ -125,7 +134,7 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
             if len(acknowledged) >= 10:
                 enough.set()
 
-    async with running(env) as (process, client):
+    async with running(env) as (process, _, client):
         for name, text in SUBJECTS.items():
             await client.upsert_document(pb.Document(collection="default", id=name, text=text))
         assert (await best(client, "Where do they make bread?"))[0] == "bakery"
@@ -137,7 +146,7 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
         results = await asyncio.gather(*workers, return_exceptions=True)
         assert all(isinstance(result, RagCacheError) for result in results)
 
-    async with running(env) as (process, client):
+    async with running(env) as (process, address, client):
         page = await client.list_documents("default", page_size=1000)
         assert acknowledged | SUBJECTS.keys() <= {d.id for d in page.documents}
         info = await client.get_collection("default")
@@ -146,10 +155,9 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
         assert len(stages[-1].hits) == min(1000, info.chunks)
         assert (await best(client, "spacecraft above our planet"))[0] == "orbit"
 
-        second = await start(env)
-        _, error = await second.communicate()
-        assert second.returncode == EXIT_MISCONFIGURED
-        assert b"in use by another retriever" in error
+        assert b"in use by another retriever" in await refusal(env)
+        other = environment(tmp_path / "other", tiny_model, RAGCACHE_LISTEN=address)
+        assert b"\nragcache_retriever: RAGCACHE_LISTEN: " in await refusal(other)
 
         process.terminate()
         assert await asyncio.wait_for(process.wait(), 30) == 0
@@ -162,8 +170,6 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
 async def test_a_misconfigured_process_says_so_and_ends(
     tmp_path: Path, tiny_model: Path, name: str, value: str
 ) -> None:
-    process = await start(environment(tmp_path, tiny_model, **{name: value}))
-    _, error = await process.communicate()
-    assert process.returncode == EXIT_MISCONFIGURED
+    error = await refusal(environment(tmp_path, tiny_model, **{name: value}))
     assert error.decode().startswith(f"ragcache_retriever: {name}: ")
     assert error.count(b"\n") == 1

@@ -23,6 +23,7 @@ MAX_REFUSAL_BYTES = 64 << 10
 # vLLM's server closes idle connections after 5 s; one that it closes as we send on it would fail.
 _KEEPALIVE_S = 2.0
 _WRITE_TIMEOUT_S = 10.0
+_LAST_BYTE_TIMEOUT_S = 1.0
 # Generous: a long prefill on few cores slows the engine's front down, and busy is not broken.
 _HEALTH_TIMEOUT_S = 10.0
 
@@ -51,6 +52,11 @@ class Completion:
             await self._read(self._timeout_s)
         if not finished:
             raise Unavailable(PART, "it ended the answer without a finish reason")
+        # A connection can be used again only if its answer has been read to the last byte.
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(_LAST_BYTE_TIMEOUT_S):
+                async for _ in self._bytes:
+                    pass
 
     async def first(self) -> None:
         """Wait for the first piece; the deadline is the caller's."""

@@ -23,10 +23,8 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 def frame(value: Mapping[str, Any]) -> bytes:
-    """One event that carries a JSON object."""
-    return (
-        b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    """One event that carries a JSON object; in ASCII, for clients that split text into lines."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventParser:

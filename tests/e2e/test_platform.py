@@ -1,0 +1,240 @@
+"""The whole product as a newcomer runs it: ``ragcache up`` on the bundled model, then questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+from bench.processes import free_port
+from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
+
+from ragcache_cli.state_file import PartRecord, read_record
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = 40
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A running platform and the handbook in it."""
+
+    data: Path
+    url: str
+    handbook: Handbook
+    pages: Path
+
+    def ragcache(self, *arguments: str, status: int = 0) -> str:
+        """Run a command of the cli against this platform; returns what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "ragcache_cli", *arguments],
+            env={**os.environ, "RAGCACHE_GATEWAY": self.url, "NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    def ask(self, question: str, **extension: object) -> dict[str, Any]:
+        reply = self.post(question, **extension)
+        assert reply.status_code == 200, reply.text
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    def post(self, question: str, timeout_s: float = 120, **extension: object) -> httpx.Response:
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "ragcache": {"top_k": 6, **extension},
+        }
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
+
+    def part(self, component: str) -> PartRecord:
+        record = read_record(self.data)
+        assert record is not None
+        (found,) = (part for part in record.parts if part.component == component)
+        return found
+
+    def kill(self, component: str) -> None:
+        """As a crash would: the process and its children, at once."""
+        os.killpg(self.part(component).pid, signal.SIGKILL)
+
+    def singles(self) -> list[Question]:
+        drawn = sample_questions(self.handbook, 30, "held_out")
+        return [question for question in drawn if question.kind == "single"]
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """Up, with a handbook ingested by the cli."""
+    folder = tmp_path_factory.mktemp("platform")
+    manifest = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
+    port = free_port()
+    manifest["spec"]["gateway"]["port"] = port
+    (folder / "ragcache.yaml").write_text(yaml.safe_dump(manifest))
+    handbook = make_handbook(SEED, DOCUMENTS, "held_out")
+    pages = folder / "handbook"
+    pages.mkdir()
+    for document in handbook.documents:
+        (pages / f"{document.id}.md").write_text(document.text + "\n")
+    platform = Platform(folder / "data", f"http://127.0.0.1:{port}", handbook, pages)
+    data = str(platform.data)
+    try:
+        manifest_path = str(folder / "ragcache.yaml")
+        platform.ragcache("up", "-f", manifest_path, "--data", data, "--detach")
+        said = platform.ragcache("ingest", str(pages))
+        assert f"{DOCUMENTS} written, 0 unchanged, 0 skipped" in said
+        yield platform
+    finally:
+        platform.ragcache("down", "--data", data)
+
+
+def test_facts_are_answered_with_citations(platform: Platform) -> None:
+    right = 0
+    asked = platform.singles()[:10]
+    for question in asked:
+        answer = platform.ask(question.text)
+        cited = {c["document_id"].removesuffix(".md") for c in answer["ragcache"]["citations"]}
+        said = answer["choices"][0]["message"]["content"].strip()
+        right += said == question.answer and cited.issuperset(question.supports)
+    assert right >= 8, f"{right} of {len(asked)}"
+
+
+def test_a_second_ingest_changes_nothing(platform: Platform) -> None:
+    said = platform.ragcache("ingest", str(platform.pages))
+    assert f"0 written, {DOCUMENTS} unchanged, 0 skipped" in said
+
+
+def test_the_command_line_shows_answer_sources_and_time(platform: Platform) -> None:
+    question = platform.singles()[0]
+    said = platform.ragcache("ask", question.text, "--top-k", "6")
+    assert question.answer in said
+    assert f"{question.supports[0]}.md" in said
+    for step in ("retrieve", "queue", "prefill", "first token"):
+        assert step in said
+    said = platform.ragcache("status", "--data", str(platform.data))
+    for part in ("gateway", "retriever", "engine-main", "cachestore"):
+        assert part in said
+
+
+def test_openais_own_client_streams_the_same_answer(platform: Platform) -> None:
+    question = platform.singles()[1]
+    whole = platform.ask(question.text)["choices"][0]["message"]["content"]
+    with openai.OpenAI(base_url=f"{platform.url}/v1", api_key="unused", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tinyrag"]
+        stream = client.chat.completions.create(
+            model="tinyrag",
+            messages=[{"role": "user", "content": question.text}],
+            stream=True,
+            extra_body={"ragcache": {"top_k": 6}},
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(pieces) == whole
+
+
+def test_a_deleted_document_is_cited_no_more(platform: Platform) -> None:
+    question = platform.singles()[2]
+    name = f"{question.supports[0]}.md"
+    assert name in _cited(platform.ask(question.text))
+    deleted = httpx.delete(f"{platform.url}/v1/documents/{name}", timeout=30).json()
+    assert deleted["removed_variants"] > 0
+    assert name not in _cited(platform.ask(question.text))
+    platform.ragcache("ingest", str(platform.pages))
+    assert name in _cited(platform.ask(question.text))
+
+
+def _cited(answer: dict[str, Any]) -> set[str]:
+    return {citation["document_id"] for citation in answer["ragcache"]["citations"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("chat/completions", {"ragcache": {"collection": "nowhere"}}, 404, "nowhere"),
+        ("chat/completions", {"messages": [{"role": "user", "content": " "}]}, 400, "content"),
+        ("chat/completions", {"ragcache": {"top_k": 0}}, 400, "top_k"),
+        ("chat/completions", {"ragcache": {"top_k": 10_000}}, 400, "top_k"),
+        ("chat/completions", b'{"messages": [', 400, "JSON"),
+        ("documents", {"id": "big", "text": "word " * 10_000_000}, 413, "MiB"),
+        ("documents", {"id": "nul", "text": "a\0b"}, 400, "text"),
+    ],
+)
+def test_bad_input_names_the_field_and_changes_nothing(
+    platform: Platform, path: str, body: Any, status: int, field: str
+) -> None:
+    if isinstance(body, dict) and path == "chat/completions":
+        body = {"messages": [{"role": "user", "content": "Who owns it?"}], **body}
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(f"{platform.url}/v1/{path}", content=content, headers=headers, timeout=60)
+    assert reply.status_code == status, reply.text
+    assert field in reply.json()["error"]["message"]
+
+
+def test_a_binary_file_is_refused(platform: Platform) -> None:
+    files = {"file": ("photo.md", bytes(range(256)) * 10)}
+    reply = httpx.post(f"{platform.url}/v1/documents", files=files, timeout=30)
+    assert reply.status_code == 400
+    assert "UTF-8" in reply.json()["error"]["message"]
+
+
+def test_a_killed_engine_is_a_clear_503_then_recovers_with_its_cache(platform: Platform) -> None:
+    question = platform.singles()[3]
+    before = platform.ask(question.text)
+    time.sleep(2)  # saving happens behind the answer
+    platform.kill("engine")
+    refused = platform.post(question.text)
+    assert refused.status_code == 503, refused.text
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert "engine" in refused.json()["error"]["message"]
+    deadline = time.monotonic() + 300
+    while (answer := platform.post(question.text)).status_code != 200:
+        assert answer.status_code == 503, answer.text
+        assert time.monotonic() < deadline, "the engine did not come back"
+        time.sleep(1)
+    after = answer.json()
+    assert after["choices"][0]["message"]["content"] == before["choices"][0]["message"]["content"]
+    assert after["ragcache"]["cache"]["loaded_tokens"] > 0
+
+
+def test_a_killed_store_costs_no_answer(platform: Platform) -> None:
+    """While questions are under way the store dies; all of them are answered."""
+    questions = platform.singles()[4:10]
+    replies: list[httpx.Response] = []
+    killer = threading.Timer(0.05, platform.kill, ["cachestore"])
+    killer.start()
+    for question in questions:
+        replies.append(platform.post(question.text))
+    killer.join()
+    assert [reply.status_code for reply in replies] == [200] * len(questions)
+    deadline = time.monotonic() + 60
+    while platform.ask(questions[0].text)["ragcache"]["cache"]["miss"]:
+        assert time.monotonic() < deadline, "the store did not come back"
+        time.sleep(0.5)
+
+
+def test_a_killed_retriever_keeps_what_it_acknowledged(platform: Platform) -> None:
+    platform.kill("retriever")
+    deadline = time.monotonic() + 120
+    while (reply := platform.post(platform.singles()[0].text)).status_code != 200:
+        assert reply.status_code == 503, reply.text
+        assert time.monotonic() < deadline, "the retriever did not come back"
+        time.sleep(1)
+    listed = httpx.get(f"{platform.url}/v1/documents", params={"limit": 1000}, timeout=30).json()
+    assert {d["id"] for d in listed["data"]} == {p.name for p in platform.pages.iterdir()}
