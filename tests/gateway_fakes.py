@@ -178,7 +178,8 @@ class FakeEngine:
         self.probes = 0
         self.refuse: tuple[int, dict[str, Any]] | None = None
         self.fail_after: int | None = None  # words, then an error event
-        self.drop_after: int | None = None  # words, then the connection ends
+        self.drop_after: int | None = None  # words, then the stream ends
+        self.says_usage = True
         self.hold_after: int | None = None  # words, then nothing until the client leaves
         self.aborted = asyncio.Event()
         self.holding = asyncio.Event()
@@ -213,14 +214,14 @@ class FakeEngine:
             if index == self.fail_after:
                 await event({"error": {"message": "the engine died", "code": 500}})
                 await event("[DONE]")
-                break
+                return await _part(send, b"", more=False)
             if index == self.drop_after:
-                break
+                return await _part(send, b"", more=False)
             if word:
                 reason = "stop" if index == last else None
                 choice = {"index": 0, "text": word, "finish_reason": reason}
                 await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
-        else:
+        if self.says_usage:
             prompt, answer = len(body["prompt"]), len(self.words)
             usage = {"prompt_tokens": prompt, "completion_tokens": answer}
             usage["total_tokens"] = prompt + answer

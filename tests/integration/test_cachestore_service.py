@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rocksdict import Options, Rdict
 
 from ragcache_cachestore.disk import Disk
 from ragcache_cachestore.pieces import checksum
@@ -50,6 +52,14 @@ def header(raw: bytes, number: int = 1, **changes: object) -> pb.PutPart:
     }
     about = pb.VariantInfo(**(fields | changes))  # type: ignore[arg-type]
     return pb.PutPart(header=pb.PutHeader(key=to_key_message(key(number)), info=about))
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    """Wait until claim holds."""
+    give_up = time.monotonic() + TIMEOUT_S
+    while not claim():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def refusal(served: Served, *parts: pb.PutPart) -> InvalidInput:
@@ -164,8 +174,6 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
 
 
 def test_bytes_flipped_in_rocksdb_itself_are_detected(tmp_path: Path) -> None:
-    from rocksdict import Options, Rdict
-
     raw = value(MIB + 5)
     with serving(tmp_path) as served:
         put_value(served.client, key(1), raw)
@@ -222,6 +230,7 @@ def test_a_client_that_vanishes_during_a_put_leaves_nothing(served: Served) -> N
     assert sent.wait(TIMEOUT_S)
     call.cancel()
     never.set()
+    eventually(lambda: served.store.puts.used_bytes == 0)
     assert served.client.lookup([key(1)]) == {}
     assert put_value(served.client, key(1), raw)
 
@@ -232,7 +241,9 @@ def test_a_client_that_stops_reading_frees_what_was_held_for_it(served: Served) 
     request = pb.GetRequest(keys=[to_key_message(key(number)) for number in range(4)])
     call = served.stub.Get(request, timeout=TIMEOUT_S)
     next(call)
+    assert served.service.gets.used_bytes > 0
     call.cancel()
+    eventually(lambda: served.service.gets.used_bytes == 0)
     assert get_value(served.client, key(3)) == value(4 * MIB, 3)
 
 

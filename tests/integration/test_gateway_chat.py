@@ -161,6 +161,13 @@ async def test_without_a_record_the_engines_share_is_null(gateway: World) -> Non
     assert (await gateway.ask()).status_code == 200
 
 
+async def test_an_answer_without_usage_is_still_whole(gateway: World) -> None:
+    gateway.engine.says_usage = False
+    answer = (await gateway.ask()).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"] is None
+
+
 async def test_history_stands_after_the_documents(gateway: World) -> None:
     messages = [
         {"role": "user", "content": "Hello"},

@@ -21,7 +21,8 @@ from ragcache_retriever.__main__ import EXIT_MISCONFIGURED
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 250
+"""Importing torch and loading the embedder takes seconds, and minutes beside a busy neighbour."""
 
 
 def environment(folder: Path, model: Path, **variables: str) -> dict[str, str]:
@@ -116,6 +117,7 @@ SUBJECTS = {
 }
 
 
+@pytest.mark.timeout(900)
 async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
     tmp_path: Path, tiny_model: Path
 ) -> None:

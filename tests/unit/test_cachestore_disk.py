@@ -126,6 +126,14 @@ def test_a_full_disk_refuses_and_goes_on_serving(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_garbage_is_collected_before_a_put_is_refused(tmp_path: Path) -> None:
+    free = iter([0, 10 * FREE_RESERVE_BYTES])
+    disk = Disk(tmp_path, free_bytes=lambda: next(free))
+    disk.write(key(1), entry(SMALL, 1), (SMALL,))
+    assert disk.read(entry(SMALL, 1)) == (SMALL,)
+    disk.close()
+
+
 def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     Disk(tmp_path).close()
     (tmp_path / "FORMAT").write_text("ragcache-cachestore 99\n")

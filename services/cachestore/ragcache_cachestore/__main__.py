@@ -20,7 +20,7 @@ log = logging.getLogger("ragcache_cachestore")
 
 async def serve(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises InvalidInput for an address or folder not usable."""
-    store = Store(Disk(config.data_dir), config.memory_bytes, config.disk_bytes)
+    store = Store(Disk(config.data_dir, config.disk_bytes), config.memory_bytes, config.disk_bytes)
     service = CacheStoreService(store)
     try:
         server = _listen(config.listen, service)

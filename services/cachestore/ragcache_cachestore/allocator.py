@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-KEPT_BYTES = 128 << 20
+KEPT_BYTES = 64 << 20
 """Free memory kept for reuse instead of being given back to the system."""
 
 

@@ -61,13 +61,21 @@ _Change = tuple[Any, bytes, bytes | None]
 
 FORMAT = "ragcache-cachestore 1\n"
 
-WRITE_BUFFER_BYTES = 64 << 20
+WRITE_BUFFER_BYTES = 32 << 20
 WRITE_BUFFERS = 3
 """RocksDB keeps at most this many write buffers in memory, full ones waiting to be flushed."""
+
+GC_BYTES = 8 * WRITE_BUFFER_BYTES
+"""How much of the oldest blob files one compaction cleans. There is a compaction for every four
+write buffers put, so about half of what it finds there is garbage, a value is written at most three
+times, and the files of a store that evicts were seen to take 1.2 to 1.5 times its values."""
 
 FREE_RESERVE_BYTES = 2 * WRITE_BUFFERS * WRITE_BUFFER_BYTES
 """Room that a put must leave on the volume, because a RocksDB whose log or flush meets a full disk
 refuses every write until it is opened again. Memtables and their log lie in it."""
+
+RECLAIM_INTERVAL_S = 60.0
+"""Shortest time between two attempts to make room on a full volume by compacting everything."""
 
 STALL_TIMEOUT_S = 10.0
 _STALL_POLL_S = 0.005
@@ -80,16 +88,22 @@ _COUNT = struct.Struct(">I")
 class Disk:
     """RocksDB in folder. Reads are for any thread, everything else is for one thread at a time.
 
-    Nothing written is durable before the next sync. free_bytes: room left on the volume.
+    Nothing written is durable before the next sync. expected_bytes: how much it will hold, which
+    paces the return of space. free_bytes: room left on the volume.
     """
 
-    def __init__(self, folder: Path, free_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        expected_bytes: int = 1 << 30,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
         """Open folder, creating it when missing. Raises InvalidInput if it cannot be used."""
         self._lock = _prepare(folder)
         self._free_bytes = free_bytes or (lambda: shutil.disk_usage(folder).free)
         families = {
             "variants": _options(),
-            "values": _options(blobs=True),
+            "values": _blob_options(expected_bytes),
             "unfinished": _options(),
         }
         try:
@@ -109,6 +123,7 @@ class Disk:
         self._unfinished_view = self._db.get_column_family("unfinished")
         self._read_options = ReadOptions()
         self._read_options.set_verify_checksums(False)
+        self._reclaim_after = 0.0
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
 
@@ -210,13 +225,19 @@ class Disk:
     def _check_room(self, num_bytes: int) -> None:
         # The log and the blob file hold a value each until the log is dropped.
         needed = 2 * num_bytes + FREE_RESERVE_BYTES
-        free = self._free_bytes()
-        if free < needed:
+        if self._free_bytes() >= needed:
+            return
+        now = time.monotonic()
+        if now >= self._reclaim_after:
+            # Without puts nothing is compacted, and without compaction garbage keeps its room.
+            self._reclaim_after = now + RECLAIM_INTERVAL_S
+            self._values_view.compact_range(None, None)
+        if (free := self._free_bytes()) < needed:
             raise Unavailable(
                 "cachestore",
                 f"its disk is full: {free} bytes are free, this value needs {needed}; "
                 "free space on the volume or lower RAGCACHE_DISK_BYTES",
-                retry_after_s=60.0,
+                retry_after_s=RECLAIM_INTERVAL_S,
             )
 
     def _apply(self, changes: list[_Change]) -> None:
@@ -285,7 +306,7 @@ def _check_format(folder: Path) -> None:
         )
 
 
-def _options(*, blobs: bool = False) -> Options:
+def _options() -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.create_missing_column_families(True)
@@ -302,13 +323,18 @@ def _options(*, blobs: bool = False) -> Options:
     table.set_checksum_type(ChecksumType.xxh3())
     table.disable_cache()
     options.set_block_based_table_factory(table)
-    if blobs:
-        options.set_enable_blob_files(True)
-        options.set_min_blob_size(4096)
-        options.set_blob_compression_type(DBCompressionType.none())
-        # Space of evicted values comes back: old files are emptied in passing, and on purpose once
-        # half of what they hold is garbage.
-        options.set_enable_blob_gc(True)
-        options.set_blob_gc_age_cutoff(0.5)
-        options.set_blob_gc_force_threshold(0.5)
+    return options
+
+
+def _blob_options(expected_bytes: int) -> Options:
+    options = _options()
+    options.set_enable_blob_files(True)
+    options.set_min_blob_size(4096)
+    options.set_blob_compression_type(DBCompressionType.none())
+    # Space of evicted values comes back as in a log: a compaction moves what still lives in the
+    # oldest files to new ones. RocksDB takes a share of all files as "oldest"; a share that stays
+    # the same would rewrite ever more at every compaction of a larger store.
+    options.set_enable_blob_gc(True)
+    options.set_blob_gc_age_cutoff(min(1.0, GC_BYTES / expected_bytes))
+    options.set_blob_gc_force_threshold(0.5)
     return options

@@ -24,7 +24,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["CacheStore"].full_name
 
 MAX_KEYS = 4096
 MAX_TOKENS = 1_000_000
-GETS_BYTES = 2 * MAX_VALUE_BYTES
+GETS_BYTES = MAX_VALUE_BYTES
 """Bound of the values being sent at once; further ones wait their turn."""
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 Tier = Literal["memory", "disk"]
 
 MAX_VALUE_BYTES = 256 << 20
-PUTS_BYTES = 2 * MAX_VALUE_BYTES
+PUTS_BYTES = MAX_VALUE_BYTES
 """Bound of the values arriving at once."""
 READERS = 4
 """Threads that read RocksDB: enough to overlap a few cold reads."""

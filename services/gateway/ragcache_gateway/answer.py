@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ from ragcache_gateway.chat import (
     Usage,
 )
 from ragcache_gateway.completion import PART, Piece, completion_body
-from ragcache_gateway.context import citations
+from ragcache_gateway.context import Passage, citations
 from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.engine import Completion, Engine
 from ragcache_gateway.metrics import Metrics
-from ragcache_gateway.prompt import AnswerPrompt, PromptBuilder
+from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.retrieval import Retrieved, retrieve
 from ragcache_gateway.terms import in_rest_terms
 from ragcache_wire.engine_client import EngineClient
@@ -45,15 +45,15 @@ DOMAIN = "public"
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What an answer took."""
+    """What an answer took. usage: None if the engine did not say."""
 
-    usage: Usage
+    usage: Usage | None
     timing: Timing
     cache: CacheUse
 
 
 class Answer:
-    """An answer whose first token has come."""
+    """An answer whose first token has come. started: on the clock of time.perf_counter."""
 
     def __init__(
         self,
@@ -61,9 +61,10 @@ class Answer:
         request_id: str,
         model: str,
         started: float,
+        first_token_s: float,
         retrieved: Retrieved,
         tokenize_s: float,
-        prompt: AnswerPrompt,
+        passages: Sequence[Passage],
         completion: Completion,
         engine: Engine,
         records: EngineClient,
@@ -72,17 +73,15 @@ class Answer:
         self.id = request_id
         self.model = model
         self.created = int(time.time())
-        self.citations: list[Citation] = citations(prompt.passages)
+        self.citations: list[Citation] = citations(passages)
         self._started = started
-        self._first_token_s = time.perf_counter() - started
+        self._first_token_s = first_token_s
         self._retrieved = retrieved
         self._tokenize_s = tokenize_s
-        self._prompt_tokens = len(prompt.prompt.token_ids)
         self._completion = completion
         self._engine = engine
         self._records = records
         self._metrics = metrics
-        metrics.first_token.observe(self._first_token_s)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come. Raises Unavailable."""
@@ -105,10 +104,8 @@ class Answer:
             if isinstance(error, Unavailable):
                 self._metrics.upstream_failures.labels("engine records").inc()
             record = None
-        usage = self._completion.usage or Usage(
-            prompt_tokens=self._prompt_tokens, completion_tokens=0, total_tokens=self._prompt_tokens
-        )
-        account = Account(usage, self._timing(total_s, record), cache_use(record))
+        timing = self._timing(total_s, record)
+        account = Account(self._completion.usage, timing, cache_use(record))
         self._metrics.observe(account.timing, account.cache)
         return account
 
@@ -211,13 +208,16 @@ class Answerer:
         tokenize_s = time.perf_counter() - before
 
         completion = await self._engine.complete(body, stack)
+        first_token_s = time.perf_counter() - started
+        self._metrics.first_token.observe(first_token_s)
         return Answer(
             request_id=request_id,
             model=self._model,
             started=started,
+            first_token_s=first_token_s,
             retrieved=retrieved,
             tokenize_s=tokenize_s,
-            prompt=prompt,
+            passages=prompt.passages,
             completion=completion,
             engine=self._engine,
             records=self._records,

@@ -291,7 +291,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage
+    usage: Usage | None = Field(description="Null if the engine did not say.")
     ragcache: RagCacheAnswer
 
 

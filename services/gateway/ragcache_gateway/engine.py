@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,7 +24,7 @@ MAX_REFUSAL_BYTES = 64 << 10
 # vLLM's server closes idle connections after 5 s; one that it closes as we send on it would fail.
 _KEEPALIVE_S = 2.0
 _WRITE_TIMEOUT_S = 10.0
-_LAST_BYTE_TIMEOUT_S = 1.0
+_REST_TIMEOUT_S = 5.0
 # Generous: a long prefill on few cores slows the engine's front down, and busy is not broken.
 _HEALTH_TIMEOUT_S = 10.0
 
@@ -35,35 +36,39 @@ class Completion:
         self._bytes = response.aiter_bytes()
         self._timeout_s = next_token_timeout_s
         self._parser = EventParser()
-        self._events: list[Piece] = []
-        self._done = False
+        self._pieces: deque[Piece] = deque()
+        self._ended = False
+        self._error: Unavailable | None = None
         self.usage: Usage | None = None
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces as they come. Raises Unavailable if the engine fails or falls silent."""
         finished = False
-        while True:
-            for piece in self._events:
+        while not finished:
+            while self._pieces:
+                piece = self._pieces.popleft()
                 finished = finished or piece.finish_reason is not None
                 yield piece
-            self._events.clear()
-            if self._done:
-                break
-            await self._read(self._timeout_s)
-        if not finished:
-            raise Unavailable(PART, "it ended the answer without a finish reason")
-        # A connection can be used again only if its answer has been read to the last byte.
-        with contextlib.suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(_LAST_BYTE_TIMEOUT_S):
-                async for _ in self._bytes:
-                    pass
+            if not finished:
+                self._raise_if_over("it ended the answer without a finish reason")
+                await self._read(self._timeout_s)
+        # The answer is whole: what is still to come is its usage, and the last byte, without which
+        # the connection could not be used again. Neither is worth failing or waiting long for.
+        with contextlib.suppress(Unavailable):
+            while not self._ended:
+                await self._read(_REST_TIMEOUT_S)
 
     async def first(self) -> None:
-        """Wait for the first piece; the deadline is the caller's."""
-        while not self._events and not self._done:
+        """Wait for the first piece; the deadline is the caller's. Raises Unavailable."""
+        while not self._pieces:
+            self._raise_if_over("it ended the answer before the first token")
             await self._read(None)
-        if not self._events:
-            raise Unavailable(PART, "it ended the answer before the first token")
+
+    def _raise_if_over(self, problem: str) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._ended:
+            raise Unavailable(PART, problem)
 
     async def _read(self, timeout_s: float | None) -> None:
         try:
@@ -74,21 +79,24 @@ class Completion:
         except httpx.HTTPError as error:
             raise Unavailable(PART, f"the stream broke: {_describe(error)}") from error
         if data is None:
-            self._done = True
+            self._ended = True
             return
         try:
-            events = self._parser.feed(data)
-        except RagCacheError as error:
-            raise Unavailable(PART, str(error)) from error
-        for event in events:
-            if event == b"[DONE]":
-                self._done = True
-                return
-            for found in read_event(event):
-                if isinstance(found, Usage):
-                    self.usage = found
-                else:
-                    self._events.append(found)
+            for event in self._parser.feed(data):
+                if event != b"[DONE]":
+                    self._take(read_event(event))
+        except ValueError as error:
+            self._error = Unavailable(PART, f"it sent what is no event stream: {error}")
+        except Unavailable as error:
+            # Kept until the pieces that came before it have been given.
+            self._error = error
+
+    def _take(self, found: list[Piece | Usage]) -> None:
+        for one in found:
+            if isinstance(one, Usage):
+                self.usage = one
+            else:
+                self._pieces.append(one)
 
 
 class Engine:

@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ragcache_core.errors import RagCacheError
-
 DONE = b"data: [DONE]\n\n"
 """The end of a stream, as OpenAI marks it."""
 
@@ -35,7 +33,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Data of the events that piece completes. Raises RagCacheError for an endless event."""
+        """Data of the events that piece completes. Raises ValueError for an endless event."""
         *lines, self._rest = self._lines(self._rest + piece)
         events = []
         for line in lines:
@@ -45,7 +43,7 @@ class EventParser:
                 events.append(b"\n".join(self._data))
                 self._data = []
         if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
-            raise RagCacheError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+            raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
         return events
 
     @staticmethod

@@ -33,7 +33,7 @@ async def events(answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes
     account = await answer.account()
     if include_usage:
         yield _delta(answer, {}, finish_reason)
-        usage = account.usage.model_dump(exclude_none=True)
+        usage = account.usage and account.usage.model_dump()
         yield _chunk(answer, [], usage=usage, ragcache=_costs(account))
     else:
         yield _delta(answer, {}, finish_reason, ragcache=_costs(account))

@@ -29,16 +29,24 @@ def main() -> int:
     """Entry point; returns the exit status."""
     try:
         config = Config.from_environment(os.environ)
-        logging.basicConfig(
-            level=config.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-            stream=sys.stderr,
-        )
+        start_logging(config.log_level)
         asyncio.run(serve(config))
     except InvalidInput as error:
         print(f"ragcache_retriever: {error}", file=sys.stderr)
         return EXIT_MISCONFIGURED
     return 0
+
+
+def start_logging(level: str) -> None:
+    """One plain line per event, to stderr."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # A line per request to an endpoint helps only whoever debugs.
+    if level != "debug":
+        logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 async def serve(config: Config) -> None:

@@ -154,7 +154,7 @@ class PutReply(_message.Message):
 
     STORED_FIELD_NUMBER: _builtins.int
     stored: _builtins.bool
-    """false: it was there already"""
+    """false: it was there already, or a delete of its key overtook it"""
     def __init__(
         self,
         *,

@@ -68,7 +68,8 @@ class CacheStoreServicer:
 
     def Put(self, request_iterator, context):
         """First message: header; then value parts in order. Visible to every call only once whole and
-        its checksum holds; durable when the reply comes.
+        its checksum holds; durable when the reply comes. An exact value replaces one that is not;
+        otherwise what is there stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +90,8 @@ class CacheStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Removes every variant of the chunks, or the variants named.
+        """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
+        that began before then leaves nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

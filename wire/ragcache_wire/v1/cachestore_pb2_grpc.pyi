@@ -35,14 +35,17 @@ class CacheStoreStub:
     def __new__(cls, channel: _aio.Channel) -> CacheStoreAsyncStub: ...
     Put: _grpc.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]
     """First message: header; then value parts in order. Visible to every call only once whole and
-    its checksum holds; durable when the reply comes.
+    its checksum holds; durable when the reply comes. An exact value replaces one that is not;
+    otherwise what is there stays.
     """
     Get: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]
     """Values of many variants, in the order asked, each as header then value parts."""
     Lookup: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]
     """What is stored of many variants, without their values."""
     Delete: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]
-    """Removes every variant of the chunks, or the variants named."""
+    """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
+    that began before then leaves nothing.
+    """
     Stats: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]
 
 @_typing.type_check_only
@@ -52,14 +55,17 @@ class CacheStoreAsyncStub(CacheStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Put: _aio.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]  # type: ignore[assignment]
     """First message: header; then value parts in order. Visible to every call only once whole and
-    its checksum holds; durable when the reply comes.
+    its checksum holds; durable when the reply comes. An exact value replaces one that is not;
+    otherwise what is there stays.
     """
     Get: _aio.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]  # type: ignore[assignment]
     """Values of many variants, in the order asked, each as header then value parts."""
     Lookup: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]  # type: ignore[assignment]
     """What is stored of many variants, without their values."""
     Delete: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]  # type: ignore[assignment]
-    """Removes every variant of the chunks, or the variants named."""
+    """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
+    that began before then leaves nothing.
+    """
     Stats: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]  # type: ignore[assignment]
 
 class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
@@ -72,7 +78,8 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PutReply, _abc.Awaitable[_cachestore_pb2.PutReply]]:
         """First message: header; then value parts in order. Visible to every call only once whole and
-        its checksum holds; durable when the reply comes.
+        its checksum holds; durable when the reply comes. An exact value replaces one that is not;
+        otherwise what is there stays.
         """
 
     @_abc_1.abstractmethod
@@ -97,7 +104,9 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.DeleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.DeleteReply, _abc.Awaitable[_cachestore_pb2.DeleteReply]]:
-        """Removes every variant of the chunks, or the variants named."""
+        """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
+        that began before then leaves nothing.
+        """
 
     @_abc_1.abstractmethod
     def Stats(
