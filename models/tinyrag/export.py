@@ -10,7 +10,7 @@ import torch
 from models.tinyrag.model import Shape
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 MAX_POSITIONS = 4096
 
@@ -58,11 +58,13 @@ def export(
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         fresh = Path(name)
         llama_config(shape, tokenizer).save_pretrained(fresh)
-        GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            do_sample=False,
-        ).save_pretrained(fresh)
+        # vLLM takes a request's defaults from here: greedy, because there is one right answer.
+        generation = {
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "temperature": 0.0,
+        }
+        (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         tokenizer.save_pretrained(fresh)
         save_file(llama_weights(state), fresh / "model.safetensors", metadata={"format": "pt"})
         (fresh / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
