@@ -34,7 +34,7 @@ SLOTS = 3  # a service name is three pieces: head, tail, second word
 QUESTION_TOKENS = 40  # question, answer and the tags around them
 ATTRIBUTE_IDS = {key: index + 1 for index, key in enumerate(BY_KEY)}  # 0: no value here
 
-_MIX: tuple[Kind, ...] = (*("single", "two_step") * 2, *("absent",) * 3)
+_MIX: tuple[Kind, ...] = ("single", "two_step", "absent", "absent")
 
 Ints = npt.NDArray[np.int64]
 
@@ -146,7 +146,7 @@ class Encoder:
         return ids
 
     def encode(self, rng: Random, scene: Scene, split: Split, questions: int) -> Example:
-        """The scene with `questions` questions about it, many of them absent."""
+        """The scene with `questions` questions about it, half of them absent."""
         context = list(self._head)
         subject = [[IGNORED] * SLOTS] * len(context)
         tag = [IGNORED] * len(context)
