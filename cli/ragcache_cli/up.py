@@ -86,6 +86,8 @@ def stop(data: Path, record: PlatformRecord, console: Console) -> None:
         deadline = time.monotonic() + _STOP_S
         while is_alive(record.pid, record.started) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        if is_alive(record.pid, record.started):
+            console.print(f"it does not stop within {_STOP_S:g} s and is killed")
     left = read_record(data)
     if left is not None:
         end_families({left.pid: left.started, **left.leaders}, grace_s=5.0)

@@ -150,7 +150,8 @@ def test_detached_it_is_found_and_stopped(desk: Desk) -> None:
         assert errors.startswith("ragcache: --data: a RagCache already runs in")
     assert (desk.data / "logs" / "up.log").read_text() in first_output
 
-    assert desk.run("down")[0] == 0
+    status, output, _ = desk.run("down")
+    assert (status, output) == (0, f"stopping docs (pid {record.pid})\nstopped\n")
     assert living(pids) == []
     status, _, errors = desk.run("down")
     assert (status, errors) == (

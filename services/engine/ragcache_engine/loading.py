@@ -159,7 +159,7 @@ class Loader:
                 if load.cancelled.is_set():
                     return
                 if stored is None:
-                    load.arrivals.put(_Arrival(span, None, reason="gone from the store"))
+                    load.arrivals.put(_Arrival(span, None, reason="evicted, deleted or corrupt"))
                     return
                 value = decode(stored, span.end - span.start, self._space)
                 if value is None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import grpc
 
+from ragcache_core.errors import NotFound
 from ragcache_wire.channel import SERVER_OPTIONS
+from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
 
@@ -62,7 +64,10 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> pb.RequestRecord:
         record = self._book.get(request.request)
         if record is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no record of request {request.request!r}")
+            error = NotFound("request record", request.request, "ask right after the answer")
+            code, message, fields = to_status(error)
+            context.set_trailing_metadata(trailing_metadata(fields))
+            context.abort(code, message)
             raise AssertionError("abort raises")
         return pb.RequestRecord(
             request=request.request,

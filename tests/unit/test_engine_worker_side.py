@@ -1,0 +1,282 @@
+"""What the connector moves: loads into the right slots or reports what to recompute; saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ragcache_core.errors import Unavailable  # noqa: E402
+from ragcache_core.keys import KVSpace, VariantKey  # noqa: E402
+from ragcache_core.reuse import Provenance, VariantInfo  # noqa: E402
+from ragcache_engine.config import EngineConfig  # noqa: E402
+from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
+from ragcache_engine.transfer import (  # noqa: E402
+    LoadJob,
+    LoadOutcome,
+    SaveJob,
+    Span,
+    StepJobs,
+)
+from ragcache_engine.worker_side import WorkerSide  # noqa: E402
+from ragcache_kv.value import FORMAT, checksum, value_bytes  # noqa: E402
+from ragcache_wire.cachestore_client import CacheStoreClient, StoredValue  # noqa: E402
+
+SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+BLOCK = 32
+BLOCKS = (7, 3, 5, 1, 2)
+TIMEOUT_S = 10.0
+
+
+def key(number: int) -> VariantKey:
+    return VariantKey(bytes([number]) * 16, bytes(16))
+
+
+def spans(*ends: int) -> tuple[Span, ...]:
+    starts = (0, *ends)
+    return tuple(Span(key(n), starts[n], end) for n, end in enumerate(ends))
+
+
+class FakeCache:
+    """A paged cache without packing: slot -> token of [layers, 2, heads, dim]."""
+
+    def __init__(self) -> None:
+        self.shape = CacheShape(1, BLOCK, 4, torch.bfloat16)
+        self.slots_written: dict[int, torch.Tensor] = {}
+        self.broken = False
+
+    slots = PagedCache.slots
+
+    def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
+        if self.broken:
+            raise RuntimeError("device error")
+        for index, slot in enumerate(slots.tolist()):
+            self.slots_written[slot] = value[:, :, index].clone()
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        slots = self.slots(blocks, start, end).tolist()
+        return torch.stack([self.slots_written[slot] for slot in slots], dim=2)
+
+
+class FakeStore:
+    """Holds values; every way a store can fail can be asked for."""
+
+    def __init__(self) -> None:
+        self.values: dict[VariantKey, StoredValue] = {}
+        self.outage_after: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.put_gate = threading.Event()
+        self.put_gate.set()
+        self.puts: list[VariantKey] = []
+
+    def fill(self, wanted: Sequence[Span]) -> dict[VariantKey, torch.Tensor]:
+        tensors = {}
+        for span in wanted:
+            length = span.end - span.start
+            value = torch.randn(2, 2, length, 1, 4).bfloat16()
+            raw = bytearray(value.view(torch.uint8).numpy().tobytes())
+            info = VariantInfo(length, len(raw), span.start, Provenance(exact=True))
+            self.values[span.variant] = StoredValue(info, checksum(raw), FORMAT, raw)
+            tensors[span.variant] = value
+        return tensors
+
+    def get(
+        self, keys: Sequence[VariantKey], timeout_s: float
+    ) -> Iterator[tuple[VariantKey, StoredValue | None]]:
+        for number, wanted in enumerate(keys):
+            self.gate.wait(TIMEOUT_S)
+            if number == self.outage_after:
+                raise Unavailable("cachestore", "gone")
+            yield wanted, self.values.get(wanted)
+
+    def put(self, wanted: VariantKey, *_: object) -> bool:
+        self.put_gate.wait(TIMEOUT_S)
+        self.puts.append(wanted)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Worker:
+    """Plays vLLM's part: polls until the load has ended."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.cache, self.store = FakeCache(), FakeStore()
+        self.side = WorkerSide(
+            config or EngineConfig("unused:0"),
+            SPACE,
+            cast("PagedCache", self.cache),
+            cast("CacheStoreClient", self.store),
+        )
+
+    def load(self, job: LoadJob) -> LoadOutcome:
+        self.side.start_loads(StepJobs(loads=(job,)))
+        return self.until_ended(job.request_id)
+
+    def until_ended(self, request_id: str) -> LoadOutcome:
+        deadline = time.monotonic() + TIMEOUT_S
+        while request_id not in self.side.take_received():
+            assert time.monotonic() < deadline, "the load never ended"
+            time.sleep(0.001)
+            self.side.advance(())
+        report = self.side.take_report()
+        assert report is not None
+        (outcome,) = report.outcomes
+        return outcome
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.side.close()
+
+
+def test_every_token_lands_in_its_own_slot(worker: Worker) -> None:
+    wanted = spans(10, 50, 131)
+    tensors = worker.store.fill(wanted)
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    assert (outcome.tokens, outcome.missing) == (131, None)
+    assert outcome.num_bytes == value_bytes(SPACE, 131)
+    assert worker.side.take_bad_blocks() == set()
+    for span in wanted:
+        read = worker.cache.read(BLOCKS, span.start, span.end)
+        assert torch.equal(read, tensors[span.variant])
+
+
+def test_only_the_tokens_asked_for_are_written(worker: Worker) -> None:
+    """What lies before ``first`` may be shared with other requests; past ``end`` is no block."""
+    wanted = spans(50, 131)
+    worker.store.fill(wanted)
+    outcome = worker.load(LoadJob("r", wanted, 32, 130, BLOCKS))
+    assert outcome.tokens == 98
+    written = set(worker.cache.slots_written)
+    assert written == set(worker.cache.slots(BLOCKS, 32, 130).tolist())
+
+
+def test_a_missing_value_reports_the_blocks_from_it_on(worker: Worker) -> None:
+    wanted = spans(10, 50, 131)
+    worker.store.fill(wanted)
+    del worker.store.values[key(1)]
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    assert (outcome.tokens, outcome.missing) == (10, key(1))
+    assert worker.side.take_bad_blocks() == set(BLOCKS)
+
+
+def test_good_blocks_before_a_missing_value_are_kept(worker: Worker) -> None:
+    wanted = spans(70, 131)
+    worker.store.fill(wanted)
+    del worker.store.values[key(1)]
+    worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    # 70 lies in the third block, which is computed again; the first two hold
+    assert worker.side.take_bad_blocks() == set(BLOCKS[2:])
+
+
+@pytest.mark.parametrize("damage", ["bit", "length", "format"])
+def test_a_damaged_value_is_never_written(worker: Worker, damage: str) -> None:
+    wanted = spans(40)
+    worker.store.fill(wanted)
+    stored = worker.store.values[key(0)]
+    match damage:
+        case "bit":
+            stored.value[17] ^= 4
+        case "length":
+            worker.store.values[key(0)] = replace(stored, value=stored.value[:-2])
+        case "format":
+            worker.store.values[key(0)] = replace(stored, value_format=FORMAT + 1)
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))
+    assert (outcome.tokens, outcome.missing, outcome.reason) == (0, key(0), "corrupt")
+    assert worker.cache.slots_written == {}
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> None:
+    wanted = spans(10, 50, 131)
+    worker.store.fill(wanted)
+    worker.store.outage_after = after
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    assert outcome.missing == key(after)
+    assert outcome.reason == "store unavailable"
+    assert outcome.tokens == (0, 10, 50)[after]
+
+
+def test_a_store_that_falls_silent_is_given_up() -> None:
+    worker = Worker(EngineConfig("unused:0", load_deadline_s=0.05))
+    wanted = spans(10)
+    worker.store.fill(wanted)
+    worker.store.gate.clear()
+    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS))
+    assert outcome.reason == "load late"
+    worker.store.gate.set()
+    worker.side.close()
+
+
+def test_a_load_nobody_wants_any_more_is_reported_so_that_its_blocks_are_freed(
+    worker: Worker,
+) -> None:
+    wanted = spans(10)
+    worker.store.fill(wanted)
+    worker.store.gate.clear()
+    worker.side.start_loads(StepJobs(loads=(LoadJob("r", wanted, 0, 10, BLOCKS),)))
+    worker.side.advance({"r"})
+    assert worker.side.take_received() == {"r"}
+    worker.store.gate.set()
+    time.sleep(0.05)
+    worker.side.advance(())
+    assert worker.cache.slots_written == {}
+
+
+def test_a_write_that_raises_fails_the_load_not_the_engine(worker: Worker) -> None:
+    wanted = spans(10)
+    worker.store.fill(wanted)
+    worker.cache.broken = True
+    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS))
+    assert (outcome.missing, outcome.reason) == (key(0), "write failed")
+    assert worker.side.take_bad_blocks() == {BLOCKS[0]}
+
+
+def save_job(number: int, start: int, end: int) -> SaveJob:
+    info = VariantInfo(end - start, value_bytes(SPACE, end - start), start, Provenance(exact=True))
+    return SaveJob(Span(key(number), start, end), info, BLOCKS)
+
+
+def until_put(store: FakeStore, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(store.puts) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_variant_on_its_way_is_not_sent_twice(worker: Worker) -> None:
+    wanted = spans(40)
+    worker.store.fill(wanted)
+    worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))
+    worker.store.put_gate.clear()
+    for _ in range(3):
+        worker.side.save(StepJobs(saves=(save_job(5, 0, 20), save_job(6, 20, 40))))
+    worker.store.put_gate.set()
+    until_put(worker.store, 2)
+    worker.side.close()
+    assert sorted(worker.store.puts, key=lambda k: k.chunk) == [key(5), key(6)]
+
+
+def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
+    worker = Worker(EngineConfig("unused:0", save_queue_bytes=value_bytes(SPACE, 50)))
+    wanted = spans(40)
+    worker.store.fill(wanted)
+    worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))
+    worker.store.put_gate.clear()
+    jobs = tuple(save_job(10 + n, 0, 20) for n in range(5))
+    worker.side.save(StepJobs(saves=jobs))
+    worker.store.put_gate.set()
+    until_put(worker.store, 2)
+    worker.side.close()
+    assert len(worker.store.puts) == 2  # 50 tokens' worth holds two variants of 20
