@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,10 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.objects import SPEC_HASH
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.manifest import parse_manifest
+from ragcache_operator.manifest import load_manifest, parse_manifest
 from ragcache_operator.quantity import parse_quantity
+
+ROOT = Path(__file__).parents[2]
 
 Object = dict[str, Any]
 
@@ -188,6 +192,13 @@ def test_a_change_touches_only_its_component() -> None:
     before, after = build(), build(cacheStore={"memory": "2Gi"})
     changed = [b["metadata"]["name"] for b, a in zip(before, after, strict=True) if b != a]
     assert changed == ["docs-cachestore"]
+
+
+@pytest.mark.parametrize("example", ["quickstart.yaml", "huggingface.yaml"])
+def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
+    cache = load_manifest(ROOT / "examples" / example)
+    for child in build_children(cache, ClusterSite.of(cache, tag="1")):
+        kubernetes_validate.validate(child, "1.37", strict=True)
 
 
 def test_the_engine_is_vllms_server_with_our_connector() -> None:

@@ -60,6 +60,9 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         "RAGCACHE_CACHESTORE": str(site.reach(cachestore.GRPC)),
         "RAGCACHE_RECORDS_LISTEN": str(site.listen(records(engine))),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
+        # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
+        # two cores all of both; the connector's threads need little.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
