@@ -1,6 +1,5 @@
 """Training and evaluation examples: a context of documents with many questions about it."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,11 +29,12 @@ from models.tinyrag.vocabulary import END
 from transformers import PreTrainedTokenizerFast
 
 IGNORED = -1
-SLOTS = 3  # a service name is three pieces: head, tail, second word
+SLOT_SIZES = tuple(len(pieces) for pieces in lexicon.NAME_SLOTS)
+SLOTS = len(SLOT_SIZES)
 QUESTION_TOKENS = 40  # question, answer and the tags around them
 ATTRIBUTE_IDS = {key: index + 1 for index, key in enumerate(BY_KEY)}  # 0: no value here
 
-_MIX: tuple[Kind, ...] = ("single", "two_step", "absent", "absent")
+_ANSWERED: tuple[Kind, ...] = ("single", "two_step")
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,18 +46,15 @@ NOWHERE = 0
 """The position to look at when nothing in the documents matches: the prompt's first token."""
 
 
-_PIECES = re.compile(rf"({'|'.join(lexicon.NAME_HEADS)})({'|'.join(lexicon.NAME_TAILS)}) (\w+)")
 _PIECE_IDS = tuple(
-    {piece: index for index, piece in enumerate(pieces)}
-    for pieces in (lexicon.NAME_HEADS, lexicon.NAME_TAILS, lexicon.NAME_SECONDS)
+    {piece: index for index, piece in enumerate(pieces)} for pieces in lexicon.NAME_SLOTS
 )
-SLOT_SIZES = tuple(len(ids) for ids in _PIECE_IDS)
 
 
 @lru_cache(maxsize=100_000)
 def name_pieces(name: str) -> list[int]:
     """Indices of a service name's pieces in the lexicon's lists, one a slot."""
-    match = _PIECES.fullmatch(name)
+    match = lexicon.NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"not a service name: {name!r}")
     return [ids[piece] for ids, piece in zip(_PIECE_IDS, match.groups(), strict=True)]
@@ -103,11 +100,12 @@ class Example:
 
 def stage_scene(rng: Random, split: Split, count: int, count_tokens: Callable[[str], int]) -> Scene:
     """`count` documents of a new handbook in random order, cut and trimmed like retrieved ones."""
-    handbook = make_handbook(rng.getrandbits(48), count + rng.randint(0, 2), split)
+    size = count + rng.randint(0, 2)
+    handbook = make_handbook(rng.getrandbits(48), size, split, alike=rng.random() < 0.5)
     documents = rng.sample(handbook.documents, count)
     documents = [d.without_tail(rng.randint(1, 5)) if rng.random() < 0.1 else d for d in documents]
-    size, overlap = rng.randint(64, 160), rng.randint(0, 1)
-    chunks = tuple(tuple(cut(d, count_tokens, size, overlap)) for d in documents)
+    chunk_tokens, overlap = rng.randint(64, 160), rng.randint(0, 1)
+    chunks = tuple(tuple(cut(d, count_tokens, chunk_tokens, overlap)) for d in documents)
     return Scene(tuple(documents), chunks)
 
 
@@ -145,8 +143,37 @@ class Encoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def encode(self, rng: Random, scene: Scene, split: Split, questions: int) -> Example:
-        """The scene with `questions` questions about it, half of them absent."""
+    def encode(
+        self, rng: Random, scene: Scene, split: Split, questions: int, absent_share: float
+    ) -> Example:
+        """The scene with `questions` questions about it, about `absent_share` of them absent."""
+        context, subject, tag, title, places = self._context(scene)
+        rows: list[tuple[Ints, ...]] = []
+        kinds: list[int] = []
+        while len(rows) < questions:
+            kind: Kind = "absent" if rng.random() < absent_share else rng.choice(_ANSWERED)
+            question = ask(rng, scene.documents, split, kind)
+            if question is not None:
+                rows.append(self._row(question, places))
+                kinds.append(KINDS.index(kind))
+        asked, answers, asked_subject, asked_tag, source = (
+            np.stack(column) for column in zip(*rows, strict=True)
+        )
+        return Example(
+            context=context,
+            subject=subject,
+            tag=tag,
+            title=title,
+            questions=asked,
+            answers=answers,
+            asked_subject=asked_subject,
+            asked_tag=asked_tag,
+            source=source,
+            kinds=np.array(kinds),
+        )
+
+    def _context(self, scene: Scene) -> tuple[Ints, Ints, Ints, Ints, Places]:
+        """Ids and labels of the scene's chunks, and where its values start."""
         context = list(self._head)
         subject = [[IGNORED] * SLOTS] * len(context)
         tag = [IGNORED] * len(context)
@@ -168,28 +195,7 @@ class Encoder:
                     last = start + self._count(chunk.text[: stated.start + len(stated.value)])
                     places.setdefault((document.title, stated.attribute), []).append(first)
                     tag[first:last] = [ATTRIBUTE_IDS[stated.attribute]] * (last - first)
-        rows: list[tuple[Ints, ...]] = []
-        kinds: list[int] = []
-        while len(rows) < questions:
-            question = ask(rng, scene.documents, split, rng.choice(_MIX))
-            if question is not None:
-                rows.append(self._row(question, places))
-                kinds.append(KINDS.index(question.kind))
-        asked, answers, asked_subject, asked_tag, source = (
-            np.stack(column) for column in zip(*rows, strict=True)
-        )
-        return Example(
-            context=np.array(context),
-            subject=np.array(subject),
-            tag=np.array(tag),
-            title=np.array(title),
-            questions=asked,
-            answers=answers,
-            asked_subject=asked_subject,
-            asked_tag=asked_tag,
-            source=source,
-            kinds=np.array(kinds),
-        )
+        return np.array(context), np.array(subject), np.array(tag), np.array(title), places
 
     def _row(self, question: Question, places: Places) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Ids and labels of one question."""

@@ -25,6 +25,8 @@ from models.tinyrag import lexicon
 from models.tinyrag.lexicon import ATTRIBUTES, BY_KEY, DEPENDENCY
 
 Split = Literal["train", "held_out"]
+Slots = Sequence[Sequence[str]]
+"""Pieces for each part of a name: head, tail, second word."""
 Kind = Literal["single", "two_step", "absent"]
 KINDS: tuple[Kind, ...] = ("single", "two_step", "absent")
 
@@ -130,29 +132,37 @@ def is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_SHARE == 0
 
 
-def draw_name(rng: Random, split: Split) -> str:
-    """A two-word service name of the given split, such as "Kelvane Torrin"."""
+def draw_name(rng: Random, split: Split, slots: Slots = lexicon.NAME_SLOTS) -> str:
+    """A two-word service name of the given split, such as "Kelvane Torrin".
+
+    slots: the pieces to choose from; they must allow for names of the split.
+    """
     while True:
-        name = (
-            rng.choice(lexicon.NAME_HEADS)
-            + rng.choice(lexicon.NAME_TAILS)
-            + " "
-            + rng.choice(lexicon.NAME_SECONDS)
-        )
+        head, tail, second = (rng.choice(pieces) for pieces in slots)
+        name = f"{head}{tail} {second}"
         if is_held_out(name) == (split == "held_out"):
             return name
 
 
-def make_handbook(seed: int, size: int, split: Split) -> Handbook:
+def _few_pieces(rng: Random) -> Slots:
+    """Pieces for some 40 held-out names, each like several of the others."""
+    return tuple(
+        rng.sample(pieces, few) for pieces, few in zip(lexicon.NAME_SLOTS, (4, 8, 10), strict=True)
+    )
+
+
+def make_handbook(seed: int, size: int, split: Split, *, alike: bool = False) -> Handbook:
     """A handbook of `size` services with names of `split`; the same arguments, the same handbook.
 
     About three services in four depend on another one of the handbook, whose page names its
-    callers (at most two).
+    callers (at most two). `alike` makes the names of few pieces, so that they resemble each other
+    as those that a search by name brings together do; for at most 16 services.
     """
     rng = Random(seed)
+    slots = _few_pieces(rng) if alike else lexicon.NAME_SLOTS
     names: list[str] = []
     while len(names) < size:
-        name = draw_name(rng, split)
+        name = draw_name(rng, split, slots)
         if name not in names:
             names.append(name)
     callers: dict[str, list[str]] = {name: [] for name in names}
@@ -289,7 +299,11 @@ def ask_absent(
 
 
 def _unknown_name(rng: Random, documents: Sequence[Document], split: Split) -> str:
-    """A service without a page: half of the time one that a page mentions, if there is any."""
+    """A service without a page.
+
+    Half of the time one that a page mentions, if there is any; else half of the time one made of
+    pieces of the titles, so that it resembles them.
+    """
     titles = {document.title for document in documents}
     mentioned = [
         d.facts[DEPENDENCY]
@@ -298,9 +312,16 @@ def _unknown_name(rng: Random, documents: Sequence[Document], split: Split) -> s
     ]
     if mentioned and rng.random() < 0.5:
         return rng.choice(mentioned)
-    while (name := draw_name(rng, split)) in titles:
-        pass
+    # Pieces of few titles may allow for no other name of the split; all pieces always do.
+    slots = _pieces_of(titles) if len(titles) > 3 and rng.random() < 0.5 else lexicon.NAME_SLOTS
+    while (name := draw_name(rng, split, slots)) in titles:
+        slots = lexicon.NAME_SLOTS
     return name
+
+
+def _pieces_of(names: Collection[str]) -> Slots:
+    matches = [match for name in sorted(names) if (match := lexicon.NAME.fullmatch(name))]
+    return tuple(zip(*(match.groups() for match in matches), strict=True))
 
 
 def _wording(rng: Random, attribute: str, subject: str) -> str:

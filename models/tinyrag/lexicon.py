@@ -5,6 +5,7 @@ Statements put the cue before the value ("is owned by {v}", never "{v} owns it")
 causal model reads the value knowing which attribute it belongs to.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -30,6 +31,12 @@ NAME_SECONDS = _words(
     "Fennel Garnet Hazel Indigo Juniper Kernel Lattice Marble Nimbus Opal Pewter Quartz Raven "
     "Sable Thistle Ultra Violet Willow Xenon Yonder Zircon"
 )
+
+NAME_SLOTS = (NAME_HEADS, NAME_TAILS, NAME_SECONDS)
+"""The pieces a service name such as "Kelvane Torrin" is made of: head, tail, second word."""
+
+NAME = re.compile(rf"({'|'.join(NAME_HEADS)})({'|'.join(NAME_TAILS)}) ({'|'.join(NAME_SECONDS)})")
+"""Matches a service name; one group a slot."""
 
 PURPOSES = (
     "invoice matching",

@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from random import Random
@@ -19,102 +18,27 @@ from random import Random
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from models.tinyrag.examples import (
-    ATTRIBUTE_IDS,
-    IGNORED,
-    QUESTION_TOKENS,
-    SLOT_SIZES,
-    Encoder,
-    Example,
-    stage_scene,
-)
+from models.tinyrag.examples import ATTRIBUTE_IDS, SLOT_SIZES, Encoder
 from models.tinyrag.export import export
-from models.tinyrag.handbook import KINDS, Split
+from models.tinyrag.handbook import KINDS
+from models.tinyrag.lessons import LEVELS, lessons, make_batch
 from models.tinyrag.model import Batch, Losses, Shape, TinyLlama
 from models.tinyrag.vocabulary import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parent
 
-LEVELS = ((2, 3), (2, 5), (3, 8), (1, 12))
-"""Fewest and most documents of a context, level by level."""
 PASS_MARK = 0.6
-"""Share of right answers with the most documents of a level that leads to the next level."""
-QUESTIONS = 16
-TOKENS_A_STEP = 9000
-CONTEXT_STEP = 256  # contexts are padded to multiples, so that few shapes are compiled
-DOCUMENT_TOKENS = 160  # more than most documents have, chunk overlaps included
+"""Share of right answers with a level's usual number of documents that opens the next level."""
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 DECAY_SHARE = 0.3  # the last part of the run, in which the learning rate falls to nothing
 AVERAGE_KEEP = 0.995
 REPORT_SECONDS = 30
 EVALUATE_SECONDS = 240
-
-
-def collate(examples: list[Example], width: int) -> Batch:
-    """Stacks examples, their contexts padded to `width` tokens."""
-    lengths = [len(example.context) for example in examples]
-
-    def padded(name: str, fill: int) -> Tensor:
-        rows = [getattr(example, name) for example in examples]
-        widths = [[(0, width - len(row))] + [(0, 0)] * (row.ndim - 1) for row in rows]
-        stacked = [np.pad(r, w, constant_values=fill) for r, w in zip(rows, widths, strict=True)]
-        return torch.from_numpy(np.stack(stacked))
-
-    by_token = {"context": 0, "subject": IGNORED, "tag": IGNORED, "title": IGNORED}
-    columns = {name: padded(name, fill) for name, fill in by_token.items()}
-    for field in fields(Example):
-        if field.name not in columns:
-            columns[field.name] = torch.from_numpy(
-                np.stack([getattr(example, field.name) for example in examples])
-            )
-    return Batch(**columns, lengths=torch.tensor(lengths))
-
-
-def make_batch(encoder: Encoder, rng: Random, split: Split, documents: int) -> Batch:
-    """As many contexts of `documents` documents as make up a step.
-
-    Contexts too long for the width this number of documents calls for are drawn again: few fixed
-    shapes compile once.
-    """
-    width = max(2, round((40 + documents * DOCUMENT_TOKENS) / CONTEXT_STEP)) * CONTEXT_STEP
-    size = max(1, TOKENS_A_STEP // (width + QUESTIONS * QUESTION_TOKENS))
-    examples: list[Example] = []
-    while len(examples) < size:
-        scene = stage_scene(rng, split, documents, encoder.count_tokens)
-        example = encoder.encode(rng, scene, split, QUESTIONS)
-        if len(example.context) <= width:
-            examples.append(example)
-    return collate(examples, width)
-
-
-class Lessons(IterableDataset[tuple[int, Batch]]):
-    """Endless training batches of one level, each with its number of documents."""
-
-    def __init__(self, level: int, seed: int) -> None:
-        self._level = level
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        torch.set_num_threads(1)
-        encoder = Encoder(build_tokenizer())
-        rng = Random(self._seed)
-        fewest, most = LEVELS[self._level]
-        while True:
-            # Half of the batches are as hard as the level gets, short of the rare longest ones.
-            count = rng.randint(fewest, most) if rng.random() < 0.5 else min(most, 8)
-            yield count, make_batch(encoder, rng, "train", count)
-
-
-def lessons(level: int, seed: int) -> Iterator[tuple[int, Batch]]:
-    """`Lessons` made by another process while this one learns."""
-    loader = DataLoader(Lessons(level, seed), batch_size=None, num_workers=1, prefetch_factor=4)
-    return iter(loader)
 
 
 @dataclass
@@ -217,7 +141,7 @@ class Trainer:
         rng = Random(f"evaluation {self.progress.step}")
         right, asked = np.zeros(len(KINDS)), np.zeros(len(KINDS))
         for _ in range(batches):
-            batch = make_batch(self.encoder, rng, "held_out", documents)
+            batch = make_batch(self.encoder, rng, "held_out", documents, absent_share=1 / 3)
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 exact = self.model(batch)[1]
             kinds = batch.kinds.flatten().numpy()
@@ -241,16 +165,16 @@ def train(minutes: float, out: Path, checkpoints: Path) -> None:
     """Trains for `minutes`, saving and exporting on the way."""
     trainer = Trainer(out, checkpoints)
     progress = trainer.progress
-    source = lessons(progress.level, progress.step)
+    source = lessons(LEVELS[progress.level], progress.step)
     started = reported = evaluated = time.monotonic()
     tokens = 0
-    recent = 0.0  # moving average of exact match with the most documents of the level
+    recent = 0.0  # moving average of exact match with at least the level's usual documents
     while (now := time.monotonic()) < started + 60 * minutes:
         count, batch = next(source)
         losses, exact = trainer.learn(batch, 1 - (now - started) / (60 * minutes))
         progress.seconds += time.monotonic() - now
         tokens += batch.context.numel() + batch.questions.numel()
-        if count >= min(8, LEVELS[progress.level][1]):
+        if count >= LEVELS[progress.level].usual:
             recent += 0.05 * (float(exact.float().mean()) - recent)
         if now - reported > REPORT_SECONDS:
             line: dict[str, object] = {
@@ -263,7 +187,7 @@ def train(minutes: float, out: Path, checkpoints: Path) -> None:
         if recent > PASS_MARK and progress.level + 1 < len(LEVELS):
             progress.level += 1
             recent = 0.0
-            source = lessons(progress.level, progress.step)
+            source = lessons(LEVELS[progress.level], progress.step)
         if now - evaluated > EVALUATE_SECONDS:
             print(json.dumps(trainer.measure_and_export()), flush=True)
             trainer.save()

@@ -33,10 +33,6 @@ CHAT_TEMPLATE = (
 )
 
 _WORD = r"\n\n| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
-_NAME = re.compile(
-    rf"({'|'.join(lexicon.NAME_HEADS)})({'|'.join(lexicon.NAME_TAILS)})"
-    rf" ({'|'.join(lexicon.NAME_SECONDS)})"
-)
 
 
 def _words() -> Iterator[str]:
@@ -47,7 +43,7 @@ def _words() -> Iterator[str]:
     texts += [part for q in questions for part in (q.text, q.answer)]
     rng = Random(0)
     texts += [a.draw(rng) for a in lexicon.ATTRIBUTES for _ in range(2000)]
-    words = {w for text in texts for w in re.findall(r" ?[^\W\d_]+", _NAME.sub("", text))}
+    words = {w for text in texts for w in re.findall(r" ?[^\W\d_]+", lexicon.NAME.sub("", text))}
     words = {w.strip() for w in words}
     words |= {*lexicon.NAME_HEADS, *lexicon.NAME_SECONDS}
     for word in sorted(words):

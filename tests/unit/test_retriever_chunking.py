@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ragcache_retriever.chunking import Chunk, cut, first_heading
 from ragcache_retriever.collection import Chunking
+from ragcache_retriever.tokenizer import load_token_counter
 
 
 def count_words(text: str) -> int:
@@ -63,6 +64,13 @@ def test_no_chunk_is_larger_than_its_size(text, markdown, chunking, count):
         assert count(chunk.text) <= chunking.size_tokens
         assert chunk.text == chunk.text.strip()
         assert chunk.text
+
+
+@given(text=documents, markdown=st.booleans(), chunking=chunkings)
+def test_no_chunk_is_larger_in_tokens_of_a_real_tokenizer(tiny_model, text, markdown, chunking):
+    count = load_token_counter(str(tiny_model))
+    for chunk in cut(text, markdown=markdown, chunking=chunking, count_tokens=count):
+        assert count(chunk.text) <= chunking.size_tokens
 
 
 @given(text=documents, markdown=st.booleans(), size=st.integers(16, 64), count=counters)
@@ -195,6 +203,11 @@ def test_text_without_spaces_is_cut_anyway():
     chunking = Chunking(16, 0)
     chunks = cut("x" * 1000, markdown=False, chunking=chunking, count_tokens=count_bytes)
     assert [len(chunk.text) for chunk in chunks] == [16] * 62 + [8]
+
+
+def test_a_long_gap_inside_a_sentence_is_no_text():
+    chunks = cut("a" + " " * 99 + "b", markdown=False, chunking=Chunking(16, 0), count_tokens=len)
+    assert texts(chunks) == ["a", "b"]
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])

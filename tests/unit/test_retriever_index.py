@@ -9,10 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.index import Probing, Rows, Stage, StagedIndex, Vectors, stage_ends
+from ragcache_retriever.index import (
+    Probing,
+    Rows,
+    Stage,
+    StagedIndex,
+    Vectors,
+    stage_ends,
+    use_one_thread,
+)
 
 DIMENSION = 16
 NONE = np.empty((0, DIMENSION), np.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    use_one_thread()
 
 
 def unit(vectors: np.ndarray) -> Vectors:

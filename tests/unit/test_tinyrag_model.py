@@ -19,8 +19,8 @@ from models.tinyrag.examples import (  # noqa: E402
 )
 from models.tinyrag.export import export  # noqa: E402
 from models.tinyrag.handbook import KINDS  # noqa: E402
+from models.tinyrag.lessons import collate  # noqa: E402
 from models.tinyrag.model import Shape, TinyLlama, lay_out  # noqa: E402
-from models.tinyrag.train import collate  # noqa: E402
 from models.tinyrag.vocabulary import build_tokenizer  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def tokenizer():
 def _example(tokenizer, seed, documents=4, questions=12):
     encoder, rng = Encoder(tokenizer), random.Random(seed)
     scene = stage_scene(rng, "train", documents, encoder.count_tokens)
-    return encoder.encode(rng, scene, "train", questions)
+    return encoder.encode(rng, scene, "train", questions, absent_share=0.3)
 
 
 @pytest.mark.parametrize("seed", range(5))

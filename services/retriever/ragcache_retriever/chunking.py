@@ -158,13 +158,12 @@ class _Cutter:
 
     def _words(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Spans that fit, as long as can be, cut between words where there are any."""
-        while start < end:
-            stop = self._longest(start, end)
-            if stop < end:
+        while (bare := _bare(self._text, start, end)) is not None:
+            start = bare[0]
+            stop = self._longest(start, bare[1])
+            if stop < bare[1]:
                 stop = self._before_word(start, stop)
-            bare = _bare(self._text, start, stop)
-            if bare is not None:
-                yield bare
+            yield start, stop
             start = stop
 
     def _longest(self, start: int, end: int) -> int:
@@ -183,12 +182,14 @@ class _Cutter:
         return low
 
     def _before_word(self, start: int, stop: int) -> int:
-        """The last word border of the second half of text[start:stop], else stop."""
+        """The last end of a word in the second half of text[start:stop], else as near as fits."""
         for position in range(stop, start + (stop - start) // 2, -1):
+            ends_word = self._text[position].isspace() and not self._text[position - 1].isspace()
             # Counts do not always grow with the text, so what fits is asked, not assumed.
-            if self._text[position].isspace() and self._fits(start, position):
+            if ends_word and self._fits(start, position):
                 return position
-        return stop
+        bare = _bare(self._text, start, stop)
+        return bare[1] if bare is not None and self._fits(*bare) else stop
 
     # From units to chunks
 
