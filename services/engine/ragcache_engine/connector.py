@@ -28,6 +28,7 @@ from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version
 from ragcache_engine.records import RecordBook, serve
 from ragcache_engine.scheduler_side import SchedulerSide
+from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import StepJobs, StepReport
 from ragcache_engine.worker_side import WorkerSide
 from ragcache_kv.model_folder import load_model_folder
@@ -88,7 +89,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             {name: layers[name] for name in kv_caches}, next(iter(kv_caches.values())).device
         )
         _check_layout(cache, self._space)
-        client = CacheStoreClient(self._config.cachestore)
+        with side_pool(1, "ragcache-connect") as pool:
+            client = pool.submit(CacheStoreClient, self._config.cachestore).result()
         self._worker = WorkerSide(self._config, self._space, cache, client)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

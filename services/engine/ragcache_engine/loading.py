@@ -7,13 +7,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import KVSpace
+from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
 from ragcache_kv.value import FORMAT, checksum, value_bytes
 from ragcache_wire.cachestore_client import CacheStoreClient, StoredValue
@@ -71,7 +71,7 @@ class Loader:
         self._client = client
         self._space = space
         self._deadline_s = deadline_s
-        self._pool = ThreadPoolExecutor(2, "ragcache-load")
+        self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
         self._pool.submit(lambda: list(client.get((), deadline_s)))

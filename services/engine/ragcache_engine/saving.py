@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import VariantKey
 from ragcache_core.reuse import VariantInfo
+from ragcache_engine.threads import side_pool
 from ragcache_kv.value import FORMAT, checksum
 from ragcache_wire.cachestore_client import CacheStoreClient
 
@@ -24,7 +24,7 @@ class Saver:
         self._client = client
         self._deadline_s = deadline_s
         self._queue_bytes = queue_bytes
-        self._pool = ThreadPoolExecutor(1, "ragcache-save")
+        self._pool = side_pool(1, "ragcache-save")
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
 
