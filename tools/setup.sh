@@ -38,7 +38,7 @@ if [ "${1:-}" = --download ]; then
     mkdir -p "$folder"
     echo "setup: downloading wheels into $folder (about 1.5 GB)"
     [ "$device" = gpu ] || cpu_torch download --dest "$folder" --constraint constraints.txt
-    pip wheel --wheel-dir "$folder" --find-links "$folder" --constraint constraints.txt ".[$extras]" setuptools wheel
+    pip wheel --wheel-dir "$folder" --find-links "$folder" --constraint constraints.txt ".[$extras]" "setuptools>=77" wheel
     rm -f "$folder"/ragcache-*.whl
     exit 0
 fi
@@ -52,7 +52,7 @@ else
     from=()
     [ "$device" = gpu ] || cpu_torch install --constraint constraints.txt
 fi
-pip install "${from[@]}" --constraint constraints.txt setuptools
+pip install "${from[@]}" --constraint constraints.txt "setuptools>=77" wheel
 pip install "${from[@]}" --constraint constraints.txt --no-build-isolation --editable ".[$extras]"
 if [ "$device" = cpu ]; then
     # vLLM's wheel asks for these, nothing of ours uses them, and what the index gives may be CUDA
