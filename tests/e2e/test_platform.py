@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     manifest = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
     port = free_port()
     manifest["spec"]["gateway"]["port"] = port
+    # A model of the user's own lies in a folder; the demo's test runs the bundled one by its name.
+    model = shutil.copytree(ROOT / "models" / "tinyrag" / "model", folder / "model")
+    manifest["spec"]["model"] = {"source": f"path:{model}", "name": "tinyrag"}
     (folder / "ragcache.yaml").write_text(yaml.safe_dump(manifest))
     handbook = make_handbook(SEED, DOCUMENTS, "held_out")
     pages = folder / "handbook"
