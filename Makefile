@@ -43,7 +43,7 @@ wire: setup ## regenerate wire/ragcache_wire/v1 from the protos
 bench: setup ## every benchmark, the quick way
 	@for file in bench/*.py; do \
 		name=$$(basename $$file .py); \
-		if grep -q -- '--quick' $$file; then \
+		if grep -q 'add_argument("--quick"' $$file; then \
 			echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
 		fi; \
 	done
