@@ -1,1 +1,1 @@
-"""Benchmarks: each module is a program with ``--quick`` that prints one JSON object last."""
+"""Benchmarks: programs with ``--quick`` that print one JSON object last, and what they share."""

@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions  # noqa: E402
-
 from ragcache_cli.ask import Reply, ask, render_citations, render_timing  # noqa: E402
 from ragcache_cli.documents import select  # noqa: E402
 from ragcache_cli.gateway_client import GatewayClient  # noqa: E402
@@ -37,6 +36,7 @@ from ragcache_cli.ingest import ingest  # noqa: E402
 from ragcache_cli.local_platform import LocalPlatform  # noqa: E402
 from ragcache_cli.progress import ProgressLines  # noqa: E402
 from ragcache_cli.signals import run_until_stopped  # noqa: E402
+from ragcache_core.errors import RagCacheError  # noqa: E402
 from ragcache_operator.manifest import load_manifest  # noqa: E402
 from ragcache_wire.cachestore_client import AsyncCacheStoreClient  # noqa: E402
 
@@ -93,11 +93,7 @@ def draw_questions(handbook: Handbook) -> list[Question]:
 async def ask_all(
     gateway: GatewayClient, questions: Sequence[str], console: Console
 ) -> list[Reply]:
-    """Ask one after another, after a question whose answer nobody reads.
-
-    That one pays for what a fresh engine does once; it neither reads nor fills the store.
-    """
-    await ask(gateway, WARM_UP, options(reuse="off"), None)
+    """Ask one after another, showing everything."""
     replies = []
     for text in questions:
         console.print(f"\n[bold]{text}[/bold]")
@@ -112,6 +108,11 @@ async def ask_all(
 def options(**more: str) -> dict[str, object]:
     """The ``ragcache`` extension of a request."""
     return {"collection": COLLECTION, "top_k": TOP_K, **more}
+
+
+async def warm_up(gateway: GatewayClient) -> None:
+    """A question nobody reads pays for what a fresh engine does once; it leaves the store alone."""
+    await ask(gateway, WARM_UP, options(reuse="off"), None)
 
 
 async def until_saved(address: str) -> None:
@@ -181,11 +182,13 @@ async def run(handbook: Handbook, folder: Path, console: Console) -> int:
             gateway, COLLECTION, select([folder / "handbook"]).files, lambda _: None
         )
         console.print(f"{done.written} documents in {time.monotonic() - started:.0f} s")
-        console.rule("cold: every token of the prompt is computed")
+        console.rule("cold: the store is empty")
+        await warm_up(gateway)
         cold = await ask_all(gateway, texts, console)
         await until_saved(platform.address("cachestore", "grpc"))
         console.rule("the engine is restarted, which empties its own cache")
         await platform.restart("engine")
+        await warm_up(gateway)
         warm = await ask_all(gateway, texts, console)
         asked = [Asked(*one) for one in zip(questions, cold, warm, strict=True)]
         report(asked, console)
@@ -197,8 +200,19 @@ async def run(handbook: Handbook, folder: Path, console: Console) -> int:
 async def converse(gateway: GatewayClient, console: Console) -> None:
     """Let the person at the terminal ask; an empty line ends it."""
     console.print("\nAsk about the services above; an empty line ends the demo.")
-    while text := (await asyncio.to_thread(input, "> ")).strip():
-        await ask_all(gateway, [text], console)
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    while True:
+        console.print("> ", end="")
+        text = (await lines.readline()).decode(errors="replace").strip()
+        if not text:
+            return
+        try:
+            await ask_all(gateway, [text], console)
+        except RagCacheError as error:
+            console.print(f"[red]{error}[/red]")
 
 
 def main() -> int:

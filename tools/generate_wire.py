@@ -53,6 +53,9 @@ def main() -> int:
                 return 1
             return 0
         TARGET.mkdir(parents=True, exist_ok=True)
+        for stale_file in TARGET.iterdir():
+            if stale_file.is_file():
+                stale_file.unlink()
         for name in names:
             (TARGET / name).write_bytes((fresh / name).read_bytes())
     return 0

@@ -7,6 +7,8 @@ from random import Random
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerFast
+
 from models.tinyrag import lexicon
 from models.tinyrag.chunking import Chunk, cut
 from models.tinyrag.handbook import (
@@ -26,7 +28,6 @@ from models.tinyrag.handbook import (
 from models.tinyrag.lexicon import BY_KEY, DEPENDENCY
 from models.tinyrag.prompt import chunk_ids, frame
 from models.tinyrag.vocabulary import END
-from transformers import PreTrainedTokenizerFast
 
 IGNORED = -1
 SLOT_SIZES = tuple(len(pieces) for pieces in lexicon.NAME_SLOTS)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from models.tinyrag.model import Shape
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from models.tinyrag.model import Shape
 
 MAX_POSITIONS = 4096
 

@@ -6,12 +6,13 @@ from random import Random
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
 from models.tinyrag.examples import IGNORED, QUESTION_TOKENS, Encoder, Example, stage_scene
 from models.tinyrag.handbook import Split
 from models.tinyrag.model import Batch
 from models.tinyrag.vocabulary import build_tokenizer
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 QUESTIONS = 16
 """Questions a context."""

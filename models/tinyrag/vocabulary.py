@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from models.tinyrag import lexicon
 from models.tinyrag.handbook import make_handbook, sample_questions
 from models.tinyrag.prompt import SYSTEM
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 PAD, SYSTEM_TAG, USER_TAG, ASSISTANT_TAG, END = (
     "<|pad|>",

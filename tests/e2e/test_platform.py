@@ -19,9 +19,9 @@ import httpx
 import openai
 import pytest
 import yaml
+
 from bench.processes import free_port
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
-
 from ragcache_cli.state_file import PartRecord, read_record
 
 pytestmark = pytest.mark.timeout(900)

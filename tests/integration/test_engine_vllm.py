@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from bench.completion import Completion, complete
 from bench.processes import (
     CacheStore,
@@ -22,7 +23,6 @@ from bench.processes import (
     wait_for_engine,
 )
 from bench.stored_values import corrupt
-
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.prompt import Prompt, assemble, plan_exact
 from ragcache_core.reuse import checked_segments
@@ -218,6 +218,7 @@ def test_a_client_that_leaves_during_a_load_leaves_the_engine_whole(platform: Pl
         "kv_transfer_params": {"ragcache": plan},
     }
     for seconds in (0.0, 0.005, 0.01, 0.02, 0.04):
+        body["cache_salt"] = uuid.uuid4().hex  # so that each finds it in the store only
         with httpx.stream("POST", f"{platform.engine.url}/v1/completions", json=body, timeout=30):
             time.sleep(seconds)  # leaving closes the connection, wherever the request is by now
     answer, _ = platform.ask(prompt)

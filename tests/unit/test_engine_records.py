@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from bench.processes import free_port
 
+from bench.processes import free_port
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_engine.records import CAPACITY, Record, RecordBook, serve
 from ragcache_wire.engine_client import EngineClient

@@ -48,7 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.book = RecordBook()
-        config = EngineConfig("unused:0", lookup_wait_s=5.0)
+        config = EngineConfig("unused:0", lookup_wait_s=5.0, min_load_tokens=16)
         self.side = SchedulerSide(config, SPACE, self.book, cast("CacheStoreClient", self.store))
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:

@@ -167,7 +167,7 @@ def test_a_missing_value_reports_the_blocks_from_it_on(worker: Worker) -> None:
     worker.store.fill(wanted)
     del worker.store.values[key(1)]
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
-    assert (outcome.tokens, outcome.missing) == (10, key(1))
+    assert (outcome.tokens, outcome.missing) == (0, key(1))  # its block is computed again
     assert worker.side.take_bad_blocks() == set(BLOCKS)
 
 
@@ -175,8 +175,9 @@ def test_good_blocks_before_a_missing_value_are_kept(worker: Worker) -> None:
     wanted = spans(70, 131)
     worker.store.fill(wanted)
     del worker.store.values[key(1)]
-    worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
     # 70 lies in the third block, which is computed again; the first two hold
+    assert outcome.tokens == 2 * BLOCK
     assert worker.side.take_bad_blocks() == set(BLOCKS[2:])
 
 
@@ -205,7 +206,7 @@ def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> No
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
     assert outcome.missing == key(after)
     assert outcome.reason == "store unavailable"
-    assert outcome.tokens == (0, 10, 50)[after]
+    assert outcome.tokens == (0, 0, BLOCK)[after]  # whole blocks of what had come
 
 
 def test_a_store_that_falls_silent_is_given_up() -> None:
@@ -241,6 +242,31 @@ def test_a_write_that_raises_fails_the_load_not_the_engine(worker: Worker) -> No
     outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS))
     assert (outcome.missing, outcome.reason) == (key(0), "write failed")
     assert worker.side.take_bad_blocks() == {BLOCKS[0]}
+
+
+def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
+    wanted = spans(10)
+    worker.store.fill(wanted)
+    worker.store.gate.clear()
+    jobs = tuple(LoadJob(name, wanted, 0, 10, BLOCKS) for name in ("a", "b"))
+    worker.side.start_loads(StepJobs(loads=jobs))
+    write, calls = worker.cache.write, iter((True, False))
+
+    def only_the_first(value: torch.Tensor, slots: torch.Tensor) -> None:
+        worker.cache.broken = not next(calls)
+        write(value, slots)
+
+    worker.cache.write = only_the_first  # type: ignore[method-assign]
+    worker.store.gate.set()
+    received: set[str] = set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while received != {"a", "b"}:
+        assert time.monotonic() < deadline, f"only {received} ended"
+        worker.side.advance(())
+        received |= worker.side.take_received()
+    report = worker.side.take_report()
+    assert report is not None
+    assert sorted(outcome.reason for outcome in report.outcomes) == ["", "write failed"]
 
 
 def save_job(number: int, start: int, end: int) -> SaveJob:

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from models.tinyrag import lexicon
 from models.tinyrag.chunking import cut
 from models.tinyrag.handbook import (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from models.tinyrag import lexicon
 from models.tinyrag.handbook import draw_name, make_handbook
 from models.tinyrag.prompt import SEPARATOR, SYSTEM, chunk_ids, frame, prompt_ids

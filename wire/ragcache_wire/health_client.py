@@ -1,4 +1,4 @@
-"""Typed async client of gRPC's health service, which every part serves."""
+"""Typed async client of gRPC's health service, as GrpcServer serves it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ STOP_GRACE_S = 5.0
 
 
 class ErrorEdge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns core errors raised by handlers into statuses; anything else is logged and INTERNAL."""
+    """Turns core errors raised by handlers into statuses; gRPC logs anything else as UNKNOWN."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """See grpc.aio.ServerInterceptor."""

@@ -14,11 +14,12 @@ class EngineConfig:
 
     cachestore: "host:port" of the store. records_listen: "host:port" where the engine's record of
     its requests is served, or None.
-    lookup_wait_s: how long one scheduling step may wait for the store's answer; the request is
-    asked about again in the next step. lookup_deadline_s: after that the lookup counts as a miss.
+    lookup_wait_s: how long one scheduling step may wait for the store's answers, all requests of
+    it together; they are asked about again in the next step. lookup_deadline_s: after that a lookup
+    counts as a miss.
     load_deadline_s: a load that takes longer is given up and its tokens are computed.
     min_load_tokens: fewer tokens than this are computed rather than loaded, because a load costs
-    a round trip and an idle engine step or two.
+    a round trip and an idle engine step or two (so a system prompt alone is not worth one).
     save_queue_bytes: memory bound of values waiting to be sent to the store; what does not fit is
     not saved (a lost save is a future miss, an unbounded queue a dead engine).
     """
@@ -29,7 +30,7 @@ class EngineConfig:
     lookup_deadline_s: float = 0.5
     load_deadline_s: float = 5.0
     save_deadline_s: float = 30.0
-    min_load_tokens: int = 16
+    min_load_tokens: int = 64
     save_queue_bytes: int = 1 << 30
 
     @classmethod

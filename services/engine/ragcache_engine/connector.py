@@ -213,9 +213,18 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     if not is_supported(installed):
         raise InvalidInput("vllm", f"is version {installed}", f"install {SUPPORTED_VLLM}.x")
     parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+    if parallel.world_size_across_dp > 1:
         raise InvalidInput(
-            "engines[].args", "ask for tensor or pipeline parallelism", "run one rank per engine"
+            "engines[].args", "ask for several ranks", "run one rank per engine, and more engines"
+        )
+    model = vllm_config.model_config
+    in_folder = getattr(model.hf_config, "quantization_config", None) is not None
+    if model.hf_overrides or (model.quantization and not in_folder):
+        # Keys are made from the folder; what is changed beside it would not be in them.
+        raise InvalidInput(
+            "engines[].args",
+            "set --hf-overrides or --quantization",
+            "make a model folder that says the same in its config.json",
         )
     if vllm_config.cache_config.cache_dtype != "auto":
         raise InvalidInput(

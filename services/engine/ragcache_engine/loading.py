@@ -80,7 +80,11 @@ class Loader:
         """Begin fetching; ``advance`` reports the end."""
         load = _Load(job, time.monotonic())
         self._loads[job.request_id] = load
-        self._pool.submit(self._fetch, load)
+        try:
+            self._pool.submit(self._fetch, load)
+        except RuntimeError:
+            log.exception("load of request %s cannot be started", job.request_id)
+            load.arrivals.put(_Arrival(job.spans[0], None, reason="load failed"))
 
     def cancel(self, request_id: str) -> None:
         """Stop wanting a load, if it is running; it is still reported, as every load is."""
@@ -89,23 +93,21 @@ class Loader:
             load.cancelled.set()
 
     def advance(self, write: Write) -> list[LoadOutcome]:
-        """Write what has arrived; returns the loads that ended, whole or not."""
+        """Write what has arrived; returns the loads that ended, whole or not.
+
+        A write that raises (a device error) ends its own load and no other.
+        """
         outcomes = []
         for request_id, load in list(self._loads.items()):
-            outcome = self._advance(load, write)
+            try:
+                outcome = self._advance(load, write)
+            except Exception:
+                log.exception("loaded KV of request %s could not be written", request_id)
+                load.cancelled.set()
+                outcome = self._outcome(load, load.job.spans[load.spans_done], "write failed")
             if outcome is not None:
                 outcomes.append(outcome)
                 del self._loads[request_id]
-        return outcomes
-
-    def abandon(self, reason: str) -> list[LoadOutcome]:
-        """End every load where it stands."""
-        outcomes = []
-        for load in self._loads.values():
-            load.cancelled.set()
-            if load.spans_done < len(load.job.spans):
-                outcomes.append(self._outcome(load, load.job.spans[load.spans_done], reason))
-        self._loads.clear()
         return outcomes
 
     def close(self) -> None:
@@ -151,13 +153,17 @@ class Loader:
     def _fetch(self, load: _Load) -> None:
         spans = load.job.spans
         done = 0
+        # What waited for a thread of the pool has less time left, or is not wanted any more.
+        left_s = self._deadline_s - (time.monotonic() - load.started)
+        if load.cancelled.is_set() or left_s <= 0:
+            return
         try:
             keys = [span.variant for span in spans]
-            for span, (_, stored) in zip(
-                spans, self._client.get(keys, self._deadline_s), strict=False
-            ):
+            for span, (key, stored) in zip(spans, self._client.get(keys, left_s), strict=False):
                 if load.cancelled.is_set():
                     return
+                if key != span.variant:
+                    raise RagCacheError("the store answered in another order")
                 if stored is None:
                     load.arrivals.put(_Arrival(span, None, reason="evicted, deleted or corrupt"))
                     return

@@ -127,6 +127,11 @@ def _probe(layer: Any, shape: CacheShape) -> torch.Tensor:
     found = scratch[0, 0].reshape(-1).view(pattern_dtype).to(torch.int64)
     if shape.dtype.itemsize == 2:
         found &= 0xFFFF
+    if not torch.equal(found.sort().values, torch.arange(2 * elements)):
+        raise ValueError(
+            f"blocks of {shape.block_size} tokens with heads of {shape.head_dim} are not supported:"
+            " the engine's packing of them was not understood; use a smaller --block-size"
+        )
     packing = torch.empty_like(found)
     packing[found] = torch.arange(2 * elements)
     return packing

@@ -67,6 +67,7 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadJob] = []
+        self._wait_left_s = config.lookup_wait_s
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
         self._pool.submit(client.lookup, ())
 
@@ -82,10 +83,14 @@ class SchedulerSide:
             return
         try:
             plan = ReusePlan.from_json(plan_json)
+            segments = checked_segments(plan, token_ids, self._space)
         except InvalidInput as error:
             log.warning("plan of request %s is dropped: %s", request_id, error)
             return
-        segments = checked_segments(plan, token_ids, self._space)
+        except Exception:
+            # Whatever a client can put into a plan, vLLM would end on an exception.
+            log.exception("plan of request %s is dropped", request_id)
+            return
         now = time.monotonic()
         lookup = self._pool.submit(self._lookup, segments) if segments else None
         request = _Request(plan, token_ids, segments, lookup, now, phase_since=now)
@@ -107,7 +112,9 @@ class SchedulerSide:
         request = self._requests.get(request_id)
         if request is None:
             return 0
-        request.record.local_tokens = num_local
+        if request.phase is not _Phase.DECODE:
+            # Not of one that was preempted: its record tells of its first token.
+            request.record.local_tokens = num_local
         if request.load_failed or not request.segments:
             return 0
         if request.stored is None and not self._finish_lookup(request):
@@ -148,7 +155,7 @@ class SchedulerSide:
                 continue
             self._enter(request, _Phase.WAITING)
             request.record.loaded_tokens = outcome.tokens
-            request.record.loaded_bytes = outcome.num_bytes
+            request.record.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
             if outcome.missing is not None:
                 # vLLM asks again after a failure; the same answer would loop for ever.
                 request.load_failed = True
@@ -180,6 +187,7 @@ class SchedulerSide:
                 if due:
                     blocks = tuple(blocks_of(request_id))
                     saves += [self._save_job(named, blocks) for named in due]
+        self._wait_left_s = self._config.lookup_wait_s
         loads, self._loads = self._loads, []
         return StepJobs(tuple(loads), tuple(saves))
 
@@ -207,11 +215,14 @@ class SchedulerSide:
     def _finish_lookup(self, request: _Request) -> bool:
         """Take over the store's answer; False while there is none and it is not late."""
         assert request.lookup is not None
+        asked = time.monotonic()
         try:
-            request.stored = request.lookup.result(timeout=self._config.lookup_wait_s)
+            request.stored = request.lookup.result(timeout=max(0.0, self._wait_left_s))
         except FutureTimeoutError:
+            self._wait_left_s -= time.monotonic() - asked
             if time.monotonic() - request.arrived < self._config.lookup_deadline_s:
                 return False
+            request.lookup.cancel()
             request.stored, request.record.miss = {}, "lookup late"
         except Exception as error:
             # An outage is the ordinary case; whatever it was, vLLM would end on an exception.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,4 +20,5 @@ def side_pool(size: int, name: str) -> ThreadPoolExecutor:
 def _use_every_core() -> None:
     # The kernel cuts this down to what the container was given. Not every system has the call.
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -55,7 +55,11 @@ class StepJobs:
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """What became of a LoadJob. missing: the first variant that did not come, or None."""
+    """What became of a LoadJob.
+
+    tokens: loaded and used. num_bytes: fetched for them. missing: the first variant that did not
+    come, or None.
+    """
 
     request_id: str
     tokens: int

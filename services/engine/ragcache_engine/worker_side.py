@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from ragcache_engine.config import EngineConfig
 from ragcache_engine.loading import Loader
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.saving import Saver
-from ragcache_engine.transfer import LoadJob, SaveJob, StepJobs, StepReport
+from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, StepJobs, StepReport
 from ragcache_wire.cachestore_client import CacheStoreClient
 
 log = logging.getLogger("vllm.ragcache")
@@ -55,17 +56,11 @@ class WorkerSide:
         """Write what has arrived. finished: requests that ended, whose loads nobody wants."""
         for request_id in finished:
             self._loader.cancel(request_id)
-        try:
-            outcomes = self._loader.advance(self._write)
-        except Exception:
-            # A write that raises (a device error) fails every load under way.
-            log.exception("loaded KV could not be written")
-            outcomes = self._loader.abandon("write failed")
-        for outcome in outcomes:
+        for outcome in self._loader.advance(self._write):
             job = self._jobs.pop(outcome.request_id)
             self._received.add(outcome.request_id)
             if outcome.missing is not None:
-                self._bad_blocks.update(self._blocks_from(job, job.first + outcome.tokens))
+                outcome = self._recomputed(job, outcome)  # noqa: PLW2901
             self._report.outcomes.append(outcome)
 
     def take_received(self) -> set[str]:
@@ -100,8 +95,13 @@ class WorkerSide:
             value = self._cache.read(job.blocks, job.span.start, job.span.end)
             self._saver.save(job.span.variant, job.info, value)
 
-    def _blocks_from(self, job: LoadJob, position: int) -> list[int]:
-        # vLLM recomputes from the start of the first bad block, so tokens of a good variant that
-        # share it are computed again with it.
+    def _recomputed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
+        """Report what did not come as bad blocks; returns the outcome without what they take along.
+
+        vLLM computes from the start of the first bad block on, so tokens of a good variant that
+        share it are computed again with it.
+        """
         size = self._cache.shape.block_size
-        return list(job.blocks[position // size : -(-job.end // size)])
+        first_bad = (job.first + outcome.tokens) // size
+        self._bad_blocks.update(job.blocks[first_bad : -(-job.end // size)])
+        return replace(outcome, tokens=max(0, first_bad * size - job.first))

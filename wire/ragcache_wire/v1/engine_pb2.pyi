@@ -52,7 +52,7 @@ class RequestRecord(_message.Message):
     MISS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
-    """arrival to first scheduling"""
+    """waiting to be scheduled, before a load and after it"""
     load_s: _builtins.float
     """waiting for chunk-caches from the store"""
     prefill_s: _builtins.float
