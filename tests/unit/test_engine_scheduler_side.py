@@ -207,6 +207,29 @@ def test_after_a_failed_load_the_request_is_computed_and_saved_anew(warm: Engine
     assert warm.record("again").miss == "corrupt"
 
 
+def test_a_preempted_request_is_loaded_again_and_its_record_stays(warm: Engine) -> None:
+    warm.arrive("r")
+    tokens = warm.side.loadable_tokens("r", 0)
+    assert tokens
+    warm.side.on_allocated("r", BLOCKS, tokens)
+    warm.side.step([], lambda _: BLOCKS)
+    warm.side.on_outcomes([LoadOutcome("r", tokens, 4096, 0.01, None, "")])
+    warm.side.on_allocated("r", BLOCKS, 0)
+    assert warm.prefill("r", computed=tokens) == []
+    warm.side.step([("r", LENGTH, 1)], lambda _: BLOCKS)
+    told = replace(warm.record("r"))
+    # preempted while it decodes: vLLM asks from the start, now with the tokens of the answer
+    assert warm.side.loadable_tokens("r", 0) == tokens
+    warm.side.on_allocated("r", BLOCKS[::-1], tokens)
+    (job,) = warm.side.step([], lambda _: BLOCKS).loads
+    assert job.blocks == BLOCKS[::-1]
+    warm.side.on_outcomes([LoadOutcome("r", 7, 8, 0.01, job.spans[1].variant, "store unavailable")])
+    assert warm.side.loadable_tokens("r", 0) == 0
+    warm.side.on_allocated("r", BLOCKS, 0)
+    warm.side.on_finished("r")
+    assert warm.record("r") == told
+
+
 def test_an_outage_of_the_store_is_a_miss(engine: Engine) -> None:
     engine.store.outage = Unavailable("cachestore", "gone")
     engine.arrive("r")

@@ -52,6 +52,7 @@ class _Request:
     phase: _Phase = _Phase.WAITING
     phase_since: float = 0.0
     record: Record = field(default_factory=Record)
+    recorded: bool = False  # the record tells of the first token; a later preemption is not in it
 
 
 class SchedulerSide:
@@ -112,8 +113,7 @@ class SchedulerSide:
         request = self._requests.get(request_id)
         if request is None:
             return 0
-        if request.phase is not _Phase.DECODE:
-            # Not of one that was preempted: its record tells of its first token.
+        if not request.recorded:
             request.record.local_tokens = num_local
         if request.load_failed or not request.segments:
             return 0
@@ -154,12 +154,13 @@ class SchedulerSide:
             if request is None:
                 continue
             self._enter(request, _Phase.WAITING)
-            request.record.loaded_tokens = outcome.tokens
-            request.record.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
+            if not request.recorded:
+                request.record.loaded_tokens = outcome.tokens
+                request.record.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
+                request.record.miss = outcome.reason or request.record.miss
             if outcome.missing is not None:
                 # vLLM asks again after a failure; the same answer would loop for ever.
                 request.load_failed = True
-                request.record.miss = outcome.reason
                 self._forget_from(request, outcome.missing)
 
     def step(
@@ -181,7 +182,7 @@ class SchedulerSide:
                 self._enter(request, _Phase.PREFILL)
             if request.phase is _Phase.PREFILL and computed >= len(request.token_ids):
                 self._enter(request, _Phase.DECODE)
-                self._book.put(request.plan.request, request.record)
+                self._keep_record(request)
             if computed < len(request.token_ids):
                 due = self._due(request, computed + scheduled)
                 if due:
@@ -198,10 +199,9 @@ class SchedulerSide:
             return
         if request.lookup is not None:
             request.lookup.cancel()
-        if request.phase is not _Phase.DECODE:
-            # An answer of one token ends in its prefill step.
-            self._enter(request, _Phase.DECODE)
-        self._book.put(request.plan.request, request.record)
+        # An answer of one token ends in its prefill step.
+        self._enter(request, _Phase.DECODE)
+        self._keep_record(request)
 
     def close(self) -> None:
         """Stop asking the store."""
@@ -266,17 +266,23 @@ class SchedulerSide:
         for key in names[names.index(missing) :]:
             stored.pop(key, None)
 
+    def _keep_record(self, request: _Request) -> None:
+        if not request.recorded:
+            request.recorded = True
+            self._book.put(request.plan.request, request.record)
+
     @staticmethod
     def _enter(request: _Request, phase: _Phase) -> None:
         now = time.monotonic()
         spent, record = now - request.phase_since, request.record
-        match request.phase:
-            case _Phase.WAITING:
-                record.queue_s += spent
-            case _Phase.LOADING:
-                record.load_s += spent
-            case _Phase.PREFILL:
-                record.prefill_s += spent
-            case _Phase.DECODE:
-                pass
+        if not request.recorded:
+            match request.phase:
+                case _Phase.WAITING:
+                    record.queue_s += spent
+                case _Phase.LOADING:
+                    record.load_s += spent
+                case _Phase.PREFILL:
+                    record.prefill_s += spent
+                case _Phase.DECODE:
+                    pass
         request.phase, request.phase_since = phase, now
