@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +29,8 @@ def generate(out: Path) -> None:
         f"--mypy_grpc_out=quiet:{out}",
         *names,
     ]
+    # protoc looks for the stub generators on the path; they are installed beside this Python.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed")
     (out / "ragcache_wire" / "v1" / "__init__.py").write_text(
