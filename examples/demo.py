@@ -42,7 +42,7 @@ from ragcache_wire.cachestore_client import AsyncCacheStoreClient  # noqa: E402
 
 DOCUMENTS = 200
 COLLECTION = "handbook"
-TOP_K = 12
+TOP_K = 8
 QUESTIONS = 3
 SAVE_TIMEOUT_S = 30.0
 WARM_UP = "Which services are there?"
