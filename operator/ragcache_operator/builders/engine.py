@@ -52,7 +52,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
         *("--kv-transfer-config", json.dumps(_CONNECTOR, separators=(",", ":"))),
-        # A start without torch.compile takes seconds; with it, minutes of a CPU's time.
+        # Compiling would make every start longer; whether it pays on a CPU has not been measured.
         "--enforce-eager",
         *engine.args,
     ]
