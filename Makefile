@@ -7,7 +7,7 @@ BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
 SOURCES := $(PACKAGES) tests bench tools examples models
 
-.PHONY: setup demo up test check format wire bench wheelhouse clean
+.PHONY: setup demo up test test-cluster check format wire crds images bench wheelhouse clean
 
 setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
 
@@ -25,6 +25,10 @@ test: check ## everything CI runs, fastest first
 	$(BIN)/python -m pytest tests/unit
 	$(BIN)/python -m pytest tests/integration
 	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest tests/cluster
+
+test-cluster: setup ## a real Kubernetes on this machine: API, operator, pods, answers (root, Debian)
+	$(BIN)/python -m pytest tests/cluster
 
 check: setup ## format, lint, types, import layers, generated code
 	$(BIN)/ruff format --check $(SOURCES)
@@ -32,6 +36,8 @@ check: setup ## format, lint, types, import layers, generated code
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python tools/generate_wire.py --check
+	$(BIN)/python tools/generate_crds.py --check
+	$(BIN)/python tools/generate_chart.py --check
 
 format: setup ## rewrite the sources in the house format
 	$(BIN)/ruff format $(SOURCES)
@@ -39,6 +45,13 @@ format: setup ## rewrite the sources in the house format
 
 wire: setup ## regenerate wire/ragcache_wire/v1 from the protos
 	$(BIN)/python tools/generate_wire.py
+
+crds: setup ## regenerate crds/, docs/reference/ and the chart from the typed spec and the chart's schema
+	$(BIN)/python tools/generate_crds.py
+	$(BIN)/python tools/generate_chart.py
+
+images: setup ## the images of this release as OCI archives, without Docker (root, debootstrap)
+	$(BIN)/python -m tools.images --out images
 
 bench: setup ## every benchmark, the quick way
 	@for file in bench/*.py; do \
@@ -52,5 +65,5 @@ wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine 
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse
 
 clean: ## remove the environment, caches and local data
-	rm -rf .venv .ragcache wheelhouse .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .ragcache wheelhouse images .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -95,7 +95,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *, memory_bytes: int = 64 * MIB, disk_bytes: int = 256 * MIB
+    folder: Path,
+    *,
+    memory_bytes: int = 64 * MIB,
+    disk_bytes: int = 256 * MIB,
+    port: int = 0,
+    free_bytes: Callable[[], int] | None = None,
 ) -> Iterator[Served]:
     """Serve folder in a thread of its own, as a process would."""
     loop = asyncio.new_event_loop()
@@ -103,9 +108,9 @@ def serving(
     thread.start()
 
     async def start() -> tuple[Store, CacheStoreService, GrpcServer]:
-        store = Store(Disk(folder), memory_bytes, disk_bytes)
+        store = Store(Disk(folder, free_bytes=free_bytes), memory_bytes, disk_bytes)
         service = CacheStoreService(store)
-        server = GrpcServer("127.0.0.1:0", [SERVICE], service.register)
+        server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register)
         await server.start()
         await server.set_ready()
         return store, service, server

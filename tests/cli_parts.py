@@ -1,6 +1,7 @@
 """A stand-in for every part of a platform: a small real process behind a real pod spec.
 
-Run as a script it serves HTTP or gRPC health where it is told, and misbehaves as it is told.
+Run as a script it says over HTTP that it is well, where probes ask for that, and misbehaves as it
+is told.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.site import Site
 from ragcache_operator.spec import RagCache
 
@@ -26,17 +28,16 @@ def stand_in(
     """
     children = build_children(cache, site)
     for child in children:
-        if child["kind"] == "Service":
+        if child["kind"] not in WORKLOADS:
             continue
         pod = child["spec"]["template"]["spec"]
         # So long that the platform's own bound on it is what a test sees.
         pod["terminationGracePeriodSeconds"] = 3600
         [container] = pod["containers"]
         component = container["name"]
-        first_port = container["ports"][0]
         container["command"] = [
             *("python", str(Path(__file__).resolve())),
-            *(first_port["name"], str(first_port["containerPort"])),
+            str(container["readinessProbe"]["httpGet"]["port"]),
             (habits or {}).get(component, ""),
         ]
         container["args"] = []
@@ -48,7 +49,7 @@ def stand_ins(**habits: str) -> Callable[[RagCache, Site], list[dict[str, Any]]]
     return lambda cache, site: stand_in(cache, site, habits)
 
 
-def _serve(port_name: str, port: int, habit: str) -> None:
+def _serve(port: int, habit: str) -> None:
     import signal
     import subprocess
 
@@ -65,10 +66,7 @@ def _serve(port_name: str, port: int, habit: str) -> None:
         Path("child.pid").write_text(str(child.pid))
     if habit == "never-ready":
         signal.pause()
-    if port_name == "http":
-        _serve_http(port, deaf=habit == "ignores-term")
-    else:
-        _serve_grpc(port)
+    _serve_http(port, deaf=habit == "ignores-term")
 
 
 def _serve_http(port: int, *, deaf: bool) -> None:
@@ -86,20 +84,5 @@ def _serve_http(port: int, *, deaf: bool) -> None:
     server.serve_forever(poll_interval=0.05)
 
 
-def _serve_grpc(port: int) -> None:
-    import asyncio
-
-    from ragcache_wire.server import GrpcServer, until_stopped
-
-    async def serve() -> None:
-        server = GrpcServer(f"127.0.0.1:{port}", [], lambda _: None)
-        await server.start()
-        await server.set_ready()
-        await until_stopped()
-        await server.stop()
-
-    asyncio.run(serve())
-
-
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    _serve(int(sys.argv[1]), sys.argv[2])

@@ -15,10 +15,11 @@ import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound
 from ragcache_gateway.app import create_app
-from ragcache_gateway.config import Config
+from ragcache_gateway.config import Config, EngineName
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.members import FixedMembers
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import (
     cachestore_pb2,
@@ -136,10 +137,14 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
 
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
-    """Remembers which chunks were deleted."""
+    """Remembers which chunks were deleted; stats: what it counts."""
 
     def __init__(self) -> None:
         self.deleted: list[bytes] = []
+        self.stats = cachestore_pb2.StatsReply(variants=3, disk_bytes=300, memory_bytes=200)
+
+    async def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return self.stats
 
     async def Delete(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.deleted += request.chunks
@@ -173,6 +178,7 @@ class FakeEngine:
     """An ASGI app that speaks vLLM's /v1/completions."""
 
     def __init__(self) -> None:
+        self.healthy = True
         self.words = ["It runs in ", "eu-north", "."]
         self.requests: list[dict[str, Any]] = []
         self.probes = 0
@@ -181,12 +187,13 @@ class FakeEngine:
         self.drop_after: int | None = None  # words, then the stream ends
         self.says_usage = True
         self.hold_after: int | None = None  # words, then nothing until the client leaves
+        self.pause: asyncio.Event | None = None  # after the first word, until it is set
         self.aborted = asyncio.Event()
         self.holding = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
-            return await _respond(send, 200, b"")
+            return await _respond(send, 200 if self.healthy else 503, b"")
         body = json.loads(await _body(receive))
         if self.refuse is not None:
             status, answer = self.refuse
@@ -211,6 +218,9 @@ class FakeEngine:
                     pass
                 self.aborted.set()
                 return
+            if index == 1 and self.pause is not None:
+                self.holding.set()
+                await self.pause.wait()
             if index == self.fail_after:
                 await event({"error": {"message": "the engine died", "code": 500}})
                 await event("[DONE]")
@@ -250,9 +260,11 @@ async def _body(receive: Any) -> bytes:
 
 
 @asynccontextmanager
-async def serving(app: Any, port: int = 0) -> AsyncGenerator[int, None]:
+async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGenerator[int, None]:
     """Serve an ASGI app on loopback; gives its port."""
-    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, host, port, log_config=None, ws="none", timeout_graceful_shutdown=1
+    )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
@@ -288,10 +300,13 @@ class World:
             await server.set_ready()
             stack.push_async_callback(server.stop)
             self.servers[name] = server
-        ports = {name: f"127.0.0.1:{server.port}" for name, server in self.servers.items()}
         engine_port = await stack.enter_async_context(serving(self.engine))
         self.config = replace(
-            self.config, engine_url=f"http://127.0.0.1:{engine_port}", model=str(model), **ports
+            self.config,
+            model=str(model),
+            retriever=f"127.0.0.1:{self.servers['retriever'].port}",
+            cachestore=FixedMembers((f"127.0.0.1:{self.servers['cachestore'].port}",)),
+            engines=(self.engine_name(engine_port), *self.config.engines),
         )
         port = await stack.enter_async_context(serving(self.app()))
         self.base_url = f"http://127.0.0.1:{port}"
@@ -299,6 +314,9 @@ class World:
             httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=30)
         )
         return self
+
+    def engine_name(self, port: int) -> EngineName:
+        return EngineName("127.0.0.1", port, self.servers["engine_records"].port)
 
     def prompts(self) -> PromptBuilder:
         return PromptBuilder(
@@ -330,9 +348,8 @@ CONFIG = Config(
     listen_host="127.0.0.1",
     listen_port=0,
     retriever="",
-    engine_url="",
-    engine_records="",
-    cachestore="",
+    engines=(),
+    cachestore=FixedMembers(()),
     model="",
     model_name=MODEL,
     model_dtype="auto",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ragcache_cli.ports import LOOPBACK
 from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.site import Address, Place
 from ragcache_operator.spec import ModelSource
 
@@ -21,6 +22,11 @@ class LocalSite:
     data: folder that holds a folder per part. gateway_port: where applications knock; every other
     port is drawn from ports when it is first named.
     """
+
+    # No API server gets these objects: of what one may lack, nothing matters.
+    capabilities = Capabilities.latest()
+    owner = ""
+    operator_namespace = None
 
     def __init__(self, data: Path, gateway_port: int, ports: Iterator[int]) -> None:
         self._data = data
@@ -37,20 +43,31 @@ class LocalSite:
         """Where it listens."""
         return self.listen(place)
 
+    def stores(self) -> str:
+        """The one store's address."""
+        return str(self.reach(Place("cachestore", "grpc")))
+
     def data_dir(self, part: str) -> str:
         """A folder under data."""
         return str(self._data / part)
 
     def model(self, source: ModelSource) -> str:
         """A folder of this machine, or the hub's name."""
-        if source.kind == "hf":
-            return source.value
-        if source.kind == "bundled":
-            folder = _MODELS / source.value / "model"
-            fix = "run from a checkout that holds it, or name another model (hf:..., path:...)"
-        else:
-            folder = Path(source.value).expanduser().absolute()
-            fix = "name a folder with config.json, tokenizer.json and *.safetensors"
+        match source.kind:
+            case "hf":
+                return source.value
+            case "bundled":
+                folder = _MODELS / source.value / "model"
+                fix = "run from a checkout that holds it, or name another model (hf:..., path:...)"
+            case "path":
+                folder = Path(source.value).expanduser().absolute()
+                fix = "name a folder with config.json, tokenizer.json and *.safetensors"
+            case "pvc" | "image":
+                raise InvalidInput(
+                    "spec.model.source",
+                    f"{source.kind}:{source.value} is a volume, which only pods can mount",
+                    "use path:FOLDER, hf:ORGANISATION/NAME or bundled:tinyrag on this machine",
+                )
         if not (folder / "config.json").is_file():
             raise InvalidInput("spec.model.source", f"{folder} holds no model", fix)
         return str(folder)

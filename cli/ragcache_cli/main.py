@@ -22,14 +22,18 @@ from typer.core import TyperGroup
 from ragcache_cli import doctor as doctor_checks
 from ragcache_cli import up as running
 from ragcache_cli.ask import Reply, ask, render_citations, render_timing
+from ragcache_cli.cluster_choice import ClusterChoice, is_meant_here
 from ragcache_cli.console import make_console
 from ragcache_cli.documents import Selection, select
 from ragcache_cli.gateway_client import GatewayClient, Refused, TryLater
 from ragcache_cli.ingest import Ingested, ingest
+from ragcache_cli.log_files import choose, find_logs, show_files
+from ragcache_cli.logs import LogLines, read_words
 from ragcache_cli.render import render_yaml
 from ragcache_cli.signals import run_until_stopped
-from ragcache_cli.state_file import ROOT, find_data
+from ragcache_cli.state_file import ROOT, find_data, recorded
 from ragcache_cli.status import cache_stats, describe_cache, parts_table
+from ragcache_cli.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_operator.manifest import load_manifest, parse_manifest
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
@@ -75,6 +79,28 @@ GatewayOption = Annotated[
         show_default="the one that `ragcache up` runs here",
     ),
 ]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", help="Namespace.", show_default="the context's"
+    ),
+]
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context", metavar="NAME", help="Context of the kubeconfig.", show_default="its current"
+    ),
+]
+KubeconfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig", metavar="FILE", help="Where the cluster is.", show_default="$KUBECONFIG"
+    ),
+]
+NameArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="A RagCache.", show_default="the only one"),
+]
 CollectionOption = Annotated[str, typer.Option("--collection", "-c", help="Collection.")]
 
 
@@ -103,24 +129,105 @@ def down(data: DataOption = None) -> None:
 
 
 @app.command()
-def status(data: DataOption = None) -> None:
-    """Show the parts that run here, and what the cache holds."""
-    _, record = find_data(data)
-    console = make_console()
-    alive = record.supervisor_lives
-    phase = record.phase
-    if not alive:
-        phase = "its supervisor is gone; clean up with `ragcache down`"
-    elif any(part.phase != "ready" for part in record.parts):
-        phase = "not ready"
-    console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
-    console.print(parts_table(record, time.time()))
-    problem = asyncio.run(_ready_problem(record.gateway_url))
-    console.print(problem or "the gateway answers questions")
-    stats = cache_stats(record)
-    console.print(f"cache: {describe_cache(stats) if stats else 'the store does not answer'}")
-    if problem or not alive:
+def status(
+    name: NameArgument = None,
+    data: DataOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
+) -> None:
+    """Show how a RagCache does: the one that runs here, or one of a cluster."""
+    choice = ClusterChoice(kubeconfig, context, namespace)
+    if is_meant_here(choice, name, data, recorded()):
+        is_well = _local_status(data or (ROOT / name if name else None))
+    else:
+        from ragcache_cli.cluster_views import show_status  # noqa: PLC0415  slow to import
+
+        is_well = asyncio.run(show_status(choice, name, make_console()))
+    if not is_well:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def logs(
+    name: NameArgument = None,
+    component: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[COMPONENT]", help="One of its parts, like engine.", show_default="all"
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")
+    ] = False,
+    tail: Annotated[
+        int, typer.Option("--tail", metavar="N", min=0, help="Lines of each part to begin with.")
+    ] = 100,
+    data: DataOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
+) -> None:
+    """Show what the parts of a RagCache log: of the one that runs here, or of one in a cluster."""
+    choice = ClusterChoice(kubeconfig, context, namespace)
+    console = make_console()
+    here = recorded()
+    of, part = read_words(name, component, here)
+    if is_meant_here(choice, of, data, here):
+        files = choose(find_logs(of, data), part)
+        showing = show_files(files, tail, LogLines(console).show, follow=follow)
+    else:
+        from ragcache_cli.cluster_views import show_logs  # noqa: PLC0415  slow to import
+
+        showing = show_logs(choice, name, component, console, tail=tail, follow=follow)
+    raise typer.Exit(run_until_stopped(showing))
+
+
+@app.command()
+def install(
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A value of the chart; may be repeated."),
+    ] = None,
+    values: Annotated[
+        list[Path] | None,
+        typer.Option("--values", metavar="FILE", help="Values of the chart; may be repeated."),
+    ] = None,
+    reset_values: Annotated[
+        bool, typer.Option("--reset-values", help="Forget values that it was given before.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the operator is ready.")] = False,
+    timeout: Annotated[
+        int, typer.Option("--timeout", metavar="SECONDS", min=1, help="How long to wait.")
+    ] = 300,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the objects, and change nothing.")
+    ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace", "-n", metavar="NAME", help="Its own.", show_default="ragcache-system"
+        ),
+    ] = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
+) -> None:
+    """Install the operator in a cluster, or upgrade it; needs no Helm beside this."""
+    from ragcache_cli import install as installing  # noqa: PLC0415  slow to import
+
+    done = installing.install(
+        ClusterChoice(kubeconfig, context, namespace),
+        installing.read_values(values or (), settings or ()),
+        wait_s=timeout if wait else None,
+        dry_run=dry_run,
+        reset_values=reset_values,
+    )
+    if dry_run:
+        print(done.manifest, end="")
+        return
+    verb = "upgraded" if done.was_there else "installed"
+    print(f"{verb} {done.name} in namespace {done.namespace} (revision {done.revision})")
+    print(f"\n{done.notes.strip()}")
 
 
 @app.command(name="ingest")
@@ -176,6 +283,9 @@ def ask_command(
             console.print(table)
 
 
+app.command(name="sync")(sync_command)
+
+
 @app.command()
 def render(file: ManifestOption) -> None:
     """Print the Kubernetes objects of a RagCache."""
@@ -206,6 +316,25 @@ def doctor(
 def main() -> None:
     """Entry point of the command."""
     app()
+
+
+def _local_status(data: Path | None) -> bool:
+    """Show the parts that run here, and what the cache holds; whether questions are answered."""
+    _, record = find_data(data)
+    console = make_console()
+    alive = record.supervisor_lives
+    phase = record.phase
+    if not alive:
+        phase = "its supervisor is gone; clean up with `ragcache down`"
+    elif any(part.phase != "ready" for part in record.parts):
+        phase = "not ready"
+    console.print(f"{record.name}: {phase}; {record.model} at {record.gateway_url}")
+    console.print(parts_table(record, time.time()))
+    problem = asyncio.run(_ready_problem(record.gateway_url))
+    console.print(problem or "the gateway answers questions")
+    stats = cache_stats(record)
+    console.print(f"cache: {describe_cache(stats) if stats else 'the store does not answer'}")
+    return alive and problem is None
 
 
 def _is_mistake(error: RagCacheError) -> bool:

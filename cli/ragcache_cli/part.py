@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ragcache_cli.ports import LOOPBACK
-from ragcache_operator.builders.objects import COMPONENT_LABEL, Object
+from ragcache_operator.builders.labels import WORKLOADS, component_of
+from ragcache_operator.builders.objects import Object
 from ragcache_operator.builders.site import Address
 
 _AFTER = {"engine": {"cachestore"}, "gateway": {"cachestore", "retriever"}}
@@ -21,16 +21,13 @@ _STOP_ORDER = ("gateway", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How to ask one thing of a part.
+    """How to ask one thing of a part over HTTP: any status from 200 to 399 is a yes.
 
-    kind: ``http`` (any status from 200 to 399 is a yes) or ``grpc`` (health says SERVING).
-    target: URL path, or the gRPC health service's name.
     failures: how many in a row make a no.
     """
 
-    kind: str
     address: Address
-    target: str
+    path: str
     period_s: float
     timeout_s: float
     failures: int
@@ -60,24 +57,24 @@ class Part:
 
 
 def parts_from(children: Iterable[Object], cache_name: str) -> list[Part]:
-    """The parts that the workloads among children describe; Services have nothing to run."""
-    return [
-        _part(child, cache_name)
-        for child in children
-        if child["kind"] in {"Deployment", "StatefulSet"}
-    ]
+    """The parts that the workloads among children describe, one process of each.
+
+    Replicas are for more machines than one; the other objects have nothing to run.
+    """
+    return [_part(child, cache_name) for child in children if child["kind"] in WORKLOADS]
 
 
 def _part(workload: Object, cache_name: str) -> Part:
     meta = workload["metadata"]
     pod = workload["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    component = meta["labels"][COMPONENT_LABEL]
+    component = component_of(workload) or ""
     return Part(
         name=meta["name"].removeprefix(f"{cache_name}-"),
         component=component,
         command=_command(container),
-        env={variable["name"]: variable["value"] for variable in container["env"]},
+        # What a pod gets from a Secret is in the environment of the user at their own desk.
+        env={v["name"]: v["value"] for v in container["env"] if "value" in v},
         ports={p["name"]: Address(LOOPBACK, p["containerPort"]) for p in container["ports"]},
         startup=_check(container["startupProbe"]),
         readiness=_check(container["readinessProbe"]),
@@ -95,19 +92,11 @@ def _command(container: Object) -> tuple[str, ...]:
 
 
 def _check(probe: Object) -> Check:
-    kind, target = _handler(probe)
-    port: int = probe["httpGet" if kind == "http" else "grpc"]["port"]
+    get = probe["httpGet"]
     return Check(
-        kind=kind,
-        address=Address(LOOPBACK, port),
-        target=target,
+        address=Address(LOOPBACK, get["port"]),
+        path=get["path"],
         period_s=probe["periodSeconds"],
         timeout_s=probe["timeoutSeconds"],
         failures=probe["failureThreshold"],
     )
-
-
-def _handler(probe: dict[str, Any]) -> tuple[str, str]:
-    if "httpGet" in probe:
-        return "http", probe["httpGet"]["path"]
-    return "grpc", probe["grpc"]["service"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import grpc
-import grpc.aio
 import httpx
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_cli.part import Check
 
@@ -23,12 +20,7 @@ class Prober:
 
     async def ask(self, check: Check) -> str | None:
         """None for a yes; else why not, in a few words. Answers within the check's timeout."""
-        if check.kind == "http":
-            return await self._ask_http(check)
-        return await _ask_grpc(check)
-
-    async def _ask_http(self, check: Check) -> str | None:
-        url = f"http://{check.address}{check.target}"
+        url = f"http://{check.address}{check.path}"
         try:
             reply = await self._http.get(url, timeout=check.timeout_s)
         except httpx.TimeoutException:
@@ -41,25 +33,10 @@ class Prober:
 
 
 def _reason(reply: httpx.Response) -> str:
-    """Why a part said no: the message of our own error bodies, else what it wrote."""
+    """Why a part said no: its progress, the message of our own error bodies, else what it wrote."""
     try:
-        reason = str(reply.json()["error"]["message"])
+        said = reply.json()
+        reason = str(said["progress"] if "progress" in said else said["error"]["message"])
     except (ValueError, KeyError, TypeError):
         reason = f"status {reply.status_code}: {reply.text}"
     return " ".join(reason.split())[:200]
-
-
-async def _ask_grpc(check: Check) -> str | None:
-    request = health_pb2.HealthCheckRequest(service=check.target)
-    options = [("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(str(check.address), options=options) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = await stub.Check(request, timeout=check.timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                return f"no answer within {check.timeout_s:g} s"
-            return "not listening"
-    if reply.status != health_pb2.HealthCheckResponse.SERVING:
-        return "not serving yet"
-    return None

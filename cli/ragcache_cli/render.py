@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import yaml
 
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.config import own_tag
 from ragcache_operator.spec import RagCache
 
 
 def render_yaml(cache: RagCache) -> str:
     """Documents in the order of the builders. Raises InvalidInput for what no cluster can run."""
-    # Image tags and PEP 440 versions share every character but '+'.
-    site = ClusterSite.of(cache, tag=version("ragcache").replace("+", "-"))
-    children = build_children(cache, site)
+    children = build_children(cache, ClusterSite.of(cache, tag=own_tag()))
     return yaml.dump_all(children, Dumper=_Dumper, sort_keys=False, explicit_start=True)
 
 

@@ -92,6 +92,11 @@ def read_record(data: Path) -> PlatformRecord | None:
         ) from error
 
 
+def recorded(root: Path = ROOT) -> list[str]:
+    """Names of the folders in root where something runs, or was left behind."""
+    return [path.parent.name for path in sorted(root.glob(f"*/{_FILE}"))]
+
+
 def find_data(data: Path | None, root: Path = ROOT) -> tuple[Path, PlatformRecord]:
     """The data folder meant: the one named, else the only one in root where something runs.
 

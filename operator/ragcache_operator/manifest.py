@@ -1,18 +1,21 @@
-"""From YAML to a RagCache, or to every mistake in it at once, each with its path and its fix."""
+"""From YAML to a typed object, or to every mistake in it at once, each with path and fix."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec import API_VERSION, KIND, RagCache
+from ragcache_operator.spec import API_VERSION, COLLECTION_KIND, KIND, RagCache, RagCollection
+from ragcache_operator.spec.consistency import CONSISTENCY, faults
+
+_Root = TypeVar("_Root", RagCache, RagCollection)
 
 _LARGEST_FILE_BYTES = 1 << 20
 
@@ -43,16 +46,48 @@ def load_manifest(path: Path) -> RagCache:
 
 
 def parse_manifest(manifest: Mapping[str, Any]) -> RagCache:
-    """Check a manifest. Raises InvalidManifest with every problem in it.
+    """Check the manifest of a RagCache. Raises InvalidManifest with every problem in it.
 
     A null means "not given", as it does to the API server; a status is left aside.
     """
+    return _consistent(_typed(RagCache, manifest))
+
+
+def parse_collection(manifest: Mapping[str, Any]) -> RagCollection:
+    """Check the manifest of a RagCollection, as parse_manifest does. Raises InvalidManifest."""
+    return _consistent(_typed(RagCollection, manifest))
+
+
+def parse(manifest: Mapping[str, Any]) -> RagCache | RagCollection:
+    """Check a manifest of the kind that it names itself. Raises InvalidManifest."""
+    if manifest.get("kind") == COLLECTION_KIND:
+        return parse_collection(manifest)
+    return parse_manifest(manifest)
+
+
+def read(manifest: Mapping[str, Any]) -> RagCache | RagCollection:
+    """The manifest as typed values, whether or not they fit together. Raises InvalidManifest."""
+    if manifest.get("kind") == COLLECTION_KIND:
+        return _typed(RagCollection, manifest)
+    return _typed(RagCache, manifest)
+
+
+def _typed(root: type[_Root], manifest: Mapping[str, Any]) -> _Root:
     given = {key: value for key, value in _without_nulls(manifest).items() if key != "status"}
     try:
-        return RagCache.model_validate(given)
+        return root.model_validate(given)
     except ValidationError as error:
-        problems = [_problem(found) for found in error.errors(include_url=False) if _is_own(found)]
+        problems = [
+            _problem(root, found) for found in error.errors(include_url=False) if _is_own(found)
+        ]
     raise InvalidManifest(problems)
+
+
+def _consistent(value: _Root) -> _Root:
+    problems = faults(CONSISTENCY, value)
+    if problems:
+        raise InvalidManifest(problems)
+    return value
 
 
 def _is_own(details: ErrorDetails) -> bool:
@@ -156,23 +191,26 @@ _PHRASES = {
     "too_long": ("has {actual_length} items", "keep {max_length}"),
     "too_short": ("is empty", "give one, or leave the field out"),
     "string_type": ("{shown} is not a string", "write a string"),
+    "string_unicode": ("holds half a character", "write whole ones, in UTF-8"),
     "int_type": ("{shown} is not a whole number", "write a whole number, without quotes"),
+    "bool_type": ("{shown} is neither true nor false", "write true or false, without quotes"),
     "model_type": ("{shown} is not a mapping", "write a mapping"),
+    "dict_type": ("{shown} is not a mapping", "write a mapping"),
     "tuple_type": ("{shown} is not a list", "write a list"),
+    "invalid_key": ("the key is not a string", "write it in quotes"),
 }
 
 
-def _problem(details: ErrorDetails) -> InvalidInput:
+def _problem(root: type[BaseModel], details: ErrorDetails) -> InvalidInput:
     loc, ctx = details["loc"], details.get("ctx", {})
     field = _path(loc)
     match details["type"]:
         case "refused":
-            field = _path((*loc, *ctx["at"]))
             return InvalidInput(field, ctx["problem"], ctx["fix"])
         case "extra_forbidden":
-            return InvalidInput(field, "unknown field", _suggestion(loc))
+            return InvalidInput(field, "unknown field", _suggestion(root, loc))
         case "missing":
-            return InvalidInput(field, "is missing", _EXAMPLES.get(field, "add it"))
+            return InvalidInput(field, "is missing", _hints(root).get(field, "add it"))
     problem, fix = _PHRASES.get(details["type"], (details["msg"], "correct it"))
     words = {"shown": _shown(details["input"]), **ctx}
     return InvalidInput(field, problem.format_map(words), fix.format_map(words))
@@ -181,13 +219,14 @@ def _problem(details: ErrorDetails) -> InvalidInput:
 def _path(loc: Sequence[int | str]) -> str:
     """Loc as written in manifests: ``spec.engines[0].name``."""
     path = ""
-    for part in loc:
+    # Of a mapping's key, pydantic says so in a last part of its own.
+    for part in loc[:-1] if loc and loc[-1] == "[key]" else loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     return path or "manifest"
 
 
-def _suggestion(loc: Sequence[int | str]) -> str:
-    known = _fields(loc[:-1])
+def _suggestion(root: type[BaseModel], loc: Sequence[int | str]) -> str:
+    known = _fields(root, loc[:-1])
     unknown = str(loc[-1])
     # Case and underscores first: max_length is maxLength.
     squeezed = {name.lower(): name for name in known}
@@ -198,9 +237,9 @@ def _suggestion(loc: Sequence[int | str]) -> str:
     return f"the fields here are {', '.join(known)}"
 
 
-def _fields(loc: Sequence[int | str]) -> list[str]:
+def _fields(root: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
     """Names, as manifests write them, of the fields of the mapping at loc."""
-    model: type[BaseModel] = RagCache
+    model = root
     for part in loc:
         if isinstance(part, int):
             continue
@@ -210,12 +249,18 @@ def _fields(loc: Sequence[int | str]) -> list[str]:
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-_EXAMPLES = {
-    "apiVersion": f"write apiVersion: {API_VERSION}",
-    "kind": f"write kind: {KIND}",
-    "metadata": "write metadata: {name: my-cache}",
-    "metadata.name": "give it a name, like my-cache",
-}
+def _hints(root: type[BaseModel]) -> dict[str, str]:
+    """What to write where a field is missing, by its path."""
+    kind = KIND if root is RagCache else COLLECTION_KIND
+    return {
+        "apiVersion": f"write apiVersion: {API_VERSION}",
+        "kind": f"write kind: {kind}",
+        "metadata": "write metadata: {name: my-name}",
+        "metadata.name": "give it a name, like my-name",
+        "spec": "write spec: {cacheRef: {name: my-cache}, sources: [...]}",
+        "spec.cacheRef": "write cacheRef: {name: my-cache}, the RagCache that keeps the documents",
+        "spec.sources": "write sources: [{configMap: {name: my-documents}}], or another source",
+    }
 
 
 def _shown(value: Any) -> str:

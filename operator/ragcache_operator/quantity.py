@@ -1,4 +1,4 @@
-"""Quantities as Kubernetes writes them: ``512Mi``, ``2G``, ``1.5Gi``, ``1e9``."""
+"""Quantities as Kubernetes writes them: ``512Mi``, ``2G``, ``1.5Gi``, ``1e9``, ``250m``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def parse_quantity(text: str) -> int:
 
     Raises ValueError for what Kubernetes would not read and for values beyond 63 bits.
     """
+    return _whole(text, 1)
+
+
+def parse_millis(text: str) -> int:
+    """Thousandths of a quantity, the unit of cores. Raises ValueError as parse_quantity does."""
+    return _whole(text, 1000)
+
+
+def _whole(text: str, units: int) -> int:
+    """How many units of 1/units a quantity is, rounded up."""
     match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
         raise ValueError(f"{text!r} is no quantity")
@@ -35,8 +45,8 @@ def parse_quantity(text: str) -> int:
         value = number.scaleb(int(match["exponent"]))
     else:
         value = number * _SUFFIXES[match["suffix"] or ""]
-    whole = int(value.to_integral_value(ROUND_CEILING))
-    if abs(whole) > _LARGEST:
+    whole = int((value * units).to_integral_value(ROUND_CEILING))
+    if abs(whole) > _LARGEST * units:
         raise ValueError(f"{text!r} is beyond 63 bits")
     return whole
 

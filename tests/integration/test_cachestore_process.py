@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ragcache_core.errors import RagCacheError, Unavailable
@@ -105,6 +106,36 @@ def test_a_stop_is_clean_and_keeps_everything(tmp_path: Path, port: int) -> None
         assert process.wait(TIMEOUT_S) == 0
     with running(tmp_path, port) as (_, client):
         assert get_value(client, key(1)) == b"value"
+
+
+def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        health = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = environment(tmp_path, port) | {"RAGCACHE_HEALTH_LISTEN": health}
+    process = subprocess.Popen(command(), env=env)
+    try:
+        give_up = time.monotonic() + TIMEOUT_S
+        while (status := status_of(f"http://{health}/readyz")) != 200:
+            assert status in {None, 503}
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        assert status_of(f"http://{health}/healthz") == 200
+        taken = environment(tmp_path / "b", 0) | {"RAGCACHE_HEALTH_LISTEN": health}
+        assert "RAGCACHE_HEALTH_LISTEN" in started_in_vain(taken)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status_of(url: str) -> int | None:
+    """None while nothing listens."""
+    try:
+        return httpx.get(url, trust_env=False).status_code
+    except httpx.ConnectError:
+        return None
 
 
 def started_in_vain(env: dict[str, str]) -> str:

@@ -270,11 +270,11 @@ def part(tmp_path: Path, habit: str = "") -> Part:
     """A part whose probes lose patience soon."""
     address = Address("127.0.0.1", next(free_ports(Random())))
     script = Path(cli_parts.__file__)
-    check = Check("http", address, "/", period_s=0.05, timeout_s=1.5, failures=2)
+    check = Check(address, "/", period_s=0.05, timeout_s=1.5, failures=2)
     return Part(
         name="part",
         component="part",
-        command=(sys.executable, str(script), "http", str(address.port), habit),
+        command=(sys.executable, str(script), str(address.port), habit),
         env={},
         ports={"http": address},
         startup=replace(check, failures=6000),

@@ -160,6 +160,29 @@ def test_detached_it_is_found_and_stopped(desk: Desk) -> None:
     )
 
 
+def test_logs_are_shown_while_it_runs_and_afterwards(desk: Desk) -> None:
+    with desk.up() as command:
+        status, output, errors = desk.run("logs")
+        assert (status, errors) == (0, "")
+        sources = {line.partition(" | ")[0] for line in output.splitlines()}
+        assert sources == {part.name for part in desk.record().parts}
+        status, output, _ = desk.run("logs", "docs", "engine", "--tail", "1")
+        assert (status, output.count("\n")) == (0, 1)
+        assert output.startswith("engine-main | ")
+        status, _, errors = desk.run("logs", "engine-other")
+        assert status == 2
+        assert errors.startswith("ragcache: part 'engine-other' does not exist; the parts here")
+        with desk.start("logs", "--follow", "gateway") as following:
+            assert following.stdout is not None
+            assert following.stdout.readline().startswith("gateway | ")
+            following.send_signal(signal.SIGINT)
+            assert following.wait(timeout=60) == 0
+        assert desk.run("status", "docs")[0] == 0
+        command.send_signal(signal.SIGINT)
+        command.wait()
+    assert desk.run("logs", "gateway")[1].startswith("gateway | ")
+
+
 def test_down_ends_what_a_killed_supervisor_left(desk: Desk) -> None:
     with desk.up() as command:
         pids = [part.pid for part in desk.record().parts]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -29,6 +32,8 @@ from ragcache_core.reuse import checked_segments
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.cachestore_client import CacheStoreClient
 from ragcache_wire.engine_client import EngineClient
+from ragcache_wire.members import FixedMembers
+from ragcache_wire.sharded_store import ShardedStore
 from ragcache_wire.v1 import engine_pb2
 
 pytestmark = pytest.mark.timeout(600)
@@ -236,6 +241,65 @@ def test_a_forged_plan_is_computed(platform: Platform) -> None:
     answer = complete(platform.engine.url, other.token_ids, max_tokens=8, plan=plan)
     assert platform.record("forged").loaded_tokens == 0
     assert answer.token_ids == platform.compute(other, max_tokens=8).token_ids
+
+
+def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
+    members = platform.folder / "members.json"
+
+    def write(*stores: CacheStore) -> None:
+        new = platform.folder / "members.new"
+        new.write_text(json.dumps({"members": [store.address for store in stores]}))
+        new.replace(members)
+
+    write(platform.store)
+    joining = start_cachestore(platform.folder / "joining")
+    engine = launch_engine(platform.folder, platform.model, f"file:{members}", *ENGINE_ARGUMENTS)
+    several = replace(platform, engine=engine)
+    try:
+        wait_for_engine(engine)
+        write(platform.store, joining)
+        time.sleep(1.1)
+        prompts = [make_prompt(seed, shared=7) for seed in range(200, 204)]
+        keys = [key for prompt in prompts for key in several.keys(prompt)]
+        client = ShardedStore(FixedMembers((platform.store.address, joining.address)))
+        for prompt in prompts:
+            several.ask(prompt, max_tokens=1)
+        deadline = time.monotonic() + 30
+        while client.lookup(keys).keys() != set(keys):
+            assert time.monotonic() < deadline, "not saved"
+            time.sleep(0.05)
+        client.close()
+        with_both = CacheStoreClient(joining.address)
+        assert 0 < len(with_both.lookup(keys)) < len(set(keys)), "each shard has its part"
+        with_both.close()
+        for prompt in prompts:
+            # Another salt hides vLLM's own cache, so everything comes from the two shards.
+            request = uuid.uuid4().hex
+            plan = plan_exact(prompt, several.space, "public", request).to_json()
+            answer = complete(
+                engine.url, prompt.token_ids, max_tokens=16, plan=plan, cache_salt=request
+            )
+            assert several.record(request).loaded_tokens == prompt.chunk_ends[-1]
+            assert answer.token_ids == several.compute(prompt).token_ids
+    finally:
+        engine.service.stop()
+        joining.service.stop()
+
+
+def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:
+    drain = [
+        *(sys.executable, "-m", "ragcache_engine.drain", "--settle-s", "0"),
+        *("--deadline-s", "120", "--url", f"{platform.engine.url}/metrics"),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        prompt = make_prompt(300)
+        running = pool.submit(complete, platform.engine.url, prompt.token_ids, max_tokens=400)
+        while not platform.unfinished_requests():
+            assert not running.done()
+            time.sleep(0.01)
+        done = subprocess.run(drain, capture_output=True, text=True, timeout=150, check=True)
+        assert "no request is left" in done.stderr
+        assert len(running.result(timeout=1).token_ids) == 400
 
 
 def test_losing_the_store_costs_recomputation_and_nothing_else(platform: Platform) -> None:

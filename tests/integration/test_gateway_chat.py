@@ -271,7 +271,7 @@ async def test_a_dead_engine_is_503_and_recovery_needs_no_restart(tiny_model: Pa
     async with serving(engine) as port:
         pass
     async with world(tiny_model) as gateway:
-        gateway.config = replace(gateway.config, engine_url=f"http://127.0.0.1:{port}")
+        gateway.config = replace(gateway.config, engines=(gateway.engine_name(port),))
         async with (
             serving(gateway.app()) as lonely,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{lonely}", trust_env=False) as client,

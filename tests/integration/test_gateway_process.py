@@ -12,13 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.gateway_fakes import World, world
+
 
 def environment(model: Path, listen: str) -> dict[str, str]:
     return {
         **os.environ,
         "RAGCACHE_LISTEN": listen,
         "RAGCACHE_RETRIEVER": "127.0.0.1:9",
-        "RAGCACHE_ENGINE_URL": "http://127.0.0.1:9",
+        "RAGCACHE_ENGINES": "http://127.0.0.1:9",
         "RAGCACHE_ENGINE_RECORDS": "127.0.0.1:9",
         "RAGCACHE_CACHESTORE": "127.0.0.1:9",
         "RAGCACHE_MODEL": str(model),
@@ -62,6 +64,15 @@ async def test_it_lives_without_the_other_parts_and_stops_cleanly(tiny_model: Pa
     assert b"POST '/v1/chat/completions' 503" in log
 
 
+async def until_it_accepts_nobody(port: int) -> None:
+    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as newcomer:
+        while True:
+            try:
+                await newcomer.get(f"http://127.0.0.1:{port}/healthz")
+            except httpx.ConnectError:
+                return
+
+
 async def until_it_answers(client: httpx.AsyncClient) -> None:
     async with asyncio.timeout(60):
         while True:
@@ -71,6 +82,56 @@ async def until_it_answers(client: httpx.AsyncClient) -> None:
                 await asyncio.sleep(0.1)
             else:
                 return
+
+
+def surrounded(gateway: World, listen: str, **changes: str) -> dict[str, str]:
+    """An environment in which the other parts are the fakes of gateway."""
+    (engine,), (shard,) = gateway.config.engines, gateway.config.cachestore.current()
+    return environment(Path(gateway.config.model), listen) | {
+        "RAGCACHE_RETRIEVER": gateway.config.retriever,
+        "RAGCACHE_ENGINES": f"http://{engine.host}:{engine.http_port}",
+        "RAGCACHE_ENGINE_RECORDS": f"{engine.host}:{engine.records_port}",
+        "RAGCACHE_CACHESTORE": shard,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("patient", [True, False])
+async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
+    tiny_model: Path, patient: bool
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with world(tiny_model) as fakes:
+        grace = {"RAGCACHE_STOP_GRACE_S": "60" if patient else "1"}
+        process = await start(surrounded(fakes, f"127.0.0.1:{port}", **grace))
+        try:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
+            ) as client:
+                await until_it_answers(client)
+                fakes.engine.pause = asyncio.Event()
+                ask = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
+                answer = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
+                await asyncio.wait_for(fakes.engine.holding.wait(), 30)
+                process.send_signal(signal.SIGTERM)
+                await until_it_accepts_nobody(port)
+                if patient:
+                    await asyncio.sleep(1)
+                    fakes.engine.pause.set()
+                    assert (await answer).text.endswith("data: [DONE]\n\n")
+                else:
+                    with pytest.raises(httpx.RemoteProtocolError):
+                        await asyncio.wait_for(answer, 20)
+            _, log = await asyncio.wait_for(process.communicate(), 20)
+        finally:
+            fakes.engine.pause = None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 0
+    assert b"Traceback" not in log
 
 
 @pytest.mark.parametrize(

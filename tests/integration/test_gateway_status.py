@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.gateway_fakes import MODEL, World, world
+from ragcache_wire.members import FixedMembers
+from tests.gateway_fakes import MODEL, World, serving, world
 
 
 @pytest.fixture
@@ -29,7 +31,16 @@ async def until(gateway: World, status: int) -> httpx.Response:
 
 async def test_ready_means_that_the_engine_has_answered(gateway: World) -> None:
     response = await until(gateway, 200)
-    assert response.json()["parts"]["engine"] == {"ready": True, "problem": None}
+    engine = response.json()["parts"]["engine"]
+    assert (engine["ready"], engine["problem"]) == (True, None)
+    (endpoint,) = engine["endpoints"]
+    port = gateway.config.engines[0].http_port
+    assert endpoint == {
+        "address": f"127.0.0.1:{port}",
+        "ready": True,
+        "problem": None,
+        "in_flight": 0,
+    }
     assert gateway.engine.probes >= 1
 
     gateway.engine.refuse = (500, {"error": {"message": "out of blocks"}})
@@ -67,6 +78,48 @@ async def test_metrics_count_what_happened(gateway: World) -> None:
         "loaded_bytes_total 61440.0",
     ):
         assert f"ragcache_gateway_{line}" in text
+
+
+async def test_the_cache_store_is_shown_as_one(gateway: World) -> None:
+    (shard,) = gateway.config.cachestore.current()
+    response = await gateway.client.get("/v1/cache")
+    assert response.json() == {
+        "variants": 3,
+        "disk_bytes": 300,
+        "memory_bytes": 200,
+        "hits": 0,
+        "misses": 0,
+        "hit_rate": None,
+        "shards": [{"address": shard, "up": True}],
+    }
+    gateway.store.stats.hits_memory, gateway.store.stats.hits_disk = 4, 2
+    gateway.store.stats.misses, gateway.store.stats.corrupt = 1, 1
+    answer = (await gateway.client.get("/v1/cache")).json()
+    assert (answer["hits"], answer["misses"], answer["hit_rate"]) == (6, 2, 0.75)
+    await gateway.servers["cachestore"].stop()
+    response = await gateway.client.get("/v1/cache")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "cachestore_unavailable"
+
+
+async def test_a_lost_shard_is_named_and_the_others_are_counted(tiny_model: Path) -> None:
+    async with world(tiny_model) as gateway:
+        (up,) = gateway.config.cachestore.current()
+        members = FixedMembers((up, "127.0.0.1:9"))
+        gateway.config = replace(gateway.config, cachestore=members)
+        async with (
+            serving(gateway.app()) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+        ):
+            answer = (await client.get("/v1/cache")).json()
+            document = {"id": "a", "text": "Old."}
+            assert (await client.post("/v1/documents", json=document)).status_code == 200
+            changed = await client.post("/v1/documents", json=document | {"text": "New."})
+    assert answer["variants"] == 3
+    shards = {shard["address"]: shard["up"] for shard in answer["shards"]}
+    assert shards == {up: True, "127.0.0.1:9": False}
+    assert changed.json()["removed_variants"] is None, "one shard has not said"
+    assert len(gateway.store.deleted) == 1, "the other has dropped its own"
 
 
 async def test_routes_that_do_not_exist_have_openais_shape(gateway: World) -> None:

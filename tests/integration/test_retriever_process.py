@@ -7,11 +7,13 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc.aio
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -121,7 +123,10 @@ SUBJECTS = {
 async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    env = environment(tmp_path, tiny_model)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        health = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = environment(tmp_path, tiny_model, RAGCACHE_HEALTH_LISTEN=health)
     acknowledged: set[str] = set()
     enough = asyncio.Event()
 
@@ -157,7 +162,13 @@ async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
         assert len(stages[-1].hits) == min(1000, info.chunks)
         assert (await best(client, "spacecraft above our planet"))[0] == "orbit"
 
-        assert b"in use by another retriever" in await refusal(env)
+        async with httpx.AsyncClient(trust_env=False) as kubelet:
+            assert (await kubelet.get(f"http://{health}/healthz")).status_code == 200
+            assert (await kubelet.get(f"http://{health}/readyz")).status_code == 200
+
+        assert b"RAGCACHE_HEALTH_LISTEN: " in await refusal(env)
+        own_health = {**env, "RAGCACHE_HEALTH_LISTEN": ""}
+        assert b"in use by another retriever" in await refusal(own_health)
         other = environment(tmp_path / "other", tiny_model, RAGCACHE_LISTEN=address)
         assert b"\nragcache_retriever: RAGCACHE_LISTEN: " in await refusal(other)
 

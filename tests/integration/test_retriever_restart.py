@@ -147,3 +147,20 @@ async def test_a_document_that_a_new_embedder_refuses_stops_no_other(
         assert (await client.get_document("default", "volcano")).text == "All about the volcano."
         reply = await client.delete_document("default", "volcano")
         assert list(reply.removed_chunks) == ["All about the volcano."]
+
+
+async def test_a_start_says_how_far_it_has_come(tmp_path: Path, tiny_model: Path) -> None:
+    async with serving(make_knowledge_base(tmp_path, counter_of(tiny_model))) as client:
+        for number in range(3):
+            document = pb.Document(collection="default", id=f"d{number}", text=TEXT)
+            await client.upsert_document(document)
+    embedder = WordEmbedder(identity="other", dimension=32)
+    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    said: list[str] = []
+    await knowledge_base.load(said.append)
+    await knowledge_base.close()
+    assert said == [
+        "loading the embedder",
+        "loading the index",
+        *(f"indexing {number} of 3" for number in (1, 2, 3)),
+    ]

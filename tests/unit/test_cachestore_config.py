@@ -18,8 +18,13 @@ REQUIRED = {
 
 
 def test_a_full_environment() -> None:
-    assert Config.from_environment(REQUIRED | {"RAGCACHE_LOG_LEVEL": "debug"}) == Config(
+    environment = REQUIRED | {
+        "RAGCACHE_LOG_LEVEL": "debug",
+        "RAGCACHE_HEALTH_LISTEN": "0.0.0.0:8081",
+    }
+    assert Config.from_environment(environment) == Config(
         listen="127.0.0.1:7000",
+        health_listen="0.0.0.0:8081",
         data_dir=Path("data"),
         memory_bytes=0,
         disk_bytes=1000,
@@ -41,6 +46,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_LISTEN", "host:"),
         ("RAGCACHE_LISTEN", "host:port"),
         ("RAGCACHE_LISTEN", "host:70000"),
+        ("RAGCACHE_HEALTH_LISTEN", "8081"),
         ("RAGCACHE_MEMORY_BYTES", "-1"),
         ("RAGCACHE_MEMORY_BYTES", "1Gi"),
         ("RAGCACHE_DISK_BYTES", "0"),

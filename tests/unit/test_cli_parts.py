@@ -7,6 +7,7 @@ import sys
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -29,15 +30,19 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def parts(tmp_path: Path, model: Path) -> dict[str, Part]:
+    return local_parts(tmp_path, model={"source": f"path:{model}"}, gateway={"port": 8123})
+
+
+def local_parts(tmp_path: Path, **spec: Any) -> dict[str, Part]:
     cache = parse_manifest(
         {
             "apiVersion": "ragcache.dev/v1alpha1",
             "kind": "RagCache",
             "metadata": {"name": "docs"},
-            "spec": {"model": {"source": f"path:{model}"}, "gateway": {"port": 8123}},
+            "spec": spec,
         }
     )
-    site = LocalSite(tmp_path / "data", 8123, count(20_000))
+    site = LocalSite(tmp_path / "data", cache.spec.gateway.port, count(20_000))
     found = parts_from(build_children(cache, site), "docs")
     return {part.name: part for part in found}
 
@@ -48,20 +53,21 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert store.command == (sys.executable, "-m", "ragcache_cachestore")
     assert store.env["RAGCACHE_DATA_DIR"] == str(tmp_path / "data" / "cachestore")
     assert store.env["RAGCACHE_LISTEN"] == str(store.ports["grpc"])
-    assert (store.startup.kind, store.startup.address) == ("grpc", store.ports["grpc"])
+    assert store.env["RAGCACHE_HEALTH_LISTEN"] == str(store.ports["health"])
+    assert store.startup.address == store.readiness.address == store.ports["health"]
     gateway = parts["gateway"]
     assert str(gateway.ports["http"]) == "127.0.0.1:8123"
-    assert (gateway.readiness.kind, gateway.readiness.target) == ("http", "/readyz")
-    assert (gateway.liveness.kind, gateway.liveness.target) == ("http", "/healthz")
+    assert (gateway.readiness.path, gateway.liveness.path) == ("/readyz", "/healthz")
     assert gateway.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     engine = parts["engine-main"]
-    assert gateway.env["RAGCACHE_ENGINE_URL"] == f"http://{engine.ports['http']}"
+    assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']}"
     assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == engine.env["RAGCACHE_RECORDS_LISTEN"]
+    assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
 
 
 def test_every_port_is_used_once(parts: dict[str, Part]) -> None:
     ports = [address.port for part in parts.values() for address in part.ports.values()]
-    assert len(ports) == len(set(ports)) == 5
+    assert len(ports) == len(set(ports)) == 7
 
 
 def test_who_asks_starts_after_and_stops_before_who_is_asked(parts: dict[str, Part]) -> None:
@@ -71,6 +77,30 @@ def test_who_asks_starts_after_and_stops_before_who_is_asked(parts: dict[str, Pa
         for other in parts.values():
             if other.component in part.after:
                 assert part.stop_rank < other.stop_rank
+
+
+def test_every_engine_is_a_part_and_the_gateway_knows_them_all(tmp_path: Path) -> None:
+    parts = local_parts(
+        tmp_path,
+        model={"source": "hf:a/b"},
+        engines=[{"name": "one", "replicas": 3}, {"name": "two"}],
+    )
+    engines = [parts["engine-one"], parts["engine-two"]]
+    gateway = parts["gateway"]
+    assert gateway.env["RAGCACHE_ENGINES"] == ",".join(f"http://{e.ports['http']}" for e in engines)
+    assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == ",".join(str(e.ports["grpc"]) for e in engines)
+
+
+def test_secrets_are_left_to_the_users_environment(tmp_path: Path) -> None:
+    parts = local_parts(
+        tmp_path,
+        model={"source": "hf:a/b", "tokenSecret": {"name": "hub"}},
+        retriever={
+            "embedder": {"source": "http://e/v1", "model": "e", "keySecret": {"name": "keys"}}
+        },
+    )
+    for part in parts.values():
+        assert not {"HF_TOKEN", "RAGCACHE_EMBEDDER_API_KEY"} & part.env.keys()
 
 
 def site() -> LocalSite:
@@ -90,6 +120,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         site().model(ModelSource("path", str(tmp_path)))
     with pytest.raises(InvalidInput, match=r"holds no model; run from a checkout that holds it"):
         site().model(ModelSource("bundled", "no-such-model"))
+
+
+@pytest.mark.parametrize("source", [ModelSource("pvc", "models/a"), ModelSource("image", "a/b:1")])
+def test_a_volume_of_a_cluster_is_refused_here(source: ModelSource) -> None:
+    with pytest.raises(InvalidInput, match=r"is a volume, which only pods can mount; use path:"):
+        site().model(source)
 
 
 def test_loopback_is_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from ragcache_engine.config import EngineConfig
 from ragcache_engine.records import Record, RecordBook
 from ragcache_engine.scheduler_side import SchedulerSide
 from ragcache_engine.transfer import LoadOutcome
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.members import FixedMembers
+from ragcache_wire.sharded_store import ShardedStore
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
@@ -38,6 +39,9 @@ class FakeStore:
             raise self.outage
         return {key: self.stored[key] for key in keys if key in self.stored}
 
+    def connect(self, timeout_s: float) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -48,8 +52,8 @@ class Engine:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.book = RecordBook()
-        config = EngineConfig("unused:0", lookup_wait_s=5.0, min_load_tokens=16)
-        self.side = SchedulerSide(config, SPACE, self.book, cast("CacheStoreClient", self.store))
+        config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
+        self.side = SchedulerSide(config, SPACE, self.book, cast("ShardedStore", self.store))
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
         plan = plan_exact(prompt, SPACE, "public", request_id).to_json()

@@ -26,7 +26,9 @@ from ragcache_engine.transfer import (  # noqa: E402
 )
 from ragcache_engine.worker_side import WorkerSide  # noqa: E402
 from ragcache_kv.value import FORMAT, checksum, value_bytes  # noqa: E402
-from ragcache_wire.cachestore_client import CacheStoreClient, StoredValue  # noqa: E402
+from ragcache_wire.cachestore_client import StoredValue  # noqa: E402
+from ragcache_wire.members import FixedMembers  # noqa: E402
+from ragcache_wire.sharded_store import ShardedStore  # noqa: E402
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 BLOCK = 32
@@ -101,6 +103,9 @@ class FakeStore:
         self.puts.append(wanted)
         return True
 
+    def connect(self, timeout_s: float) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -111,10 +116,10 @@ class Worker:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.cache, self.store = FakeCache(), FakeStore()
         self.side = WorkerSide(
-            config or EngineConfig("unused:0"),
+            config or EngineConfig(FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
-            cast("CacheStoreClient", self.store),
+            cast("ShardedStore", self.store),
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:
@@ -210,7 +215,7 @@ def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> No
 
 
 def test_a_store_that_falls_silent_is_given_up() -> None:
-    worker = Worker(EngineConfig("unused:0", load_deadline_s=0.05))
+    worker = Worker(EngineConfig(FixedMembers(()), load_deadline_s=0.05))
     wanted = spans(10)
     worker.store.fill(wanted)
     worker.store.gate.clear()
@@ -295,7 +300,7 @@ def test_a_variant_on_its_way_is_not_sent_twice(worker: Worker) -> None:
 
 
 def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
-    worker = Worker(EngineConfig("unused:0", save_queue_bytes=value_bytes(SPACE, 50)))
+    worker = Worker(EngineConfig(FixedMembers(()), save_queue_bytes=value_bytes(SPACE, 50)))
     wanted = spans(40)
     worker.store.fill(wanted)
     worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))

@@ -160,7 +160,7 @@ import ragcache_gateway.__main__ as gateway
 from ragcache_gateway.config import read_config
 gateway.build_server(read_config({{
     "RAGCACHE_LISTEN": "127.0.0.1:0", "RAGCACHE_RETRIEVER": "127.0.0.1:1",
-    "RAGCACHE_ENGINE_URL": "http://127.0.0.1:1", "RAGCACHE_ENGINE_RECORDS": "127.0.0.1:1",
+    "RAGCACHE_ENGINES": "http://127.0.0.1:1", "RAGCACHE_ENGINE_RECORDS": "127.0.0.1:1",
     "RAGCACHE_CACHESTORE": "127.0.0.1:1", "RAGCACHE_MODEL": {str(tiny_model)!r},
     "RAGCACHE_MODEL_NAME": "tiny", "RAGCACHE_MAX_MODEL_LEN": "1024",
 }}))

@@ -14,7 +14,7 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 from ragcache_core.plan import ReusePlan
 from ragcache_gateway.chat import DROPPED, REFUSED, ChatRequest, Usage
 from ragcache_gateway.completion import Piece, completion_body, read_event, refusal
-from ragcache_gateway.config import read_config
+from ragcache_gateway.config import EngineName, read_config
 from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.errors import TooBusy, from_status, from_validation, to_http, value_path
 from ragcache_gateway.terms import in_rest_terms
@@ -258,8 +258,8 @@ def test_the_retrievers_errors_are_put_in_words_of_this_api() -> None:
 GOOD = {
     "RAGCACHE_LISTEN": "[::1]:8080",
     "RAGCACHE_RETRIEVER": "retriever:7001",
-    "RAGCACHE_ENGINE_URL": "http://engine:8000/",
-    "RAGCACHE_ENGINE_RECORDS": "engine:8001",
+    "RAGCACHE_ENGINES": "http://engine:8000/, http://other:8000",
+    "RAGCACHE_ENGINE_RECORDS": "engine:8001, other:8001",
     "RAGCACHE_CACHESTORE": "cachestore:7002",
     "RAGCACHE_MODEL": "/models/tiny",
     "RAGCACHE_MODEL_NAME": "tiny",
@@ -270,7 +270,10 @@ GOOD = {
 def test_config_comes_from_the_environment() -> None:
     config = read_config(GOOD)
     assert (config.listen_host, config.listen_port) == ("::1", 8080)
-    assert config.engine_url == "http://engine:8000"
+    assert config.engines == (EngineName("engine", 8000, 8001), EngineName("other", 8000, 8001))
+    assert config.cachestore.current() == ("cachestore:7002",)
+    assert config.stop_grace_s == 10
+    assert read_config({**GOOD, "RAGCACHE_STOP_GRACE_S": "300"}).stop_grace_s == 300
     assert (config.model_dtype, config.max_model_len) == ("auto", 2048)
 
 
@@ -286,7 +289,15 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_LISTEN", "8080"),
         ("RAGCACHE_LISTEN", "host:99999"),
         ("RAGCACHE_RETRIEVER", "retriever:port"),
-        ("RAGCACHE_ENGINE_URL", "engine:8000"),
+        ("RAGCACHE_ENGINES", "engine:8000"),
+        ("RAGCACHE_ENGINES", "https://engine:8000"),
+        ("RAGCACHE_ENGINES", "http://engine"),
+        ("RAGCACHE_ENGINES", "http://engine:port"),
+        ("RAGCACHE_ENGINES", "http://engine:8000/v1"),
+        ("RAGCACHE_ENGINE_RECORDS", "engine:8001"),
+        ("RAGCACHE_ENGINE_RECORDS", "engine:8001,engine:8001"),
+        ("RAGCACHE_CACHESTORE", "cachestore"),
+        ("RAGCACHE_STOP_GRACE_S", "long"),
         ("RAGCACHE_MODEL_DTYPE", "int8"),
         ("RAGCACHE_MAX_MODEL_LEN", "2k"),
         ("RAGCACHE_MAX_MODEL_LEN", "3"),

@@ -1,10 +1,10 @@
-"""Builders: what every pod of every valid RagCache holds."""
+"""Builders: what each part is told, given and allowed."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -13,185 +13,43 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders import build_children
-from ragcache_operator.builders.objects import SPEC_HASH
+from ragcache_operator.builders.autoscaling import BOUNDS, with_replicas
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.manifest import load_manifest, parse_manifest
+from ragcache_operator.manifest import load_manifest
 from ragcache_operator.quantity import parse_quantity
+from tests.children_parts import (
+    Object,
+    build,
+    children_of,
+    container_of,
+    env_of,
+    kinds_of,
+    make_cache,
+    of,
+    pod_of,
+    secrets_of,
+    specs,
+    workloads_of,
+)
 
 ROOT = Path(__file__).parents[2]
-
-Object = dict[str, Any]
-
-
-def build(name: str = "docs", **spec: Any) -> list[Object]:
-    cache = parse_manifest(
-        {
-            "apiVersion": "ragcache.dev/v1alpha1",
-            "kind": "RagCache",
-            "metadata": {"name": name, "namespace": "team"},
-            "spec": spec,
-        }
-    )
-    return build_children(cache, ClusterSite.of(cache, tag="1"))
-
-
-def of(children: list[Object], kind: str, name: str) -> Object:
-    [found] = [c for c in children if (c["kind"], c["metadata"]["name"]) == (kind, name)]
-    return found
-
-
-def pods(children: list[Object]) -> dict[str, Object]:
-    """Pod specs by component."""
-    return {
-        child["metadata"]["labels"]["app.kubernetes.io/component"]: child["spec"]["template"][
-            "spec"
-        ]
-        for child in children
-        if child["kind"] != "Service"
-    }
-
-
-def env_of(pod: Object) -> dict[str, str]:
-    return {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
-
-
-specs = st.fixed_dictionaries(
-    {},
-    optional={
-        "model": st.sampled_from(
-            [
-                {},
-                {"source": "hf:Qwen/Qwen3-0.6B"},
-                {"name": "m", "maxLength": 128, "dtype": "float16"},
-            ]
-        ),
-        "gateway": st.builds(lambda port: {"port": port}, st.integers(1, 65535)),
-        "retriever": st.sampled_from(
-            [
-                {},
-                {"embedder": {"source": "http://e/v1", "model": "e"}},
-                {"storage": {"size": "1Gi"}},
-            ]
-        ),
-        "engines": st.builds(
-            lambda name, memory, args: [{"name": name, "kvMemory": memory, "args": args}],
-            st.from_regex(r"[a-z][a-z0-9]{0,14}", fullmatch=True),
-            st.sampled_from(["1", "512Mi", "3G", "4Gi"]),
-            st.lists(st.text(max_size=5), max_size=3),
-        ),
-        "cacheStore": st.sampled_from(
-            [{}, {"memory": "1"}, {"memory": "2G", "disk": {"size": "1Ti"}}]
-        ),
-    },
-)
-names = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True)
-
-
-@given(specs, names)
-def test_every_platform_is_well_formed(spec: Object, name: str) -> None:
-    children = build(name, **spec)
-    json.dumps(children)
-    assert len({(c["kind"], c["metadata"]["name"]) for c in children}) == len(children)
-    for child in children:
-        assert len(child["metadata"]["name"]) <= 63
-        assert child["metadata"]["namespace"] == "team"
-        assert child["metadata"]["labels"]["app.kubernetes.io/instance"] == name
-    workloads = [c for c in children if c["kind"] != "Service"]
-    services = [c for c in children if c["kind"] == "Service"]
-    assert [w["metadata"]["name"] for w in workloads] == [s["metadata"]["name"] for s in services]
-    for workload, service in zip(workloads, services, strict=True):
-        labels = workload["spec"]["template"]["metadata"]["labels"]
-        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
-        assert service["spec"]["selector"].items() <= labels.items()
-        [container] = workload["spec"]["template"]["spec"]["containers"]
-        named = {port["name"] for port in container["ports"]}
-        assert {port["targetPort"] for port in service["spec"]["ports"]} == named
-
-
-@given(specs)
-def test_every_pod_is_restricted(spec: Object) -> None:
-    for pod in pods(build(**spec)).values():
-        security = pod["securityContext"]
-        assert security["runAsNonRoot"] is True
-        assert security["runAsUser"] > 0
-        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is False
-        for volume in pod["volumes"]:
-            assert "hostPath" not in volume
-        volumes = {volume["name"] for volume in pod["volumes"]} | {"data"}
-        [container] = pod["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-        for container in pod["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "capabilities": {"drop": ["ALL"]},
-                "readOnlyRootFilesystem": True,
-            }
-            assert all(port["containerPort"] >= 1024 for port in container["ports"])
-
-
-@given(specs)
-def test_every_probe_asks_a_port_of_its_container(spec: Object) -> None:
-    for pod in pods(build(**spec)).values():
-        [container] = pod["containers"]
-        ports = {port["containerPort"] for port in container["ports"]}
-        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            probe = container[kind]
-            [handler] = [probe[name] for name in ("httpGet", "grpc") if name in probe]
-            assert handler["port"] in ports
-
-
-@given(specs)
-def test_addresses_in_environments_are_those_of_services(spec: Object) -> None:
-    children = build(**spec)
-    served = {
-        f"{service['metadata']['name']}.team.svc:{port['port']}"
-        for service in children
-        if service["kind"] == "Service"
-        for port in service["spec"]["ports"]
-    }
-    gateway, engine = (env_of(pods(children)[part]) for part in ("gateway", "engine"))
-    named = {
-        gateway["RAGCACHE_RETRIEVER"],
-        gateway["RAGCACHE_ENGINE_URL"].removeprefix("http://"),
-        gateway["RAGCACHE_ENGINE_RECORDS"],
-        gateway["RAGCACHE_CACHESTORE"],
-        engine["RAGCACHE_CACHESTORE"],
-    }
-    assert named <= served
+LATEST = Capabilities.latest()
 
 
 @given(specs)
 def test_parts_agree_on_the_model(spec: Object) -> None:
-    found = pods(build(**spec))
-    gateway, retriever = env_of(found["gateway"]), env_of(found["retriever"])
-    arguments = found["engine"]["containers"][0]["args"]
-
-    def argument(name: str) -> str:
-        return str(arguments[arguments.index(name) + 1])
-
-    assert gateway["RAGCACHE_MODEL"] == retriever["RAGCACHE_MODEL"] == argument("--model")
-    assert gateway["RAGCACHE_MODEL_NAME"] == argument("--served-model-name")
-    assert gateway["RAGCACHE_MODEL_DTYPE"] == argument("--dtype")
-    assert gateway["RAGCACHE_MAX_MODEL_LEN"] == argument("--max-model-len")
-
-
-@given(specs, specs)
-def test_a_hash_changes_exactly_when_its_object_does(one: Object, other: Object) -> None:
-    def content(child: Object) -> Object:
-        return {**child, "metadata": {**child["metadata"], "annotations": {}}}
-
-    def digest(child: Object) -> str:
-        return str(child["metadata"]["annotations"][SPEC_HASH])
-
-    for mine, theirs in zip(build(**one), build(**other), strict=True):
-        assert (digest(mine) == digest(theirs)) == (content(mine) == content(theirs))
-
-
-def test_a_change_touches_only_its_component() -> None:
-    before, after = build(), build(cacheStore={"memory": "2Gi"})
-    changed = [b["metadata"]["name"] for b, a in zip(before, after, strict=True) if b != a]
-    assert changed == ["docs-cachestore"]
+    cache = make_cache(**spec)
+    children = children_of(cache)
+    gateway, retriever = env_of(children, "gateway"), env_of(children, "retriever")
+    for engine in cache.spec.engines:
+        arguments = container_of(children, f"engine-{engine.name}")["args"]
+        told = {name: arguments[arguments.index(name) + 1] for name in arguments[:10:2]}
+        assert gateway["RAGCACHE_MODEL"] == retriever["RAGCACHE_MODEL"] == told["--model"]
+        assert gateway["RAGCACHE_MODEL_NAME"] == told["--served-model-name"]
+        assert gateway["RAGCACHE_MODEL_DTYPE"] == told["--dtype"]
+    assert gateway["RAGCACHE_MAX_MODEL_LEN"] == str(cache.spec.model.max_length)
 
 
 @pytest.mark.parametrize("example", ["quickstart.yaml", "huggingface.yaml"])
@@ -203,8 +61,7 @@ def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
 
 def test_the_engine_is_vllms_server_with_our_connector() -> None:
     children = build(engines=[{"kvMemory": "1500Mi", "args": ["--max-num-seqs", "4"]}])
-    deployment = of(children, "Deployment", "docs-engine-main")
-    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    container = container_of(children, "engine-main")
     assert container["command"] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     arguments = container["args"]
     connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
@@ -214,31 +71,79 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
         "kv_load_failure_policy": "recompute",
     }
     assert arguments[-2:] == ["--max-num-seqs", "4"]
-    env = env_of(deployment["spec"]["template"]["spec"])
-    assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert env["HF_HUB_OFFLINE"] == "1"
-    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+    assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert container["resources"]["requests"]["memory"] == "5Gi"
+    # A second engine may not fit beside the first.
+    strategy = of(children, "Deployment", "docs-engine-main")["spec"]["strategy"]
+    assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_a_hub_model_may_ask_the_hub() -> None:
-    found = pods(build(model={"source": "hf:Qwen/Qwen3-0.6B"}))
-    assert "HF_HUB_OFFLINE" not in env_of(found["engine"])
-    assert env_of(found["gateway"])["RAGCACHE_MODEL"] == "Qwen/Qwen3-0.6B"
+def test_engines_are_reached_one_by_one_and_only_when_ready() -> None:
+    service = of(build(), "Service", "docs-engine-main")
+    assert service["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in service["spec"]
+
+
+def test_the_gateway_knows_every_engine() -> None:
+    env = env_of(build(engines=[{"name": "a"}, {"name": "b"}]), "gateway")
+    assert env["RAGCACHE_ENGINES"] == (
+        "http://docs-engine-a.team.svc:8000,http://docs-engine-b.team.svc:8000"
+    )
+    assert env["RAGCACHE_ENGINE_RECORDS"] == (
+        "docs-engine-a.team.svc:50051,docs-engine-b.team.svc:50051"
+    )
+
+
+def test_shards_have_names_while_they_are_not_ready_and_start_side_by_side() -> None:
+    children = build(cacheStore={"shards": 3})
+    service = of(children, "Service", "docs-cachestore-shards")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    store = of(children, "StatefulSet", "docs-cachestore")
+    assert store["spec"]["serviceName"] == "docs-cachestore-shards"
+    assert store["spec"]["podManagementPolicy"] == "Parallel"
+    assert store["spec"]["replicas"] == 3
 
 
 def test_the_store_fits_its_volume_and_its_memory() -> None:
-    children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi"}})
+    children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi", "className": "fast"}})
     store = of(children, "StatefulSet", "docs-cachestore")
     [claim] = store["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["resources"]["requests"]["storage"] == "10Gi"
-    pod = store["spec"]["template"]["spec"]
-    env = env_of(pod)
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "10Gi"}},
+    }
+    env, container = env_of(children, "cachestore"), container_of(children, "cachestore")
     assert int(env["RAGCACHE_DISK_BYTES"]) < 10 << 30
-    limit = parse_quantity(pod["containers"][0]["resources"]["limits"]["memory"])
+    limit = parse_quantity(container["resources"]["limits"]["memory"])
     assert limit > int(env["RAGCACHE_MEMORY_BYTES"]) == 2 << 30
-    assert {"name": "data", "mountPath": env["RAGCACHE_DATA_DIR"]} in pod["containers"][0][
-        "volumeMounts"
-    ]
+    assert {"name": "data", "mountPath": env["RAGCACHE_DATA_DIR"]} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "rendered"),
+    [
+        ({}, {"requests": {"cpu": "100m", "memory": "1792Mi"}, "limits": {"memory": "1792Mi"}}),
+        # A part that bounds its own memory keeps a limit, at what is requested.
+        (
+            {"cpu": "0.5", "memory": "4096Mi"},
+            {"requests": {"cpu": "500m", "memory": "4Gi"}, "limits": {"memory": "4Gi"}},
+        ),
+        (
+            {"memoryLimit": "3Gi"},
+            {"requests": {"cpu": "100m", "memory": "1792Mi"}, "limits": {"memory": "3Gi"}},
+        ),
+        # No server takes a request above the limit.
+        (
+            {"memoryLimit": "1Gi"},
+            {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+        ),
+    ],
+)
+def test_resources_are_derived_and_may_be_overridden(resources: Object, rendered: Object) -> None:
+    children = build(cacheStore={"memory": "1Gi", "resources": resources})
+    assert container_of(children, "cachestore")["resources"] == rendered
 
 
 def test_the_gateway_listens_high_and_its_service_where_asked() -> None:
@@ -246,8 +151,219 @@ def test_the_gateway_listens_high_and_its_service_where_asked() -> None:
     assert service["spec"]["ports"] == [
         {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}
     ]
+    cache = make_cache(gateway={"port": 80})
+    assert ClusterSite.of(cache, tag="1").gateway_url == "http://docs-gateway.team.svc:80"
+
+
+@pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
+def test_a_hub_model_may_ask_the_hub_with_the_users_token(part: str) -> None:
+    children = build(model={"source": "hf:Qwen/Qwen3-0.6B", "tokenSecret": {"name": "hub"}})
+    assert "HF_HUB_OFFLINE" not in env_of(children, part)
+    assert ("HF_TOKEN", "hub", "token") in secrets_of(container_of(children, part))
+    assert env_of(children, "gateway")["RAGCACHE_MODEL"] == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
+@pytest.mark.parametrize(
+    ("source", "volume", "folder"),
+    [
+        (
+            "pvc:models/llama/8b",
+            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+            "/model/llama/8b",
+        ),
+        (
+            "pvc:models",
+            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+            "/model",
+        ),
+        (
+            "image:registry.example.com/llama:1",
+            {
+                "image": {
+                    "reference": "registry.example.com/llama:1",
+                    "pullPolicy": "IfNotPresent",
+                }
+            },
+            "/model",
+        ),
+    ],
+)
+def test_a_model_on_a_volume_is_mounted_read_only(
+    part: str, source: str, volume: Object, folder: str
+) -> None:
+    children = build(model={"source": source})
+    assert {"name": "model", **volume} in pod_of(children, part)["volumes"]
+    mount = {"name": "model", "mountPath": "/model", "readOnly": True}
+    assert mount in container_of(children, part)["volumeMounts"]
+    assert env_of(children, part)["HF_HUB_OFFLINE"] == "1"
+    assert env_of(children, "gateway")["RAGCACHE_MODEL"] == folder
+
+
+def test_the_store_has_no_model() -> None:
+    children = build(model={"source": "pvc:models"})
+    assert "model" not in {volume["name"] for volume in pod_of(children, "cachestore")["volumes"]}
 
 
 def test_a_folder_of_this_machine_is_refused_in_a_cluster() -> None:
     with pytest.raises(InvalidInput, match=r"^spec\.model\.source: path:/m is a folder of this"):
         build(model={"source": "path:/m"})
+
+
+def test_an_image_as_a_model_needs_a_cluster_that_mounts_images() -> None:
+    cache = make_cache(model={"source": "image:a/b:1"})
+    children_of(cache, replace(LATEST, minor=33))
+    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: Kubernetes 1\.32 does not let"):
+        children_of(cache, replace(LATEST, minor=32))
+
+
+def test_an_endpoints_key_stays_in_its_secret() -> None:
+    children = build(
+        retriever={
+            "embedder": {
+                "source": "https://api.example.com/v1",
+                "model": "e",
+                "keySecret": {"name": "keys", "key": "embeddings"},
+            }
+        }
+    )
+    [secret] = secrets_of(container_of(children, "retriever"))
+    assert secret == ("RAGCACHE_EMBEDDER_API_KEY", "keys", "embeddings")
+
+
+def test_scheduling_reaches_every_pod() -> None:
+    toleration = {"key": "rag", "operator": "Exists", "effect": "NoSchedule"}
+    children = build(
+        scheduling={
+            "priorityClassName": "high",
+            "nodeSelector": {"pool": "rag"},
+            "tolerations": [toleration],
+            "imagePullSecrets": [{"name": "registry"}],
+        }
+    )
+    for workload in workloads_of(children):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["priorityClassName"] == "high"
+        assert pod["nodeSelector"] == {"pool": "rag"}
+        assert pod["tolerations"] == [toleration]
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_replicas_spread_over_nodes_and_zones_but_never_wait_for_it() -> None:
+    children = build()
+    for part in ("gateway", "engine-main", "cachestore"):
+        constraints = pod_of(children, part)["topologySpreadConstraints"]
+        assert [c["topologyKey"] for c in constraints] == [
+            "kubernetes.io/hostname",
+            "topology.kubernetes.io/zone",
+        ]
+        assert {c["whenUnsatisfiable"] for c in constraints} == {"ScheduleAnyway"}
+    # It is always one, and adding a constraint with a second pod would roll the first.
+    assert "topologySpreadConstraints" not in pod_of(children, "retriever")
+
+
+def test_a_drain_takes_one_pod_of_a_part_at_a_time_and_never_waits_for_a_single_one() -> None:
+    children = build(cacheStore={"shards": 3})
+    budgets = kinds_of(children, "PodDisruptionBudget")
+    assert len(budgets) == 4
+    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets)
+
+
+def test_an_ingress_leads_to_the_gateway() -> None:
+    children = build(
+        gateway={"ingress": {"host": "a.example.com", "className": "nginx", "tlsSecret": "tls"}}
+    )
+    [ingress] = kinds_of(children, "Ingress")
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert ingress["spec"]["tls"] == [{"hosts": ["a.example.com"], "secretName": "tls"}]
+    assert ingress["spec"]["rules"][0]["host"] == "a.example.com"
+
+
+@pytest.mark.parametrize("version", ["v2", "v2beta2"])
+def test_the_gateway_scales_by_cpu_and_engines_by_their_queues(version: str) -> None:
+    cache = make_cache(
+        gateway={"replicas": 2, "autoscaling": {"maxReplicas": 5, "cpuPercent": 60}},
+        engines=[{"autoscaling": {"maxReplicas": 3, "queueDepth": 8}}],
+    )
+    children = children_of(cache, replace(LATEST, autoscaling=version))
+    gateway = of(children, "HorizontalPodAutoscaler", "docs-gateway")
+    assert gateway["apiVersion"] == f"autoscaling/{version}"
+    assert (gateway["spec"]["minReplicas"], gateway["spec"]["maxReplicas"]) == (2, 5)
+    [metric] = gateway["spec"]["metrics"]
+    assert metric["resource"] == {
+        "name": "cpu",
+        "target": {"type": "Utilization", "averageUtilization": 60},
+    }
+    engine = of(children, "HorizontalPodAutoscaler", "docs-engine-main")
+    [metric] = engine["spec"]["metrics"]
+    assert metric["pods"] == {
+        "metric": {"name": "vllm_num_requests_waiting"},
+        "target": {"type": "AverageValue", "averageValue": "8"},
+    }
+
+
+def scaled() -> list[Object]:
+    """A gateway of two to five replicas."""
+    return build(gateway={"replicas": 2, "autoscaling": {"maxReplicas": 5}})
+
+
+@given(st.integers(0, 10))
+def test_who_scales_a_deployment_is_not_corrected(replicas: int) -> None:
+    desired = of(scaled(), "Deployment", "docs-gateway")
+    assert "replicas" not in desired["spec"]
+    live = {**desired, "spec": {**desired["spec"], "replicas": replicas}}
+    assert with_replicas(desired, live)["spec"]["replicas"] == min(max(replicas, 2), 5)
+
+
+def test_a_scaled_deployment_begins_with_the_fewest() -> None:
+    desired = of(scaled(), "Deployment", "docs-gateway")
+    assert desired["metadata"]["annotations"][BOUNDS] == "2-5"
+    assert with_replicas(desired, None)["spec"]["replicas"] == 2
+
+
+def test_without_autoscaling_the_spec_says_how_many() -> None:
+    for child in build(gateway={"replicas": 3}, engines=[{"replicas": 2}]):
+        assert with_replicas(child, None) == child
+    assert of(build(gateway={"replicas": 3}), "Deployment", "docs-gateway")["spec"]["replicas"] == 3
+
+
+def test_what_the_cluster_does_not_serve_is_left_out_and_said() -> None:
+    cache = make_cache(
+        gateway={"autoscaling": {"maxReplicas": 2}, "httpRoute": {"gateway": "public"}},
+        engines=[{"name": "a"}, {"name": "b", "autoscaling": {"maxReplicas": 2}}],
+    )
+    nothing = Capabilities(20, None, None, http_route=False, custom_metrics=False)
+    found = refusals(cache, nothing)
+    assert {refusal.reason for refusal in found} == {
+        *("AutoscalingNotServed", "QueueMetricsNotServed"),
+        *("HTTPRouteNotServed", "DisruptionBudgetsNotServed"),
+    }
+    [queue] = [refusal for refusal in found if refusal.reason == "QueueMetricsNotServed"]
+    assert queue.message.startswith("spec.engines[1].autoscaling: ")
+    assert all("; " in refusal.message for refusal in found)
+    kinds = {child["kind"] for child in children_of(cache, nothing)}
+    assert not kinds & {"HorizontalPodAutoscaler", "HTTPRoute", "PodDisruptionBudget"}
+    assert refusals(cache, LATEST) == []
+
+
+@given(specs)
+def test_nothing_is_refused_that_is_not_asked_for(spec: Object) -> None:
+    cache = make_cache(**spec)
+    served = Capabilities.kubernetes_1_20()
+    for refusal in refusals(cache, served):
+        assert refusal.message.startswith("spec.")
+    kinds = [child["kind"] for child in children_of(cache, served)]
+    wanted = sum(engine.autoscaling is not None for engine in cache.spec.engines)
+    refused = [r for r in refusals(cache, served) if r.reason == "QueueMetricsNotServed"]
+    assert len(refused) == wanted
+    assert kinds.count("HorizontalPodAutoscaler") == (cache.spec.gateway.autoscaling is not None)
+
+
+def test_old_clusters_get_the_versions_they_know() -> None:
+    cache = make_cache(gateway={"autoscaling": {"maxReplicas": 2}})
+    versions = {
+        child["kind"]: child["apiVersion"]
+        for child in children_of(cache, Capabilities.kubernetes_1_20())
+    }
+    assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
+    assert versions["PodDisruptionBudget"] == "policy/v1beta1"

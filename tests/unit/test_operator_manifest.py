@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.manifest import InvalidManifest, load_manifest, parse_manifest
+from ragcache_operator.manifest import (
+    InvalidManifest,
+    load_manifest,
+    parse,
+    parse_collection,
+    parse_manifest,
+)
+from ragcache_operator.spec import ModelSource, parse_duration
+from tests.operator_manifests import collection, examples
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def manifest(**spec: Any) -> dict[str, Any]:
@@ -33,13 +39,14 @@ def test_an_empty_spec_is_a_whole_platform() -> None:
     assert spec.cache_store.memory_bytes == 1 << 30
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_valid(path: Path) -> None:
-    load_manifest(path)
+@pytest.mark.parametrize("example", examples(), ids=lambda one: one["metadata"]["name"])
+def test_examples_are_valid(example: dict[str, Any]) -> None:
+    parse(example)
 
 
-def test_there_are_examples() -> None:
-    assert {path.name for path in EXAMPLES} >= {"quickstart.yaml", "huggingface.yaml"}
+@pytest.mark.parametrize("name", ["quickstart.yaml", "huggingface.yaml"])
+def test_examples_that_run_on_one_machine_hold_one_ragcache(name: str) -> None:
+    load_manifest(EXAMPLES / name)
 
 
 def test_nulls_and_status_are_left_aside() -> None:
@@ -55,10 +62,59 @@ def test_nulls_and_status_are_left_aside() -> None:
         ("path:/models/llama", "llama"),
         ("path:/models/llama/", "llama"),
         ("path:.", "model"),
+        ("pvc:models", "models"),
+        ("pvc:models/llama-8b/", "llama-8b"),
+        ("image:registry.example.com:5000/models/llama:8b", "llama"),
+        ("image:models/llama@sha256:0123", "llama"),
     ],
 )
 def test_served_name_follows_the_source(source: str, name: str) -> None:
     assert parse_manifest(manifest(model={"source": source})).spec.model.served_name == name
+
+
+@pytest.mark.parametrize(
+    ("source", "claim", "folder"),
+    [
+        ("pvc:models", "models", ""),
+        ("pvc:team.models/llama-8b/", "team.models", "llama-8b"),
+        ("pvc:models/.cache/llama", "models", ".cache/llama"),
+    ],
+)
+def test_a_claim_and_a_folder_in_it(source: str, claim: str, folder: str) -> None:
+    parsed = ModelSource.parse(source)
+    assert (parsed.claim, parsed.folder) == (claim, folder)
+
+
+def test_a_collection_is_named_as_its_object_unless_it_says_so() -> None:
+    assert parse_collection(collection("handbook")).collection_name == "handbook"
+    assert parse_collection(collection(collection="manual")).collection_name == "manual"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"configMap": {"name": "c"}}, "configMap"),
+        ({"volume": {"claimName": "c"}}, "volume"),
+        ({"http": {"url": "https://example.com/a.zip"}}, "http"),
+        ({"git": {"url": "https://example.com/a.git"}}, "git"),
+    ],
+)
+def test_a_source_is_of_one_kind(given: dict[str, Any], kind: str) -> None:
+    [source] = parse_collection(collection(sources=[given])).spec.sources
+    assert source.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("1h1s", 3601), ("0m", 0)]
+)
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "5 m", "30m1h", "1d", "1.5h", "-5m", "5M"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration(text)
 
 
 BAD_SPECS = {
@@ -68,8 +124,20 @@ BAD_SPECS = {
     "spec.engines[0].kvmemory: unknown field; did you mean kvMemory?": {
         "engines": [{"kvmemory": "1Gi"}]
     },
-    "spec.gateway.ingress: unknown field; the fields here are port, replicas": {
-        "gateway": {"ingress": True}
+    "spec.gateway.zebra: unknown field; the fields here are port, replicas, autoscaling, "
+    "resources, ingress, httpRoute": {"gateway": {"zebra": True}},
+    "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
+        "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
+    },
+    "spec.networkPolicy.clients[0].podSelector.matchLabel: unknown field; "
+    "did you mean matchLabels?": {
+        "networkPolicy": {"clients": [{"podSelector": {"matchLabel": {}}}]}
+    },
+    "spec.scheduling.nodeSelector: [] is not a mapping; write a mapping": {
+        "scheduling": {"nodeSelector": []}
+    },
+    "spec.scheduling.nodeSelector.disk: 1 is not a string; write a string": {
+        "scheduling": {"nodeSelector": {"disk": 1}}
     },
     "spec.gateway.port: '80' is not a whole number; write a whole number, without quotes": {
         "gateway": {"port": "80"}
@@ -79,7 +147,7 @@ BAD_SPECS = {
     },
     "spec.gateway.port: 0 is too small; use at least 1": {"gateway": {"port": 0}},
     "spec.gateway.port: 65536 is too large; use at most 65535": {"gateway": {"port": 65536}},
-    "spec.gateway.replicas: 2 is too large; use at most 1": {"gateway": {"replicas": 2}},
+    "spec.gateway.replicas: 65 is too large; use at most 64": {"gateway": {"replicas": 65}},
     "spec.gateway: [] is not a mapping; write a mapping": {"gateway": []},
     "spec.model.source: no bundled model is named 'gpt'; use one of bundled:tinyrag": {
         "model": {"source": "bundled:gpt"}
@@ -87,7 +155,8 @@ BAD_SPECS = {
     "spec.model.source: 'a b' is no Hugging Face name; "
     "write it like hf:meta-llama/Llama-3.1-8B-Instruct": {"model": {"source": "hf:a b"}},
     "spec.model.source: 'llama' names no model; "
-    "use bundled:tinyrag, hf:ORGANISATION/NAME or path:FOLDER": {"model": {"source": "llama"}},
+    "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
+    "or path:FOLDER": {"model": {"source": "llama"}},
     "spec.model.dtype: 'int8' is not allowed; use 'auto', 'bfloat16', 'float16' or 'float32'": {
         "model": {"dtype": "int8"}
     },
@@ -109,13 +178,15 @@ BAD_SPECS = {
     "write bytes as Kubernetes does, like 512Mi or 2Gi": {
         "retriever": {"storage": {"size": "10GB"}}
     },
-    "spec.cacheStore.memory: 0 is not above zero; write a size like 512Mi or 2Gi": {
+    "spec.cacheStore.memory: 0 is not above zero; write a value like 512Mi or 2Gi": {
         "cacheStore": {"memory": 0}
     },
     "spec.cacheStore.disk.size: '[]' is no quantity; "
     "write bytes as Kubernetes does, like 512Mi or 2Gi": {"cacheStore": {"disk": {"size": []}}},
     "spec.engines: is empty; give one, or leave the field out": {"engines": []},
-    "spec.engines: has 2 items; keep 1": {"engines": [{"name": "a"}, {"name": "b"}]},
+    "spec.engines[1].name: 'a' is there already; give each its own": {
+        "engines": [{"name": "a"}, {"name": "a"}]
+    },
     "spec.engines: {} is not a list; write a list": {"engines": {}},
     "spec.engines[0].name: 'Main' is no DNS label; use lower-case letters, digits and '-', "
     "with a letter or digit at both ends": {"engines": [{"name": "Main"}]},
@@ -207,35 +278,21 @@ def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
         load_manifest(tmp_path / "large.yaml")
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["model", "gateway", "engines", "port", "source", "size", "args"])
-            | st.text(max_size=8),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
-)
+def test_a_manifest_is_of_the_kind_that_it_names() -> None:
+    assert parse(manifest()) == parse_manifest(manifest())
+    assert parse(collection()) == parse_collection(collection())
+    with pytest.raises(InvalidManifest, match=r"^kind: 'RagCollection' is not allowed; use"):
+        parse_manifest(collection())
 
 
-@given(st.dictionaries(st.sampled_from(["model", "gateway", "engines", "x"]), json_values))
-def test_any_spec_is_a_platform_or_an_invalid_manifest(spec: dict[str, Any]) -> None:
-    before = repr(spec)
-    problems: tuple[InvalidInput, ...] = ()
-    try:
-        parse_manifest(manifest(**spec))
-    except InvalidManifest as refusal:
-        problems = refusal.problems
-        assert problems
-    assert all(problem.problem and problem.fix for problem in problems)
-    assert repr(spec) == before
-
-
-@given(json_values)
-def test_any_mapping_is_a_platform_or_an_invalid_manifest(value: Any) -> None:
-    with pytest.raises(InvalidManifest):
-        parse_manifest({"spec": value})
+def test_what_a_collection_lacks_is_shown_by_example() -> None:
+    with pytest.raises(InvalidManifest) as refusal:
+        parse_collection({"kind": "RagCollection", "spec": {}})
+    assert [str(problem) for problem in refusal.value.problems] == [
+        "apiVersion: is missing; write apiVersion: ragcache.dev/v1alpha1",
+        "metadata: is missing; write metadata: {name: my-name}",
+        "spec.cacheRef: is missing; write cacheRef: {name: my-cache}, the RagCache that keeps "
+        "the documents",
+        "spec.sources: is missing; write sources: [{configMap: {name: my-documents}}], or another "
+        "source",
+    ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.quantity import format_bytes, parse_quantity
+from ragcache_operator.quantity import format_bytes, parse_millis, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,14 @@ from ragcache_operator.quantity import format_bytes, parse_quantity
 )
 def test_values(text: str, value: int) -> None:
     assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "millis"),
+    [("250m", 250), ("2", 2000), ("0.1", 100), ("1500u", 2), ("1k", 1_000_000), ("1e1", 10_000)],
+)
+def test_thousandths_count_cores(text: str, millis: int) -> None:
+    assert parse_millis(text) == millis
 
 
 @pytest.mark.parametrize(

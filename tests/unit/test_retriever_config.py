@@ -55,6 +55,7 @@ def test_an_endpoint() -> None:
         ("RAGCACHE_LISTEN", "8080"),
         ("RAGCACHE_LISTEN", "host:port"),
         ("RAGCACHE_LISTEN", "host:99999"),
+        ("RAGCACHE_HEALTH_LISTEN", "8081"),
         ("RAGCACHE_DATA_DIR", ""),
         ("RAGCACHE_MODEL", " "),
         ("RAGCACHE_EMBEDDER", "minilm"),

@@ -6,7 +6,7 @@ asks has something better to do with the time, which is to compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,39 +76,38 @@ class CacheStoreClient:
         """Those of keys that are stored. Raises Unavailable."""
         request = pb.LookupRequest(keys=map(to_key_message, keys))
         try:
-            reply = self._stub.Lookup(request, timeout=timeout_s)
+            return _found(keys, self._stub.Lookup(request, timeout=timeout_s))
         except grpc.RpcError as error:
             raise from_rpc_error(PART, error) from error
-        return {
-            key: to_info(entry.info)
-            for key, entry in zip(keys, reply.entries, strict=True)
-            if entry.found
-        }
+
+    def begin_lookup(
+        self, keys: Sequence[VariantKey], timeout_s: float
+    ) -> Callable[[], dict[VariantKey, VariantInfo]]:
+        """Ask as ``lookup`` does, now; calling what is returned waits for the answer.
+
+        Slower than ``lookup``, whose thread needs no other to wake it: for asking several stores.
+        """
+        request = pb.LookupRequest(keys=map(to_key_message, keys))
+        reply = self._stub.Lookup.future(request, timeout=timeout_s)
+
+        def answer() -> dict[VariantKey, VariantInfo]:
+            try:
+                return _found(keys, reply.result())
+            except grpc.RpcError as error:
+                raise from_rpc_error(PART, error) from error
+
+        return answer
 
     def get(
         self, keys: Sequence[VariantKey], timeout_s: float
     ) -> Iterator[tuple[VariantKey, StoredValue | None]]:
-        """Values in the order of keys, each as soon as it is whole; None for a miss.
+        """Ask now; gives values in the order of keys, each as soon as it is whole; None for a miss.
 
         Raises Unavailable when the store goes away or timeout_s ends before the last value.
         A caller that stops early ends the call.
         """
         request = pb.GetRequest(keys=map(to_key_message, keys))
-        call: Any = self._get(request, timeout=timeout_s)
-        try:
-            value = _Arriving(pb.GetHeader())
-            for message in call:
-                data = data_of(message)
-                if data is None:
-                    value = _Arriving(pb.GetPart.FromString(message).header)
-                else:
-                    value.add(data)
-                if value.complete:
-                    yield keys[value.index], value.stored()
-        except grpc.RpcError as error:
-            raise from_rpc_error(PART, error) from error
-        finally:
-            call.cancel()
+        return _values(keys, self._get(request, timeout=timeout_s))
 
     def put(
         self,
@@ -127,6 +126,16 @@ class CacheStoreClient:
             raise from_rpc_error(PART, error) from error
         return reply.stored
 
+    def when_it_answers(self, then: Callable[[bool], None], timeout_s: float) -> None:
+        """Ask for anything, as soon as there is a connection, without waiting for it.
+
+        Then is called on another thread, and told whether an answer came.
+        """
+        reply: Any = self._stub.Stats.future(
+            pb.StatsRequest(), timeout=timeout_s, wait_for_ready=True
+        )
+        reply.add_done_callback(lambda reply: then(reply.code() is grpc.StatusCode.OK))
+
     def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
         """Counters and sizes. Raises Unavailable."""
         try:
@@ -142,9 +151,9 @@ class AsyncCacheStoreClient:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
 
-    async def close(self) -> None:
-        """Close the channel; calls in flight end at once."""
-        await self._channel.close(grace=None)
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close the channel; calls in flight end at once, or after grace_s if they have to."""
+        await self._channel.close(grace_s)
 
     async def delete_chunks(self, chunks: Sequence[ChunkKey]) -> int:
         """Remove every variant of chunks; returns how many there were. Raises Unavailable."""
@@ -162,6 +171,33 @@ class AsyncCacheStoreClient:
             return await self._stub.Stats(pb.StatsRequest(), timeout=LOOKUP_TIMEOUT_S)
         except grpc.RpcError as error:
             raise from_rpc_error(PART, error) from error
+
+
+def _found(keys: Sequence[VariantKey], reply: pb.LookupReply) -> dict[VariantKey, VariantInfo]:
+    return {
+        key: to_info(entry.info)
+        for key, entry in zip(keys, reply.entries, strict=True)
+        if entry.found
+    }
+
+
+def _values(
+    keys: Sequence[VariantKey], call: Any
+) -> Iterator[tuple[VariantKey, StoredValue | None]]:
+    try:
+        value = _Arriving(pb.GetHeader())
+        for message in call:
+            data = data_of(message)
+            if data is None:
+                value = _Arriving(pb.GetPart.FromString(message).header)
+            else:
+                value.add(data)
+            if value.complete:
+                yield keys[value.index], value.stored()
+    except grpc.RpcError as error:
+        raise from_rpc_error(PART, error) from error
+    finally:
+        call.cancel()
 
 
 def _put_parts(

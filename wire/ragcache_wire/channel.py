@@ -20,6 +20,8 @@ OPTIONS: list[tuple[str, int]] = [
     # A restarted peer is found again within a second instead of gRPC's minutes of backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # One that comes back as another pod has another address, which gRPC would not look up for 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 
 SERVER_OPTIONS: list[tuple[str, int]] = [

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ragcache_core.errors import RagCacheError
 from ragcache_wire.channel import SERVER_OPTIONS
+from ragcache_wire.health_server import HealthServer
 from ragcache_wire.status import to_status, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class GrpcServer:
     """A grpc.aio server with health and reflection.
 
     services: full names of the services that register adds. listen: "host:port"; port 0 takes a
-    free one, found in ``port`` after start. Health says NOT_SERVING until set_ready.
+    free one, found in ``port`` after start. Health says NOT_SERVING until set_ready. http_health: a
+    running server that is to say the same over HTTP.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class GrpcServer:
         listen: str,
         services: Sequence[str],
         register: Callable[[grpc.aio.Server], None],
+        http_health: HealthServer | None = None,
     ) -> None:
+        self._http_health = http_health or HealthServer(None)
         self._server = grpc.aio.server(interceptors=[ErrorEdge()], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services = ("", *services)
@@ -113,9 +117,11 @@ class GrpcServer:
     async def set_ready(self) -> None:
         """Say SERVING to health checks."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
+        self._http_health.set_ready()
 
     async def stop(self) -> None:
         """Say NOT_SERVING, let calls in flight finish within the grace period, then end them."""
+        self._http_health.set_progress("stopping")
         await self._health.enter_graceful_shutdown()
         await self._server.stop(STOP_GRACE_S)
 

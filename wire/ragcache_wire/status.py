@@ -21,6 +21,10 @@ _TRY_AGAIN = (
 )
 
 
+class NoAnswer(Unavailable):
+    """Nothing came back in time, not even that the part cannot now: it may be gone."""
+
+
 def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, object]]:
     """Status code, message and fields of an error."""
     match error:
@@ -53,8 +57,10 @@ def from_rpc_error(part: str, error: grpc.RpcError) -> RagCacheError:
             return InvalidInput(fields["field"], fields["problem"], fields["fix"])
         case "not_found":
             return NotFound(fields["kind"], fields["name"], fields["fix"])
+        case "unavailable":
+            return Unavailable(part, f"{code.name.lower()}: {details}")
     if code in _TRY_AGAIN:
-        return Unavailable(part, f"{code.name.lower()}: {details}")
+        return NoAnswer(part, f"{code.name.lower()}: {details}")
     return RagCacheError(f"the {part} failed: {code.name.lower()}: {details}")
 
 

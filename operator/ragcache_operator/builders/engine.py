@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from ragcache_operator.builders import cachestore
-from ragcache_operator.builders.objects import Object, Probes, Workload, http_get, render
-from ragcache_operator.builders.site import Place, Site
-from ragcache_operator.quantity import format_bytes
-from ragcache_operator.spec import GROUP, EngineSpec, RagCache
+from ragcache_operator.builders import autoscaling, members
+from ragcache_operator.builders import workload as workloads
+from ragcache_operator.builders.autoscaling import Bounds
+from ragcache_operator.builders.compute import Needs, resources
+from ragcache_operator.builders.environment import Value
+from ragcache_operator.builders.labels import ENGINE_LABEL
+from ragcache_operator.builders.model import model_environment, model_mounts
+from ragcache_operator.builders.objects import Object
+from ragcache_operator.builders.pod import Mount
+from ragcache_operator.builders.probes import Probes
+from ragcache_operator.builders.service import HEADLESS, service
+from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.workload import Workload
+from ragcache_operator.spec import EngineSpec, RagCache
 
 COMPONENT: Final = "engine"
 
@@ -21,6 +30,16 @@ _CONNECTOR: Final = {
 }
 _PROCESS_BYTES = 3 << 30
 """What an engine needs beside its KV: vLLM's processes, a small model's weights."""
+_START_S = 1800
+"""A large model's weights take long from a slow disk, longer from a hub."""
+_DRAIN_S = 120
+"""For answers in flight to be finished, once no new questions come."""
+_END_S = 30
+"""For vLLM's processes to end, once they are told to."""
+_SHARED_MEMORY: Final = Mount(
+    "shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+)
+"""vLLM's processes talk through it; a container's own is 64 MiB."""
 
 
 def http(engine: EngineSpec) -> Place:
@@ -40,11 +59,47 @@ def part(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
     """Its objects."""
+    needs = Needs("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES)
+    bounds = engine.autoscaling and Bounds(engine.replicas, engine.autoscaling.max_replicas)
+    workload = Workload(
+        component=COMPONENT,
+        part=part(engine),
+        command=("python", "-m", "vllm.entrypoints.openai.api_server"),
+        args=_arguments(cache, engine, site),
+        env=_environment(cache, engine, site),
+        ports=(http(engine).port, records(engine).port),
+        probes=Probes(site.listen(http(engine)).port, "/health", "/health", start_s=_START_S),
+        resources=resources(needs, engine.resources),
+        replicas=bounds or engine.replicas,
+        mounts=(_SHARED_MEMORY, members.mount(cache), *model_mounts(cache.spec.model)),
+        drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
+        grace_s=_DRAIN_S + _END_S,
+        own_labels={ENGINE_LABEL: engine.name},
+        surge=False,
+    )
+    meta = workloads.metadata(cache, workload)
+    children = [
+        service(
+            meta,
+            workloads.selector(cache, workload),
+            [(port, PORT_NUMBERS[port]) for port in workload.ports],
+            # The gateway sees every engine and chooses between them itself.
+            HEADLESS,
+        ),
+        *workloads.build(cache, workload, site),
+    ]
+    version = site.capabilities.autoscaling
+    if engine.autoscaling and bounds and version and site.capabilities.custom_metrics:
+        depth = engine.autoscaling.queue_depth
+        children.append(autoscaling.by_queue(meta, version, bounds, depth))
+    return children
+
+
+def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
     model = cache.spec.model
-    source = model.parsed_source
     listen = site.listen(http(engine))
-    args = [
-        *("--model", site.model(source)),
+    return [
+        *("--model", site.model(model.parsed_source)),
         *("--served-model-name", model.served_name),
         *("--host", listen.host),
         *("--port", str(listen.port)),
@@ -56,8 +111,12 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         "--enforce-eager",
         *engine.args,
     ]
-    env = {
-        "RAGCACHE_CACHESTORE": str(site.reach(cachestore.GRPC)),
+
+
+def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, Value]:
+    return {
+        **model_environment(cache.spec.model),
+        "RAGCACHE_CACHESTORE": site.stores(),
         "RAGCACHE_RECORDS_LISTEN": str(site.listen(records(engine))),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
         # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
@@ -66,23 +125,3 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    if source.kind != "hf":
-        # A folder is whole; without this every start asks the hub about it.
-        env["HF_HUB_OFFLINE"] = "1"
-    health = http_get(site, http(engine), "/health")
-    workload = Workload(
-        component=COMPONENT,
-        part=part(engine),
-        command=("python", "-m", "vllm.entrypoints.openai.api_server"),
-        args=args,
-        env=env,
-        ports=(http(engine).port, records(engine).port),
-        # A large model's weights take long from a slow disk, longer from a hub.
-        probes=Probes(alive=health, ready=health, start_s=1800),
-        cpu="1",
-        memory=format_bytes((engine.kv_memory_gib << 30) + _PROCESS_BYTES),
-        labels={f"{GROUP}/engine": engine.name},
-        surge=False,
-        shared_memory="1Gi",
-    )
-    return render(cache, workload, site)

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 from typing import Final
 
-from ragcache_operator.builders.objects import Object, Probes, Workload, grpc, render
-from ragcache_operator.builders.site import Place, Site
+from ragcache_operator.builders import workload as workloads
+from ragcache_operator.builders.compute import Needs, resources
+from ragcache_operator.builders.environment import FromSecret, Value
+from ragcache_operator.builders.model import model_environment, model_mounts
+from ragcache_operator.builders.objects import Object
+from ragcache_operator.builders.probes import Probes
+from ragcache_operator.builders.service import service
+from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.workload import Workload
 from ragcache_operator.spec import RagCache
 
 PART: Final = "retriever"
 GRPC: Final = Place(PART, "grpc")
+HEALTH: Final = Place(PART, "health")
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Its objects."""
+    model, retriever = cache.spec.model, cache.spec.retriever
+    workload = Workload(
+        component=PART,
+        part=PART,
+        command=("python", "-m", "ragcache_retriever"),
+        env=_environment(cache, site),
+        ports=(GRPC.port, HEALTH.port),
+        # Alive once its modules are loaded. Embedding what an index lacks only delays its being
+        # ready, however long that takes.
+        probes=Probes(site.listen(HEALTH).port, "/healthz", "/readyz", start_s=600),
+        resources=resources(Needs("250m", 1 << 30), retriever.resources),
+        mounts=model_mounts(model),
+        storage=retriever.storage,
+        scales=False,
+    )
+    return [
+        service(
+            workloads.metadata(cache, workload),
+            workloads.selector(cache, workload),
+            [(port, PORT_NUMBERS[port]) for port in workload.ports],
+        ),
+        *workloads.build(cache, workload, site),
+    ]
+
+
+def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
     retriever = cache.spec.retriever
-    env = {
+    env: dict[str, Value] = {
+        **model_environment(cache.spec.model),
         "RAGCACHE_LISTEN": str(site.listen(GRPC)),
+        "RAGCACHE_HEALTH_LISTEN": str(site.listen(HEALTH)),
         "RAGCACHE_DATA_DIR": site.data_dir(PART),
         "RAGCACHE_MODEL": site.model(cache.spec.model.parsed_source),
         "RAGCACHE_EMBEDDER": retriever.embedder.source,
@@ -26,17 +62,6 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     }
     if retriever.embedder.model is not None:
         env["RAGCACHE_EMBEDDER_MODEL"] = retriever.embedder.model
-    health = grpc(site, GRPC)
-    workload = Workload(
-        component=PART,
-        part=PART,
-        command=("python", "-m", "ragcache_retriever"),
-        env=env,
-        ports=(GRPC.port,),
-        # It embeds what an index lacks before it says SERVING.
-        probes=Probes(alive=health, ready=health, start_s=600),
-        cpu="250m",
-        memory="1Gi",
-        volume_size=retriever.storage.size,
-    )
-    return render(cache, workload, site)
+    if retriever.embedder.key_secret is not None:
+        env["RAGCACHE_EMBEDDER_API_KEY"] = FromSecret.of(retriever.embedder.key_secret)
+    return env

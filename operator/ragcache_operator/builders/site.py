@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.spec import ModelSource, RagCache
 
-GRPC_PORT = 50051
-HTTP_PORT = 8000
+PORT_NUMBERS: Final = {"http": 8000, "grpc": 50051, "health": 8081}
+"""A part is alone in its pod, so a port's name fixes its number."""
+
+MEMBERS_FOLDER: Final = "/etc/ragcache/members"
+MEMBERS_FILE: Final = "cachestore.json"
+MODEL_FOLDER: Final = "/model"
+"""Where a pod mounts the volume that its model comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +44,31 @@ class Place:
 class Site(Protocol):
     """A cluster, or this machine."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the API server that gets the objects can do."""
+        ...
+
+    @property
+    def owner(self) -> str:
+        """Uid of the live RagCache; empty where there is none."""
+        ...
+
+    @property
+    def operator_namespace(self) -> str | None:
+        """Where the operator's pods are; None where that is not known."""
+        ...
+
     def listen(self, place: Place) -> Address:
         """Where the part itself binds."""
         ...
 
     def reach(self, place: Place) -> Address:
         """Where the other parts find it."""
+        ...
+
+    def stores(self) -> str:
+        """Where the cache store's members are, as RAGCACHE_CACHESTORE says it."""
         ...
 
     def data_dir(self, part: str) -> str:
@@ -75,37 +100,77 @@ class ClusterSite:
     images: str
     tag: str
     gateway_port: int
+    capabilities: Capabilities
+    owner: str
+    operator_namespace: str | None
 
     @classmethod
-    def of(cls, cache: RagCache, *, images: str = "ragcache", tag: str) -> ClusterSite:
-        """The cluster that cache is applied to."""
+    def of(
+        cls,
+        cache: RagCache,
+        *,
+        images: str = "ragcache",
+        tag: str,
+        capabilities: Capabilities | None = None,
+        owner: str = "",
+        operator_namespace: str | None = None,
+    ) -> ClusterSite:
+        """The cluster that cache is applied to; without capabilities a current one."""
         meta = cache.metadata
-        return cls(meta.name, meta.namespace, images, tag, cache.spec.gateway.port)
+        return cls(
+            name=meta.name,
+            namespace=meta.namespace,
+            images=images,
+            tag=tag,
+            gateway_port=cache.spec.gateway.port,
+            capabilities=capabilities or Capabilities.latest(),
+            owner=owner,
+            operator_namespace=operator_namespace,
+        )
+
+    @property
+    def gateway_url(self) -> str:
+        """Base URL of the REST interface, for whoever is in the cluster."""
+        return f"http://{self.reach(Place('gateway', 'http'))}"
 
     def listen(self, place: Place) -> Address:
-        """Every interface; a part is alone in its pod, so a port's name fixes its number."""
-        return Address("0.0.0.0", HTTP_PORT if place.port == "http" else GRPC_PORT)
+        """Every interface."""
+        return Address("0.0.0.0", PORT_NUMBERS[place.port])
 
     def reach(self, place: Place) -> Address:
         """The part's Service, whose ports are the pod's but for the gateway's own choice."""
-        port = self.gateway_port if place.part == "gateway" else self.listen(place).port
+        port = self.gateway_port if place.part == "gateway" else PORT_NUMBERS[place.port]
         return Address(f"{self.name}-{place.part}.{self.namespace}.svc", port)
+
+    def stores(self) -> str:
+        """A mounted file, which changes with the number of shards while pods run on."""
+        return f"file:{MEMBERS_FOLDER}/{MEMBERS_FILE}"
 
     def data_dir(self, part: str) -> str:
         """The volume's mount."""
         return "/data"
 
     def model(self, source: ModelSource) -> str:
-        """A folder of the image, or the hub's name."""
+        """A folder of the image or of a mounted volume, or the hub's name."""
         match source.kind:
             case "bundled":
                 return f"/models/{source.value}"
             case "hf":
                 return source.value
+            case "pvc":
+                return "/".join(filter(None, (MODEL_FOLDER, source.folder)))
+            case "image" if self.capabilities.image_volumes:
+                return MODEL_FOLDER
+            case "image":
+                raise InvalidInput(
+                    "spec.model.source",
+                    f"Kubernetes 1.{self.capabilities.minor} does not let a pod mount an image",
+                    "use pvc:CLAIM/FOLDER or hf:ORGANISATION/NAME, or Kubernetes 1.33 or newer",
+                )
         raise InvalidInput(
             "spec.model.source",
             f"path:{source.value} is a folder of this machine, which pods do not see",
-            "use hf:ORGANISATION/NAME or bundled:tinyrag in a cluster",
+            "use pvc:CLAIM/FOLDER, image:REFERENCE, hf:ORGANISATION/NAME or bundled:tinyrag",
         )
 
     def image(self, component: str) -> str:

@@ -13,6 +13,7 @@ from ragcache_cachestore.disk import Disk
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput
+from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 
 log = logging.getLogger("ragcache_cachestore")
@@ -20,11 +21,26 @@ log = logging.getLogger("ragcache_cachestore")
 
 async def serve(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises InvalidInput for an address or folder not usable."""
-    store = Store(Disk(config.data_dir, config.disk_bytes), config.memory_bytes, config.disk_bytes)
-    service = CacheStoreService(store)
+    async with HealthServer(config.health_listen) as health:
+        health.set_progress("opening the disk tier")
+        # In a thread: with many variants it takes a while, in which health is asked for.
+        store = await asyncio.to_thread(_open, config)
+        try:
+            await _serve(config, store, health)
+        finally:
+            await store.close()
+    log.info("stopped")
+
+
+def _open(config: Config) -> Store:
+    disk = Disk(config.data_dir, config.disk_bytes)
+    return Store(disk, config.memory_bytes, config.disk_bytes)
+
+
+async def _serve(config: Config, store: Store, health: HealthServer) -> None:
+    server = _listen(config.listen, CacheStoreService(store), health)
+    await server.start()
     try:
-        server = _listen(config.listen, service)
-        await server.start()
         await server.set_ready()
         log.info(
             "serving %d variants, %d bytes, on port %d",
@@ -33,15 +49,13 @@ async def serve(config: Config) -> None:
             server.port,
         )
         await until_stopped()
-        await server.stop()
     finally:
-        await store.close()
-    log.info("stopped")
+        await server.stop()
 
 
-def _listen(listen: str, service: CacheStoreService) -> GrpcServer:
+def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> GrpcServer:
     try:
-        return GrpcServer(listen, [SERVICE], service.register)
+        return GrpcServer(listen, [SERVICE], service.register, health)
     except RuntimeError as error:
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} is not free: {error}", "name another port"

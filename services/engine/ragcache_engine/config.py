@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
+from ragcache_wire.members import Members, members_from
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of the connector; one value per process, read once.
 
-    cachestore: "host:port" of the store. records_listen: "host:port" where the engine's record of
-    its requests is served, or None.
+    cachestore: the store's shards. records_listen: "host:port" where the engine's record of its
+    requests is served, or None.
     lookup_wait_s: how long one scheduling step may wait for the store's answers, all requests of
     it together; they are asked about again in the next step. lookup_deadline_s: after that a lookup
     counts as a miss.
@@ -24,7 +25,7 @@ class EngineConfig:
     not saved (a lost save is a future miss, an unbounded queue a dead engine).
     """
 
-    cachestore: str
+    cachestore: Members
     records_listen: str | None = None
     lookup_wait_s: float = 0.005
     lookup_deadline_s: float = 0.5
@@ -37,6 +38,9 @@ class EngineConfig:
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
         """Read RAGCACHE_CACHESTORE and RAGCACHE_RECORDS_LISTEN. Raises InvalidInput."""
         cachestore = env.get("RAGCACHE_CACHESTORE", "")
-        if ":" not in cachestore:
-            raise InvalidInput("RAGCACHE_CACHESTORE", f"is {cachestore!r}", "set it to host:port")
-        return cls(cachestore, env.get("RAGCACHE_RECORDS_LISTEN") or None)
+        if not cachestore:
+            raise InvalidInput("RAGCACHE_CACHESTORE", "is not set", "set it to host:port")
+        return cls(
+            members_from("RAGCACHE_CACHESTORE", cachestore),
+            env.get("RAGCACHE_RECORDS_LISTEN") or None,
+        )

@@ -28,11 +28,10 @@ from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version
 from ragcache_engine.records import RecordBook, serve
 from ragcache_engine.scheduler_side import SchedulerSide
-from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import StepJobs, StepReport
 from ragcache_engine.worker_side import WorkerSide
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.sharded_store import ShardedStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,7 +73,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             book = RecordBook()
-            client = CacheStoreClient(self._config.cachestore)
+            client = ShardedStore(self._config.cachestore)
             self._scheduler = SchedulerSide(self._config, self._space, book, client)
             self._records = (
                 serve(book, self._config.records_listen) if self._config.records_listen else None
@@ -89,8 +88,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             {name: layers[name] for name in kv_caches}, next(iter(kv_caches.values())).device
         )
         _check_layout(cache, self._space)
-        with side_pool(1, "ragcache-connect") as pool:
-            client = pool.submit(CacheStoreClient, self._config.cachestore).result()
+        # Connects on the worker side's own threads, which are bound to no core (``threads``).
+        client = ShardedStore(self._config.cachestore)
         self._worker = WorkerSide(self._config, self._space, cache, client)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

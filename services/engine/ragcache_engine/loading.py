@@ -16,7 +16,8 @@ from ragcache_core.keys import KVSpace
 from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
 from ragcache_kv.value import FORMAT, checksum, value_bytes
-from ragcache_wire.cachestore_client import CacheStoreClient, StoredValue
+from ragcache_wire.cachestore_client import StoredValue
+from ragcache_wire.sharded_store import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -67,14 +68,14 @@ class Loader:
     Values arrive in order, so what has been written is always a prefix.
     """
 
-    def __init__(self, client: CacheStoreClient, space: KVSpace, deadline_s: float) -> None:
+    def __init__(self, client: ShardedStore, space: KVSpace, deadline_s: float) -> None:
         self._client = client
         self._space = space
         self._deadline_s = deadline_s
         self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
-        self._pool.submit(lambda: list(client.get((), deadline_s)))
+        self._pool.submit(client.connect, deadline_s)
 
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""

@@ -12,7 +12,7 @@ from ragcache_core.keys import VariantKey
 from ragcache_core.reuse import VariantInfo
 from ragcache_engine.threads import side_pool
 from ragcache_kv.value import FORMAT, checksum
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.sharded_store import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -20,7 +20,7 @@ log = logging.getLogger("vllm.ragcache")
 class Saver:
     """Puts values in order of arrival; holds at most queue_bytes of them."""
 
-    def __init__(self, client: CacheStoreClient, deadline_s: float, queue_bytes: int) -> None:
+    def __init__(self, client: ShardedStore, deadline_s: float, queue_bytes: int) -> None:
         self._client = client
         self._deadline_s = deadline_s
         self._queue_bytes = queue_bytes

@@ -24,9 +24,12 @@ from ragcache_engine.config import EngineConfig
 from ragcache_engine.records import Record, RecordBook
 from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, Span, StepJobs
 from ragcache_kv.value import value_bytes
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.sharded_store import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
+
+_LOOKUP_SHARE = 0.8
+"""Share of the lookup's deadline that the store gets; the rest is for threads to take turns."""
 
 
 class _Phase(Enum):
@@ -59,7 +62,7 @@ class SchedulerSide:
     """One per engine. Called on the scheduler's thread only; never blocks it for long."""
 
     def __init__(
-        self, config: EngineConfig, space: KVSpace, book: RecordBook, client: CacheStoreClient
+        self, config: EngineConfig, space: KVSpace, book: RecordBook, client: ShardedStore
     ) -> None:
         self._config = config
         self._space = space
@@ -70,7 +73,7 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._wait_left_s = config.lookup_wait_s
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
-        self._pool.submit(client.lookup, ())
+        self._pool.submit(client.connect, config.lookup_deadline_s)
 
     # The life of a request, in the order of vLLM's calls.
 
@@ -210,7 +213,9 @@ class SchedulerSide:
 
     def _lookup(self, segments: Sequence[NamedSegment]) -> dict[VariantKey, VariantInfo]:
         keys = [named.variant for named in segments]
-        return self._client.lookup(keys, timeout_s=self._config.lookup_deadline_s)
+        # Ends before the request stops waiting, so that one silent shard loses no other's answer.
+        timeout_s = _LOOKUP_SHARE * self._config.lookup_deadline_s
+        return self._client.lookup(keys, timeout_s=timeout_s)
 
     def _finish_lookup(self, request: _Request) -> bool:
         """Take over the store's answer; False while there is none and it is not late."""

@@ -14,7 +14,7 @@ from ragcache_engine.loading import Loader
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.saving import Saver
 from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, StepJobs, StepReport
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_wire.sharded_store import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -27,7 +27,7 @@ class WorkerSide:
     """
 
     def __init__(
-        self, config: EngineConfig, space: KVSpace, cache: PagedCache, client: CacheStoreClient
+        self, config: EngineConfig, space: KVSpace, cache: PagedCache, client: ShardedStore
     ) -> None:
         self._cache = cache
         self._client = client

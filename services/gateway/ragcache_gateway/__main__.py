@@ -17,9 +17,6 @@ from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 
-STOP_GRACE_S = 10
-"""How long answers in flight may go on after a stop was asked for."""
-
 
 def main() -> int:
     """Run the gateway; the exit status says whether its configuration was good."""
@@ -69,7 +66,7 @@ def build_server(config: Config) -> uvicorn.Server:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=STOP_GRACE_S,
+            timeout_graceful_shutdown=config.stop_grace_s,
         )
     )
 

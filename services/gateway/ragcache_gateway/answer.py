@@ -29,11 +29,11 @@ from ragcache_gateway.completion import PART, Piece, completion_body
 from ragcache_gateway.context import Passage, citations
 from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.engine import Completion, Engine
+from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.retrieval import Retrieved, retrieve
 from ragcache_gateway.terms import in_rest_terms
-from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.v1 import engine_pb2
 
@@ -67,7 +67,6 @@ class Answer:
         passages: Sequence[Passage],
         completion: Completion,
         engine: Engine,
-        records: EngineClient,
         metrics: Metrics,
     ) -> None:
         self.id = request_id
@@ -80,7 +79,6 @@ class Answer:
         self._tokenize_s = tokenize_s
         self._completion = completion
         self._engine = engine
-        self._records = records
         self._metrics = metrics
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -98,7 +96,7 @@ class Answer:
         """What the answer took; for after the last piece. Never raises."""
         total_s = time.perf_counter() - self._started
         try:
-            record = await self._records.request_record(self.id)
+            record = await self._engine.request_record(self.id)
         except RagCacheError as error:
             log.info("no record of %s: %s", self.id, error)
             if isinstance(error, Unavailable):
@@ -155,8 +153,7 @@ class Answerer:
         prompts: PromptBuilder,
         tokenizing: Executor,
         retriever: RetrieverClient,
-        engine: Engine,
-        records: EngineClient,
+        engines: Engines,
         metrics: Metrics,
     ) -> None:
         self._model = model
@@ -164,8 +161,7 @@ class Answerer:
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._retriever = retriever
-        self._engine = engine
-        self._records = records
+        self._engines = engines
         self._metrics = metrics
 
     async def start(self, request: ChatRequest, stack: AsyncExitStack) -> Answer:
@@ -207,7 +203,7 @@ class Answerer:
         )
         tokenize_s = time.perf_counter() - before
 
-        completion = await self._engine.complete(body, stack)
+        engine, completion = await self._engines.complete(body, stack)
         first_token_s = time.perf_counter() - started
         self._metrics.first_token.observe(first_token_s)
         return Answer(
@@ -219,8 +215,7 @@ class Answerer:
             tokenize_s=tokenize_s,
             passages=prompt.passages,
             completion=completion,
-            engine=self._engine,
-            records=self._records,
+            engine=engine,
             metrics=self._metrics,
         )
 

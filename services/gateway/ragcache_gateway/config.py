@@ -9,19 +9,31 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from ragcache_core.errors import InvalidInput
+from ragcache_wire.members import Members, members_from
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 MIN_MODEL_LEN = 64
 """Below this not even the shortest chat template leaves room for a chunk and an answer."""
 
+STOP_GRACE_S = 10
+"""For whoever waits at a terminal; a cluster sets one that suits long answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineName:
+    """Engines alike behind one name: every address of host, the same two ports on each."""
+
+    host: str
+    http_port: int
+    records_port: int
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Everything the gateway is configured by; seconds, bytes and tokens as the names say.
 
-    retriever, engine_records, cachestore: "host:port" of gRPC services.
-    engine_url: base of the engine's HTTP server, without a trailing slash.
+    retriever: "host:port" of its gRPC service. cachestore: the store's shards.
     model: folder or Hugging Face name; read for its tokenizer and its fingerprint.
     model_name: the name under which the engine serves it, and clients ask for it.
     """
@@ -29,9 +41,8 @@ class Config:
     listen_host: str
     listen_port: int
     retriever: str
-    engine_url: str
-    engine_records: str
-    cachestore: str
+    engines: tuple[EngineName, ...]
+    cachestore: Members
     model: str
     model_name: str
     model_dtype: Dtype
@@ -53,7 +64,9 @@ class Config:
     """From sending a prompt to its first token: queueing, loading and prefill."""
     next_token_timeout_s: float = 60.0
     engine_watch_s: float = 2.0
-    """Between two looks of the readiness watch at the engine."""
+    """Between two looks at whether an engine is well, and at the addresses of their names."""
+    stop_grace_s: int = STOP_GRACE_S
+    """How long answers in flight may go on after a stop was asked for."""
 
     default_max_tokens: int = 512
     """Length of an answer for which the client sets none, at most a quarter of the context."""
@@ -73,14 +86,14 @@ def read_config(environment: Mapping[str, str]) -> Config:
         listen_host=host,
         listen_port=port,
         retriever=_peer(environment, "RAGCACHE_RETRIEVER"),
-        engine_url=_url(environment, "RAGCACHE_ENGINE_URL"),
-        engine_records=_peer(environment, "RAGCACHE_ENGINE_RECORDS"),
-        cachestore=_peer(environment, "RAGCACHE_CACHESTORE"),
+        engines=_engines(environment),
+        cachestore=members_from("RAGCACHE_CACHESTORE", _text(environment, "RAGCACHE_CACHESTORE")),
         model=_text(environment, "RAGCACHE_MODEL"),
         model_name=_text(environment, "RAGCACHE_MODEL_NAME"),
         model_dtype=dtype,  # type: ignore[arg-type]  # checked against the literal above
         max_model_len=_tokens(environment, "RAGCACHE_MAX_MODEL_LEN"),
         log_level=_log_level(environment, "RAGCACHE_LOG_LEVEL"),
+        stop_grace_s=_seconds(environment, "RAGCACHE_STOP_GRACE_S", STOP_GRACE_S),
     )
 
 
@@ -92,7 +105,10 @@ def _text(environment: Mapping[str, str], name: str) -> str:
 
 
 def _address(environment: Mapping[str, str], name: str) -> tuple[str, int]:
-    value = _text(environment, name)
+    return _checked_address(name, _text(environment, name))
+
+
+def _checked_address(name: str, value: str) -> tuple[str, int]:
     host, _, port = value.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise InvalidInput(name, f"is {value!r}", "set it to host:port")
@@ -104,12 +120,48 @@ def _peer(environment: Mapping[str, str], name: str) -> str:
     return _text(environment, name)
 
 
-def _url(environment: Mapping[str, str], name: str) -> str:
-    value = _text(environment, name)
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidInput(name, f"is {value!r}", "set it to http://host:port")
-    return value.rstrip("/")
+def _engines(environment: Mapping[str, str]) -> tuple[EngineName, ...]:
+    urls = _text(environment, "RAGCACHE_ENGINES").split(",")
+    records = _text(environment, "RAGCACHE_ENGINE_RECORDS").split(",")
+    if len(urls) != len(records):
+        raise InvalidInput(
+            "RAGCACHE_ENGINE_RECORDS",
+            f"names {len(records)} for {len(urls)} of RAGCACHE_ENGINES",
+            "name one host:port for each of them, in their order",
+        )
+    return tuple(map(_engine, urls, records))
+
+
+def _engine(url: str, records: str) -> EngineName:
+    host, http_port = _http_address("RAGCACHE_ENGINES", url.strip())
+    records_host, records_port = _checked_address("RAGCACHE_ENGINE_RECORDS", records.strip())
+    if records_host != host:
+        # Of an answer's record there is one copy, in the very engine that gave the answer.
+        raise InvalidInput(
+            "RAGCACHE_ENGINE_RECORDS",
+            f"names {records_host!r} where RAGCACHE_ENGINES names {host!r}",
+            "name the same host",
+        )
+    return EngineName(host, http_port, records_port)
+
+
+def _http_address(name: str, url: str) -> tuple[str, int]:
+    wrong = InvalidInput(name, f"is {url!r}", "set http://host:port, several with commas between")
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme != "http" or not parts.hostname or not port or parts.path not in ("", "/"):
+        raise wrong
+    return parts.hostname, port
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, "").strip() or str(default)
+    if not value.isascii() or not value.isdigit():
+        raise InvalidInput(name, f"is {value!r}", "set a number of seconds")
+    return int(value)
 
 
 def _tokens(environment: Mapping[str, str], name: str) -> int:

@@ -1,4 +1,4 @@
-"""The engine's HTTP server: start a completion, take its events, leave it when nobody listens."""
+"""One engine's server: start a completion, take its events, leave it when nobody listens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.chat import Usage
 from ragcache_gateway.completion import PART, Piece, read_event, refusal
 from ragcache_gateway.config import Config
+from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.sse import EventParser
+from ragcache_wire.engine_client import EngineClient
+from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,10 @@ _WRITE_TIMEOUT_S = 10.0
 _REST_TIMEOUT_S = 5.0
 # Generous: a long prefill on few cores slows the engine's front down, and busy is not broken.
 _HEALTH_TIMEOUT_S = 10.0
+
+
+class NotReached(Unavailable):
+    """Nothing of the request has reached the engine."""
 
 
 class Completion:
@@ -100,12 +107,23 @@ class Completion:
 
 
 class Engine:
-    """Client of one engine, and whether it has answered since it last failed."""
+    """Client of one engine, and whether it has answered since it last failed.
 
-    def __init__(self, config: Config) -> None:
+    address, records: "host:port" of its HTTP server and of its records.
+    """
+
+    def __init__(self, address: str, records: str, config: Config, metrics: Metrics) -> None:
+        self.address = address
+        self.in_flight = 0
+        self.failure: str | None = "it has not answered yet"
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._config = config
+        self._in_flight_gauge = metrics.engine_in_flight.labels(address)
+        self._failures = metrics.engine_failures.labels(address)
+        self._records = EngineClient(records)
         self._client = httpx.AsyncClient(
-            base_url=config.engine_url,
+            base_url=f"http://{address}",
             timeout=httpx.Timeout(
                 None,  # reading has deadlines of its own, which span several reads
                 connect=config.engine_connect_timeout_s,
@@ -119,37 +137,43 @@ class Engine:
             ),
             # Requests inside the cluster do not go through a proxy that the environment names.
             trust_env=False,
+            verify=False,  # nothing is encrypted; else loading certificates takes its time
         )
-        self.failure: str | None = "it has not answered yet"
 
     async def close(self) -> None:
         """Close every connection."""
         await self._client.aclose()
+        await self._records.close()
+
+    async def close_when_idle(self) -> None:
+        """Close when the last request in flight has ended, or when cancelled."""
+        try:
+            await self._idle.wait()
+        finally:
+            await self.close()
 
     async def complete(self, body: Mapping[str, Any], stack: AsyncExitStack) -> Completion:
-        """Start a completion and wait for its first token.
+        """Start a completion and wait for its first token; the deadline is the caller's.
 
         Leaving the stack leaves the completion: the connection closes and the engine aborts the
-        request. Raises Unavailable, or InvalidInput for what the engine refuses.
+        request. Raises Unavailable, NotReached among it, or InvalidInput for what it refuses.
         """
-        timeout_s = self._config.first_token_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._post(body)
-                stack.push_async_callback(response.aclose)
-                if response.status_code != httpx.codes.OK:
-                    raise refusal(response.status_code, await _beginning(response))
-                completion = Completion(response, self._config.next_token_timeout_s)
-                await completion.first()
-        except TimeoutError:
-            error = Unavailable(PART, f"no first token came within {timeout_s:g} s")
-            self.note_failure(error)
-            raise error from None
-        except Unavailable as error:
-            self.note_failure(error)
-            raise
+        async with AsyncExitStack() as attempt:
+            self._count(1)
+            attempt.callback(self._count, -1)
+            response = await self._post(body)
+            attempt.push_async_callback(response.aclose)
+            if response.status_code != httpx.codes.OK:
+                raise refusal(response.status_code, await _beginning(response))
+            completion = Completion(response, self._config.next_token_timeout_s)
+            await completion.first()
+            stack.push_async_exit(attempt.pop_all())
         self.failure = None
         return completion
+
+    async def request_record(self, request: str) -> engine_pb2.RequestRecord:
+        """The engine's record of a request. Raises NotFound, or Unavailable."""
+        return await self._records.request_record(request)
 
     async def probe(self, body: Mapping[str, Any]) -> None:
         """Ask for an answer of one token and remember whether it came. Never raises."""
@@ -170,15 +194,27 @@ class Engine:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 response = await self._client.get("/health")
             if response.status_code != httpx.codes.OK:
-                self.failure = f"its health check answered {response.status_code}"
+                self._fail(f"its health check answered {response.status_code}")
         except TimeoutError:
-            self.failure = f"its health check took longer than {_HEALTH_TIMEOUT_S:g} s"
+            self._fail(f"its health check took longer than {_HEALTH_TIMEOUT_S:g} s")
         except httpx.HTTPError as error:
-            self.failure = _describe(error)
+            self._fail(_describe(error))
 
     def note_failure(self, error: RagCacheError) -> None:
-        """Remember that the engine failed, until it answers again."""
-        self.failure = _describe(error)
+        """Remember that the engine failed a request, until it answers again."""
+        self._fail(_describe(error))
+
+    def _fail(self, problem: str) -> None:
+        self._failures.inc()
+        self.failure = problem
+
+    def _count(self, more: int) -> None:
+        self.in_flight += more
+        if self.in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._in_flight_gauge.set(self.in_flight)
 
     async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
         request = self._client.build_request("POST", "/v1/completions", json=body)
@@ -188,9 +224,9 @@ class Engine:
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 # Nothing has reached the engine yet, so asking again cannot run it twice.
                 if last:
-                    raise Unavailable(PART, _describe(error)) from error
+                    raise NotReached(PART, _describe(error)) from error
             except httpx.PoolTimeout as error:
-                raise Unavailable(PART, "all connections to it are in use") from error
+                raise NotReached(PART, "all connections to it are in use") from error
             except httpx.HTTPError as error:
                 raise Unavailable(PART, _describe(error)) from error
         raise AssertionError("the loop returns or raises")
@@ -206,7 +242,10 @@ async def watch(engine: Engine, probe: Mapping[str, Any], every_s: float) -> Non
             await engine.probe(probe)
         if engine.failure != known:
             known = engine.failure
-            log.info("engine ready") if known is None else log.warning("engine: %s", known)
+            if known is None:
+                log.info("engine %s is ready", engine.address)
+            else:
+                log.warning("engine %s: %s", engine.address, known)
         await asyncio.sleep(every_s)
 
 

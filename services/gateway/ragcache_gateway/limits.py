@@ -59,6 +59,10 @@ class Observed:
             self._metrics.disconnects.inc()
             if status == 500:
                 status = GONE_STATUS
+        except asyncio.CancelledError:
+            # Only the server cancels, when the time for stopping is over. Its connection is closed
+            # either way; raised further, every answer cut short would be a traceback in the log.
+            log.warning("cut short by the stop: %s %s", scope["method"], repr(scope["path"]))
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.requests.labels(route, status).inc()

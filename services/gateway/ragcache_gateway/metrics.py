@@ -31,6 +31,18 @@ class Metrics:
             "Clients that left before their answer was whole.",
             registry=self.registry,
         )
+        self.engine_in_flight = Gauge(
+            "ragcache_gateway_engine_requests_in_flight",
+            "Requests that an engine is answering, by its address; for those there are now.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.engine_failures = Counter(
+            "ragcache_gateway_engine_failures_total",
+            "Requests and health checks that an engine failed, by its address; see above.",
+            ("engine",),
+            registry=self.registry,
+        )
         self.upstream_failures = Counter(
             "ragcache_gateway_upstream_failures_total",
             "Calls that another part failed or did not answer in time.",
@@ -61,6 +73,11 @@ class Metrics:
             "KV loaded from the cache store.",
             registry=self.registry,
         )
+
+    def forget_engine(self, address: str) -> None:
+        """Show an engine that is gone no more: its address is another's soon, or nobody's."""
+        self.engine_in_flight.remove(address)
+        self.engine_failures.remove(address)
 
     def observe(self, timing: Timing, cache: CacheUse) -> None:
         """Count a whole answer."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,15 +16,14 @@ from ragcache_gateway.answer import DOMAIN, Answerer
 from ragcache_gateway.completion import probe_body
 from ragcache_gateway.config import Config
 from ragcache_gateway.conversation import Conversation
-from ragcache_gateway.engine import Engine, watch
+from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.readiness import Readiness
 from ragcache_gateway.variants import StoredVariants
-from ragcache_wire.cachestore_client import AsyncCacheStoreClient
-from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.health_client import HealthClient
 from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.sharded_store import AsyncShardedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +33,7 @@ class Parts:
     config: Config
     metrics: Metrics
     retriever: RetrieverClient
+    store: AsyncShardedStore
     answerer: Answerer
     variants: StoredVariants
     readiness: Readiness
@@ -45,39 +43,35 @@ class Parts:
 async def connected(
     config: Config, space: KVSpace, prompts: PromptBuilder, metrics: Metrics
 ) -> AsyncGenerator[Parts, None]:
-    """Parts with their clients, which are closed at the end, and the engine watched meanwhile."""
+    """Parts with their clients, which are closed at the end, and engines watched meanwhile."""
     async with AsyncExitStack() as stack:
         retriever = RetrieverClient(config.retriever)
         stack.push_async_callback(retriever.close)
         health = HealthClient("retriever", config.retriever)
         stack.push_async_callback(health.close)
-        records = EngineClient(config.engine_records)
-        stack.push_async_callback(records.close)
-        store = AsyncCacheStoreClient(config.cachestore)
+        store = AsyncShardedStore(config.cachestore)
         stack.push_async_callback(store.close)
-        engine = Engine(config)
-        stack.push_async_callback(engine.close)
         tokenizing = ThreadPoolExecutor(1, "tokenizing")
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
 
         # The head of every prompt: the probe warms what all answers begin with.
         head = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?")).head
-        probe = probe_body(config.model_name, head or [0])
-        watching = asyncio.create_task(watch(engine, probe, config.engine_watch_s))
-        stack.push_async_callback(_cancel, watching)
+        engines = Engines(config, probe_body(config.model_name, head or [0]), metrics)
+        stack.push_async_callback(engines.close)
+        await engines.start()
 
         yield Parts(
             config=config,
             metrics=metrics,
             retriever=retriever,
+            store=store,
             answerer=Answerer(
                 model=config.model_name,
                 space=space,
                 prompts=prompts,
                 tokenizing=tokenizing,
                 retriever=retriever,
-                engine=engine,
-                records=records,
+                engines=engines,
                 metrics=metrics,
             ),
             variants=StoredVariants(
@@ -88,14 +82,8 @@ async def connected(
                 domain=DOMAIN,
                 metrics=metrics,
             ),
-            readiness=Readiness(engine, health),
+            readiness=Readiness(engines, health),
         )
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 def _parts_of(request: Request) -> Parts:

@@ -9,7 +9,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
+from ragcache_core.errors import Unavailable
+from ragcache_gateway.cache import CacheStatus, cache_status
 from ragcache_gateway.errors import ErrorDetail
+from ragcache_gateway.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.parts import PartsOf
 from ragcache_gateway.readiness import NotReady, Ready, problem_of
 
@@ -35,7 +38,7 @@ async def healthz() -> Alive:
     responses={503: {"model": NotReady, "description": "The message names the part."}},
 )
 async def readyz(parts: PartsOf) -> Response | Ready:
-    """Ready: the retriever serves, and the engine has answered since it last failed."""
+    """Ready: the retriever serves, and an engine has answered since it last failed."""
     states = await parts.readiness.parts()
     problem = problem_of(states)
     if problem is None:
@@ -45,6 +48,19 @@ async def readyz(parts: PartsOf) -> Response | Ready:
     )
     body = NotReady(error=error, parts=states)
     return JSONResponse(body.model_dump(), 503, {"Retry-After": "1"})
+
+
+@router.get(
+    "/v1/cache",
+    summary="What the cache store holds, and how often it had what was asked for",
+    responses={**ERRORS, **UPSTREAM_ERRORS},
+)
+async def cache(parts: PartsOf) -> CacheStatus:
+    """Sums over the shards that answer; 503 if none does."""
+    stats = await parts.store.stats()
+    if not any(stats.values()):
+        raise Unavailable("cachestore", "no shard answers")
+    return cache_status(stats)
 
 
 @router.get("/metrics", summary="Counters for Prometheus", response_class=PlainTextResponse)

@@ -11,7 +11,8 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import ChunkKey, KVSpace, chunk_key
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
-from ragcache_wire.cachestore_client import PART, AsyncCacheStoreClient
+from ragcache_wire.cachestore_client import PART
+from ragcache_wire.sharded_store import AsyncShardedStore
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class StoredVariants:
     def __init__(
         self,
         *,
-        store: AsyncCacheStoreClient,
+        store: AsyncShardedStore,
         prompts: PromptBuilder,
         tokenizing: Executor,
         space: KVSpace,
@@ -43,22 +44,23 @@ class StoredVariants:
     async def drop(self, chunk_texts: Sequence[str]) -> int | None:
         """Drop every variant of the chunks; returns how many there were.
 
-        None if the store does not answer: their text is gone from the retriever, so no prompt
-        names them again, and the store evicts what nobody asks for.
+        None if a shard does not answer: their text is gone from the retriever, so no prompt names
+        them again, and the store evicts what nobody asks for.
         """
         loop = asyncio.get_running_loop()
-        removed = 0
+        removed: int | None = 0
         for start in range(0, len(chunk_texts), BATCH):
             texts = chunk_texts[start : start + BATCH]
             keys = await loop.run_in_executor(self._tokenizing, self._keys, texts)
             try:
-                removed += await self._store.delete_chunks(keys)
+                dropped = await self._store.delete_chunks(keys)
             except RagCacheError as error:
+                # What shards there are have dropped theirs, and the next batch may go better.
                 self._metrics.upstream_failures.labels(PART).inc()
-                log.warning(
-                    "variants of %d removed chunks stay stored: %s", len(chunk_texts) - start, error
-                )
-                return None
+                log.warning("variants of %d removed chunks may stay stored: %s", len(keys), error)
+                removed = None
+            else:
+                removed = None if removed is None else removed + dropped
         return removed
 
     def _keys(self, texts: Sequence[str]) -> list[ChunkKey]:

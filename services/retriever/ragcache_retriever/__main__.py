@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.config import Config, EmbedderConfig
@@ -16,6 +17,7 @@ from ragcache_retriever.knowledge_base import KnowledgeBase
 from ragcache_retriever.minilm import MiniLM
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.tokenizer import load_token_counter
+from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
@@ -51,6 +53,11 @@ def start_logging(level: str) -> None:
 
 async def serve(config: Config) -> None:
     """Serve until told to stop. Raises InvalidInput for what only its operator can mend."""
+    async with HealthServer(config.health_listen) as health:
+        await _serve(config, health)
+
+
+async def _serve(config: Config, health: HealthServer) -> None:
     knowledge_base = KnowledgeBase(
         DocumentStore(config.data_dir),
         make_embedder(config.embedder),
@@ -64,6 +71,7 @@ async def serve(config: Config) -> None:
             config.listen,
             [SERVICE_NAME],
             lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
+            health,
         )
     except RuntimeError as error:
         raise InvalidInput(
@@ -72,7 +80,7 @@ async def serve(config: Config) -> None:
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(until_stopped())
-    loading = asyncio.create_task(load(knowledge_base))
+    loading = asyncio.create_task(load(knowledge_base, health.set_progress))
     try:
         await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -89,13 +97,14 @@ async def serve(config: Config) -> None:
         await knowledge_base.close()
 
 
-async def load(knowledge_base: KnowledgeBase) -> None:
+async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -> None:
     """Load, however long the embedder takes to answer."""
     while True:
         try:
-            return await knowledge_base.load()
+            return await knowledge_base.load(progress)
         except Unavailable as error:
             log.warning("not ready: %s", error)
+            progress(str(error))
             await asyncio.sleep(error.retry_after_s)
 
 

@@ -34,7 +34,10 @@ class EmbedderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything the service is told. model: the serving model, whose tokens bound chunks."""
+    """Everything the service is told. model: the serving model, whose tokens bound chunks.
+
+    health_listen: "host:port" for health over HTTP; None: not served.
+    """
 
     listen: str
     data_dir: Path
@@ -42,6 +45,7 @@ class Config:
     embedder: EmbedderConfig
     defaults: Defaults
     log_level: str = "info"
+    health_listen: str | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Config:
@@ -61,6 +65,9 @@ class Config:
                 window=checked_window("RAGCACHE_WINDOW", _integer(environ, "RAGCACHE_WINDOW", 1)),
             ),
             log_level=_log_level(environ),
+            health_listen=_address(environ, "RAGCACHE_HEALTH_LISTEN")
+            if environ.get("RAGCACHE_HEALTH_LISTEN")
+            else None,
         )
 
 

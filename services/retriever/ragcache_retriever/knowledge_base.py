@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -128,12 +129,15 @@ class KnowledgeBase:
         self._writer = ThreadPoolExecutor(1, "writer", use_one_thread)
         self._readers = ThreadPoolExecutor(NUM_READERS, "reader", use_one_thread)
 
-    async def load(self) -> None:
+    async def load(self, progress: Callable[[str], None] = log.debug) -> None:
         """Start the embedder, build the indexes, bring stale documents up to date.
 
-        Raises Unavailable when the embedder does not answer: call again.
+        progress: told how far it has come. Raises Unavailable when the embedder does not answer:
+        call again.
         """
+        progress("loading the embedder")
         await self._embedder.start()
+        progress("loading the index")
         stored = await run(self._readers, self._store.collections)
         if DEFAULT_COLLECTION not in stored:
             settings = CollectionSettings()
@@ -142,8 +146,12 @@ class KnowledgeBase:
         for name, settings in stored.items():
             self._collections[name] = _Collection(settings, self._empty_index())
             self._collections[name].index = await run(self._readers, self._built_index, name)
-        for name in stored:
-            await self._refresh(name)
+        stale = {name: await self._stale(name) for name in stored}
+        number, in_all = itertools.count(1), sum(map(len, stale.values()))
+        for name, document_ids in stale.items():
+            for document_id in document_ids:
+                progress(f"indexing {next(number)} of {in_all}")
+                await self._make_anew(name, document_id)
         self._loaded = True
 
     async def close(self) -> None:
@@ -169,7 +177,8 @@ class KnowledgeBase:
                 await run(self._writer, self._put_settings, name, settings)
                 collection.settings = settings
             # Also when nothing changed: a put before this one may have been cut short.
-            await self._refresh(name)
+            for document_id in await self._stale(name):
+                await self._make_anew(name, document_id)
         return await self.collection(name)
 
     async def collection(self, name: str) -> CollectionInfo:
@@ -357,21 +366,23 @@ class KnowledgeBase:
             self._store.put_collection(name, settings)
             self._store.commit()
 
-    async def _refresh(self, name: str) -> None:
-        """Make anew the documents that another recipe made."""
+    async def _stale(self, name: str) -> list[str]:
+        """Documents of a collection that another recipe made."""
         stale = await run(self._writer, self._store.stale, name, self._recipe(name))
         if stale:
             log.info("collection %s: making %d documents anew", name, len(stale))
-        for document_id in stale:
-            async with self._document_lock(name, document_id):
-                present = await run(self._writer, self._store.get, name, document_id)
-                if present is None:
-                    continue
-                try:
-                    await self._put(name, present.document, present.content_hash)
-                except InvalidInput as error:
-                    # One document must not keep all others from being served.
-                    log.warning("%s: document %r stays as it was: %s", name, document_id, error)
+        return stale
+
+    async def _make_anew(self, name: str, document_id: str) -> None:
+        async with self._document_lock(name, document_id):
+            present = await run(self._writer, self._store.get, name, document_id)
+            if present is None:
+                return
+            try:
+                await self._put(name, present.document, present.content_hash)
+            except InvalidInput as error:
+                # One document must not keep all others from being served.
+                log.warning("%s: document %r stays as it was: %s", name, document_id, error)
 
     # Small answers
 

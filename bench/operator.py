@@ -1,0 +1,303 @@
+"""The operator under a hundred RagCaches, against a real API server whose audit log is counted.
+
+Nothing runs the pods: what is measured is the operator's own work. `seconds_to_observed`: from the
+first RagCache created to the last one whose status says that its generation was acted on.
+`writes_on_noop`: writes by the operator over a second pass on every object (it is restarted, so
+that it knows nothing) and an idle while after it; Leases apart. `idle_calls_per_minute`: every call
+it makes in that while. `drift_corrected`: children changed and deleted by hand are as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# When run as a program. This folder must not lead: this file would hide the standard `operator`.
+sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
+
+import httpx
+import yaml
+
+from bench.processes import free_port
+from ragcache_operator.children import child_resources
+from ragcache_operator.kube import resources
+from ragcache_operator.kube.api import Api
+from ragcache_operator.kube.discovery import discover, serves_our_kinds
+from ragcache_operator.kube.resources import Object
+from tests.cluster.availability import Unavailable
+from tests.cluster.control_plane import start_control_plane
+from tests.cluster.kubeconfig import ADMIN_GROUP, User
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMESPACE = "default"
+OPERATOR = User("operator", (ADMIN_GROUP,))
+_WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
+_LIMIT_S = 300
+_QUIET_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured. idle_s: how long nothing is done while calls are counted."""
+
+    caches: int
+    idle_s: float
+
+
+FULL = Size(100, 60.0)
+QUICK = Size(25, 12.0)
+
+
+def main() -> int:
+    """Print progress to stderr and one JSON object to stdout."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer objects, a shorter idle while")
+    size = QUICK if parser.parse_args().quick else FULL
+    with tempfile.TemporaryDirectory(prefix="bench-operator-") as folder:
+        try:
+            with start_control_plane(Path(folder), audit=True, users=[OPERATOR]) as plane:
+                assert plane.audit_log is not None
+                bench = Bench(
+                    size, plane.kubeconfig, plane.kubeconfig_for(OPERATOR), plane.audit_log
+                )
+                print(json.dumps(asyncio.run(bench.run())))
+        except Unavailable as reason:
+            print(json.dumps({"skipped": str(reason)}))
+            return 1
+    return 0
+
+
+class AuditLog:
+    """What the operator asked of the API server, by the server's own account."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def calls(self) -> list[Object]:
+        """The operator's calls since the last look; Leases apart."""
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._position += whole
+        entries = map(json.loads, data[:whole].splitlines())
+        return [
+            entry
+            for entry in entries
+            if entry["user"]["username"] == OPERATOR.name
+            and (entry.get("objectRef") or {}).get("resource") != "leases"
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One run against one API server."""
+
+    size: Size
+    admin_config: Path
+    operator_config: Path
+    audit_path: Path
+
+    async def run(self) -> dict[str, Any]:
+        audit = AuditLog(self.audit_path)
+        async with await Api.connect(self.admin_config) as api:
+            for path in sorted((ROOT / "crds").glob("*.yaml")):
+                await api.create(resources.CRDS, yaml.safe_load(path.read_text()))
+            await _eventually(lambda: serves_our_kinds(api), "the CRDs are served")
+            port = free_port()
+            with self._operator(port):
+                await self._alive(port)
+                started = time.monotonic()
+                await self._create(api)
+                await _eventually(lambda: self._observed(api), "every object is observed")
+                seconds = time.monotonic() - started
+                first = await self._until_quiet(audit)
+                _say(f"observed {self.size.caches} objects in {seconds:.1f} s, {len(first)} calls")
+            async with self._second_pass(audit, port) as passes:
+                idle = await self._idle(audit)
+                drift, corrections = await self._drift(api, audit)
+            second = passes["calls"]
+            writes = [call for call in (*second, *idle) if call["verb"] in _WRITES]
+            for call in writes:
+                _say(f"wrote: {call['verb']} {call['requestURI']}")
+            return {
+                "objects": self.size.caches,
+                "children": await self._count_children(api),
+                "seconds_to_observed": round(seconds, 2),
+                "writes_to_create": sum(call["verb"] in _WRITES for call in first),
+                "passes_on_noop": passes["passes"],
+                "writes_on_noop": len(writes),
+                "calls_on_noop": len(second),
+                "idle_s": self.size.idle_s,
+                "idle_calls_per_minute": round(len(idle) * 60 / self.size.idle_s, 1),
+                "drift_corrected": drift,
+                "writes_to_correct_drift": corrections,
+            }
+
+    @contextlib.contextmanager
+    def _operator(self, port: int) -> Iterator[None]:
+        """The operator as a process outside the cluster."""
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self.operator_config),
+            "RAGCACHE_LISTEN_PORT": str(port),
+            "RAGCACHE_LOG_LEVEL": "warning",
+        }
+        command = [sys.executable, "-m", "ragcache_operator"]
+        process = subprocess.Popen(command, env=environment)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @contextlib.asynccontextmanager
+    async def _second_pass(self, audit: AuditLog, port: int) -> AsyncIterator[dict[str, Any]]:
+        """A restarted operator that has looked at every object again."""
+        audit.calls()
+        with self._operator(port):
+            await self._alive(port)
+
+            async def looked() -> bool:
+                return await self._passes(port) >= self.size.caches
+
+            await _eventually(looked, "every object is looked at again")
+            calls = await self._until_quiet(audit)
+            yield {"calls": calls, "passes": await self._passes(port)}
+
+    async def _alive(self, port: int) -> None:
+        async def alive() -> bool:
+            async with httpx.AsyncClient(trust_env=False) as client:
+                try:
+                    return (await client.get(f"http://127.0.0.1:{port}/healthz")).is_success
+                except httpx.HTTPError:
+                    return False
+
+        await _eventually(alive, "the operator lives")
+
+    async def _passes(self, port: int) -> int:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        name = 'ragcache_operator_reconcile_seconds_count{outcome="done"}'
+        counts = [line.split()[-1] for line in text.splitlines() if line.startswith(name)]
+        return int(float(counts[0])) if counts else 0
+
+    async def _create(self, api: Api) -> None:
+        manifest = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
+        for number in range(self.size.caches):
+            meta = {"name": f"bench-{number}", "namespace": NAMESPACE}
+            await api.create(resources.RAG_CACHES, {**manifest, "metadata": meta})
+
+    async def _observed(self, api: Api) -> bool:
+        listing = await api.list(resources.RAG_CACHES, NAMESPACE)
+        seen = [
+            (item.get("status") or {}).get("observedGeneration") == item["metadata"]["generation"]
+            for item in listing.items
+        ]
+        return len(seen) == self.size.caches and all(seen)
+
+    async def _until_quiet(self, audit: AuditLog) -> list[Object]:
+        """The operator's calls until it makes none."""
+        calls = audit.calls()
+        while True:
+            await asyncio.sleep(_QUIET_S)
+            more = audit.calls()
+            calls += more
+            if not more:
+                return calls
+
+    async def _idle(self, audit: AuditLog) -> list[Object]:
+        await asyncio.sleep(self.size.idle_s)
+        return audit.calls()
+
+    async def _drift(self, api: Api, audit: AuditLog) -> tuple[bool, int]:
+        """Change and delete children by hand; whether all came back, and the writes it took."""
+        audit.calls()
+        kinds = child_resources(await discover(api))
+        labels = "app.kubernetes.io/instance=bench-0"
+
+        async def held() -> dict[tuple[str, str], Object]:
+            found = {}
+            for kind in kinds:
+                for item in (await api.list(kind, NAMESPACE, labels)).items:
+                    found[kind.kind, item["metadata"]["name"]] = item
+            return found
+
+        before = await held()
+        for (kind, name), obj in before.items():
+            resource = next(one for one in kinds if one.kind == kind)
+            if kind == "Deployment":
+                container = obj["spec"]["template"]["spec"]["containers"][0]
+                changed = [{**container, "image": "example.invalid/changed:1"}]
+                template = {"spec": {"template": {"spec": {"containers": changed}}}}
+                await api.merge(resource, name, NAMESPACE, template)
+            elif kind == "ConfigMap":
+                await api.merge(resource, name, NAMESPACE, {"data": dict.fromkeys(obj["data"], "")})
+            elif kind in ("Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"):
+                await api.delete(resource, name, NAMESPACE)
+
+        def same(now: Object | None, then: Object) -> bool:
+            if now is None:
+                return False
+            parts = ("data",) if then["kind"] == "ConfigMap" else ("spec",)
+            return all(_own(now.get(part)) == _own(then.get(part)) for part in parts)
+
+        async def restored() -> bool:
+            now = await held()
+            return all(same(now.get(key), obj) for key, obj in before.items())
+
+        try:
+            await _eventually(restored, "what was changed by hand is restored", limit_s=60)
+        except TimeoutError:
+            return False, 0
+        calls = await self._until_quiet(audit)
+        return True, sum(call["verb"] in _WRITES for call in calls)
+
+    async def _count_children(self, api: Api) -> int:
+        kinds = child_resources(await discover(api))
+        labels = "app.kubernetes.io/managed-by=ragcache-operator"
+        lists = [await api.list(kind, NAMESPACE, labels) for kind in kinds]
+        return sum(len(listing.items) for listing in lists)
+
+
+def _own(value: Any) -> Any:
+    """A spec without what the server draws anew for a new object."""
+    drawn = ("clusterIP", "clusterIPs")
+    if isinstance(value, dict):
+        return {key: _own(item) for key, item in value.items() if key not in drawn}
+    return value
+
+
+async def _eventually(
+    check: Callable[[], Awaitable[bool]], what: str, limit_s: float = _LIMIT_S
+) -> None:
+    deadline = time.monotonic() + limit_s
+    while not await check():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {limit_s} s it is not so that {what}")
+        await asyncio.sleep(0.1)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

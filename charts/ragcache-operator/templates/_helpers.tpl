@@ -1,0 +1,81 @@
+{{- define "ragcache.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride }}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of what no namespace holds: two releases of one name must not meet there. */}}
+{{- define "ragcache.clusterName" -}}
+{{ include "ragcache.fullname" . }}.{{ .Release.Namespace }}
+{{- end -}}
+
+{{- define "ragcache.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* commonLabels add to these and may replace some, never what selects or what Helm goes by. */}}
+{{- define "ragcache.labels" -}}
+{{- $fixed := include "ragcache.selector" . | fromYaml -}}
+{{- $_ := set $fixed "app.kubernetes.io/managed-by" .Release.Service -}}
+{{- $_ := set $fixed "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "-") -}}
+{{- $usual := dict "app.kubernetes.io/version" (include "ragcache.appVersion" .) -}}
+{{- $_ := set $usual "app.kubernetes.io/part-of" "ragcache" -}}
+{{ merge $fixed .Values.commonLabels $usual | toYaml }}
+{{- end -}}
+
+{{/* Neither labels nor image tags may hold the '+' of a local version. */}}
+{{- define "ragcache.appVersion" -}}
+{{ .Chart.AppVersion | replace "+" "-" | trunc 63 }}
+{{- end -}}
+
+{{- define "ragcache.images" -}}
+{{- with .Values.image.registry }}{{ . }}/{{ end }}{{ .Values.image.repository }}
+{{- end -}}
+
+{{- define "ragcache.tag" -}}
+{{ .Values.image.tag | default (include "ragcache.appVersion" .) }}
+{{- end -}}
+
+{{- define "ragcache.image" -}}
+{{ include "ragcache.images" . }}/operator
+{{- with .Values.image.digest }}@{{ . }}{{ else }}:{{ include "ragcache.tag" . }}{{ end }}
+{{- end -}}
+
+{{- define "ragcache.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "ragcache.fullname" .) }}
+{{- end -}}
+
+{{- define "ragcache.lease" -}}
+{{ .Values.lease.name | default (include "ragcache.fullname" .) }}
+{{- end -}}
+
+{{- define "ragcache.webhook" -}}
+{{ include "ragcache.fullname" . }}-webhook
+{{- end -}}
+
+{{- define "ragcache.webhookConfiguration" -}}
+{{ include "ragcache.webhook" . }}.{{ .Release.Namespace }}
+{{- end -}}
+
+{{- define "ragcache.certificate" -}}
+{{ include "ragcache.webhook" . }}-tls
+{{- end -}}
+
+{{/* Takes the CEL rules out of a schema, in place: Kubernetes before 1.23 refuses the word. */}}
+{{- define "ragcache.withoutRules" -}}
+{{- if kindIs "map" . -}}
+{{- $_ := unset . "x-kubernetes-validations" -}}
+{{- range $value := . -}}
+{{- include "ragcache.withoutRules" $value -}}
+{{- end -}}
+{{- else if kindIs "slice" . -}}
+{{- range $value := . -}}
+{{- include "ragcache.withoutRules" $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,176 @@
+"""Documents of a git repository at one commit.
+
+Nothing is checked out: the commit's files are read from ``git archive``, so neither its links, its
+hooks, its submodules nor its filters ever come to be.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ragcache_cli.sources.archive import read_tar
+from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
+
+_TOKEN_USER = "x-access-token"
+"""Hosts that take a token in place of a password look at the token alone."""
+_KEPT_VARIABLES = re.compile(r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)", re.IGNORECASE)
+_BLOCK_BYTES = 512
+"""The unit of ``ulimit -f``."""
+_LONGEST_COMPLAINT = 200
+_MISTAKES = {
+    "could not read Username": "asks for a token, or refuses this one; name a Secret, or renew it",
+    "couldn't find remote ref": "has no such ref; name a branch, a tag or a whole commit",
+    "not our ref": "has no such commit; name a branch, a tag or a whole commit",
+    "' not found": "does not exist, or asks for a token; correct the URL",
+    "is this a git repository": "is no git repository; correct the URL",
+    "transport '": "is reached by another way than http or https; write an https URL",
+}
+"""What git says to a user's mistake, and how it is said here."""
+
+
+def read_git(
+    what: str,
+    url: str,
+    ref: str,
+    path: str,
+    token: str | None,
+    scratch: Scratch,
+    deadline: Deadline,
+) -> Reading:
+    """Documents of the commit that ref names, at and below path; its revision is the commit.
+
+    Raises InvalidInput, TooLarge, whose field is what; Unavailable when the host does not answer.
+    """
+    home = scratch.new_path()
+    home.mkdir()
+    git = _Git(what, home, _environment(home, url, token), scratch.free_bytes, deadline)
+    try:
+        git.run("init", "--quiet", "--bare", "--template=", ".")
+        git.run(
+            *("fetch", "--quiet", "--depth=1", "--no-tags", "--no-recurse-submodules"),
+            *("--no-auto-maintenance", "--end-of-options", url, ref),
+        )
+        fetched_bytes = _size_bytes(home)
+        scratch.take(fetched_bytes, what)
+        commit = git.run("rev-parse", "FETCH_HEAD^{commit}").strip()
+        reading = git.archive(commit, path, scratch)
+        scratch.give_back(fetched_bytes)
+        return replace(reading, revision=commit)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+class _Git:
+    """Runs git in one repository. most_bytes: of any one file it writes, so of the pack."""
+
+    def __init__(
+        self, what: str, home: Path, env: Mapping[str, str], most_bytes: int, deadline: Deadline
+    ) -> None:
+        self._what = what
+        self._home = home
+        self._env = env
+        self._most_blocks = most_bytes // _BLOCK_BYTES
+        self._deadline = deadline
+
+    def run(self, *arguments: str) -> str:
+        """What git prints. Raises InvalidInput, TooLarge, Unavailable by what it says."""
+        with self._started(*arguments) as process:
+            try:
+                output, complaint = process.communicate(timeout=self._deadline.left_s(self._what))
+            except subprocess.TimeoutExpired as error:
+                raise self._deadline.missed(self._what) from error
+        if process.returncode:
+            raise self._error(process.returncode, complaint.decode(errors="replace"))
+        return output.decode(errors="replace")
+
+    def archive(self, commit: str, path: str, scratch: Scratch) -> Reading:
+        """Documents of a commit at and below path."""
+        tree = commit if path == "." else f"{commit}:{path.rstrip('/')}"
+        try:
+            kind = self.run("cat-file", "-t", tree).strip()
+        except Unavailable:
+            kind = "nothing"
+        if kind not in ("commit", "tree"):
+            raise InvalidInput(self._what, f"has no folder {path!r}", "correct the path or the ref")
+        with self._started("archive", "--format=tar", tree) as process:
+            assert process.stdout is not None
+            return read_tar(self._what, process.stdout, scratch)
+
+    @contextmanager
+    def _started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A running git, which with all its helpers is gone at the end."""
+        # A shell sets the limit, so that it holds before git has begun.
+        limited = ("sh", "-c", f'ulimit -f {self._most_blocks}; exec git "$@"', "git")
+        process = subprocess.Popen(
+            (*limited, *arguments),
+            cwd=self._home,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                # Not waited for yet, so the number is still its group's.
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _error(self, status: int, complaint: str) -> RagCacheError:
+        if "File too large" in complaint or f"died of signal {signal.SIGXFSZ:d}" in complaint:
+            return TooLarge(
+                self._what,
+                f"with the sources before it takes more than {self._most_blocks >> 11} MiB",
+                "keep documents in a repository of their own",
+            )
+        for said, words in _MISTAKES.items():
+            if said in complaint:
+                problem, _, fix = words.partition("; ")
+                return InvalidInput(self._what, problem, fix)
+        last = complaint.strip().splitlines()[-1:] or [f"git ended with {status}"]
+        return Unavailable(self._what, last[0][:_LONGEST_COMPLAINT])
+
+
+def _environment(home: Path, url: str, token: str | None) -> dict[str, str]:
+    """Git as a stranger to this machine: no settings of anyone's, no questions, http alone."""
+    kept = {name: value for name, value in os.environ.items() if _KEPT_VARIABLES.fullmatch(name)}
+    settings = {"http.lowSpeedLimit": "1000", "http.lowSpeedTime": "60"}
+    if token is not None:
+        secret = base64.b64encode(f"{_TOKEN_USER}:{token}".encode()).decode()
+        host = urlsplit(url)
+        # For this host alone, whatever it redirects to.
+        key = f"http.{host.scheme}://{host.netloc}/.extraHeader"
+        settings[key] = f"Authorization: Basic {secret}"
+    return {
+        **kept,
+        "HOME": str(home),
+        "LC_ALL": "C",
+        "GIT_DIR": str(home),
+        "GIT_ALLOW_PROTOCOL": "http:https",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_CONFIG_COUNT": str(len(settings)),
+        **{f"GIT_CONFIG_KEY_{n}": key for n, key in enumerate(settings)},
+        **{f"GIT_CONFIG_VALUE_{n}": value for n, value in enumerate(settings.values())},
+    }
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(
+        Path(place, name).stat().st_size for place, _, names in os.walk(folder) for name in names
+    )

@@ -1,0 +1,108 @@
+"""One source of a RagCollection, read by what it is; and what its documents are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from ragcache_cli.sources.folder import read_folder
+from ragcache_cli.sources.git import read_git
+from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_cli.sources.web import archive_ending, name_in, read_web
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.collections.places import mount_name, token_variable
+from ragcache_operator.spec import SecretKey, SourceSpec
+
+TIMEOUT_S = 900.0
+"""For one source, all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where sources find what the pod brings. mounts: folder of the mounted ones."""
+
+    mounts: Path
+    environ: Mapping[str, str]
+    scratch: Scratch
+
+
+def origin_of(source: SourceSpec) -> str:
+    """What a source is called: in messages, and in what its documents remember of it."""
+    if source.config_map is not None:
+        return f"configMap {source.config_map.name}"
+    if source.volume is not None:
+        return " ".join(("volume", source.volume.claim_name, *_below(source.volume.path)))
+    if source.http is not None:
+        return f"http {source.http.url}"
+    assert source.git is not None
+    return " ".join(("git", source.git.url, source.git.ref, *_below(source.git.path)))
+
+
+def prefix_of(source: SourceSpec) -> str:
+    """What its documents' ids begin with where several sources meet; none ends in '/'."""
+    if source.config_map is not None:
+        return source.config_map.name
+    if source.volume is not None:
+        return "/".join((source.volume.claim_name, *_below(source.volume.path)))
+    if source.http is not None:
+        name = name_in(source.http.url)
+        ending = archive_ending(name)
+        return name[: -len(ending)] if ending else urlsplit(source.http.url).netloc
+    assert source.git is not None
+    return "/".join((_repository(source.git.url), *_below(source.git.path)))
+
+
+def read_source(index: int, source: SourceSpec, here: Surroundings) -> Reading:
+    """A source's documents. index: its place in the RagCollection.
+
+    Raises InvalidInput, TooLarge, Unavailable; a source without a document is a mistake in it.
+    """
+    what = origin_of(source)
+    reading = _read(index, source, what, here)
+    if not reading.files and not reading.refused:
+        # A wrong path rather than a wish, and to take it for one would delete everything.
+        raise InvalidInput(
+            what, "holds no .md, .markdown or .txt file", "correct its path, or take the source out"
+        )
+    return reading
+
+
+def _read(index: int, source: SourceSpec, what: str, here: Surroundings) -> Reading:
+    mount = here.mounts / mount_name(index)
+    deadline = Deadline(TIMEOUT_S)
+    if source.config_map is not None:
+        return read_folder(what, mount)
+    if source.volume is not None:
+        return read_folder(what, mount, source.volume.path)
+    if source.http is not None:
+        token = _token(what, index, source.http.bearer_secret, here.environ)
+        return read_web(what, source.http.url, token, here.scratch, deadline)
+    git = source.git
+    assert git is not None
+    token = _token(what, index, git.bearer_secret, here.environ)
+    return read_git(what, git.url, git.ref, git.path, token, here.scratch, deadline)
+
+
+def _token(
+    what: str, index: int, secret: SecretKey | None, environ: Mapping[str, str]
+) -> str | None:
+    if secret is None:
+        return None
+    token = environ.get(token_variable(index), "").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        problem = f"finds no token under {secret.key!r} in the Secret {secret.name!r}"
+        raise InvalidInput(what, problem, "put it there")
+    return token
+
+
+def _below(path: str) -> tuple[str, ...]:
+    clean = PurePosixPath(path).as_posix()
+    return () if clean == "." else (clean,)
+
+
+def _repository(url: str) -> str:
+    parts = urlsplit(url)
+    return PurePosixPath(parts.path).name.removesuffix(".git") or parts.netloc

@@ -1,0 +1,149 @@
+"""A document or an archive from a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from ragcache_cli.documents import LARGEST_BYTES, DocumentFile
+from ragcache_cli.sources.archive import read_tar_gz, read_zip
+from ragcache_cli.sources.reading import Reading, suffix_of
+from ragcache_cli.sources.scratch import Deadline, Scratch
+from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
+
+MOST_REDIRECTS = 5
+_CONNECT_S = 10.0
+_SILENCE_S = 30.0
+"""Between two pieces of an answer."""
+
+_Unpack = Callable[[str, Path, Scratch], Reading]
+_UNPACK: dict[str, _Unpack] = {".tar.gz": read_tar_gz, ".tgz": read_tar_gz, ".zip": read_zip}
+_ENDING_OF = {
+    "text/markdown": ".md",
+    "text/plain": ".txt",
+    "application/zip": ".zip",
+    "application/gzip": ".tar.gz",
+    "application/x-gzip": ".tar.gz",
+    "application/x-compressed-tar": ".tar.gz",
+}
+"""Of content types, for URLs that have none."""
+
+
+def archive_ending(name: str) -> str | None:
+    """The ending that makes a name an archive's."""
+    return next((ending for ending in _UNPACK if name.lower().endswith(ending)), None)
+
+
+def name_in(url: str) -> str:
+    """The last name in a URL's path; empty if there is none."""
+    return PurePosixPath(unquote(urlsplit(url).path)).name
+
+
+def read_web(
+    what: str, url: str, token: str | None, scratch: Scratch, deadline: Deadline
+) -> Reading:
+    """The document at a URL, or those of the archive there.
+
+    token: sent as bearer token to the URL's own host, and to none that it redirects to.
+    Raises InvalidInput, TooLarge, whose field is what; Unavailable when nobody answers.
+    """
+    path = scratch.new_path()
+    try:
+        ending = _fetch(what, url, token, path, scratch, deadline)
+        unpack = _UNPACK.get(ending)
+        if unpack is None:
+            named = path.rename(scratch.new_path(ending))
+            name = name_in(url) or urlsplit(url).netloc
+            return Reading((DocumentFile(name, named),))
+        reading = unpack(what, path, scratch)
+        scratch.give_back(path.stat().st_size)
+        return reading
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _fetch(
+    what: str, url: str, token: str | None, path: Path, scratch: Scratch, deadline: Deadline
+) -> str:
+    """Write what is at a URL to path; the ending that says what it is."""
+    # An archive is to arrive as it is, not as some layer between unpacks it.
+    headers = {"Accept-Encoding": "identity"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+    try:
+        with (
+            httpx.Client(
+                timeout=timeout, follow_redirects=True, max_redirects=MOST_REDIRECTS
+            ) as client,
+            client.stream("GET", url, headers=headers) as reply,
+        ):
+            _check_reply(what, url, reply)
+            ending = _ending(what, url, reply)
+            is_document = ending not in _UNPACK
+            _write(what, reply, is_document, path, scratch, deadline)
+            return ending
+    except httpx.TooManyRedirects as error:
+        raise InvalidInput(
+            what, f"redirects more than {MOST_REDIRECTS} times", "name where it leads to"
+        ) from error
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise InvalidInput(
+            what, "leads to what is no http or https URL", "name where it leads to"
+        ) from error
+    except httpx.TimeoutException as error:
+        raise Unavailable(what, "it did not answer in time") from error
+    except httpx.RequestError as error:
+        raise Unavailable(what, f"nothing answers ({error})") from error
+
+
+def _write(
+    what: str,
+    reply: httpx.Response,
+    is_document: bool,
+    path: Path,
+    scratch: Scratch,
+    deadline: Deadline,
+) -> None:
+    written = 0
+    with path.open("wb") as file:
+        for piece in reply.iter_raw():
+            deadline.left_s(what)
+            written += len(piece)
+            if is_document and written > LARGEST_BYTES:
+                raise TooLarge(what, f"is over {LARGEST_BYTES >> 20} MiB", "split it")
+            scratch.take(len(piece), what)
+            file.write(piece)
+
+
+def _check_reply(what: str, url: str, reply: httpx.Response) -> None:
+    """Raises for an answer that is not what was asked for."""
+    status = reply.status_code
+    if reply.history and url.startswith("https:") and reply.url.scheme != "https":
+        raise InvalidInput(what, "redirects from https to http", "name where it leads to")
+    if status in (401, 403):
+        raise InvalidInput(what, f"answers {status}", "name a Secret with its token, or renew it")
+    if status == 429 or status >= 500:
+        raise Unavailable(what, f"answers {status}")
+    if status != 200:
+        raise InvalidInput(what, f"answers {status}", "correct the URL")
+
+
+def _ending(what: str, url: str, reply: httpx.Response) -> str:
+    name = name_in(url)
+    kind = reply.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    ending = archive_ending(name) or suffix_of(name) or _ENDING_OF.get(kind)
+    encoding = reply.headers.get("Content-Encoding", "identity")
+    if ending is None:
+        raise InvalidInput(
+            what,
+            f"is of another kind ({kind or 'no content type'})",
+            "name a .md, .txt, .tar.gz, .tgz or .zip",
+        )
+    if ending not in _UNPACK and (encoding != "identity" or kind == "text/html"):
+        problem = "is a web page" if kind == "text/html" else f"is encoded as {encoding}"
+        raise InvalidInput(what, problem, "name the file itself")
+    return ending

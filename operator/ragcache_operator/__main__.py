@@ -1,0 +1,78 @@
+"""``python -m ragcache_operator``: run the operator, told by its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import uuid
+from contextlib import AsyncExitStack
+from functools import partial
+
+from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_operator.admission import AdmissionConfig, serving_admission
+from ragcache_operator.config import OperatorConfig
+from ragcache_operator.health import serving_health
+from ragcache_operator.kube.api import Api
+from ragcache_operator.kube.lease import lead
+from ragcache_operator.metrics import Metrics
+from ragcache_operator.operation import reconcile_all
+
+
+async def serve(config: OperatorConfig) -> None:
+    """Run until told to stop. Raises RagCacheError for what a restart may mend."""
+    metrics = Metrics()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serving_health(config.listen_port, metrics))
+        api = await stack.enter_async_context(await Api.connect())
+        if config.webhook_service:
+            admission = AdmissionConfig.behind_service(
+                config.webhook_service, config.namespace, config.namespaces, config.admission_port
+            )
+            # Every replica admits; the one that holds the Lease reconciles.
+            await stack.enter_async_context(serving_admission(Api.connect, admission))
+        work = partial(reconcile_all, api, config, metrics)
+        if config.lease:
+            identity = f"{config.identity}_{uuid.uuid4().hex[:8]}"
+            await lead(api, config.namespace, config.lease, identity, work)
+        else:
+            await work()
+
+
+async def until_signalled(config: OperatorConfig) -> None:
+    """Serve until SIGTERM or SIGINT; then stop in order, giving up the Lease."""
+    serving = asyncio.create_task(serve(config))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # While it leads, Kopf takes the signals, ends, and so ends the serving.
+        loop.add_signal_handler(number, serving.cancel)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        logging.getLogger(__name__).info("stopped before it led")
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    try:
+        config = OperatorConfig.from_environment(os.environ)
+        logging.basicConfig(
+            level=config.log_level,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        asyncio.run(until_signalled(config))
+    except InvalidInput as error:
+        print(f"ragcache_operator: {error}", file=sys.stderr)
+        return 2
+    except RagCacheError as error:
+        # What a restart may mend; where it happened in the code helps nobody.
+        print(f"ragcache_operator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,334 @@
+"""The webhooks' certificate: made here, kept in a Secret that all replicas share, rotated in time.
+
+The API server trusts the authorities in the webhook configurations' ``caBundle``. A certificate
+that takes over at once would fail wherever that list is still the old one, so the next one is made
+early and staged: its authority is published first, and only much later is the certificate served.
+An authority signs one certificate; its key is then forgotten, so the Secret can sign nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import Enum
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ragcache_operator.kube.api import Api, Conflict
+from ragcache_operator.kube.resources import SECRETS, Object
+
+log = logging.getLogger(__name__)
+
+# An API server's clock may be behind this one's.
+_BACKDATED = timedelta(hours=1)
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """When certificates change.
+
+    lifetime: of a certificate. renew_before: its end, the next one is staged. publish_for: how long
+    the next one's authority is known before it is served; every replica looks far more often.
+    """
+
+    lifetime: timedelta = timedelta(days=90)
+    renew_before: timedelta = timedelta(days=30)
+    publish_for: timedelta = timedelta(hours=2)
+
+    def __post_init__(self) -> None:
+        assert self.publish_for < self.renew_before < self.lifetime
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A serving certificate, its key and the one authority that signed it, each in PEM."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+    made: datetime
+    ends: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What the Secret holds.
+
+    trusted: authorities in PEM, those of both certificates and of what was served before.
+    """
+
+    serving: Certificate
+    staged: Certificate | None
+    trusted: tuple[bytes, ...]
+
+    @property
+    def ca_bundle(self) -> str:
+        """As ``caBundle`` of a webhook's clientConfig."""
+        return base64.b64encode(b"".join(self.trusted)).decode("ascii")
+
+
+class Step(Enum):
+    """What a rotation needs next."""
+
+    NONE = "none"
+    MAKE = "make"  # there is nothing that could be served
+    STAGE = "stage"
+    PROMOTE = "promote"
+
+
+def service_names(service: str, namespace: str) -> tuple[str, ...]:
+    """Names under which a Service is asked; the API server uses the first."""
+    return (
+        f"{service}.{namespace}.svc",
+        f"{service}.{namespace}.svc.cluster.local",
+        f"{service}.{namespace}",
+        service,
+    )
+
+
+def make_certificate(names: Sequence[str], now: datetime, lifetime: timedelta) -> Certificate:
+    """A certificate for DNS names and IP addresses, by an authority of its own."""
+    starts, ends = now - _BACKDATED, now + lifetime
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    authority_id = x509.random_serial_number()
+    # A name of its own, so that two authorities in one bundle are never taken for each other.
+    authority_name = _name(f"ragcache-operator webhooks {authority_id:x}"[:64])
+    authority = (
+        x509.CertificateBuilder()
+        .subject_name(authority_name)
+        .issuer_name(authority_name)
+        .public_key(authority_key.public_key())
+        .serial_number(authority_id)
+        .not_valid_before(starts)
+        .not_valid_after(ends)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key()), critical=False
+        )
+        .sign(authority_key, hashes.SHA256())
+    )
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_name(names[0][:64]))
+        .issuer_name(authority_name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(starts)
+        .not_valid_after(ends)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(map(_general_name, names)), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+            critical=False,
+        )
+        .sign(authority_key, hashes.SHA256())
+    )
+    return _certificate(certificate, key, authority)
+
+
+def read_bundle(secret: Object, names: Sequence[str]) -> Bundle | None:
+    """The Secret's content; None if it is empty, damaged, or no certificate for these names."""
+    data = secret.get("data") or {}
+    try:
+        authorities = x509.load_pem_x509_certificates(_decoded(data["ca.crt"]))
+        serving = _read_pair(data, "tls", authorities, names)
+        staged = _read_pair(data, "next", authorities, names) if "next.crt" in data else None
+    except (KeyError, ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+        return None
+    return Bundle(serving, staged, tuple(map(_pem, authorities)))
+
+
+def secret_data(bundle: Bundle) -> dict[str, str]:
+    """A bundle as a Secret's ``data``."""
+    data = {
+        "tls.crt": bundle.serving.certificate,
+        "tls.key": bundle.serving.key,
+        "ca.crt": b"".join(bundle.trusted),
+    }
+    if bundle.staged is not None:
+        data |= {"next.crt": bundle.staged.certificate, "next.key": bundle.staged.key}
+    return {name: base64.b64encode(value).decode("ascii") for name, value in data.items()}
+
+
+def next_step(bundle: Bundle | None, now: datetime, rotation: Rotation) -> Step:
+    """What is due now."""
+    if bundle is None:
+        return Step.MAKE
+    staged, ended = bundle.staged, now >= bundle.serving.ends
+    if staged is not None and now < staged.ends:
+        published = now >= staged.made + rotation.publish_for
+        return Step.PROMOTE if published or ended else Step.NONE
+    if ended:
+        return Step.MAKE
+    if now >= bundle.serving.ends - rotation.renew_before:
+        return Step.STAGE
+    return Step.NONE
+
+
+def advance(
+    bundle: Bundle | None,
+    step: Step,
+    names: Sequence[str],
+    now: datetime,
+    rotation: Rotation,
+    also_trusted: Iterable[bytes] = (),
+) -> Bundle:
+    """The bundle after a step. also_trusted: authorities of what may still be served somewhere."""
+    if bundle is not None and step is Step.PROMOTE:
+        assert bundle.staged is not None
+        # What it replaces is served elsewhere until each replica has looked: its authority stays.
+        return replace(bundle, serving=bundle.staged, staged=None)
+    if bundle is not None and step is Step.STAGE:
+        staged = make_certificate(names, now, rotation.lifetime)
+        return Bundle(bundle.serving, staged, (bundle.serving.authority, staged.authority))
+    if bundle is not None and step is Step.NONE:
+        return bundle
+    serving = make_certificate(names, now, rotation.lifetime)
+    kept = dict.fromkeys((*also_trusted, serving.authority))
+    return Bundle(serving, None, tuple(kept))
+
+
+async def current_bundle(
+    api: Api,
+    namespace: str,
+    name: str,
+    names: Sequence[str],
+    now: datetime,
+    *,
+    rotation: Rotation = Rotation(),
+    served: Bundle | None = None,
+) -> Bundle:
+    """The bundle that all replicas share, after whatever step is due: one of them takes it.
+
+    served: what this replica serves until now. Raises ApiError.
+    """
+    for _ in range(_TRIES):
+        secret = await api.get(SECRETS, name, namespace)
+        bundle = read_bundle(secret, names) if secret is not None else None
+        step = next_step(bundle, now, rotation)
+        if bundle is not None and step is Step.NONE:
+            return bundle
+        also_trusted = (served.serving.authority,) if served is not None else ()
+        bundle = advance(bundle, step, names, now, rotation, also_trusted)
+        try:
+            await _store(api, namespace, name, secret, bundle)
+        except Conflict:
+            # Another replica took the step; what it wrote is as good.
+            continue
+        log.info("webhook certificate in Secret %s/%s: %s", namespace, name, step.value)
+        return bundle
+    raise Conflict(409, "Conflict", f"Secret {namespace}/{name} changes all the time")
+
+
+async def _store(
+    api: Api, namespace: str, name: str, secret: Object | None, bundle: Bundle
+) -> None:
+    data = secret_data(bundle)
+    if secret is not None:
+        # Its type cannot change, and does not matter to anybody.
+        await api.replace(SECRETS, {**secret, "data": data})
+        return
+    new = {
+        "apiVersion": SECRETS.api_version,
+        "kind": SECRETS.kind,
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {"app.kubernetes.io/managed-by": "ragcache-operator"},
+        },
+        "type": "kubernetes.io/tls",
+        "data": data,
+    }
+    await api.create(SECRETS, new)
+
+
+def _read_pair(
+    data: Object, prefix: str, authorities: Sequence[x509.Certificate], names: Sequence[str]
+) -> Certificate:
+    """One certificate with its key. Raises ValueError and the like for whatever is wrong."""
+    certificate = x509.load_pem_x509_certificate(_decoded(data[f"{prefix}.crt"]))
+    key = serialization.load_pem_private_key(_decoded(data[f"{prefix}.key"]), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != (
+        certificate.public_key()
+    ):
+        raise ValueError("the key is not the certificate's")
+    alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    if not set(map(_general_name, names)) <= set(alternatives.value):
+        raise ValueError("the certificate is for other names")
+    return _certificate(certificate, key, _authority_of(certificate, authorities))
+
+
+def _authority_of(
+    certificate: x509.Certificate, authorities: Sequence[x509.Certificate]
+) -> x509.Certificate:
+    for authority in authorities:
+        if authority.subject == certificate.issuer:
+            certificate.verify_directly_issued_by(authority)
+            return authority
+    raise ValueError("the certificate's authority is not in ca.crt")
+
+
+def _certificate(
+    certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate
+) -> Certificate:
+    return Certificate(
+        certificate=_pem(certificate),
+        key=key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+        authority=_pem(authority),
+        made=certificate.not_valid_before_utc + _BACKDATED,
+        ends=min(certificate.not_valid_after_utc, authority.not_valid_after_utc),
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError("no base64") from error

@@ -1,0 +1,121 @@
+"""Every object that belongs to RagCaches, as last heard of, by the RagCache it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.kube import resources
+from ragcache_operator.kube.api import Api
+from ragcache_operator.kube.informer import Informer
+from ragcache_operator.kube.resources import Object, Resource, identity, resource_of
+
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+OURS = "app.kubernetes.io/name=ragcache,app.kubernetes.io/instance"
+"""Selects what belongs to some RagCache: pods and claims carry what their workload's selector says,
+which must never change, so it says no more than this."""
+
+Owner = tuple[str, str]
+"""(namespace, name) of a RagCache."""
+
+
+def child_resources(capabilities: Capabilities) -> list[Resource]:
+    """Kinds of children that this server serves."""
+    kinds = [
+        *(resources.PODS, resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
+        *(resources.CLAIMS, resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
+        *(resources.NETWORK_POLICIES, resources.INGRESSES),
+    ]
+    if capabilities.policy is not None:
+        kinds.append(resources.DISRUPTION_BUDGETS[capabilities.policy])
+    if capabilities.autoscaling is not None:
+        kinds.append(resources.AUTOSCALERS[capabilities.autoscaling])
+    if capabilities.http_route:
+        kinds.append(resources.HTTP_ROUTES)
+    return kinds
+
+
+def owner_of(obj: Object) -> Owner | None:
+    """The RagCache an object belongs to, by its label."""
+    meta = obj["metadata"]
+    name = (meta.get("labels") or {}).get(INSTANCE_LABEL)
+    return (meta["namespace"], name) if name else None
+
+
+class Children:
+    """Informers of every kind of child. on_change: called with each that changed or went."""
+
+    def __init__(
+        self,
+        api: Api,
+        capabilities: Capabilities,
+        on_change: Callable[[Object], None],
+        namespaces: Sequence[str] = (),
+    ) -> None:
+        self._on_change = on_change
+        self._by_owner: dict[Owner, dict[tuple[str, str, str], Object]] = {}
+        self._informers = {
+            resource.kind: Informer(api, resource, OURS, self._changed, namespaces)
+            for resource in child_resources(capabilities)
+        }
+
+    async def run(self) -> None:
+        """Follow every kind until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for informer in self._informers.values():
+                group.create_task(informer.run())
+
+    async def synced(self) -> None:
+        """Wait until every kind has been listed once."""
+        for informer in self._informers.values():
+            await informer.synced()
+
+    def of(self, owner: Owner, *kinds: str) -> list[Object]:
+        """Objects of a RagCache; of some kinds, or of all."""
+        found: Iterable[Object] = self._by_owner.get(owner, {}).values()
+        return [obj for obj in found if not kinds or obj["kind"] in kinds]
+
+    def get(self, like: Object) -> Object | None:
+        """The live object with the identity of this one."""
+        informer = self._informers.get(like["kind"])
+        meta = like["metadata"]
+        return informer.get(meta["namespace"], meta["name"]) if informer else None
+
+    def serves(self, obj: Object) -> bool:
+        """Whether objects of this kind and version are followed here."""
+        informer = self._informers.get(obj["kind"])
+        return informer is not None and informer.resource == resource_of(obj)
+
+    def resource(self, obj: Object) -> Resource:
+        """The kind of an object, in the version that is followed."""
+        return self._informers[obj["kind"]].resource
+
+    def learn(self, obj: Object) -> None:
+        """Take in what a write gave back."""
+        self._informers[obj["kind"]].learn(obj)
+        self._index(None, obj)
+
+    def forget(self, obj: Object) -> None:
+        """Drop what a delete found gone."""
+        meta = obj["metadata"]
+        self._informers[obj["kind"]].forget(meta["namespace"], meta["name"])
+        self._index(obj, None)
+
+    def _changed(self, before: Object | None, after: Object | None) -> None:
+        self._index(before, after)
+        for obj in (before, after):
+            if obj is not None and owner_of(obj) is not None:
+                self._on_change(obj)
+
+    def _index(self, before: Object | None, after: Object | None) -> None:
+        for obj in (before, after):
+            if obj is None or (owner := owner_of(obj)) is None:
+                continue
+            if obj is after:
+                self._by_owner.setdefault(owner, {})[identity(obj)] = obj
+                continue
+            kept = self._by_owner.get(owner, {})
+            kept.pop(identity(obj), None)
+            if not kept:
+                self._by_owner.pop(owner, None)

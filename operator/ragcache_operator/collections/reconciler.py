@@ -1,0 +1,389 @@
+"""The shell around a RagCollection's decisions: read what is there, act, say what came of it.
+
+Level-triggered like the RagCache's: every pass looks at everything, and one that finds all as it
+should be writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.labels import selector_text
+from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.collections.conditions import (
+    CACHE_NOT_FOUND,
+    CACHE_NOT_READY,
+    SOURCE_NOT_FOUND,
+    ended,
+    make_status,
+    refused_status,
+    transitions,
+)
+from ragcache_operator.collections.job import (
+    COLLECTION_LABEL,
+    CONTAINER,
+    LONGEST_REMOVAL_S,
+    OUTCOME,
+    SyncJob,
+    format_time,
+    is_removal,
+    parse_time,
+    read_job,
+    removal_job,
+    removal_name,
+    sync_job,
+)
+from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_words
+from ragcache_operator.collections.revision import (
+    Revision,
+    claim_names,
+    config_map_names,
+    revision_of,
+)
+from ragcache_operator.collections.schedule import (
+    LastSync,
+    Record,
+    Situation,
+    Sleep,
+    Start,
+    Step,
+    Stop,
+    Wait,
+    Watch,
+    newest_job,
+    next_step,
+    superseded,
+)
+from ragcache_operator.kube.api import Api, ApiError, Conflict
+from ragcache_operator.kube.resources import (
+    CLAIMS,
+    CONFIG_MAPS,
+    JOBS,
+    PODS,
+    RAG_CACHES,
+    RAG_COLLECTIONS,
+    Object,
+)
+from ragcache_operator.manifest import parse_collection, parse_manifest
+from ragcache_operator.rules import violations
+from ragcache_operator.spec import RagCache, RagCollection, parse_duration
+from ragcache_operator.status.conditions import Transition, find
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 2.0
+"""Between two looks at a Job that runs; what its pod says is on no watch."""
+REMOVAL_PATIENCE_S = LONGEST_REMOVAL_S + 60.0
+"""How long a deletion waits for its Job, the time to start its pod included."""
+_IMAGE = "tools"
+
+Say = Callable[[Transition], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The RagCache a collection belongs to, as far as it can be used.
+
+    spec: None while it is not one that is acted on. problem: why it takes no documents now, as a
+    condition's reason and message.
+    """
+
+    uid: str
+    spec: RagCache | None
+    problem: tuple[str, str] | None
+
+
+class CollectionReconciler:
+    """Keeps collections in step with their sources. images, tag: of the parts' images."""
+
+    def __init__(
+        self, api: Api, *, images: str, tag: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._api = api
+        self._images = images
+        self._tag = tag
+        self._clock = clock
+
+    async def reconcile(self, body: Object, memory: object, say: Say) -> float | None:
+        """One pass over a RagCollection. Returns the seconds after which to look again by oneself.
+
+        None: only when something changes. memory: nothing is kept in it. say: posts an Event.
+        """
+        problems = violations(body)
+        if problems:
+            message = "; ".join(map(str, problems))
+            before, generation = body.get("status") or {}, body["metadata"]["generation"]
+            status = refused_status(before, generation, message, self._clock())
+            await self._write(body, status, say)
+            return None
+        collection = parse_collection(body)
+        cache = await self._cache(collection)
+        here = await self._look(body, collection, cache)
+        step = next_step(here)
+        if isinstance(step, Record):
+            outcome = await self._record(body, step.job)
+            for transition in ended(outcome):
+                say(transition)
+            here = await self._look(body, collection, cache)
+            step = next_step(here)
+        again_s = await self._act(body, collection, cache, step)
+        running = step.job if isinstance(step, Watch) else None
+        progress = "" if running is None else await self._progress(body, running)
+        generation = body["metadata"]["generation"]
+        status = make_status(body.get("status") or {}, generation, here, step, progress)
+        await self._write(body, status, say)
+        for job in superseded(here.jobs):
+            await self._api.delete(JOBS, job.name, _namespace(body))
+        return again_s
+
+    async def remove(self, body: Object, say: Say) -> bool:
+        """Delete a deleted RagCollection's documents; False while that is not done yet.
+
+        Documents stay where nobody can delete them, and where prune says that they do.
+        """
+        jobs = await self._jobs(body, of_any_owner=True)
+        syncs = [job for job in jobs if not is_removal(job)]
+        for job in syncs:
+            await self._delete_job(job, "Foreground")
+        if syncs:
+            return False
+        mine = removal_name(body["metadata"]["name"], body["metadata"]["uid"])
+        removal = next((job for job in jobs if job["metadata"]["name"] == mine), None)
+        words = await self._removed(body, removal)
+        if words is None:
+            return False
+        say(words)
+        if removal is not None:
+            await self._delete_job(removal, "Background")
+        return True
+
+    async def _removed(self, body: Object, removal: Object | None) -> Transition | None:
+        """What came of the deletion of its documents; None while it goes on."""
+        try:
+            collection = parse_collection(body)
+        except InvalidInput:
+            return _left("Warning", "its spec is invalid, so nothing says which to delete")
+        cache = await self._cache(collection)
+        if cache.spec is None:
+            return _left("Normal", cache.problem[1] if cache.problem else "")
+        if not collection.spec.prune:
+            return _left("Normal", "prune is false")
+        if removal is None:
+            site, uid = self._site(cache.spec), body["metadata"]["uid"]
+            image = site.image(_IMAGE)
+            await self._create(removal_job(collection, uid, cache.spec, image, site.gateway_url))
+        elif read_job(removal).finished_at is not None:
+            outcome = outcome_of(removal, await self._pods(body, removal["metadata"]["name"]))
+            if outcome.verdict != "well":
+                return _left("Warning", outcome.message)
+            return Transition("Normal", "DocumentsDeleted", f"{outcome.deleted} documents deleted")
+        waited_s = self._clock() - parse_time(body["metadata"]["deletionTimestamp"])
+        late = _left("Warning", "nothing could be started that deletes them")
+        return late if waited_s > REMOVAL_PATIENCE_S else None
+
+    # Looking
+
+    async def _cache(self, collection: RagCollection) -> Cache:
+        name, namespace = collection.spec.cache_ref.name, collection.metadata.namespace
+        found = await self._api.get(RAG_CACHES, name, namespace)
+        if found is None:
+            words = f"there is no RagCache {name} in namespace {namespace}"
+            return Cache("", None, (CACHE_NOT_FOUND, words))
+        uid = found["metadata"]["uid"]
+        if "deletionTimestamp" in found["metadata"]:
+            return Cache(uid, None, (CACHE_NOT_READY, f"the RagCache {name} is being deleted"))
+        try:
+            spec = parse_manifest(found)
+        except InvalidInput as error:
+            return Cache(uid, None, (CACHE_NOT_READY, f"the RagCache {name} is refused: {error}"))
+        # Documents can come before the model has loaded.
+        conditions = (found.get("status") or {}).get("conditions") or ()
+        for part in ("RetrieverReady", "GatewayReady"):
+            condition = find(conditions, part)
+            if condition is None or condition["status"] != "True":
+                said = "" if condition is None else f": {condition['message']}"
+                words = f"the RagCache {name} is not {part}{said}"
+                return Cache(uid, spec, (CACHE_NOT_READY, words))
+        return Cache(uid, spec, None)
+
+    async def _look(self, body: Object, collection: RagCollection, cache: Cache) -> Situation:
+        namespace = _namespace(body)
+        names = config_map_names(collection)
+        config_maps = {name: await self._api.get(CONFIG_MAPS, name, namespace) for name in names}
+        jobs = [read_job(job) for job in await self._jobs(body) if not is_removal(job)]
+        return Situation(
+            interval_s=parse_duration(collection.spec.sync.interval),
+            revision=revision_of(collection, cache.uid, config_maps),
+            last=last_sync(body.get("status") or {}, jobs),
+            jobs=jobs,
+            blocked=cache.problem or _all_missing(collection, config_maps),
+            watched=bool(names),
+            now=self._clock(),
+        )
+
+    async def _jobs(self, body: Object, *, of_any_owner: bool = False) -> list[Object]:
+        meta = body["metadata"]
+        selector = selector_text({COLLECTION_LABEL: meta["name"]})
+        found = (await self._api.list(JOBS, meta["namespace"], labels=selector)).items
+        # One of a predecessor that had the name is about to go with it.
+        return [
+            job
+            for job in found
+            if of_any_owner
+            or any(o["uid"] == meta["uid"] for o in job["metadata"].get("ownerReferences") or ())
+        ]
+
+    async def _pods(self, body: Object, job: str) -> Sequence[Object]:
+        selector = selector_text({"job-name": job})
+        return (await self._api.list(PODS, _namespace(body), labels=selector)).items
+
+    # Acting
+
+    async def _act(
+        self, body: Object, collection: RagCollection, cache: Cache, step: Step
+    ) -> float:
+        """Do what a step says; the seconds after which to look again."""
+        match step:
+            case Stop(job):
+                # In the foreground: the Job is there until its pod is gone.
+                await self._api.delete(JOBS, job.name, _namespace(body), "Foreground")
+            case Start(revision, attempt, after):
+                await self._start(body, collection, cache, revision, attempt, after)
+            case Wait(_, _, again_s) | Sleep(again_s):
+                return again_s
+        return WATCH_S
+
+    async def _start(
+        self,
+        body: Object,
+        collection: RagCollection,
+        cache: Cache,
+        revision: Revision,
+        attempt: int,
+        after: float | None,
+    ) -> None:
+        assert cache.spec is not None, "a RagCache that is not acted on blocks every start"
+        namespace = _namespace(body)
+        claims = {
+            name
+            for name in claim_names(collection)
+            if await self._api.get(CLAIMS, name, namespace) is not None
+        }
+        site = self._site(cache.spec)
+        job = sync_job(
+            collection,
+            body["metadata"]["uid"],
+            cache.spec,
+            revision,
+            attempt,
+            "" if after is None else format_time(after),
+            claims,
+            site.image(_IMAGE),
+            site.gateway_url,
+        )
+        await self._create(job)
+
+    async def _create(self, job: Object) -> None:
+        try:
+            await self._api.create(JOBS, job)
+        except Conflict:
+            log.info("Job %s is there already", job["metadata"]["name"])
+
+    async def _record(self, body: Object, job: SyncJob) -> Outcome:
+        """Keep what a finished Job said with the Job: its pod may go before it."""
+        namespace = _namespace(body)
+        live = await self._api.get(JOBS, job.name, namespace)
+        outcome = outcome_of(live or {}, await self._pods(body, job.name))
+        patch = {"metadata": {"annotations": {OUTCOME: outcome.to_json()}}}
+        await self._api.merge(JOBS, job.name, namespace, patch)
+        return outcome
+
+    async def _progress(self, body: Object, job: SyncJob) -> str:
+        """How far a Job is, or what its pod waits for."""
+        pods = await self._pods(body, job.name)
+        for pod in pods:
+            if (pod.get("status") or {}).get("phase") == "Running":
+                path = PODS.path(_namespace(body), pod["metadata"]["name"]) + "/log"
+                try:
+                    return progress_in(
+                        await self._api.text(path, container=CONTAINER, tailLines="1")
+                    )
+                except ApiError:
+                    # It has just ended, or its node does not answer: nothing to say.
+                    return ""
+        return waiting_words(pods)
+
+    async def _delete_job(self, job: Object, how: Literal["Background", "Foreground"]) -> None:
+        meta = job["metadata"]
+        if "deletionTimestamp" not in meta:
+            await self._api.delete(JOBS, meta["name"], meta["namespace"], how)
+
+    def _site(self, cache: RagCache) -> ClusterSite:
+        return ClusterSite.of(cache, images=self._images, tag=self._tag)
+
+    async def _write(self, body: Object, status: Object, say: Say) -> None:
+        """Write the status if it says anything new, and tell of its transitions."""
+        live = body.get("status") or {}
+        if status == live:
+            return
+        # A merge patch keeps what it does not name.
+        patch = {"status": {**dict.fromkeys(live.keys() - status.keys()), **status}}
+        meta = body["metadata"]
+        written = await self._api.merge(
+            RAG_COLLECTIONS, meta["name"], meta["namespace"], patch, "status"
+        )
+        for transition in transitions(live, status):
+            say(transition)
+        if written is not None:
+            # What is compared with next is what has just been said, not what a watch says later.
+            body.update(written)
+
+
+def last_sync(status: Object, jobs: Sequence[SyncJob]) -> LastSync | None:
+    """The sync before: as its Job tells, or once that is gone as the status remembers it."""
+    newest = newest_job(jobs)
+    if newest is not None and newest.outcome is not None and newest.finished_at is not None:
+        return LastSync(newest.revision, newest.finished_at, newest.outcome, newest.attempt)
+    at, revision = status.get("lastSyncTime"), status.get("sourceRevision")
+    if not at or not revision:
+        return None
+    outcome = Outcome(
+        "well", documents=int(status.get("documents", 0)), chunks=int(status.get("chunks", 0))
+    )
+    return LastSync(Revision.parse(revision), parse_time(at), outcome)
+
+
+def progress_in(line: str) -> str:
+    """How far a sync is, in the last line that it printed: "12 of 40"; empty if it says nothing."""
+    try:
+        said = json.loads(line)
+        return f"{int(said['done'])} of {int(said['total'])}"
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+def _all_missing(
+    collection: RagCollection, config_maps: Mapping[str, Object | None]
+) -> tuple[str, str] | None:
+    """Why nothing could be read at all: every source is a ConfigMap that is not there."""
+    if any(source.config_map is None for source in collection.spec.sources):
+        return None
+    if any(found is not None for found in config_maps.values()):
+        return None
+    names = ", ".join(config_maps)
+    return SOURCE_NOT_FOUND, f"there is no ConfigMap {names} in its namespace"
+
+
+def _left(kind: Literal["Normal", "Warning"], why: str) -> Transition:
+    return Transition(kind, "DocumentsLeft", f"its documents are left where they are: {why}")
+
+
+def _namespace(body: Object) -> str:
+    namespace: str = body["metadata"]["namespace"]
+    return namespace

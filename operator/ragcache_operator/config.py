@@ -1,0 +1,93 @@
+"""What the operator is told by its environment."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from ragcache_core.errors import InvalidInput
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorConfig:
+    """Settings of one operator process.
+
+    namespaces: those it serves; empty for all. images: registry and path before an image's name;
+    tag: after it. namespace: its own, for its Lease and its certificate. webhook_service: name of
+    the Service in front of its admission port; empty: no webhooks. lease: name of the Lease that
+    elects one of several replicas; empty: this is the only one.
+    """
+
+    namespace: str
+    identity: str
+    namespaces: tuple[str, ...] = ()
+    images: str = "ragcache"
+    tag: str = ""
+    webhook_service: str = ""
+    lease: str = ""
+    listen_port: int = 8080
+    admission_port: int = 9443
+    log_level: int = logging.INFO
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> OperatorConfig:
+        """Read RAGCACHE_* variables and POD_NAME. Raises InvalidInput naming the variable."""
+        return cls(
+            namespace=_label(environ, "RAGCACHE_OPERATOR_NAMESPACE", "ragcache-system"),
+            identity=environ.get("POD_NAME", "").strip() or "operator",
+            namespaces=_namespaces(environ.get("RAGCACHE_NAMESPACES", "")),
+            images=environ.get("RAGCACHE_IMAGES", "").strip().rstrip("/") or "ragcache",
+            tag=environ.get("RAGCACHE_IMAGE_TAG", "").strip() or own_tag(),
+            webhook_service=_label(environ, "RAGCACHE_WEBHOOK_SERVICE", ""),
+            lease=_label(environ, "RAGCACHE_LEASE", ""),
+            listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
+            admission_port=_port(environ, "RAGCACHE_ADMISSION_PORT", 9443),
+            log_level=_log_level(environ),
+        )
+
+
+def own_tag() -> str:
+    """Tag of the images that belong to this release.
+
+    Image tags and PEP 440 versions share every character but '+'.
+    """
+    return version("ragcache").replace("+", "-")
+
+
+def _namespaces(text: str) -> tuple[str, ...]:
+    names = tuple(name for part in text.split(",") if (name := part.strip()))
+    for name in names:
+        if not _LABEL.fullmatch(name):
+            raise InvalidInput(
+                "RAGCACHE_NAMESPACES", f"{name!r} is no namespace", "set names with commas between"
+            )
+    return names
+
+
+def _label(environ: Mapping[str, str], variable: str, default: str) -> str:
+    value = environ.get(variable, "").strip() or default
+    if value and not _LABEL.fullmatch(value):
+        raise InvalidInput(variable, f"{value!r} is no name", "use lower case, digits and '-'")
+    return value
+
+
+def _port(environ: Mapping[str, str], variable: str, default: int) -> int:
+    text = environ.get(variable, "").strip() or str(default)
+    if not text.isascii() or not text.isdigit() or not 0 <= int(text) <= 65_535:
+        raise InvalidInput(variable, f"{text!r} is no port", "set a number from 1 to 65535")
+    return int(text)
+
+
+def _log_level(environ: Mapping[str, str]) -> int:
+    value = environ.get("RAGCACHE_LOG_LEVEL", "").strip() or "info"
+    level = logging.getLevelNamesMapping().get(value.upper())
+    if level is None:
+        raise InvalidInput(
+            "RAGCACHE_LOG_LEVEL", f"is {value!r}", "set debug, info, warning or error"
+        )
+    return level

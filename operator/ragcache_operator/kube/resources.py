@@ -1,0 +1,93 @@
+"""Kinds of objects, and where the API server keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Object = dict[str, Any]
+"""A Kubernetes object as JSON has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind in one version. plural: its name in paths."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As objects say it: ``apps/v1``, ``v1``."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None) -> str:
+        """Path on the server; without a namespace it is that of all namespaces."""
+        parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name:
+            parts.append(name)
+        return "/" + "/".join(parts)
+
+
+def _core(plural: str, kind: str, *, namespaced: bool = True) -> Resource:
+    return Resource("", "v1", plural, kind, namespaced)
+
+
+NAMESPACES = _core("namespaces", "Namespace", namespaced=False)
+PODS = _core("pods", "Pod")
+SERVICES = _core("services", "Service")
+CONFIG_MAPS = _core("configmaps", "ConfigMap")
+SECRETS = _core("secrets", "Secret")
+SERVICE_ACCOUNTS = _core("serviceaccounts", "ServiceAccount")
+CLAIMS = _core("persistentvolumeclaims", "PersistentVolumeClaim")
+EVENTS = _core("events", "Event")
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
+JOBS = Resource("batch", "v1", "jobs", "Job")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+INGRESSES = Resource("networking.k8s.io", "v1", "ingresses", "Ingress")
+HTTP_ROUTES = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
+RAG_CACHES = Resource("ragcache.dev", "v1alpha1", "ragcaches", "RagCache")
+RAG_COLLECTIONS = Resource("ragcache.dev", "v1alpha1", "ragcollections", "RagCollection")
+CRDS = Resource(
+    "apiextensions.k8s.io",
+    "v1",
+    "customresourcedefinitions",
+    "CustomResourceDefinition",
+    namespaced=False,
+)
+DISRUPTION_BUDGETS = {
+    version: Resource("policy", version, "poddisruptionbudgets", "PodDisruptionBudget")
+    for version in ("v1", "v1beta1")
+}
+AUTOSCALERS = {
+    version: Resource("autoscaling", version, "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+    for version in ("v2", "v2beta2")
+}
+
+_ALL = (
+    *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
+    *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
+    *(RAG_CACHES, RAG_COLLECTIONS, CRDS),
+    *DISRUPTION_BUDGETS.values(),
+    *AUTOSCALERS.values(),
+)
+_BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}
+
+
+def resource_of(obj: Object) -> Resource:
+    """Where an object belongs. Raises KeyError for a kind that nothing here deals with."""
+    return _BY_KIND[obj["apiVersion"], obj["kind"]]
+
+
+def identity(obj: Object) -> tuple[str, str, str]:
+    """(kind, namespace, name): what one object is the same by, whichever version it is read in."""
+    meta = obj["metadata"]
+    return obj["kind"], meta.get("namespace", ""), meta["name"]

@@ -1,0 +1,460 @@
+"""The RagCache object (DESIGN §7) as typed, frozen values. A field exists when it works.
+
+``manifest`` makes these from YAML; the builders make Kubernetes objects from them; ``crd`` makes
+the API server's schema. The string below a field is its documentation in all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from ragcache_operator.quantity import parse_quantity
+from ragcache_operator.spec.values import (
+    HTTP_URL,
+    RELATIVE_PATH,
+    SUBDOMAIN,
+    ApiKeySecret,
+    ByteQuantity,
+    ChunkingSpec,
+    EngineName,
+    ForeignName,
+    HostName,
+    LabelKey,
+    LabelValue,
+    Matches,
+    Namespace,
+    ObjectMeta,
+    OnServer,
+    Port,
+    Replicas,
+    ResourcesSpec,
+    SecretKey,
+    StorageSpec,
+    Values,
+    refusal,
+)
+
+KIND = "RagCache"
+
+COMPONENTS = ("gateway", "retriever", "engine", "cachestore")
+BUNDLED_MODELS = {"tinyrag": 4096}
+"""Models that come with RagCache, and the most tokens each was trained for."""
+BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"
+
+_GIB = 1 << 30
+_HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
+_CLAIM = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
+_IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
+_FOLDER = r"[^\n]+"
+_MODEL_SOURCE: Final = "|".join(
+    [
+        *(f"bundled:{name}" for name in BUNDLED_MODELS),
+        f"hf:{_HUB_NAME}",
+        f"path:{_FOLDER}",
+        f"pvc:{_CLAIM}",
+        f"image:{_IMAGE}",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from. value: what follows the kind."""
+
+    kind: Literal["bundled", "hf", "path", "pvc", "image"]
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> ModelSource:
+        """Read ``KIND:VALUE``; objects with a refusal."""
+        kind, _, value = text.partition(":")
+        match kind:
+            case "bundled" if value in BUNDLED_MODELS:
+                return cls("bundled", value)
+            case "bundled":
+                raise refusal(
+                    f"no bundled model is named {value!r}",
+                    f"use one of {', '.join(f'bundled:{name}' for name in BUNDLED_MODELS)}",
+                )
+            case "path" if re.fullmatch(_FOLDER, value):
+                return cls("path", value)
+            case "hf" if re.fullmatch(_HUB_NAME, value):
+                return cls("hf", value)
+            case "hf":
+                raise refusal(
+                    f"{value!r} is no Hugging Face name",
+                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
+                )
+            case "pvc" if re.fullmatch(_CLAIM, value, re.ASCII):
+                return cls("pvc", value)
+            case "pvc":
+                raise refusal(
+                    f"{value!r} is no volume claim and folder in it",
+                    "write it like pvc:models/llama-8b, without '..'",
+                )
+            case "image" if re.fullmatch(_IMAGE, value):
+                return cls("image", value)
+            case "image":
+                raise refusal(
+                    f"{value!r} is no image reference",
+                    "write it like image:registry.example.com/models/llama-8b:1",
+                )
+        raise refusal(
+            f"{text!r} names no model",
+            "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
+            "or path:FOLDER",
+        )
+
+    @property
+    def claim(self) -> str:
+        """Name of a ``pvc`` source's volume claim."""
+        return self.value.partition("/")[0]
+
+    @property
+    def folder(self) -> str:
+        """Folder of a ``pvc`` source within its volume; empty: the volume's root."""
+        return self.value.partition("/")[2].rstrip("/")
+
+    @property
+    def default_name(self) -> str:
+        """Served name when the manifest gives none."""
+        match self.kind:
+            case "path" | "pvc":
+                return PurePosixPath(self.value).name or "model"
+            case "image":
+                return PurePosixPath(self.value.partition("@")[0]).name.partition(":")[0]
+        return self.value
+
+
+def _model_source(text: str) -> str:
+    ModelSource.parse(text)
+    return text
+
+
+class ModelSpec(Values):
+    """The serving model."""
+
+    source: Annotated[
+        str,
+        Field(max_length=512),
+        AfterValidator(_model_source),
+        OnServer({"pattern": f"^(?:{_MODEL_SOURCE})$"}),
+    ] = "bundled:tinyrag"
+    """Where the weights come from: bundled:tinyrag (comes with RagCache), hf:ORGANISATION/NAME
+    (the Hugging Face hub), pvc:CLAIM/FOLDER (a volume claim of this namespace, read only),
+    image:REFERENCE (an OCI image mounted as a volume) or path:FOLDER (this machine's disk; only
+    under `ragcache up`)."""
+    token_secret: SecretKey | None = None
+    """Token for a gated model on the Hugging Face hub; only with an hf: source."""
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """The name that requests give as "model". Without it, the source's own."""
+    max_length: Annotated[int, Field(ge=64, le=10_000_000)] = 4096
+    """Most tokens of prompt and answer together. A longer one needs more kvMemory."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Number format of weights and KV cache. auto: as the weights were saved."""
+
+    @property
+    def parsed_source(self) -> ModelSource:
+        """The source in its two parts."""
+        return ModelSource.parse(self.source)
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests give as "model"."""
+        return self.name or self.parsed_source.default_name
+
+
+class GatewayAutoscalingSpec(Values):
+    """Copies by load: never fewer than replicas."""
+
+    max_replicas: Replicas
+    """Most copies to run; at least replicas, which is the fewest."""
+    cpu_percent: Annotated[int, Field(ge=1, le=1000)] = 70
+    """Use of the requested CPU, in percent over all copies, that the number of copies aims at."""
+
+
+class EngineAutoscalingSpec(Values):
+    """Copies by waiting requests: never fewer than replicas."""
+
+    max_replicas: Replicas
+    """Most copies to run; at least replicas, which is the fewest."""
+    queue_depth: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Waiting requests per copy that the number of copies aims at."""
+
+
+class IngressSpec(Values):
+    """An Ingress in front of the gateway."""
+
+    host: HostName
+    """Host name under which applications reach the gateway, like rag.example.com."""
+    class_name: ForeignName | None = None
+    """Ingress class. Without it, the cluster's default class."""
+    tls_secret: ForeignName | None = None
+    """Secret of type kubernetes.io/tls with the host's certificate. Without it, plain HTTP."""
+
+
+class HTTPRouteSpec(Values):
+    """An HTTPRoute of the Gateway API in front of the gateway."""
+
+    gateway: ForeignName
+    """Name of the Gateway object that the route attaches to."""
+    gateway_namespace: Namespace | None = None
+    """Namespace of that Gateway object. Without it, the one of this object."""
+    hostnames: Annotated[
+        tuple[HostName, ...],
+        Field(strict=False, max_length=16),
+        OnServer({"x-kubernetes-list-type": "set"}),
+    ] = ()
+    """Host names the route answers to. Empty: all that the Gateway object listens for."""
+
+
+class GatewaySpec(Values):
+    """The door: REST for applications."""
+
+    port: Port = 8080
+    """Port of the gateway's Service in a cluster, of 127.0.0.1 under `ragcache up`."""
+    replicas: Replicas = 1
+    """Copies of the gateway; with autoscaling, the fewest."""
+    autoscaling: GatewayAutoscalingSpec | None = None
+    """Copies by CPU use, between replicas and maxReplicas. Without it, always replicas.
+    Needs a metrics API in the cluster."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """What each copy's pod asks for, in place of the defaults."""
+    ingress: IngressSpec | None = None
+    """An Ingress that leads from outside the cluster to the gateway. Excludes httpRoute."""
+    http_route: HTTPRouteSpec | None = None
+    """An HTTPRoute that leads from a Gateway object to the gateway. Excludes ingress."""
+
+
+class EmbedderSpec(Values):
+    """What turns text into vectors."""
+
+    source: Annotated[
+        str,
+        Field(max_length=2048),
+        Matches(
+            rf"{re.escape(BUNDLED_EMBEDDER)}|{HTTP_URL}",
+            "embedder",
+            f"use {BUNDLED_EMBEDDER}, or the base URL of an OpenAI-compatible endpoint, "
+            "like http://embeddings:8080/v1",
+        ),
+    ] = BUNDLED_EMBEDDER
+    """bundled:all-minilm-l6-v2, which runs inside the retriever, or the base URL of an
+    OpenAI-compatible embeddings endpoint, like http://embeddings:8080/v1."""
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """The model to ask the endpoint for; needed with a URL, and only then allowed."""
+    key_secret: ApiKeySecret | None = None
+    """API key of the endpoint; only with a URL. Without it, requests carry none."""
+
+
+class RetrieverSpec(Values):
+    """Documents, chunks, search. Always one pod: its documents live on one volume."""
+
+    embedder: EmbedderSpec = EmbedderSpec()
+    """What turns text into vectors. Another one makes the retriever embed all documents anew."""
+    chunking: ChunkingSpec = ChunkingSpec()
+    """How documents are cut, for collections that do not say it themselves."""
+    storage: StorageSpec = StorageSpec()
+    """The volume with documents and vectors. Cannot change after the object was made."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """What the pod asks for, in place of the defaults."""
+
+
+class EngineSpec(Values):
+    """vLLM engines of one kind."""
+
+    name: EngineName = "main"
+    """Name of the group within the RagCache; part of the names of its objects."""
+    replicas: Replicas = 1
+    """Copies of this engine; with autoscaling, the fewest."""
+    device: Literal["cpu"] = "cpu"
+    """What the engine computes on."""
+    kv_memory: ByteQuantity = "2Gi"
+    """Bytes of the engine's own paged KV cache, rounded up to whole GiB. What does not fit comes
+    from the cache store."""
+    args: Annotated[
+        tuple[Annotated[str, Field(max_length=512)], ...],
+        Field(strict=False, max_length=64),
+        OnServer({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Further arguments of vLLM's server, put last so that they win."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """What each copy's pod asks for, in place of what follows from kvMemory."""
+    autoscaling: EngineAutoscalingSpec | None = None
+    """Copies by waiting requests, between replicas and maxReplicas. Without it, always replicas.
+    Needs a custom metrics API in the cluster that serves vLLM's metrics."""
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        """KV memory in bytes, as given."""
+        return parse_quantity(self.kv_memory)
+
+    @property
+    def kv_memory_gib(self) -> int:
+        """KV memory in GiB, rounded up: the unit in which vLLM takes it."""
+        return -(-self.kv_memory_bytes // _GIB)
+
+
+class CacheStoreSpec(Values):
+    """Chunk-caches outside the engines: a memory tier above a disk tier."""
+
+    shards: Replicas = 1
+    """Pods that share the chunk-caches among them, each with the memory and the disk below."""
+    memory: ByteQuantity = "1Gi"
+    """Bytes of the memory tier of each shard."""
+    disk: StorageSpec = StorageSpec()
+    """The volume of each shard's disk tier. Cannot change after the object was made."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """What each shard's pod asks for, in place of what follows from memory."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bound of the memory tier of one shard in bytes."""
+        return parse_quantity(self.memory)
+
+
+class TolerationSpec(Values):
+    """A taint that pods bear, as in a pod's own tolerations."""
+
+    key: LabelKey | None = None
+    """Key of the taint. Without it and with operator Exists, every taint."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """Equal: key and value are those of the taint. Exists: the key is."""
+    value: LabelValue | None = None
+    """Value of the taint; only with operator Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. Without it, every effect."""
+    toleration_seconds: Annotated[int, Field(ge=0)] | None = None
+    """Seconds for which a NoExecute taint is borne. Without it, for ever."""
+
+
+class PullSecret(Values):
+    """A Secret with a registry's credentials."""
+
+    name: ForeignName
+    """Name of a Secret of type kubernetes.io/dockerconfigjson in the namespace of this object."""
+
+
+class SchedulingSpec(Values):
+    """Where pods may run and how they start, for all parts."""
+
+    priority_class_name: ForeignName | None = None
+    """Priority class of every pod. Without it, the cluster's default."""
+    node_selector: Annotated[
+        Mapping[LabelKey, LabelValue],
+        Field(max_length=32),
+        OnServer({"x-kubernetes-map-type": "atomic"}),
+    ] = {}
+    """Labels that a node must have for any pod to run on it."""
+    tolerations: Annotated[
+        tuple[TolerationSpec, ...],
+        Field(strict=False, max_length=32),
+        OnServer({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Taints of nodes that every pod bears."""
+    image_pull_secrets: Annotated[
+        tuple[PullSecret, ...],
+        Field(strict=False, max_length=16),
+        OnServer({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    ] = ()
+    """Secrets with credentials of the registry that the images come from."""
+
+
+class LabelRequirement(Values):
+    """One condition on an object's labels."""
+
+    key: LabelKey
+    """Key of the label."""
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    """How the label's value relates to values."""
+    values: Annotated[
+        tuple[LabelValue, ...],
+        Field(strict=False, max_length=32),
+        OnServer({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Values to compare with; some for In and NotIn, none for Exists and DoesNotExist."""
+
+
+class LabelSelector(Values):
+    """Objects by their labels, all conditions at once. Empty: every object."""
+
+    match_labels: Annotated[
+        Mapping[LabelKey, LabelValue],
+        Field(max_length=32),
+        OnServer({"x-kubernetes-map-type": "atomic"}),
+    ] = {}
+    """Labels that an object must have."""
+    match_expressions: Annotated[
+        tuple[LabelRequirement, ...],
+        Field(strict=False, max_length=32),
+        OnServer({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Further conditions on an object's labels."""
+
+
+class ClientSpec(Values):
+    """Pods that may talk to the gateway; with both selectors, pods that match both."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    namespace_selector: LabelSelector | None = None
+    """Namespaces of the pods. Without it, the namespace of this object."""
+    pod_selector: LabelSelector | None = None
+    """The pods. Without it, all of the namespaces that namespaceSelector names."""
+
+
+class NetworkPolicySpec(Values):
+    """Who may talk to whom."""
+
+    enabled: bool = True
+    """Whether NetworkPolicies let only the right parts talk to each other. They take effect where
+    the cluster's network plugin enforces them."""
+    clients: Annotated[
+        tuple[ClientSpec, ...],
+        Field(strict=False, max_length=32),
+        OnServer({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Who may talk to the gateway. Empty: everyone."""
+
+
+class RagCacheSpec(Values):
+    """What to run."""
+
+    model: ModelSpec = ModelSpec()
+    """The model that answers."""
+    gateway: GatewaySpec = GatewaySpec()
+    """The door: REST for applications, compatible with OpenAI's."""
+    retriever: RetrieverSpec = RetrieverSpec()
+    """Documents, chunks, search. One pod with one volume."""
+    engines: Annotated[
+        tuple[EngineSpec, ...],
+        Field(strict=False, min_length=1, max_length=16),
+        OnServer({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    ] = (EngineSpec(),)
+    """Groups of vLLM engines, each with its own size and number of copies."""
+    cache_store: CacheStoreSpec = CacheStoreSpec()
+    """Chunk-caches outside the engines: a memory tier above a disk tier."""
+    scheduling: SchedulingSpec = SchedulingSpec()
+    """Where pods may run and how they start, for all parts."""
+    data_policy: Literal["Retain", "Delete"] = "Retain"
+    """What happens to the volumes with documents and chunk-caches when this object is deleted.
+    Retain: their claims stay, and an object of the same name finds them. Delete: they go too."""
+    network_policy: NetworkPolicySpec = NetworkPolicySpec()
+    """Who may talk to whom."""
+
+
+class RagCache(Values):
+    """A platform that answers questions about documents and reuses the KV cache of what it
+    retrieves: gateway, retriever, engines and cache store."""
+
+    api_version: Literal["ragcache.dev/v1alpha1"]
+    kind: Literal["RagCache"]
+    metadata: ObjectMeta
+    spec: RagCacheSpec = RagCacheSpec()
+    """What to run. Every field has a default: an empty spec is a whole platform."""

@@ -1,0 +1,180 @@
+"""How one component does, read off its workloads and their pods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_operator.kube.resources import Object
+
+READY = "AllReplicasReady"
+ROLLING_OUT = "RollingOut"
+DEGRADED = "SomeReplicasNotReady"
+NOT_CREATED = "NotCreated"
+STARTING = "Starting"
+WAITING_TO_START = {
+    "engine": ("LoadingModel", "loading the model"),
+    "retriever": ("Indexing", "opening the index"),
+}
+"""What a running pod of a component does before it is ready: reason and words for it."""
+
+_PULL_FAILURES = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
+_CONFIG_FAILURES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_LONGEST_MESSAGE = 600
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadState:
+    """A Deployment or StatefulSet.
+
+    wanted, ready: replicas. settled: no rollout or scaling goes on. problem: why pods are refused.
+    """
+
+    name: str
+    wanted: int
+    ready: int
+    settled: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentState:
+    """All workloads of a component together. available: it can do its work now, if with less."""
+
+    component: str
+    wanted: int
+    ready: int
+    settled: bool
+    reason: str
+    message: str
+
+    @property
+    def available(self) -> bool:
+        """Whether at least one replica of each workload is ready."""
+        return self.reason in (READY, ROLLING_OUT, DEGRADED)
+
+
+def workload_state(name: str, live: Object | None) -> WorkloadState:
+    """State of a workload; live is None before it exists."""
+    if live is None:
+        return WorkloadState(name, wanted=1, ready=0, settled=False)
+    status = live.get("status") or {}
+    wanted = live["spec"].get("replicas", 1)
+    ready = status.get("readyReplicas", 0)
+    seen = status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
+    updated = status.get("updatedReplicas", 0)
+    if live["kind"] == "StatefulSet" and status.get("currentRevision") == status.get(
+        "updateRevision"
+    ):
+        # A StatefulSet stops counting updated replicas once its update is through.
+        updated = status.get("currentReplicas", 0)
+    settled = seen and updated == wanted == status.get("replicas", 0)
+    return WorkloadState(name, wanted, ready, settled, _replica_failure(status))
+
+
+def _replica_failure(status: Mapping[str, Any]) -> str:
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return str(condition.get("message", ""))
+    return ""
+
+
+def component_state(
+    component: str,
+    workloads: Sequence[WorkloadState],
+    pods: Sequence[Object],
+    exists: bool,
+    progress: Mapping[str, str],
+) -> ComponentState:
+    """State of a component.
+
+    pods: all of its pods. exists: whether every workload has been created. progress: what pods that
+    are not ready yet say of themselves, by pod name (``indexing 12 of 40``).
+    """
+    wanted = sum(workload.wanted for workload in workloads)
+    ready = sum(workload.ready for workload in workloads)
+    settled = all(workload.settled for workload in workloads)
+
+    def state(reason: str, message: str) -> ComponentState:
+        return ComponentState(component, wanted, ready, settled, reason, message[:_LONGEST_MESSAGE])
+
+    counted = f"{ready} of {wanted} replicas are ready"
+    if not exists:
+        return state(NOT_CREATED, "its workload does not exist yet")
+    reason, message = _trouble(component, pods, progress)
+    for workload in workloads:
+        if workload.problem and not reason:
+            reason, message = "PodsRefused", workload.problem
+    if any(workload.ready == 0 and workload.wanted > 0 for workload in workloads):
+        return state(reason or STARTING, message or "waiting for its pods to be created")
+    if not settled:
+        return state(ROLLING_OUT, f"{counted}; {message}" if message else counted)
+    if ready < wanted:
+        return state(DEGRADED, f"{counted}; {message}" if message else counted)
+    return state(READY, counted)
+
+
+def _trouble(
+    component: str, pods: Sequence[Object], progress: Mapping[str, str]
+) -> tuple[str, str]:
+    """Reason and message of the worst among pods that are not ready; empty if all are."""
+    found = [
+        _pod_trouble(component, pod, progress)
+        for pod in pods
+        if "deletionTimestamp" not in pod["metadata"] and not is_ready(pod)
+    ]
+    worst = min(found, default=(len(found), "", ""))
+    return worst[1], worst[2]
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether the pod is Ready."""
+    return _condition(pod, "Ready").get("status") == "True"
+
+
+def _condition(pod: Object, name: str) -> Mapping[str, Any]:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return next((c for c in conditions if c["type"] == name), {})
+
+
+def _pod_trouble(component: str, pod: Object, progress: Mapping[str, str]) -> tuple[int, str, str]:
+    """(rank, reason, message); lower ranks are worse."""
+    name = pod["metadata"]["name"]
+    scheduled = _condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return 2, "Unschedulable", f"{name}: {scheduled.get('message', 'no node fits')}"
+    status = pod.get("status") or {}
+    containers = [
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ]
+    troubles = [
+        trouble for container in containers if (trouble := _container_trouble(name, container))
+    ]
+    if troubles:
+        return min(troubles)
+    if any("running" in (c.get("state") or {}) for c in containers):
+        reason, doing = WAITING_TO_START.get(component, (STARTING, "starting"))
+        return 5, reason, f"{name}: {progress.get(name) or doing}"
+    return 4, "Pulling", f"{name}: pulling images and mounting volumes"
+
+
+def _container_trouble(name: str, container: Mapping[str, Any]) -> tuple[int, str, str] | None:
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    reason = waiting.get("reason", "")
+    said = waiting.get("message", "")
+    if reason in _PULL_FAILURES:
+        return 0, "ImagePullFailed", f"{name}: {said or reason}"
+    if reason in _CONFIG_FAILURES:
+        return 1, "ConfigError", f"{name}: {said or reason}"
+    ended = (container.get("state") or {}).get("terminated") or (
+        container.get("lastState") or {}
+    ).get("terminated")
+    if ended and (ended.get("exitCode") or reason == "CrashLoopBackOff"):
+        if ended.get("reason") == "OOMKilled":
+            return 1, "OutOfMemory", f"{name}: killed for using more memory than its limit"
+        last_words = (ended.get("message") or "").strip().splitlines()
+        words = f": {last_words[-1]}" if last_words else ""
+        return 1, "CrashLooping", f"{name}: ended with status {ended.get('exitCode')}{words}"
+    return None

@@ -1,0 +1,249 @@
+"""RagCaches of every shape, and what tests ask of the objects they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ragcache_operator.builders import build_children
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.labels import WORKLOADS
+from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.manifest import parse_manifest
+from ragcache_operator.spec import RagCache
+
+Object = dict[str, Any]
+
+NAMESPACE = "team"
+OPERATOR_NAMESPACE = "ragcache-system"
+UID = "7f0c3b1e-0000-4000-8000-000000000001"
+
+
+def make_cache(name: str = "docs", namespace: str = NAMESPACE, **spec: Any) -> RagCache:
+    return parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": spec,
+        }
+    )
+
+
+def children_of(
+    cache: RagCache,
+    capabilities: Capabilities | None = None,
+    owner: str = UID,
+    operator_namespace: str | None = OPERATOR_NAMESPACE,
+) -> list[Object]:
+    site = ClusterSite.of(
+        cache,
+        tag="1",
+        capabilities=capabilities,
+        owner=owner,
+        operator_namespace=operator_namespace,
+    )
+    return build_children(cache, site)
+
+
+def build(name: str = "docs", **spec: Any) -> list[Object]:
+    return children_of(make_cache(name, **spec))
+
+
+def of(children: list[Object], kind: str, name: str) -> Object:
+    [found] = [c for c in children if (c["kind"], c["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def kinds_of(children: list[Object], kind: str) -> list[Object]:
+    return [child for child in children if child["kind"] == kind]
+
+
+def workloads_of(children: list[Object]) -> list[Object]:
+    return [child for child in children if child["kind"] in WORKLOADS]
+
+
+def pod_of(children: list[Object], part: str, cache_name: str = "docs") -> Object:
+    """Pod spec of a part."""
+    [workload] = [
+        w for w in workloads_of(children) if w["metadata"]["name"] == f"{cache_name}-{part}"
+    ]
+    spec: Object = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def container_of(children: list[Object], part: str) -> Object:
+    [container] = pod_of(children, part)["containers"]
+    found: Object = container
+    return found
+
+
+def env_of(children: list[Object], part: str) -> dict[str, str]:
+    """Plain variables of a part."""
+    variables = container_of(children, part)["env"]
+    return {variable["name"]: variable["value"] for variable in variables if "value" in variable}
+
+
+def secrets_of(container: Object) -> Iterator[tuple[str, str, str]]:
+    """(variable, Secret, key) of every variable that comes from a Secret."""
+    for variable in container["env"]:
+        if "valueFrom" in variable:
+            reference = variable["valueFrom"]["secretKeyRef"]
+            yield variable["name"], reference["name"], reference["key"]
+
+
+def selects(selector: Object, labels: Object) -> bool:
+    """Whether a label selector, as Kubernetes has it, finds labels."""
+    if not selector.get("matchLabels", {}).items() <= labels.items():
+        return False
+    return all(_holds(term, labels) for term in selector.get("matchExpressions", ()))
+
+
+def _holds(term: Object, labels: Object) -> bool:
+    value = labels.get(term["key"])
+    match term["operator"]:
+        case "In":
+            return value in term["values"]
+        case "NotIn":
+            return value not in term["values"]
+        case "Exists":
+            return value is not None
+    return value is None
+
+
+def _maybe(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Object]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+_names = st.sampled_from(["a", "model-keys", "x.y"])
+_bytes = st.sampled_from(["1", "512Mi", "1024Mi", "1.5Gi", "2G", "1e9", 3221225472])
+_resources = st.sampled_from(
+    [
+        {},
+        {"cpu": "0.5"},
+        {"cpu": "1000m", "memory": "2048Mi"},
+        {"memory": "1e9", "memoryLimit": "1.5Gi"},
+        {"cpu": 2, "memory": "3G"},
+        {"memoryLimit": "100Mi"},
+    ]
+)
+_storage = _maybe(size=_bytes, className=_names)
+_secret = st.builds(lambda name: {"name": name}, _names)
+_selector = st.sampled_from(
+    [
+        {},
+        {"matchLabels": {"team": "search"}},
+        {"matchExpressions": [{"key": "team", "operator": "In", "values": ["search", "ask"]}]},
+        {"matchExpressions": [{"key": "team", "operator": "Exists"}]},
+    ]
+)
+_model = st.one_of(
+    st.just({}),
+    st.just({"name": "m", "maxLength": 128, "dtype": "float16"}),
+    st.builds(lambda more: {"source": "hf:Qwen/Qwen3-0.6B", **more}, _maybe(tokenSecret=_secret)),
+    st.just({"source": "pvc:models"}),
+    st.just({"source": "pvc:models/llama/8b"}),
+)
+_image_model = st.just({"source": "image:registry.example.com/models/llama:1"})
+_way_in = st.one_of(
+    st.just({}),
+    st.builds(
+        lambda more: {"ingress": {"host": "rag.example.com", **more}},
+        _maybe(className=_names, tlsSecret=_names),
+    ),
+    st.builds(
+        lambda more: {"httpRoute": {"gateway": "public", **more}},
+        _maybe(gatewayNamespace=st.just("edge"), hostnames=st.just(["rag.example.com"])),
+    ),
+)
+_gateway = st.builds(
+    lambda way_in, more: {**way_in, **more},
+    _way_in,
+    _maybe(
+        port=st.integers(1, 65535),
+        replicas=st.integers(1, 5),
+        autoscaling=_maybe(cpuPercent=st.just(50)).map(lambda more: {"maxReplicas": 5, **more}),
+        resources=_resources,
+    ),
+)
+_retriever = _maybe(
+    embedder=st.sampled_from(
+        [
+            {},
+            {"source": "http://embeddings/v1", "model": "e"},
+            {"source": "https://api.example.com/v1", "model": "e", "keySecret": {"name": "k"}},
+        ]
+    ),
+    storage=_storage,
+    resources=_resources,
+)
+_engine = _maybe(
+    replicas=st.integers(1, 4),
+    kvMemory=_bytes,
+    args=st.lists(st.text(max_size=5), max_size=3),
+    resources=_resources,
+    autoscaling=_maybe(queueDepth=st.just(7)).map(lambda more: {"maxReplicas": 4, **more}),
+)
+_engine_names = st.from_regex(r"[a-z][a-z0-9]{0,14}", fullmatch=True)
+
+
+def _named(names: list[str]) -> st.SearchStrategy[list[Object]]:
+    def named(name: str) -> st.SearchStrategy[Object]:
+        return _engine.map(lambda more: {"name": name, **more})
+
+    return st.tuples(*map(named, names)).map(list)
+
+
+_engines = st.lists(_engine_names, min_size=1, max_size=3, unique=True).flatmap(_named)
+_store = _maybe(shards=st.integers(1, 64), memory=_bytes, disk=_storage, resources=_resources)
+_scheduling = _maybe(
+    priorityClassName=_names,
+    nodeSelector=st.just({"pool": "rag"}),
+    tolerations=st.just(
+        [
+            {"key": "rag", "operator": "Exists", "effect": "NoSchedule"},
+            {"key": "old", "value": "yes", "effect": "NoExecute", "tolerationSeconds": 60},
+        ]
+    ),
+    imagePullSecrets=st.just([{"name": "registry"}]),
+)
+_network = _maybe(
+    enabled=st.booleans(),
+    clients=st.lists(
+        _maybe(namespaceSelector=_selector, podSelector=_selector).filter(bool), max_size=2
+    ),
+)
+
+
+def _spec(model: st.SearchStrategy[Object]) -> st.SearchStrategy[Object]:
+    return _maybe(
+        model=model,
+        gateway=_gateway,
+        retriever=_retriever,
+        engines=_engines,
+        cacheStore=_store,
+        scheduling=_scheduling,
+        dataPolicy=st.sampled_from(["Retain", "Delete"]),
+        networkPolicy=_network,
+    )
+
+
+specs = _spec(_model)
+"""Specs that every cluster can run."""
+specs_of_today = _spec(st.one_of(_model, _image_model))
+"""Specs that a current cluster can run."""
+names = st.from_regex(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True)
+capabilities = st.one_of(
+    st.just(Capabilities.latest()),
+    st.just(Capabilities.kubernetes_1_20()),
+    st.builds(
+        Capabilities,
+        minor=st.integers(20, 40),
+        autoscaling=st.sampled_from(["v2", "v2beta2", None]),
+        policy=st.sampled_from(["v1", "v1beta1", None]),
+        http_route=st.booleans(),
+        custom_metrics=st.booleans(),
+    ),
+)

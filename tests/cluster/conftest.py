@@ -1,0 +1,50 @@
+"""Fixtures of the tests that need a real Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.cluster import binaries
+from tests.cluster.availability import Unavailable, skip
+from tests.cluster.cluster import Cluster, start_cluster
+from tests.cluster.control_plane import ControlPlane, start_control_plane
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build Kubernetes before the first test's clock runs: it takes longer than a test may."""
+    needing = {"control_plane", "cluster"}
+    if any(needing.intersection(getattr(item, "fixturenames", ())) for item in session.items):
+        binaries.main()
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """An API server with controllers; nothing runs pods. Use a namespace of your own."""
+    folder = tmp_path_factory.mktemp("control-plane")
+    with ExitStack() as stack:
+        try:
+            plane = stack.enter_context(start_control_plane(folder, audit=True, controllers=True))
+        except Unavailable as reason:
+            skip(reason)
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A whole cluster; a module's own, as a machine has one at a time."""
+    failed_before = request.session.testsfailed
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(start_cluster())
+        except Unavailable as reason:
+            skip(reason)
+        yield running
+        if request.session.testsfailed > failed_before:
+            folder = tmp_path_factory.mktemp("diagnostics")
+            running.dump_diagnostics(folder)
+            print(f"[cluster] what explains the failure is in {folder}")

@@ -1,0 +1,241 @@
+"""A Kubernetes control plane: etcd and the API server, with or without controllers.
+
+It needs no root and no network of its own; objects are real, containers are not: nothing runs pods.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tests.cluster import binaries
+from tests.cluster.certificates import Certificates, make_certificates
+from tests.cluster.daemons import Daemon
+from tests.cluster.kubeconfig import ADMIN_GROUP, User, write_kubeconfig, write_token_file
+from tests.cluster.timeline import step
+
+_READY_LIMIT_S = 120
+
+# Every request by who and what, bodies left out: enough to count writes.
+_AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules: [{level: Metadata}]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a control plane listens and what it counts as its own.
+
+    launch: words that start a program in the network the addresses belong to.
+    """
+
+    listen_address: str = "127.0.0.1"
+    advertise_address: str = "127.0.0.1"
+    api_port: int = 0
+    service_range: str = "198.19.0.0/16"
+    service_address: str = "198.19.0.1"
+    launch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """A running control plane.
+
+    kubeconfig: for the user `admin`, who may do everything.
+    audit_log: JSON lines, one per request at its end; None unless asked for.
+    """
+
+    url: str
+    folder: Path
+    kubeconfig: Path
+    token: str = field(repr=False)
+    certificates: Certificates
+    audit_log: Path | None
+
+    def kubeconfig_for(self, user: User) -> Path:
+        """The kubeconfig of one of the users it was started with."""
+        path = self.folder / "kubeconfigs" / user.name
+        return write_kubeconfig(path, self.url, self.certificates.authority, user)
+
+
+@contextmanager
+def start_control_plane(
+    folder: Path,
+    *,
+    audit: bool = False,
+    controllers: bool = False,
+    users: Sequence[User] = (),
+    place: Place | None = None,
+) -> Iterator[ControlPlane]:
+    """Run a control plane until the block ends.
+
+    folder: for data, logs, keys; everything in it is made anew.
+    controllers: also run the controller manager and the scheduler. Without them nothing makes
+        service accounts, so the admission plugin that asks for those is off too.
+    users: tokens to accept beside the admin's; RBAC gives them no rights by itself.
+
+    Raises Unavailable if this machine lacks the programs and cannot get them, NotReady with the
+    log's end if one of them does not come up.
+    """
+    wanted = binaries.API_SERVER + (binaries.CONTROLLERS if controllers else ())
+    programs = binaries.kubernetes_programs(wanted)
+    etcd = binaries.etcd_program()
+    place = place or Place(api_port=_free_port())
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = folder / "logs"
+    # The users' names tell in the audit log who did what.
+    admin, manager, scheduler = (
+        User(name, (ADMIN_GROUP,)) for name in ("admin", "controller-manager", "scheduler")
+    )
+    certificates = make_certificates(
+        folder / "keys",
+        names=["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"],
+        addresses=[place.advertise_address, place.service_address, "127.0.0.1"],
+    )
+    url = f"https://{place.advertise_address}:{place.api_port}"
+
+    with ExitStack() as stack:
+
+        def run(name: str, *argv: str | Path) -> Daemon:
+            daemon = Daemon(name, [*place.launch, *argv], logs / f"{name}.log")
+            stack.callback(daemon.stop)
+            return daemon
+
+        with step("control plane ready"):
+            store_url = f"http://127.0.0.1:{_free_port()}"
+            run("etcd", etcd, *_etcd_flags(folder / "etcd", store_url))
+            audit_log = folder / "audit.jsonl" if audit else None
+            server = run(
+                "kube-apiserver",
+                programs["kube-apiserver"],
+                *_server_flags(place, certificates, store_url),
+                f"--cert-dir={folder / 'keys'}",
+                f"--token-auth-file="
+                f"{write_token_file(folder / 'tokens.csv', [admin, manager, scheduler, *users])}",
+                *(_audit_flags(folder, audit_log) if audit_log else ()),
+                *(() if controllers else ("--disable-admission-plugins=ServiceAccount",)),
+            )
+            plane = ControlPlane(
+                url=url,
+                folder=folder,
+                kubeconfig=write_kubeconfig(
+                    folder / "kubeconfig", url, certificates.authority, admin
+                ),
+                token=admin.token,
+                certificates=certificates,
+                audit_log=audit_log,
+            )
+            for path in ("/readyz", "/api/v1/namespaces/default"):
+                server.wait_until(partial(_answers, plane, path), path, _READY_LIMIT_S)
+            if controllers:
+                run(
+                    "kube-controller-manager",
+                    programs["kube-controller-manager"],
+                    *_controller_flags(certificates),
+                    f"--kubeconfig={plane.kubeconfig_for(manager)}",
+                    f"--cert-dir={folder / 'controller-manager'}",
+                )
+                run(
+                    "kube-scheduler",
+                    programs["kube-scheduler"],
+                    f"--kubeconfig={plane.kubeconfig_for(scheduler)}",
+                    "--leader-elect=false",
+                    "--port=0",
+                    f"--secure-port={_free_port()}",
+                    "--bind-address=127.0.0.1",
+                    f"--cert-dir={folder / 'scheduler'}",
+                )
+                path = "/api/v1/namespaces/default/serviceaccounts/default"
+                server.wait_until(partial(_answers, plane, path), path, _READY_LIMIT_S)
+        yield plane
+
+
+def _etcd_flags(data: Path, url: str) -> Sequence[str]:
+    peers = f"http://127.0.0.1:{_free_port()}"
+    return (
+        f"--data-dir={data}",
+        f"--listen-client-urls={url}",
+        f"--advertise-client-urls={url}",
+        f"--listen-peer-urls={peers}",
+        f"--initial-advertise-peer-urls={peers}",
+        f"--initial-cluster=default={peers}",
+        # Nothing here has to survive a power cut.
+        "--unsafe-no-fsync",
+    )
+
+
+def _server_flags(place: Place, certificates: Certificates, store_url: str) -> Sequence[str]:
+    return (
+        f"--etcd-servers={store_url}",
+        f"--bind-address={place.listen_address}",
+        f"--advertise-address={place.advertise_address}",
+        f"--secure-port={place.api_port}",
+        f"--service-cluster-ip-range={place.service_range}",
+        f"--tls-cert-file={certificates.server_certificate}",
+        f"--tls-private-key-file={certificates.server_key}",
+        f"--service-account-key-file={certificates.service_account_key}",
+        f"--service-account-signing-key-file={certificates.service_account_key}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        "--authorization-mode=RBAC",
+        # On where users care (OpenShift): who makes an owner undeletable must be allowed to.
+        "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
+        "--allow-privileged=true",
+        # A node's name is in no DNS.
+        "--kubelet-preferred-address-types=InternalIP",
+    )
+
+
+def _audit_flags(folder: Path, log: Path) -> Sequence[str]:
+    policy = folder / "audit-policy.yaml"
+    policy.write_text(_AUDIT_POLICY)
+    return (
+        f"--audit-policy-file={policy}",
+        f"--audit-log-path={log}",
+        # A request is in the log before it is answered, so that who asked can count it at once.
+        "--audit-log-mode=blocking-strict",
+    )
+
+
+def _controller_flags(certificates: Certificates) -> Sequence[str]:
+    return (
+        f"--service-account-private-key-file={certificates.service_account_key}",
+        f"--root-ca-file={certificates.authority}",
+        # One node has its pods' addresses from the network's own configuration.
+        "--allocate-node-cidrs=false",
+        "--leader-elect=false",
+        "--port=0",
+        f"--secure-port={_free_port()}",
+        "--bind-address=127.0.0.1",
+    )
+
+
+def _answers(plane: ControlPlane, path: str) -> bool:
+    """Whether the API server answers a GET with success."""
+    request = urllib.request.Request(plane.url + path)
+    request.add_header("Authorization", f"Bearer {plane.token}")
+    trust = ssl.create_default_context(cafile=str(plane.certificates.authority))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
+    )
+    try:
+        with opener.open(request, timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,174 @@
+"""A RagCache in the test cluster, as its users see it: kubectl, the gateway's Service, answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
+from tests.cluster.cluster import Cluster, KubectlFailed
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "docs"
+SYSTEM = "ragcache-system"
+NAME = "quickstart"
+COLLECTION = "handbook"
+DOCUMENTS = 24
+_SEED = 20
+_COMPONENT = "app.kubernetes.io/component"
+
+
+def handbook() -> Handbook:
+    """What the platform is told and asked about."""
+    return make_handbook(_SEED, DOCUMENTS, "held_out")
+
+
+def quickstart(**changes: Any) -> dict[str, Any]:
+    """The example's object in the tests' namespace; changes: to fields of its spec, one level."""
+    cache: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
+    cache["metadata"]["namespace"] = NAMESPACE
+    for field, values in changes.items():
+        given = cache["spec"].get(field)
+        cache["spec"][field] = {**given, **values} if isinstance(given, dict) else values
+    return cache
+
+
+def collection_of_config_map(book: Handbook) -> list[dict[str, Any]]:
+    """A RagCollection, and the ConfigMap that its documents come from."""
+    pages = {f"{document.id}.md": document.text + "\n" for document in book.documents}
+    meta = {"name": COLLECTION, "namespace": NAMESPACE}
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": pages},
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCollection",
+            "metadata": meta,
+            "spec": {
+                "cacheRef": {"name": NAME},
+                "sync": {"interval": "30s"},
+                "sources": [{"configMap": {"name": COLLECTION}}],
+            },
+        },
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a question brought."""
+
+    text: str
+    documents: frozenset[str]
+    """Ids of the documents cited, without their suffix."""
+
+    @classmethod
+    def of(cls, reply: dict[str, Any]) -> Answer:
+        cited = {c["document_id"].removesuffix(".md") for c in reply["ragcache"]["citations"]}
+        return cls(reply["choices"][0]["message"]["content"].strip(), frozenset(cited))
+
+    def is_right(self, question: Question) -> bool:
+        """Whether it says the fact and cites what says so."""
+        return self.text == question.answer and self.documents.issuperset(question.supports)
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One RagCache of a cluster."""
+
+    cluster: Cluster
+
+    def ragcache(self, *words: str) -> str:
+        """What a command of the cli prints; raises CalledProcessError with its words."""
+        argv = [sys.executable, "-m", "ragcache_cli", *words, "--kubeconfig", str(self.kubeconfig)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.cluster.kubeconfig
+
+    @property
+    def url(self) -> str:
+        return self.cluster.service_url(NAMESPACE, f"{NAME}-gateway")
+
+    def ask(self, question: str, **extension: Any) -> httpx.Response:
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "ragcache": {"collection": COLLECTION, "top_k": 6, **extension},
+        }
+        return httpx.post(
+            f"{self.url}/v1/chat/completions", json=body, timeout=120, trust_env=False
+        )
+
+    def answer(self, question: str) -> Answer:
+        reply = self.ask(question)
+        assert reply.status_code == 200, reply.text
+        return Answer.of(reply.json())
+
+    def status(self, kind: str = "ragcache", name: str = NAME) -> dict[str, Any]:
+        status: dict[str, Any] = self.cluster.get(kind, name, NAMESPACE).get("status", {})
+        return status
+
+    def condition(self, name: str, kind: str = "ragcache", of: str = NAME) -> dict[str, Any]:
+        conditions = self.status(kind, of).get("conditions", [])
+        return next((c for c in conditions if c["type"] == name), {})
+
+    def is_settled(self) -> bool:
+        """Ready for the spec as it is now."""
+        cache = self.cluster.get("ragcache", NAME, NAMESPACE)
+        status = cache.get("status", {})
+        current = status.get("observedGeneration") == cache["metadata"]["generation"]
+        return current and status.get("phase") == "Ready"
+
+    def wait_settled(self, what: str, limit_s: float = 300) -> None:
+        try:
+            self.cluster.wait_until(self.is_settled, what, limit_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; status: {json.dumps(self.status())}") from error
+
+    def pods(self, component: str) -> dict[str, str]:
+        """Names and uids of a component's pods that are not on their way out."""
+        labels = f"app.kubernetes.io/instance={NAME},{_COMPONENT}={component}"
+        return {
+            pod["metadata"]["name"]: pod["metadata"]["uid"]
+            for pod in self.cluster.get_all("pods", NAMESPACE, labels)
+            if "deletionTimestamp" not in pod["metadata"]
+        }
+
+    def patch(self, spec: dict[str, Any], name: str = NAME, kind: str = "ragcache") -> None:
+        self.cluster.kubectl(
+            *("patch", kind, name, f"--namespace={NAMESPACE}", "--type=merge"),
+            f"--patch={json.dumps({'spec': spec})}",
+        )
+
+    def events(self, reason: str) -> list[dict[str, Any]]:
+        found = self.cluster.get_all("events", NAMESPACE)
+        return [event for event in found if event["reason"] == reason]
+
+
+def single_questions(book: Handbook, number: int) -> list[Question]:
+    """Questions for one fact each."""
+    drawn = sample_questions(book, 12 * number, "held_out")
+    return [question for question in drawn if question.kind == "single"][:number]
+
+
+def left_over(cluster: Cluster, labels: str) -> list[str]:
+    """Every object with the labels, of every kind that the API server knows how to list."""
+    kinds = cluster.kubectl("api-resources", "--verbs=list", "--output=name").split()
+    found = []
+    for kind in kinds:
+        try:
+            said = cluster.kubectl("get", kind, "-A", f"--selector={labels}", "-o", "name")
+        except KubectlFailed as error:
+            if "NotFound" in str(error) or "MethodNotAllowed" in str(error):
+                continue
+            raise
+        found += said.split()
+    return sorted(found)

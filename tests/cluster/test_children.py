@@ -1,0 +1,187 @@
+"""Children as a real API server takes them in and gives them back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ragcache_operator.builders.autoscaling import with_replicas
+from ragcache_operator.builders.canonical import canonical
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.drift import difference
+from ragcache_operator.kube.api import Api
+from ragcache_operator.kube.discovery import discover
+from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
+from tests.children_parts import Object, children_of, make_cache
+from tests.cluster.control_plane import ControlPlane
+
+LIMIT_RANGES = Resource("", "v1", "limitranges", "LimitRange")
+
+SPECS: dict[str, Object] = {
+    "default": {},
+    "whole": {
+        "model": {"source": "pvc:models/llama"},
+        "gateway": {
+            "port": 80,
+            "replicas": 2,
+            "autoscaling": {"maxReplicas": 5},
+            "resources": {"cpu": "0.5", "memory": "1024Mi", "memoryLimit": "2048Mi"},
+            "ingress": {"host": "a.example.com", "className": "nginx", "tlsSecret": "tls"},
+        },
+        "retriever": {
+            "embedder": {
+                "source": "http://embeddings.ml:80/v1",
+                "model": "e",
+                "keySecret": {"name": "keys"},
+            },
+            "storage": {"size": "1.5Gi", "className": "fast"},
+            "resources": {"memory": "1000000000"},
+        },
+        "engines": [
+            {
+                "name": "a",
+                "replicas": 3,
+                "autoscaling": {"maxReplicas": 4},
+                "kvMemory": "3G",
+                "resources": {"cpu": "1000m"},
+            },
+            {"name": "b", "args": ["--seed", "1"]},
+        ],
+        "cacheStore": {
+            "shards": 3,
+            "memory": "999",
+            "disk": {"size": "1e10", "className": "fast"},
+        },
+        "scheduling": {
+            "priorityClassName": "high",
+            "nodeSelector": {"pool": "rag"},
+            "tolerations": [
+                {"key": "x", "operator": "Exists", "effect": "NoSchedule"},
+                {"key": "y", "value": "z", "effect": "NoExecute", "tolerationSeconds": 5},
+            ],
+            "imagePullSecrets": [{"name": "registry"}],
+        },
+        "networkPolicy": {
+            "clients": [
+                {"namespaceSelector": {}},
+                {"podSelector": {"matchLabels": {"a": "b"}}},
+                {
+                    "namespaceSelector": {
+                        "matchExpressions": [{"key": "k", "operator": "In", "values": ["v"]}]
+                    },
+                    "podSelector": {},
+                },
+            ]
+        },
+    },
+    "hub": {
+        "model": {"source": "hf:a/b", "tokenSecret": {"name": "hub"}},
+        "retriever": {"embedder": {"source": "https://192.0.2.4/v1", "model": "e"}},
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+    },
+}
+
+
+@pytest.fixture
+async def api(control_plane: ControlPlane) -> AsyncIterator[Api]:
+    api = await Api.connect(control_plane.kubeconfig)
+    try:
+        yield api
+    finally:
+        await api.close()
+
+
+async def namespace(api: Api, name: str) -> str:
+    meta = {"name": name}
+    await api.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
+    return name
+
+
+async def served(api: Api) -> Capabilities:
+    # An adapter would serve them; the objects that need them are the server's own kind.
+    return replace(await discover(api), custom_metrics=True)
+
+
+def built(spec: Object, where: str, capabilities: Capabilities) -> list[Object]:
+    return children_of(make_cache(namespace=where, **spec), capabilities)
+
+
+async def live(api: Api, child: Object) -> Any:
+    meta = child["metadata"]
+    return await api.get(resource_of(child), meta["name"], meta["namespace"])
+
+
+@pytest.mark.parametrize("name", SPECS)
+async def test_the_server_keeps_what_is_written_and_a_second_apply_writes_nothing(
+    api: Api, name: str
+) -> None:
+    where = await namespace(api, f"children-{name}")
+    for child in built(SPECS[name], where, await served(api)):
+        applied = await api.apply(with_replicas(child, None))
+        assert difference(child, applied) is None
+        again = await api.apply(with_replicas(child, applied))
+        assert (
+            again["metadata"]["resourceVersion"]
+            == (await live(api, child))["metadata"]["resourceVersion"]
+        )
+        assert again["metadata"].get("generation") == applied["metadata"].get("generation")
+
+
+async def test_a_deployment_that_others_scale_keeps_its_replicas(api: Api) -> None:
+    where = await namespace(api, "children-scaled")
+
+    def gateway(**spec: Any) -> Object:
+        children = children_of(make_cache(namespace=where, gateway=spec), capabilities)
+        [found] = [
+            child
+            for child in children
+            if (child["kind"], child["metadata"]["name"]) == ("Deployment", "docs-gateway")
+        ]
+        return found
+
+    capabilities = await served(api)
+    fixed = gateway(replicas=3)
+    await api.apply(with_replicas(fixed, None))
+    scaling = gateway(replicas=2, autoscaling={"maxReplicas": 8})
+    # From a fixed number to an autoscaler's: without a dip.
+    applied = await api.apply(with_replicas(scaling, await live(api, scaling)))
+    assert applied["spec"]["replicas"] == 3
+    await api.merge(resource_of(scaling), "docs-gateway", where, {"spec": {"replicas": 6}})
+    assert difference(scaling, await live(api, scaling)) is None
+    narrower = gateway(replicas=2, autoscaling={"maxReplicas": 4})
+    assert difference(narrower, await live(api, narrower)) is not None
+    applied = await api.apply(with_replicas(narrower, await live(api, narrower)))
+    assert applied["spec"]["replicas"] == 4
+
+
+async def test_quantities_are_canonical_as_the_server_sees_it(api: Api) -> None:
+    where = await namespace(api, "children-quantities")
+    given = [
+        *("0.5", "1", "1.0", "1000m", "1500m", "1024Mi", "1.5Gi", "512Mi", "0.5Ki", "1Ki", "1000"),
+        *("1e9", "1500000", "2G", "1000M", "3221225472", "1e3", "1.5e3", ".5", "2.", "1e-3", "0"),
+        *(
+            "0.0000000001",
+            "1023",
+            "1024",
+            "1048576",
+            "12345678",
+            "1e10",
+            "7Ti",
+            "1.25",
+            "999999999",
+        ),
+    ]
+    most = {f"example.com/{i}": quantity for i, quantity in enumerate(given)}
+    body = {
+        "apiVersion": "v1",
+        "kind": "LimitRange",
+        "metadata": {"name": "quantities", "namespace": where},
+        "spec": {"limits": [{"type": "Container", "max": most}]},
+    }
+    kept = await api.create(LIMIT_RANGES, body)
+    assert kept["spec"]["limits"][0]["max"] == {
+        name: canonical(quantity) for name, quantity in most.items()
+    }

@@ -1,0 +1,258 @@
+"""The whole product on a real Kubernetes: chart, object, pods, vLLM, volumes, answers.
+
+The tests are one story in their order, on one cluster; each names the step it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from models.tinyrag.handbook import Handbook
+from ragcache_core.errors import InvalidInput
+from tests.cluster.availability import Unavailable, skip
+from tests.cluster.cluster import Cluster, KubectlFailed
+from tests.cluster.platform import (
+    COLLECTION,
+    DOCUMENTS,
+    NAME,
+    NAMESPACE,
+    SYSTEM,
+    Platform,
+    collection_of_config_map,
+    handbook,
+    left_over,
+    quickstart,
+    single_questions,
+)
+from tests.cluster.timeline import step
+from tools.images import IMAGES, build_images
+
+pytestmark = [pytest.mark.timeout(1200)]
+
+_INSTANCE = f"app.kubernetes.io/instance={NAME}"
+_VOLUMES = 6
+
+
+@pytest.fixture(scope="module")
+def book() -> Handbook:
+    return handbook()
+
+
+@pytest.fixture(scope="module")
+def platform(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """A cluster with this checkout's images, volumes for claims, and the operator installed."""
+    folder = tmp_path_factory.mktemp("images")
+    try:
+        with step("images built"):
+            images = build_images(IMAGES, folder)
+    except InvalidInput as reason:
+        skip(Unavailable(str(reason)))
+    cluster.load_images([image.path for image in images])
+    for image in images:
+        image.path.unlink()
+    cluster.make_volumes(_VOLUMES, "20Gi")
+    platform = Platform(cluster)
+    with step("operator installed"):
+        platform.ragcache("install", "--wait")
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    return platform
+
+
+@pytest.fixture(scope="module")
+def running(platform: Platform, book: Handbook) -> Platform:
+    """The example applied, ready, with a collection of a ConfigMap in it."""
+    with step("from apply to Ready"):
+        platform.cluster.apply(quickstart())
+        platform.wait_settled("ready RagCache")
+    with step("collection synced"):
+        platform.cluster.apply(*collection_of_config_map(book))
+        platform.cluster.wait_until(
+            lambda: platform.status("ragcollection", COLLECTION).get("documents") == DOCUMENTS,
+            "synced collection",
+            120,
+        )
+    return platform
+
+
+def test_the_object_tells_the_truth_once_it_is_ready(running: Platform) -> None:
+    status = running.status()
+    assert {c["type"]: c["status"] for c in status["conditions"]} == dict.fromkeys(
+        (
+            *("Accepted", "CacheStoreReady", "RetrieverReady", "EnginesReady", "GatewayReady"),
+            *("SelfTestPassed", "Ready"),
+        ),
+        "True",
+    )
+    assert status["enginesReady"] == "1/1"
+    printed = running.cluster.kubectl("get", "ragcaches", f"--namespace={NAMESPACE}")
+    assert NAME in printed
+    assert "1/1" in printed
+    assert "EnginesReady" in running.ragcache("status", NAME, "-n", NAMESPACE)
+    assert running.events("Answering")
+
+
+def test_questions_are_answered_with_citations(running: Platform, book: Handbook) -> None:
+    questions = single_questions(book, 6)
+    with step("six questions answered"):
+        right = [running.answer(question.text).is_right(question) for question in questions]
+    # The model copies a word wrongly now and then; models/tinyrag/evaluate.py measures how often.
+    assert sum(right) >= 5, right
+
+
+def test_kv_of_chunks_comes_out_of_the_store_when_the_engine_has_lost_it(
+    running: Platform, book: Handbook
+) -> None:
+    [question] = single_questions(book, 1)
+    running.answer(question.text)
+    running.cluster.wait_until(
+        lambda: httpx.get(f"{running.url}/v1/cache", trust_env=False).json()["variants"] > 0,
+        "stored variants",
+        30,
+    )
+    with step("engine killed and back"):
+        _kill(running, "engine")
+        running.wait_settled("engine back")
+    reply = running.ask(question.text).json()
+    assert reply["ragcache"]["cache"]["loaded_tokens"] > 0
+
+
+def test_the_collection_follows_its_config_map(running: Platform, book: Handbook) -> None:
+    gone = book.documents[0].id
+    with step("a removed page is gone from the collection"):
+        running.cluster.kubectl(
+            *("patch", "configmap", COLLECTION, f"--namespace={NAMESPACE}", "--type=json"),
+            f'--patch=[{{"op": "remove", "path": "/data/{gone}.md"}}]',
+        )
+        running.cluster.wait_until(
+            lambda: running.status("ragcollection", COLLECTION)["documents"] == DOCUMENTS - 1,
+            "collection that follows",
+            180,
+        )
+    listed = httpx.get(
+        f"{running.url}/v1/documents",
+        params={"collection": COLLECTION, "limit": 1000},
+        trust_env=False,
+    ).json()["data"]
+    assert f"{gone}.md" not in {document["id"] for document in listed}
+
+
+def test_gateway_and_store_scale_and_nothing_else_rolls(running: Platform) -> None:
+    before = {part: running.pods(part) for part in ("engine", "retriever", "gateway", "cachestore")}
+    with step("gateway and store scaled to two"):
+        # The scale subresource, as an autoscaler uses it.
+        running.cluster.kubectl(
+            "scale", "ragcache", NAME, f"--namespace={NAMESPACE}", "--replicas=2"
+        )
+        running.patch({"cacheStore": {"shards": 2}})
+        running.wait_settled("scaled platform")
+    assert len(running.pods("gateway")) == len(running.pods("cachestore")) == 2
+    for part, pods in before.items():
+        assert pods.items() <= running.pods(part).items(), f"{part} rolled"
+
+    def both_known() -> bool:
+        said = httpx.get(f"{running.url}/v1/cache", trust_env=False).json()
+        return [shard["up"] for shard in said["shards"]] == [True, True]
+
+    with step("gateways know both shards"):
+        running.cluster.wait_until(both_known, "gateway that knows both shards", 120)
+
+
+def test_a_changed_part_rolls_alone(running: Platform) -> None:
+    before = {part: running.pods(part) for part in ("engine", "retriever", "gateway", "cachestore")}
+    with step("store rolled for its memory"):
+        running.patch({"cacheStore": {"memory": "640Mi"}})
+        running.wait_settled("rolled store")
+    for part in ("engine", "retriever", "gateway"):
+        assert running.pods(part) == before[part], f"{part} rolled"
+    assert not set(running.pods("cachestore").values()) & set(before["cachestore"].values())
+
+
+@pytest.mark.parametrize("part", ["gateway", "retriever", "cachestore"])
+def test_killed_pods_come_back(running: Platform, book: Handbook, part: str) -> None:
+    with step(f"{part} killed and back"):
+        _kill(running, part)
+        running.wait_settled(f"{part} back")
+    [question] = single_questions(book, 1)
+    assert running.answer(question.text).documents
+
+
+def test_a_killed_operator_is_followed_by_the_other_and_drift_is_corrected(
+    running: Platform,
+) -> None:
+    cluster = running.cluster
+    lease = cluster.get_all("leases", SYSTEM)[0]
+    leader = lease["spec"]["holderIdentity"].rpartition("_")[0]
+    with step("operator killed, drift corrected by the other"):
+        cluster.kubectl(
+            "delete", "pod", leader, f"--namespace={SYSTEM}", "--grace-period=0", "--force"
+        )
+        service = f"{NAME}-gateway"
+        cluster.kubectl("delete", "service", service, f"--namespace={NAMESPACE}")
+        cluster.wait_until(
+            lambda: (
+                service in [s["metadata"]["name"] for s in cluster.get_all("services", NAMESPACE)]
+            ),
+            "Service restored",
+            120,
+        )
+    holder = cluster.get_all("leases", SYSTEM)[0]["spec"]["holderIdentity"]
+    assert not holder.startswith(f"{leader}_")
+    running.wait_settled("settled platform")
+
+
+def test_the_webhook_refuses_what_cannot_work_and_says_what_to_do(running: Platform) -> None:
+    with pytest.raises(KubectlFailed, match=r"cacheStore\.disk") as refused:
+        running.patch({"cacheStore": {"disk": {"size": "5Gi"}}})
+    assert "denied the request" in str(refused.value)
+
+
+def test_nothing_is_left_of_a_deleted_object_but_what_its_policy_keeps(running: Platform) -> None:
+    cluster = running.cluster
+    with step("collection deleted"):
+        cluster.kubectl("delete", "ragcollection", COLLECTION, f"--namespace={NAMESPACE}")
+    with step("RagCache deleted"):
+        cluster.kubectl("delete", "ragcache", NAME, f"--namespace={NAMESPACE}", "--timeout=180s")
+
+    def rest() -> list[str]:
+        return [
+            name for name in left_over(cluster, _INSTANCE) if "persistentvolumeclaim" not in name
+        ]
+
+    # Endpoints and the like are collected by their own controllers a moment later.
+    cluster.wait_until(lambda: not rest(), f"clean namespace: {rest()}", 60)
+    kept = left_over(cluster, _INSTANCE)
+    assert len(kept) == 3, kept  # the documents, and two shards of the store
+
+
+def test_a_new_object_of_the_name_finds_its_documents_again(
+    running: Platform, book: Handbook
+) -> None:
+    with step("from apply to Ready on kept volumes"):
+        running.cluster.apply(quickstart())
+        running.patch({"dataPolicy": "Delete"})
+        running.wait_settled("ready RagCache")
+
+
+def test_with_the_policy_delete_the_data_goes_too(running: Platform) -> None:
+    cluster = running.cluster
+    with step("RagCache deleted with its data"):
+        cluster.kubectl("delete", "ragcache", NAME, f"--namespace={NAMESPACE}", "--timeout=180s")
+        cluster.wait_until(lambda: not left_over(cluster, _INSTANCE), "empty namespace", 60)
+
+
+def _kill(platform: Platform, component: str) -> None:
+    """Delete a pod of a component without grace, as a lost node would."""
+    before = platform.pods(component)
+    name = sorted(before)[0]
+    platform.cluster.kubectl(
+        "delete", "pod", name, f"--namespace={NAMESPACE}", "--grace-period=0", "--force"
+    )
+    platform.cluster.wait_until(
+        lambda: platform.pods(component).get(name) != before[name], "pod replaced", 60
+    )
+    # The object says so before it says that all is well again.
+    time.sleep(1)

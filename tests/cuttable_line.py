@@ -1,0 +1,79 @@
+"""A line to a server that can be cut: connections break, and new ones are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import urlsplit
+
+
+class CuttableLine:
+    """A TCP relay on a port of its own."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._relays: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def to(cls, url: str) -> AsyncIterator[CuttableLine]:
+        """A line to the server of an https URL, whole at first."""
+        parts = urlsplit(url)
+        assert parts.hostname
+        assert parts.port
+        line = cls(parts.hostname, parts.port)
+        await line.mend()
+        try:
+            yield line
+        finally:
+            await line.cut()
+
+    @property
+    def url(self) -> str:
+        """The server's URL through this line."""
+        return f"https://127.0.0.1:{self._port}"
+
+    async def mend(self) -> None:
+        """Let connections through, on the same port as before."""
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        """Break every connection, refuse new ones."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.gather(*self._relays)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._relays.add(task)
+        self._writers.add(writer)
+        there: asyncio.StreamWriter | None = None
+        try:
+            from_there, there = await asyncio.open_connection(*self._target)
+            self._writers.add(there)
+            await asyncio.gather(_pump(reader, there), _pump(from_there, writer))
+        except OSError:
+            pass
+        finally:
+            self._relays.discard(task)
+            for end in (writer, there):
+                if end is not None:
+                    end.transport.abort()
+                    self._writers.discard(end)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()

@@ -1,0 +1,91 @@
+"""Health over HTTP, as a kubelet asks for it and as nobody should."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from ragcache_core.errors import InvalidInput
+from ragcache_wire import health_server
+from ragcache_wire.health_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HealthServer
+from ragcache_wire.server import GrpcServer
+
+LOOPBACK = "127.0.0.1:0"
+
+
+async def ask(health: HealthServer, path: str, method: str = "GET") -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+        return await client.request(method, f"http://127.0.0.1:{health.port}{path}")
+
+
+async def send(health: HealthServer, request: bytes) -> bytes:
+    """What comes back until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", health.port)
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_part_is_alive_at_once_ready_when_it_says_so_and_not_while_it_stops() -> None:
+    async with HealthServer(LOOPBACK) as health:
+        server = GrpcServer(LOOPBACK, ["test"], lambda _: None, health)
+        await server.start()
+        assert (await ask(health, "/healthz")).status_code == 200
+        response = await ask(health, "/readyz")
+        assert (response.status_code, response.json()) == (503, {"progress": "starting"})
+        health.set_progress("indexing 12 of 40")
+        assert (await ask(health, "/readyz")).json() == {"progress": "indexing 12 of 40"}
+        await server.set_ready()
+        assert (await ask(health, "/readyz?verbose")).status_code == 200
+        await server.stop()
+        response = await ask(health, "/readyz")
+        assert (response.status_code, response.json()) == (503, {"progress": "stopping"})
+        assert (await ask(health, "/healthz")).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        await ask(health, "/healthz")
+
+
+async def test_nothing_else_is_served() -> None:
+    async with HealthServer(LOOPBACK) as health:
+        assert (await ask(health, "/")).status_code == 404
+        assert (await ask(health, "/healthz", "POST")).status_code == 405
+        head = await ask(health, "/healthz", "HEAD")
+        assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_server, "REQUEST_TIMEOUT_S", 0.2)
+    async with HealthServer(LOOPBACK) as health:
+        assert (
+            await send(health, b"GET /healthz HTTP/1.1\r\nx: " + bytes(2 * MAX_REQUEST_BYTES))
+            == b""
+        )
+        assert await send(health, b"GET /healthz HTTP/1.1\r\n") == b"", "the rest never comes"
+        assert b"405" in await send(health, b"\0\xff\r\n\r\n")
+        waiting = [
+            await asyncio.open_connection("127.0.0.1", health.port) for _ in range(MAX_CONNECTIONS)
+        ]
+        assert await send(health, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+        for reader, writer in waiting:
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+        assert (await ask(health, "/healthz")).status_code == 200
+
+
+async def test_an_address_that_is_taken_is_said() -> None:
+    async with HealthServer(LOOPBACK) as health:
+        with pytest.raises(InvalidInput, match="RAGCACHE_HEALTH_LISTEN"):
+            async with HealthServer(f"127.0.0.1:{health.port}"):
+                pass
+
+
+async def test_without_an_address_nothing_is_served() -> None:
+    async with HealthServer(None) as health:
+        health.set_ready()
+        assert health.port == 0

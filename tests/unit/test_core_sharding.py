@@ -1,0 +1,77 @@
+"""Which shard owns a chunk: everybody agrees, and a change moves no more than it must."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.keys import KEY_BYTES
+from ragcache_core.sharding import Rendezvous
+
+CHUNKS = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), min_size=1, max_size=64)
+MEMBERS = st.sets(st.text(min_size=1, max_size=40), min_size=1, max_size=12)
+
+
+def real_members(count: int) -> list[str]:
+    return [f"cache-cachestore-{i}.cache-cachestore-shards.rag.svc:50051" for i in range(count)]
+
+
+def many_chunks(count: int) -> list[bytes]:
+    """Keys that differ in a few bits only, the least random there could be."""
+    return [number.to_bytes(8, "little") + bytes(8) for number in range(count)]
+
+
+@given(chunks=CHUNKS, members=MEMBERS)
+def test_whoever_knows_the_members_names_the_same_owner(
+    chunks: list[bytes], members: set[str]
+) -> None:
+    owners = Rendezvous(members).owners(chunks)
+    assert set(owners) <= members
+    assert Rendezvous(sorted(members, reverse=True)).owners(chunks) == owners
+    assert [Rendezvous(members).owners([chunk])[0] for chunk in chunks] == owners
+
+
+@given(chunks=CHUNKS, members=MEMBERS, newcomer=st.text(min_size=1, max_size=40))
+def test_a_member_that_comes_takes_chunks_and_moves_no_other(
+    chunks: list[bytes], members: set[str], newcomer: str
+) -> None:
+    before = Rendezvous(members).owners(chunks)
+    after = Rendezvous(members | {newcomer}).owners(chunks)
+    for old, new in zip(before, after, strict=True):
+        assert new in {old, newcomer}
+
+
+@given(chunks=CHUNKS, members=MEMBERS, data=st.data())
+def test_a_member_that_goes_moves_only_its_own_chunks(
+    chunks: list[bytes], members: set[str], data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(sorted(members)))
+    if members == {gone}:
+        return
+    before = Rendezvous(members).owners(chunks)
+    after = Rendezvous(members - {gone}).owners(chunks)
+    for old, new in zip(before, after, strict=True):
+        assert old in {new, gone}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 64])
+def test_shards_get_about_equal_shares(count: int) -> None:
+    chunks = many_chunks(1000 * count)
+    shares = Counter(Rendezvous(real_members(count)).owners(chunks))
+    assert len(shares) == count
+    # Six standard deviations of a fair draw of 1000.
+    assert all(abs(share - 1000) < 6 * 1000**0.5 for share in shares.values())
+
+
+def test_owners_never_change_between_versions() -> None:
+    """Another mapping would make every stored variant a miss."""
+    owners = Rendezvous(["a:1", "b:1", "c:1"]).owners(many_chunks(12))
+    assert "".join(owner[0] for owner in owners) == "baaacaacaaaa"
+
+
+def test_where_there_are_no_members_nobody_owns() -> None:
+    with pytest.raises(ValueError, match="no members"):
+        Rendezvous([]).owners(many_chunks(1))

@@ -1,0 +1,148 @@
+"""What an engine waits for before it is stopped."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from ragcache_engine.drain import drain, fetch, unfinished
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="tinyrag"}} {running}.0
+vllm:num_requests_waiting{{engine="0",model_name="tinyrag"}} {waiting}.0
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="tinyrag",reason="capacity"}} {waiting}.0
+vllm:prompt_tokens_total{{engine="0"}} 123.0
+"""
+
+
+def metrics(running: int = 0, waiting: int = 0) -> str:
+    return METRICS.format(running=running, waiting=waiting)
+
+
+def test_running_and_waiting_requests_are_counted_once() -> None:
+    assert unfinished(metrics(2, 3)) == 5
+    assert unfinished(metrics()) == 0
+    assert unfinished("") == 0
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def run(looks: list[str | None], deadline_s: float = 100) -> tuple[str, float]:
+    """What ended the wait, and when; the last look stays as it is."""
+    clock, shown = Clock(), iter(looks)
+    last = looks[-1]
+    ended = drain(
+        lambda: next(shown, last), settle_s=8, deadline_s=deadline_s, clock=clock, sleep=clock.sleep
+    )
+    return ended, clock.now
+
+
+def test_it_first_waits_for_clients_to_choose_others_and_then_for_idleness() -> None:
+    ended, after = run([metrics(1), metrics(0, 2), metrics(), metrics(1), metrics()])
+    assert ended == "no request is left"
+    assert after == 8 + 5 * 0.5
+
+
+def test_an_idle_engine_keeps_the_stop_waiting_no_longer_than_it_must() -> None:
+    assert run([metrics()]) == ("no request is left", 8.5)
+
+
+@pytest.mark.parametrize("deadline_s", [1, 8, 30])
+def test_the_wait_is_bounded(deadline_s: float) -> None:
+    ended, after = run([metrics(3)], deadline_s)
+    assert ended == "time is up, requests left: 3"
+    assert after <= deadline_s
+
+
+def test_a_dead_server_is_not_waited_for() -> None:
+    assert run([metrics(1), None])[0] == "there is no server"
+
+
+def test_a_server_too_busy_to_answer_is_waited_for() -> None:
+    def busy() -> str:
+        raise TimeoutError
+
+    clock = Clock()
+    ended = drain(busy, settle_s=8, deadline_s=20, clock=clock, sleep=clock.sleep)
+    assert (ended, clock.now) == ("time is up, requests left: some", 20)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(TimeoutError):
+            fetch(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics", timeout_s=0.1)
+
+
+@contextmanager
+def serving(looks: list[str]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (looks.pop(0) if len(looks) > 1 else looks[0]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/metrics"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def command(url: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "ragcache_engine.drain", "--url", url, "--settle-s", "0", *more]
+
+
+def test_as_a_command_it_waits_for_a_real_server() -> None:
+    with serving([metrics(1), metrics(1), metrics()]) as url:
+        began = time.monotonic()
+        done = subprocess.run(
+            command(url, "--deadline-s", "30"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert "no request is left" in done.stderr
+    assert 1 <= time.monotonic() - began < 20
+
+
+def test_as_a_command_it_succeeds_without_a_server_and_starts_fast() -> None:
+    done = subprocess.run(
+        command("http://127.0.0.1:9/metrics", "--deadline-s", "30"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "there is no server" in done.stderr
+    heavy = "{'torch', 'vllm', 'grpc', 'numpy'}"
+    code = f"import ragcache_engine.drain, sys; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

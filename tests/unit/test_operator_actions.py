@@ -1,0 +1,64 @@
+"""What is done about desired and live objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragcache_operator.actions import Apply, Remove, Taken, plan_actions
+
+UID = "u-1"
+
+
+def child(
+    name: str, kind: str = "Service", owner: str | None = UID, **fields: Any
+) -> dict[str, Any]:
+    references = [{"uid": owner, "kind": "RagCache"}] if owner else []
+    meta = {"name": name, "namespace": "ns", "ownerReferences": references}
+    return {"apiVersion": "v1", "kind": kind, "metadata": meta, **fields}
+
+
+def plan(desired: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[Any]:
+    by_name = {(obj["kind"], obj["metadata"]["name"]): obj for obj in live}
+    found = lambda obj: by_name.get((obj["kind"], obj["metadata"]["name"]))  # noqa: E731
+    return plan_actions(desired, found, live, UID)
+
+
+def test_nothing_is_done_about_what_is_as_it_should_be() -> None:
+    both = [child("a", spec={"x": 1}), child("b")]
+    assert plan(both, [{**obj, "status": {"seen": True}} for obj in both]) == []
+
+
+def test_what_is_missing_is_applied() -> None:
+    assert plan([child("a")], []) == [Apply(child("a"), "")]
+
+
+def test_what_was_changed_by_others_is_applied_and_says_which_field() -> None:
+    [action] = plan([child("a", spec={"x": 1})], [child("a", spec={"x": 2})])
+    assert action == Apply(child("a", spec={"x": 1}), "spec.x")
+
+
+def test_what_is_asked_for_no_more_is_removed() -> None:
+    assert plan([], [child("a")]) == [Remove(child("a"))]
+
+
+def test_what_is_being_deleted_is_not_deleted_again() -> None:
+    gone = child("a")
+    gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert plan([], [gone]) == []
+
+
+def test_an_object_of_somebody_else_is_neither_changed_nor_removed() -> None:
+    theirs = child("a", owner="u-2", spec={"x": 2})
+    assert plan([child("a", spec={"x": 1})], [theirs]) == [Taken(child("a", spec={"x": 1}))]
+    assert plan([], [theirs]) == []
+    assert plan([], [child("b", owner=None)]) == []
+
+
+def test_pods_claims_and_jobs_are_never_removed_as_children() -> None:
+    live = [child(kind, kind) for kind in ("Pod", "PersistentVolumeClaim", "Job")]
+    assert plan([], live) == []
+
+
+def test_an_object_of_another_kind_is_another_object() -> None:
+    actions = plan([child("a", "Ingress")], [child("a", "Service")])
+    assert actions == [Apply(child("a", "Ingress"), ""), Remove(child("a", "Service"))]

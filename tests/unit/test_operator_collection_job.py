@@ -1,0 +1,300 @@
+"""The Jobs of a RagCollection, and what they are read to say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_operator.collections.job import (
+    COLLECTION_LABEL,
+    OUTCOME,
+    format_time,
+    is_removal,
+    parse_time,
+    read_job,
+    removal_job,
+    sync_job,
+)
+from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_words
+from ragcache_operator.collections.revision import Revision, revision_of
+from ragcache_operator.kube.resources import Object
+from ragcache_operator.manifest import parse_collection, parse_manifest
+from ragcache_operator.spec import RagCache, RagCollection
+
+EVERY_KIND: list[Object] = [
+    {"configMap": {"name": "faq"}},
+    {"volume": {"claimName": "manuals", "path": "published"}},
+    {
+        "http": {
+            "url": "https://example.com/a.zip",
+            "bearerSecret": {"name": "web", "key": "bearer"},
+        }
+    },
+    {"git": {"url": "https://example.com/r.git", "ref": "v1", "bearerSecret": {"name": "git"}}},
+]
+
+
+def collection(*sources: Object, **spec: Any) -> RagCollection:
+    return parse_collection(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCollection",
+            "metadata": {"name": "faq", "namespace": "team"},
+            "spec": {
+                "cacheRef": {"name": "docs"},
+                "sources": list(sources) or EVERY_KIND,
+                **spec,
+            },
+        }
+    )
+
+
+def cache(**spec: Any) -> RagCache:
+    return parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "docs", "namespace": "team"},
+            "spec": spec,
+        }
+    )
+
+
+def job(
+    given: RagCollection | None = None,
+    *,
+    attempt: int = 0,
+    after: str = "",
+    claims: tuple[str, ...] = ("manuals",),
+    **cache_spec: Any,
+) -> Object:
+    return sync_job(
+        given or collection(),
+        "uid-1",
+        cache(**cache_spec),
+        Revision("aaaa", "bbbb"),
+        attempt,
+        after,
+        claims,
+        "example.com/tools:1",
+        "http://docs-gateway.team.svc:8080",
+    )
+
+
+def removal() -> Object:
+    return removal_job(collection(), "uid-1", cache(), "example.com/tools:1", "http://gateway")
+
+
+def container(made: Object) -> Object:
+    found: Object = made["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+@pytest.mark.parametrize("version", ["1.25", "1.37"])
+@pytest.mark.parametrize("made", [job(), removal()])
+def test_jobs_are_what_kubernetes_takes(made: Object, version: str) -> None:
+    kubernetes_validate.validate(made, version, strict=True)
+
+
+@pytest.mark.parametrize("made", [job(), removal()])
+def test_pods_are_restricted_and_without_rights(made: Object) -> None:
+    pod = made["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    security = container(made)["securityContext"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert all("hostPath" not in volume for volume in pod["volumes"])
+
+
+def test_the_command_gets_the_object_it_is_for() -> None:
+    given = collection()
+    arguments = container(job(given))["args"]
+    manifest = json.loads(arguments[arguments.index("--object") + 1])
+    assert parse_collection(manifest) == given
+
+
+def test_sources_are_mounted_to_be_read_and_their_absence_stops_no_pod() -> None:
+    made = job()
+    volumes = {v["name"]: v for v in made["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["source-0"]["configMap"] == {"name": "faq", "optional": True}
+    claim = {"claimName": "manuals", "readOnly": True}
+    assert volumes["source-1"]["persistentVolumeClaim"] == claim
+    mounts = {m["name"]: m for m in container(made)["volumeMounts"]}
+    assert mounts["source-0"]["mountPath"] == "/sources/source-0"
+    assert mounts["source-0"]["readOnly"] is True
+    assert mounts["source-1"]["readOnly"] is True
+    without = job(claims=())
+    assert [v["name"] for v in without["spec"]["template"]["spec"]["volumes"]] == [
+        "scratch",
+        "source-0",
+    ]
+
+
+def test_tokens_are_references_and_never_values() -> None:
+    variables = {v["name"]: v for v in container(job())["env"]}
+    assert variables["RAGCACHE_SOURCE_2_TOKEN"]["valueFrom"]["secretKeyRef"] == {
+        "name": "web",
+        "key": "bearer",
+        "optional": True,
+    }
+    reference = variables["RAGCACHE_SOURCE_3_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert reference == {"name": "git", "key": "token", "optional": True}
+
+
+def test_pods_are_placed_and_pulled_as_the_cache_says() -> None:
+    scheduling = {"nodeSelector": {"pool": "rag"}, "imagePullSecrets": [{"name": "registry"}]}
+    pod = job(scheduling=scheduling)["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"pool": "rag"}
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_every_sync_has_a_name_of_its_own_and_asking_twice_gives_one() -> None:
+    made = [job(), job(attempt=1), job(after="2026-01-01T00:00:00Z")]
+    names = {one["metadata"]["name"] for one in made}
+    assert len(names) == 3
+    assert job() == made[0]
+    longest = collection(EVERY_KIND[0]).model_copy(
+        update={"metadata": collection().metadata.model_copy(update={"name": "x" * 40})}
+    )
+    assert len(job(longest)["metadata"]["name"]) <= 63
+
+
+def test_a_job_goes_with_its_collection_and_the_last_one_with_nobody() -> None:
+    [owner] = job()["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("RagCollection", "faq", "uid-1")
+    assert "ownerReferences" not in removal()["metadata"]
+    assert is_removal(removal())
+    assert not is_removal(job())
+
+
+def test_jobs_and_pods_are_found_by_their_labels() -> None:
+    for made in (job(), removal()):
+        for labels in (made["metadata"]["labels"], made["spec"]["template"]["metadata"]["labels"]):
+            assert labels[COLLECTION_LABEL] == "faq"
+            assert labels["app.kubernetes.io/instance"] == "docs"
+            assert labels["app.kubernetes.io/component"] == "sync"
+
+
+def test_a_job_that_is_read_back_says_what_it_was_made_for() -> None:
+    live = job(attempt=3)
+    live["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    read = read_job(live)
+    assert (read.revision, read.attempt) == (Revision("aaaa", "bbbb"), 3)
+    assert read.may_run
+    assert read.outcome is None
+    said = Outcome("partly", "a: b", documents=3, failures=("a: b",), failure_count=1)
+    live["metadata"]["annotations"][OUTCOME] = said.to_json()
+    live["status"] = {
+        "conditions": [
+            {"type": "Failed", "status": "True", "lastTransitionTime": "2026-01-01T00:01:00Z"}
+        ]
+    }
+    read = read_job(live)
+    assert (read.outcome, read.finished_at) == (said, parse_time("2026-01-01T00:01:00Z"))
+    assert not read.may_run
+    live["metadata"]["annotations"][OUTCOME] = "{}"
+    assert read_job(live).outcome == Outcome("lost", "its record cannot be read")
+
+
+@given(at=st.integers(0, 2**32))
+def test_times_are_written_as_they_are_read(at: int) -> None:
+    assert parse_time(format_time(at)) == at
+
+
+def pod(exit_code: int, message: str, reason: str = "Error") -> Object:
+    ended = {"exitCode": exit_code, "message": message, "reason": reason}
+    return {
+        "metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {"containerStatuses": [{"state": {"terminated": ended}}]},
+    }
+
+
+def result(**fields: Any) -> str:
+    whole = {"documents": 2, "chunks": 4, "written": 1, "unchanged": 1, "deleted": 0}
+    rest = {"finished": True, "revision": "1234", "failures": [], "failureCount": 0}
+    return json.dumps({**whole, **rest, **fields})
+
+
+FAILURE = {"source": "configMap faq", "document": "a.md", "problem": "is empty"}
+
+
+def test_the_outcome_is_what_the_command_said() -> None:
+    well = outcome_of({}, [pod(0, result())])
+    assert (well.verdict, well.documents, well.chunks, well.revision) == ("well", 2, 4, "1234")
+    partly = outcome_of({}, [pod(1, result(failures=[FAILURE], failureCount=7))])
+    assert (partly.verdict, partly.failure_count) == ("partly", 7)
+    assert partly.failures == ("configMap faq: a.md: is empty",)
+    lost = {**FAILURE, "source": "", "document": ""}
+    unfinished = result(finished=False, failures=[lost], failureCount=1)
+    assert outcome_of({}, [pod(1, unfinished)]).verdict == "lost"
+    mistake = outcome_of({}, [pod(2, unfinished)])
+    assert (mistake.verdict, mistake.message) == ("mistake", "is empty")
+
+
+def test_a_command_that_died_leaves_its_last_line() -> None:
+    # Without a result of its own the message is the end of the log.
+    died = outcome_of({}, [pod(137, '{"done": 1, "total": 2}\nKilled', "OOMKilled")])
+    assert (died.verdict, died.message) == ("lost", "OOMKilled: Killed")
+    assert outcome_of({}, [pod(1, "")]).message == "Error: it ended with status 1"
+
+
+def test_a_job_without_a_pod_says_why_itself() -> None:
+    failed = {"type": "Failed", "status": "True", "message": "it was active longer than 14400 s"}
+    outcome = outcome_of({"status": {"conditions": [failed]}}, [])
+    assert (outcome.verdict, outcome.message) == ("lost", "it was active longer than 14400 s")
+    assert outcome_of({}, []).message == "its pod is gone"
+
+
+@given(message=st.one_of(st.text(), st.recursive(st.none(), st.lists).map(json.dumps)))
+def test_no_message_confuses_the_operator(message: str) -> None:
+    assert outcome_of({}, [pod(1, message)]).verdict == "lost"
+
+
+def test_what_a_pod_waits_for_is_told() -> None:
+    assert waiting_words([]) == ""
+    assert waiting_words([pod(0, "")]) == ""
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    unscheduled = {
+        "metadata": {"creationTimestamp": "2026-01-02T00:00:00Z"},
+        "status": {"conditions": [{**scheduled, "message": "0/1 nodes are available"}]},
+    }
+    assert waiting_words([pod(0, ""), unscheduled]) == "Unschedulable: 0/1 nodes are available"
+
+
+def revision(given: RagCollection, maps: dict[str, Object | None], uid: str = "u") -> Revision:
+    return revision_of(given, uid, maps)
+
+
+def test_a_revision_moves_with_what_a_sync_would_bring_and_with_nothing_else() -> None:
+    faq: Object = {"metadata": {"resourceVersion": "1"}, "data": {"a.md": "A"}}
+    given = collection()
+    first = revision(given, {"faq": faq})
+    assert Revision.parse(str(first)) == first
+    assert revision(given, {"faq": {**faq, "metadata": {"resourceVersion": "2"}}}) == first
+    assert revision(collection(sync={"interval": "1h"}), {"faq": faq}) == first
+    contents = revision(given, {"faq": {**faq, "data": {"a.md": "B"}}})
+    assert (contents.spec, contents.contents != first.contents) == (first.spec, True)
+    for changed in (
+        revision(collection(prune=False), {"faq": faq}),
+        revision(collection(EVERY_KIND[0]), {"faq": faq}),
+        revision(given, {"faq": faq}, uid="another RagCache"),
+    ):
+        assert changed.spec != first.spec
+    assert revision(given, {"faq": None}).contents != first.contents
+
+
+def test_the_example_is_what_it_says_it_is() -> None:
+    documents = list(yaml.safe_load_all(Path("examples/collection.yaml").read_text()))
+    given = parse_collection(documents[1])
+    assert given.spec.sources[0].config_map is not None
+    assert given.spec.sources[0].config_map.name == documents[0]["metadata"]["name"]

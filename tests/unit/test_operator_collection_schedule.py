@@ -1,0 +1,241 @@
+"""When a RagCollection is synced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_operator.collections.job import SyncJob
+from ragcache_operator.collections.outcome import Outcome, Verdict
+from ragcache_operator.collections.revision import Revision
+from ragcache_operator.collections.schedule import (
+    LOOK_S,
+    RETRY_S,
+    LastSync,
+    Record,
+    Situation,
+    Sleep,
+    Start,
+    Step,
+    Stop,
+    Wait,
+    Watch,
+    due_at,
+    next_step,
+    superseded,
+)
+
+REVISION = Revision("aaaa", "bbbb")
+NOW = 1_000_000.0
+INTERVAL_S = 300.0
+
+
+def situation(**changes: object) -> Situation:
+    here = Situation(
+        interval_s=INTERVAL_S,
+        revision=REVISION,
+        last=None,
+        jobs=(),
+        blocked=None,
+        watched=False,
+        now=NOW,
+    )
+    return replace(here, **changes)  # type: ignore[arg-type]
+
+
+def last(
+    verdict: Verdict, ago_s: float, attempt: int = 0, revision: Revision = REVISION
+) -> LastSync:
+    return LastSync(revision, NOW - ago_s, Outcome(verdict), attempt)
+
+
+def test_the_first_sync_starts_at_once() -> None:
+    assert next_step(situation()) == Start(REVISION, 0, None)
+
+
+def test_a_sync_that_went_well_is_followed_after_the_interval() -> None:
+    assert next_step(situation(last=last("well", 100))) == Sleep(200)
+    assert isinstance(next_step(situation(last=last("well", 300))), Start)
+
+
+def test_config_maps_are_looked_at_between_syncs() -> None:
+    assert next_step(situation(last=last("well", 100), watched=True)) == Sleep(LOOK_S)
+
+
+def test_a_changed_config_map_is_synced_at_once() -> None:
+    changed = Revision("aaaa", "cccc")
+    step = next_step(situation(last=last("well", 1), revision=changed))
+    assert step == Start(changed, 0, NOW - 1)
+
+
+def test_a_mistake_waits_for_the_interval() -> None:
+    for verdict in ("mistake", "partly"):
+        assert next_step(situation(last=last(verdict, 100))) == Sleep(200)
+
+
+def test_a_lost_sync_is_tried_again_ever_more_patiently_up_to_the_interval() -> None:
+    waits = [due_at(situation(last=last("lost", 0, n))) - NOW for n in range(30)]
+    assert waits[:5] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S, INTERVAL_S]
+    assert set(waits[4:]) == {INTERVAL_S}
+    assert next_step(situation(last=last("lost", 60, 1))) == Start(REVISION, 2, NOW - 60)
+
+
+def test_a_short_interval_bounds_the_retry_too() -> None:
+    assert due_at(situation(last=last("lost", 0), interval_s=10.0)) == NOW + 10
+
+
+def test_what_blocks_a_sync_is_said_only_when_one_is_due() -> None:
+    blocked = ("CacheNotReady", "the gateway starts")
+    step = next_step(situation(blocked=blocked))
+    assert isinstance(step, Wait)
+    assert (step.reason, step.message) == blocked
+    assert isinstance(next_step(situation(blocked=blocked, last=last("well", 1))), Sleep)
+
+
+def test_a_running_job_is_watched() -> None:
+    job = SyncJob("a", REVISION)
+    assert next_step(situation(jobs=[job])) == Watch(job)
+
+
+def test_a_job_for_an_older_spec_is_stopped_once_and_waited_for() -> None:
+    job = SyncJob("a", Revision("old", "bbbb"))
+    assert next_step(situation(jobs=[job])) == Stop(job)
+    ending = replace(job, ending=True)
+    assert next_step(situation(jobs=[ending])) == Watch(ending)
+    finished = replace(ending, finished_at=NOW)
+    assert next_step(situation(jobs=[finished])) == Watch(finished)
+
+
+def test_a_job_for_older_config_maps_may_end() -> None:
+    job = SyncJob("a", Revision("aaaa", "old"))
+    assert next_step(situation(jobs=[job])) == Watch(job)
+
+
+def test_a_finished_job_is_read_before_anything_else() -> None:
+    job = SyncJob("a", REVISION, finished_at=NOW - 1)
+    assert next_step(situation(jobs=[job])) == Record(job)
+
+
+def test_all_finished_jobs_but_the_last_are_superseded() -> None:
+    jobs = [SyncJob(str(n), REVISION, finished_at=NOW - n) for n in (3, 1, 2)]
+    running = SyncJob("running", REVISION)
+    assert [job.name for job in superseded([*jobs, running])] == ["3", "2"]
+
+
+@dataclass
+class World:
+    """A cluster as far as one collection sees it; its operator acts on every step it is given."""
+
+    now: float = NOW
+    revision: Revision = REVISION
+    interval_s: float = INTERVAL_S
+    blocked: tuple[str, str] | None = None
+    jobs: list[SyncJob] = field(default_factory=list)
+    last: LastSync | None = None
+    steps: int = 0
+    made: int = 0
+
+    def pass_over(self) -> Step:
+        here = Situation(
+            self.interval_s, self.revision, self.last, self.jobs, self.blocked, True, self.now
+        )
+        step = next_step(here)
+        self.steps += 1
+        match step:
+            case Start(revision, attempt, _):
+                self.made += 1
+                self.jobs.append(
+                    SyncJob(f"job-{self.made}", revision, attempt, created_at=self.now)
+                )
+            case Stop(job):
+                self._replace(job, ending=True)
+            case Record(job):
+                outcome = self._outcomes[job.name]
+                self._replace(job, outcome=outcome)
+                assert job.finished_at is not None
+                self.last = LastSync(job.revision, job.finished_at, outcome, job.attempt)
+                for old in superseded(self.jobs):
+                    self.jobs.remove(old)
+        assert sum(job.may_run for job in self.jobs) <= 1
+        return step
+
+    def end_jobs(self, verdict: Verdict) -> None:
+        for job in list(self.jobs):
+            if job.ending:
+                self.jobs.remove(job)
+            elif job.finished_at is None:
+                self._replace(job, finished_at=self.now)
+                self._outcomes[job.name] = Outcome(verdict)
+
+    _outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def _replace(self, job: SyncJob, **changes: object) -> None:
+        self.jobs[self.jobs.index(job)] = replace(job, **changes)  # type: ignore[arg-type]
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("pass"), st.none()),
+        st.tuples(st.just("time"), st.floats(0, 1000)),
+        st.tuples(st.just("spec"), st.sampled_from("xyz")),
+        st.tuples(st.just("contents"), st.sampled_from("xyz")),
+        st.tuples(st.just("end"), st.sampled_from(["well", "partly", "mistake", "lost"])),
+        st.tuples(st.just("blocked"), st.booleans()),
+        st.tuples(st.just("forget jobs"), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(events=events)
+def test_whatever_happens_it_settles_on_the_newest_sources(
+    events: list[tuple[str, object]],
+) -> None:
+    world = World()
+    for kind, value in events:
+        match kind:
+            case "pass":
+                world.pass_over()
+            case "time":
+                world.now += float(value)  # type: ignore[arg-type]
+            case "spec":
+                world.revision = Revision(str(value), world.revision.contents)
+            case "contents":
+                world.revision = Revision(world.revision.spec, str(value))
+            case "end":
+                world.end_jobs(value)  # type: ignore[arg-type]
+            case "blocked":
+                world.blocked = ("CacheNotReady", "") if value else None
+            case "forget jobs":
+                world.jobs = [job for job in world.jobs if job.may_run]
+    world.blocked = None
+    for _ in range(12):
+        step = world.pass_over()
+        if isinstance(step, Sleep):
+            break
+        world.now += 1
+        world.end_jobs("well")
+    else:
+        raise AssertionError("never at rest")
+    # At rest after a good sync, or in the wait after one that was not.
+    assert world.last is not None
+    assert world.last.revision == world.revision
+
+
+@given(verdict=st.sampled_from(["well", "partly", "mistake", "lost"]))
+def test_an_hour_of_any_outcome_takes_few_passes_and_jobs(verdict: Verdict) -> None:
+    world = World()
+    end = world.now + 3600
+    while world.now < end:
+        step = world.pass_over()
+        match step:
+            case Sleep(again_s) | Wait(_, _, again_s):
+                assert again_s > 0
+                world.now += again_s
+            case Start() | Watch():
+                world.now += 2
+                world.end_jobs(verdict)
+    assert world.made <= 3600 / INTERVAL_S + 5
+    assert world.steps <= 3600 / LOOK_S + 5 * world.made

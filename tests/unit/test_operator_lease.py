@@ -1,0 +1,431 @@
+"""Leader election: never two at once, and never nobody for long, whatever the network does."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from random import Random
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_operator.kube.api import Api, ApiError, Conflict
+from ragcache_operator.kube.lease import LeaseLost, Sighting, Timing, held_by, lead, may_take, sight
+from ragcache_operator.kube.resources import Object, Resource
+
+NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
+TIMING = Timing()
+
+
+def lease(holder: str, version: str = "1", duration_s: int = 15) -> Object:
+    return {
+        "metadata": {"name": "lease", "namespace": "ns", "resourceVersion": version},
+        "spec": {"holderIdentity": holder, "leaseDurationSeconds": duration_s},
+    }
+
+
+def test_a_lease_that_does_not_exist_may_be_taken() -> None:
+    assert may_take(sight(None, None, 0.0), "a", 0.0)
+
+
+def test_a_lease_given_up_may_be_taken_at_once() -> None:
+    held = sight(None, lease("b"), 0.0)
+    assert may_take(sight(held, lease("", "2"), 1.0), "a", 1.0)
+
+
+def test_a_holder_keeps_its_own() -> None:
+    assert may_take(sight(None, lease("a"), 0.0), "a", 0.0)
+
+
+def test_a_holder_never_seen_before_gets_its_whole_duration() -> None:
+    # Whatever renewTime says: it is another machine's clock.
+    seen = sight(None, lease("b"), 100.0)
+    assert not may_take(seen, "a", 114.9)
+    assert may_take(seen, "a", 115.0)
+
+
+def test_every_renewal_starts_the_wait_anew() -> None:
+    seen = sight(sight(None, lease("b", "1"), 0.0), lease("b", "2"), 14.0)
+    assert not may_take(seen, "a", 28.9)
+    assert may_take(seen, "a", 29.0)
+
+
+def test_looking_again_does_not_start_the_wait_anew() -> None:
+    seen = sight(sight(None, lease("b"), 0.0), lease("b"), 14.0)
+    assert may_take(seen, "a", 15.0)
+
+
+def test_the_holder_says_how_long_it_may_be_silent() -> None:
+    seen = sight(None, lease("b", duration_s=60), 0.0)
+    assert not may_take(seen, "a", 59.0)
+
+
+def test_deleting_the_lease_does_not_make_two_holders() -> None:
+    seen = sight(sight(None, lease("b"), 0.0), None, 1.0)
+    assert not may_take(seen, "a", 15.9)
+    assert may_take(sight(seen, None, 10.0), "a", 16.0)
+    assert may_take(seen, "b", 1.0)
+
+
+def test_a_lease_that_says_nothing_may_be_taken() -> None:
+    assert may_take(sight(None, {"metadata": {"resourceVersion": "1"}}, 0.0), "a", 0.0)
+
+
+def test_a_takeover_is_counted_and_a_renewal_is_not() -> None:
+    first = held_by("a", None, TIMING, NOON)
+    assert first["leaseTransitions"] == 0
+    assert first["acquireTime"] == first["renewTime"] == "2030-01-01T12:00:00.000000Z"
+    renewed = held_by("a", {"spec": first}, TIMING, NOON.replace(hour=13))
+    assert renewed["leaseTransitions"] == 0
+    assert (renewed["acquireTime"], renewed["renewTime"]) == (
+        "2030-01-01T12:00:00.000000Z",
+        "2030-01-01T13:00:00.000000Z",
+    )
+    assert held_by("b", {"spec": renewed}, TIMING, NOON)["leaseTransitions"] == 1
+
+
+@given(
+    durations=st.integers(1, 60),
+    looks=st.lists(st.floats(0, 100), min_size=1, max_size=20).map(sorted),
+)
+def test_nobody_takes_what_changed_less_than_its_duration_ago(
+    durations: int, looks: list[float]
+) -> None:
+    seen: Sighting | None = None
+    for version, now_s in enumerate(looks):
+        seen = sight(seen, lease("b", str(version), durations), now_s)
+        assert not may_take(seen, "a", now_s + durations - 0.01)
+
+
+# The coroutine itself, on a clock that jumps from event to event.
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Waits for nothing: the time it should wait has passed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "every task waits for another"
+        self.now_s += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _SimulatedLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+def simulate(story: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=_SimulatedLoop) as runner:
+        runner.run(story)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass
+class LeaseStore:
+    """What the API server guarantees of one object: a write names the version it replaces."""
+
+    lease: Object | None = None
+    version: int = 0
+    written: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def get(self) -> Object | None:
+        return None if self.lease is None else _copy(self.lease)
+
+    def create(self, obj: Object) -> Object:
+        if self.lease is not None:
+            raise Conflict(409, "AlreadyExists", "exists")
+        return self._put(obj)
+
+    def replace(self, obj: Object) -> Object:
+        if self.lease is None:
+            raise ApiError(404, "NotFound", "gone")
+        if obj["metadata"]["resourceVersion"] != str(self.version):
+            raise Conflict(409, "Conflict", "moved on")
+        return self._put(obj)
+
+    def _put(self, obj: Object) -> Object:
+        self.version += 1
+        self.written.set()
+        meta = {**obj["metadata"], "resourceVersion": str(self.version)}
+        self.lease = _copy({**obj, "metadata": meta})
+        return _copy(self.lease)
+
+
+def _copy(obj: Object) -> Object:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in obj.items()}
+
+
+@dataclass
+class Link:
+    """One contender's way to the store: slow, lossy in both directions, cut at times."""
+
+    store: LeaseStore
+    random: Random
+    slowest_s: float = 0.0
+    lossy: float = 0.0
+    cut: bool = False
+    reply_s: float = 0.0
+
+    async def get(self, _: Resource, name: str, namespace: str) -> Object | None:
+        return cast(Object | None, await self._over(self.store.get))
+
+    async def create(self, _: Resource, obj: Object) -> Object:
+        return cast(Object, await self._over(lambda: self.store.create(_copy(obj))))
+
+    async def replace(self, _: Resource, obj: Object) -> Object:
+        sent = _copy(obj)
+        return cast(Object, await self._over(lambda: self.store.replace(sent)))
+
+    async def _over(self, act: Callable[[], Any]) -> Any:
+        await self._half()
+        done = act()
+        await asyncio.sleep(self.reply_s)
+        await self._half()
+        return done
+
+    async def _half(self) -> None:
+        await asyncio.sleep(self.random.uniform(0, self.slowest_s / 2))
+        if self.cut:
+            await asyncio.sleep(30)
+            raise ApiError(0, "NoAnswer", "cut")
+        if self.random.random() < self.lossy:
+            raise ApiError(0, "NoAnswer", "lost")
+
+
+@dataclass
+class Watchman:
+    """Sees who is at work when."""
+
+    at_work: set[str] = field(default_factory=set)
+    shifts: list[tuple[float, str]] = field(default_factory=list)
+
+    def work(self, who: str, ending_s: float = 0.0) -> Callable[[], Awaitable[None]]:
+        async def run() -> None:
+            assert not self.at_work, f"{who} beside {self.at_work} at {now()}"
+            self.at_work.add(who)
+            self.shifts.append((now(), who))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(ending_s)
+                self.at_work.remove(who)
+
+        return run
+
+
+async def contend(
+    link: Link, who: str, run: Callable[[], Awaitable[None]], timing: Timing = TIMING
+) -> None:
+    await lead(cast(Api, link), "ns", "lease", who, run, timing=timing, jitter=link.random.random)
+
+
+async def again_and_again(link: Link, pod: str, watchman: Watchman) -> None:
+    """A pod: what loses the Lease exits and is started again, as somebody else."""
+    while True:
+        who = f"{pod}.{link.random.random()}"
+        run = watchman.work(who, ending_s=link.random.uniform(0, TIMING.ending_s * 0.9))
+        try:
+            await contend(link, who, run)
+        except LeaseLost:
+            await asyncio.sleep(1)
+
+
+def test_the_second_takes_over_at_once_when_the_first_stops_cleanly() -> None:
+    async def story() -> None:
+        store, watchman = LeaseStore(), Watchman()
+        first = asyncio.create_task(
+            contend(Link(store, Random(1)), "a", watchman.work("a", ending_s=8.0))
+        )
+        await asyncio.sleep(1)
+        second = asyncio.create_task(contend(Link(store, Random(2)), "b", watchman.work("b")))
+        await asyncio.sleep(60)
+        assert watchman.at_work == {"a"}
+        first.cancel()
+        # As long as the first takes to end, and one look of the second.
+        await asyncio.sleep(8.0 + 2.4)
+        assert watchman.at_work == {"b"}
+        second.cancel()
+        await asyncio.wait((first, second))
+        assert store.lease is not None
+        assert store.lease["spec"]["holderIdentity"] == ""
+
+    simulate(story())
+
+
+def test_a_holder_cut_off_stops_before_another_starts() -> None:
+    async def story() -> None:
+        store, watchman = LeaseStore(), Watchman()
+        links = [Link(store, Random(seed)) for seed in range(3)]
+        tasks = [
+            asyncio.create_task(contend(link, f"{n}", watchman.work(f"{n}", ending_s=2.0)))
+            for n, link in enumerate(links)
+        ]
+        await asyncio.sleep(30)
+        (holder,) = watchman.at_work
+        links[int(holder)].cut = True
+        # It stops after the deadline and its own ending, the next starts after the duration.
+        await asyncio.sleep(10 + 2)
+        assert watchman.at_work == set()
+        with pytest.raises(LeaseLost, match="could not be renewed for 10 s"):
+            await tasks[int(holder)]
+        await asyncio.sleep(15 + 2.4 - 12 + 2.4)
+        assert len(watchman.at_work) == 1
+        assert watchman.at_work != {holder}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    simulate(story())
+
+
+def test_a_slow_answer_does_not_count_as_a_late_renewal() -> None:
+    async def story() -> None:
+        store, watchman = LeaseStore(), Watchman()
+        slow = Link(store, Random(1), reply_s=4.0)
+        first = asyncio.create_task(contend(slow, "a", watchman.work("a", ending_s=4.0)))
+        await asyncio.sleep(10)
+        eager = Timing(retry_s=0.1)
+        second = asyncio.create_task(
+            contend(Link(store, Random(2)), "b", watchman.work("b"), timing=eager)
+        )
+        assert watchman.at_work == {"a"}
+        store.written.clear()
+        await store.written.wait()
+        # The server has renewed just now, and others count from here; so must the holder.
+        await asyncio.sleep(slow.reply_s)
+        slow.cut = True
+        await asyncio.sleep(30)
+        assert [who for _, who in watchman.shifts] == ["a", "b"]
+        second.cancel()
+        await asyncio.wait((first, second))
+        assert second.cancelled()
+        assert isinstance(first.exception(), LeaseLost)
+
+    simulate(story())
+
+
+def test_a_work_that_ignores_its_end_does_not_hold_up_the_bad_news() -> None:
+    async def story() -> None:
+        link = Link(LeaseStore(), Random(1))
+        stubborn = asyncio.Event()
+
+        async def run() -> None:
+            while not stubborn.is_set():
+                try:
+                    await stubborn.wait()
+                except asyncio.CancelledError:
+                    continue
+
+        leading = asyncio.create_task(contend(link, "a", run))
+        await asyncio.sleep(1)
+        link.cut = True
+        began_s = now()
+        with pytest.raises(LeaseLost):
+            await leading
+        assert now() - began_s <= TIMING.duration_s
+        stubborn.set()
+        await asyncio.sleep(0)
+
+    simulate(story())
+
+
+def test_the_works_own_end_and_failure_are_passed_on() -> None:
+    async def story() -> None:
+        store = LeaseStore()
+
+        async def done() -> None:
+            await asyncio.sleep(1)
+
+        async def failing() -> None:
+            raise RuntimeError("broken")
+
+        await contend(Link(store, Random(1)), "a", done)
+        with pytest.raises(RuntimeError, match="broken"):
+            await contend(Link(store, Random(1)), "b", failing)
+        assert store.lease is not None
+        assert store.lease["spec"]["holderIdentity"] == ""
+
+    simulate(story())
+
+
+def test_a_deleted_lease_changes_nothing_for_its_holder() -> None:
+    async def story() -> None:
+        store, watchman = LeaseStore(), Watchman()
+        tasks = [
+            asyncio.create_task(contend(Link(store, Random(n)), who, watchman.work(who)))
+            for n, who in enumerate("abc")
+        ]
+        await asyncio.sleep(30)
+        before = set(watchman.at_work)
+        store.lease = None
+        await asyncio.sleep(60)
+        assert watchman.at_work == before
+        assert len(watchman.shifts) == 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    simulate(story())
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    contenders=st.integers(2, 4),
+    slowest_s=st.sampled_from([0.0, 0.5, 3.0, 12.0]),
+    lossy=st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_never_two_at_once_and_never_nobody_once_the_network_heals(
+    seed: int, contenders: int, slowest_s: float, lossy: float
+) -> None:
+    async def story() -> None:
+        random, store, watchman = Random(seed), LeaseStore(), Watchman()
+        links = [
+            Link(store, Random(random.random()), slowest_s=slowest_s, lossy=lossy)
+            for _ in range(contenders)
+        ]
+
+        def start(n: int) -> asyncio.Task[None]:
+            return asyncio.create_task(again_and_again(links[n], f"{n}", watchman))
+
+        tasks = [start(n) for n in range(contenders)]
+        for _ in range(30):
+            await asyncio.sleep(random.uniform(0, 30))
+            n = random.randrange(contenders)
+            match random.choice(["cut", "mend", "stop"]):
+                case "cut":
+                    links[n].cut = True
+                case "mend":
+                    links[n].cut = False
+                case "stop":
+                    tasks[n].cancel()
+                    await asyncio.wait((tasks[n],))
+                    assert tasks[n].cancelled(), tasks[n].exception()
+                    tasks[n] = start(n)
+        for link in links:
+            link.cut, link.lossy, link.slowest_s = False, 0.0, 0.1
+        # A call that hangs in a cut, a lease that runs out twice, and looks.
+        await asyncio.sleep(30 + 2 * (15 + 5))
+        assert len(watchman.at_work) == 1
+        for task in tasks:
+            assert not task.done(), task.exception()
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    simulate(story())

@@ -1,0 +1,275 @@
+"""Conditions, phase, progress and Events from what is observed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_operator.status.component import (
+    DEGRADED,
+    NOT_CREATED,
+    READY,
+    ROLLING_OUT,
+    ComponentState,
+    WorkloadState,
+    component_state,
+    workload_state,
+)
+from ragcache_operator.status.conditions import (
+    CONDITION_OF,
+    NOT_ASKED,
+    SelfTest,
+    find,
+    holding_test,
+    is_test_due,
+    make_conditions,
+    phase_of,
+    progress_of,
+    refused_conditions,
+    self_test_of,
+    transitions,
+)
+
+NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+PASSED = SelfTest(True, "Answered", "answered", 1)
+
+
+def component(name: str, reason: str = READY, *, wanted: int = 1, ready: int = 1) -> ComponentState:
+    settled = reason != ROLLING_OUT
+    return ComponentState(name, wanted, ready, settled, reason, f"{ready} of {wanted}")
+
+
+def all_ready(**reasons: str) -> list[ComponentState]:
+    return [component(name, reasons.get(name, READY)) for name in CONDITION_OF]
+
+
+def pod(
+    name: str = "p", *, ready: bool = False, scheduled: bool = True, **container: Any
+) -> dict[str, Any]:
+    conditions = [
+        {"type": "Ready", "status": str(ready)},
+        {"type": "PodScheduled", "status": str(scheduled), "message": "0/1 nodes: too little cpu"},
+    ]
+    status = {"conditions": conditions, "containerStatuses": [container] if container else []}
+    return {"metadata": {"name": name}, "status": status}
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"state": {"waiting": {"reason": reason, "message": message}}}
+
+
+STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
+
+
+@pytest.mark.parametrize(
+    ("found", "reason", "words"),
+    [
+        (pod(scheduled=False), "Unschedulable", "too little cpu"),
+        (pod(**waiting("ImagePullBackOff", "no such image")), "ImagePullFailed", "no such image"),
+        (pod(**waiting("ErrImageNeverPull")), "ImagePullFailed", "ErrImageNeverPull"),
+        (
+            pod(**waiting("CreateContainerConfigError", 'secret "t" not found')),
+            "ConfigError",
+            '"t"',
+        ),
+        (pod(**waiting("ContainerCreating")), "Pulling", "mounting"),
+        (pod(state={"running": {}}), "LoadingModel", "loading the model"),
+        (
+            pod(
+                **waiting("CrashLoopBackOff"),
+                lastState={"terminated": {"exitCode": 2, "message": "a\nRAGCACHE_MODEL: bad"}},
+            ),
+            "CrashLooping",
+            "status 2: RAGCACHE_MODEL: bad",
+        ),
+        (
+            pod(
+                **waiting("CrashLoopBackOff"),
+                lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+            ),
+            "OutOfMemory",
+            "memory",
+        ),
+    ],
+)
+def test_a_pod_that_is_not_ready_says_why(found: Any, reason: str, words: str) -> None:
+    state = component_state("engine", STARTING_ONE, [found], exists=True, progress={})
+    assert state.reason == reason
+    assert words in state.message
+    assert not state.available
+
+
+def test_the_worst_of_several_pods_is_told() -> None:
+    pods = [pod("a", state={"running": {}}), pod("b", **waiting("ErrImagePull", "denied"))]
+    state = component_state("engine", STARTING_ONE, pods, exists=True, progress={})
+    assert (state.reason, state.message) == ("ImagePullFailed", "b: denied")
+
+
+def test_a_pod_that_tells_its_progress_is_quoted() -> None:
+    pods = [pod("r-0", state={"running": {}})]
+    state = component_state(
+        "retriever", STARTING_ONE, pods, exists=True, progress={"r-0": "indexing 12 of 40"}
+    )
+    assert (state.reason, state.message) == ("Indexing", "r-0: indexing 12 of 40")
+
+
+def test_a_pod_that_is_going_away_is_nobodys_trouble() -> None:
+    leaving = pod("old", **waiting("ErrImagePull"))
+    leaving["metadata"]["deletionTimestamp"] = NOW
+    workloads = [WorkloadState("w", wanted=1, ready=1, settled=True)]
+    state = component_state("gateway", workloads, [leaving], exists=True, progress={})
+    assert state.reason == READY
+
+
+def test_pods_that_are_refused_are_told_of() -> None:
+    workloads = [WorkloadState("w", 1, 0, settled=False, problem="exceeded quota")]
+    state = component_state("gateway", workloads, [], exists=True, progress={})
+    assert (state.reason, state.message) == ("PodsRefused", "exceeded quota")
+
+
+@given(wanted=st.integers(1, 9), ready=st.integers(0, 9), settled=st.booleans())
+def test_a_component_is_available_while_a_replica_of_each_workload_is(
+    wanted: int, ready: int, settled: bool
+) -> None:
+    workloads = [WorkloadState("w", wanted, min(ready, wanted), settled)]
+    state = component_state("gateway", workloads, [], exists=True, progress={})
+    assert state.available == (ready > 0)
+    assert (state.reason == READY) == (ready >= wanted and settled)
+
+
+def test_a_component_without_its_workload_is_not_there() -> None:
+    state = component_state("gateway", STARTING_ONE, [], exists=False, progress={})
+    assert state.reason == NOT_CREATED
+
+
+def live(kind: str, generation: int = 1, replicas: int = 1, **status: Any) -> dict[str, Any]:
+    meta = {"name": "w", "generation": generation}
+    return {"kind": kind, "metadata": meta, "spec": {"replicas": replicas}, "status": status}
+
+
+@pytest.mark.parametrize(
+    ("obj", "settled"),
+    [
+        (live("Deployment", observedGeneration=1, replicas_=1), False),
+        (live("Deployment", 2, observedGeneration=1, updatedReplicas=1), False),
+    ],
+)
+def test_a_workload_whose_controller_has_not_caught_up_is_not_settled(
+    obj: dict[str, Any], settled: bool
+) -> None:
+    assert workload_state("w", obj).settled == settled
+
+
+def test_a_rollout_is_settled_when_only_new_replicas_are_left() -> None:
+    obj = live("Deployment", observedGeneration=1, updatedReplicas=1)
+    obj["status"]["replicas"] = 2
+    assert not workload_state("w", obj).settled
+    obj["status"]["replicas"] = 1
+    assert workload_state("w", obj).settled
+
+
+def test_a_stateful_set_is_settled_when_its_revisions_agree() -> None:
+    obj = live("StatefulSet", observedGeneration=1, currentRevision="a", updateRevision="b")
+    obj["status"].update(replicas=1, currentReplicas=1, updatedReplicas=0)
+    assert not workload_state("w", obj).settled
+    obj["status"].update(currentRevision="b")
+    assert workload_state("w", obj).settled
+
+
+def test_ready_needs_every_component_and_an_answer() -> None:
+    def ready(components: list[ComponentState], test: SelfTest) -> str:
+        condition = find(make_conditions(components, test, 1, [], NOW), "Ready")
+        assert condition is not None
+        return str(condition["status"])
+
+    assert ready(all_ready(), PASSED) == "True"
+    assert ready(all_ready(), NOT_ASKED) == "False"
+    assert ready(all_ready(), SelfTest(False, "SelfTestFailed", "HTTP 503", 1)) == "False"
+    for name in CONDITION_OF:
+        assert ready(all_ready(**{name: "CrashLooping"}), PASSED) == "False"
+        assert ready(all_ready(**{name: DEGRADED}), PASSED) == "True"
+        assert ready(all_ready(**{name: ROLLING_OUT}), PASSED) == "True"
+
+
+def test_a_question_is_asked_once_all_runs_as_asked_for_and_again_for_a_new_generation() -> None:
+    assert is_test_due(all_ready(), NOT_ASKED, 1)
+    assert not is_test_due(all_ready(), PASSED, 1)
+    assert is_test_due(all_ready(), PASSED, 2)
+    assert not is_test_due(all_ready(engine=ROLLING_OUT), PASSED, 2)
+    assert not is_test_due(all_ready(engine="LoadingModel"), NOT_ASKED, 1)
+
+
+def test_an_answer_counts_no_more_once_a_component_was_gone() -> None:
+    assert holding_test(all_ready(engine="CrashLooping"), PASSED) == NOT_ASKED
+    assert holding_test(all_ready(engine=ROLLING_OUT), PASSED) == PASSED
+
+
+def test_the_self_test_is_remembered_by_the_status() -> None:
+    for test in (PASSED, SelfTest(False, "SelfTestFailed", "HTTP 503", 3)):
+        assert self_test_of(make_conditions(all_ready(), test, 3, [], NOW)) == test
+    assert self_test_of(make_conditions(all_ready(), NOT_ASKED, 1, [], NOW)) == NOT_ASKED
+    assert self_test_of([]) == NOT_ASKED
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
+    before = make_conditions(all_ready(), PASSED, 1, [], NOW)
+    after = make_conditions(all_ready(engine="CrashLooping"), NOT_ASKED, 1, before, LATER)
+    times = {c["type"]: c["lastTransitionTime"] for c in after}
+    assert times["EnginesReady"] == times["Ready"] == LATER
+    assert times["GatewayReady"] == times["Accepted"] == NOW
+
+
+def test_the_same_observation_gives_the_same_conditions_at_any_time() -> None:
+    before = make_conditions(all_ready(), PASSED, 1, [], NOW)
+    assert make_conditions(all_ready(), self_test_of(before), 1, before, LATER) == before
+
+
+def test_phases() -> None:
+    def phase(components: list[ComponentState], test: SelfTest = PASSED) -> str:
+        return phase_of(make_conditions(components, test, 1, [], NOW), components)
+
+    nothing = [component(name, NOT_CREATED, ready=0) for name in CONDITION_OF]
+    assert phase(nothing, NOT_ASKED) == "Pending"
+    assert phase(all_ready(), NOT_ASKED) == "Progressing"
+    assert phase(all_ready()) == "Ready"
+    assert phase(all_ready(gateway=ROLLING_OUT)) == "Progressing"
+    some = [*all_ready()[:3], component("gateway", DEGRADED, wanted=2)]
+    assert phase(some) == "Degraded"
+
+
+def test_progress_names_what_is_waited_for() -> None:
+    components = all_ready(engine="LoadingModel")
+    assert progress_of(components, NOT_ASKED) == "engine: 1 of 1"
+    assert progress_of(all_ready(), NOT_ASKED).startswith("self-test: ")
+    assert progress_of(all_ready(), PASSED) == ""
+
+
+def test_transitions_are_told_once() -> None:
+    start = make_conditions(all_ready(engine="Pulling"), NOT_ASKED, 1, [], NOW)
+    assert transitions(start, start) == []
+    ready = make_conditions(all_ready(), PASSED, 1, start, NOW)
+    told = {(t.kind, t.reason) for t in transitions(start, ready)}
+    assert told == {("Normal", "AllReplicasReady"), ("Normal", "Answered"), ("Normal", "Answering")}
+
+
+def test_what_somebody_must_look_at_is_a_warning() -> None:
+    ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
+    broken = make_conditions(all_ready(engine="CrashLooping"), NOT_ASKED, 1, ready, NOW)
+    kinds = {t.reason: t.kind for t in transitions(ready, broken)}
+    assert kinds["CrashLooping"] == "Warning"
+    loading = make_conditions(all_ready(engine="LoadingModel"), NOT_ASKED, 1, [], NOW)
+    assert {t.kind for t in transitions([], loading)} == {"Normal"}
+
+
+def test_a_refusal_keeps_what_is_known_of_the_parts() -> None:
+    ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
+    refused = refused_conditions("Invalid", "spec.engines: is empty", 2, ready, LATER)
+    assert {c["type"] for c in refused} == {c["type"] for c in ready}
+    for name in ("Ready", "Accepted"):
+        condition = find(refused, name)
+        assert condition is not None
+        assert (condition["status"], condition["reason"]) == ("False", "Invalid")
+        assert condition["observedGeneration"] == 2
