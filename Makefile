@@ -23,6 +23,7 @@ up: setup ## run examples/quickstart.yaml on this machine until Ctrl-C
 
 test: check ## everything CI runs, fastest first
 	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m tests.cluster.binaries
 	$(BIN)/python -m pytest tests/integration
 	$(BIN)/python -m pytest tests/e2e
 	$(BIN)/python -m pytest tests/cluster
@@ -51,7 +52,7 @@ crds: setup ## regenerate crds/, docs/reference/ and the chart from the typed sp
 	$(BIN)/python tools/generate_chart.py
 
 images: setup ## the images of this release as OCI archives, without Docker (root, debootstrap)
-	$(BIN)/python -m tools.images --out images
+	$(BIN)/python -m tools.images --out dist/images
 
 bench: setup ## every benchmark, the quick way
 	@for file in bench/*.py; do \
@@ -65,5 +66,5 @@ wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine 
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse
 
 clean: ## remove the environment, caches and local data
-	rm -rf .venv .ragcache wheelhouse images .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .ragcache wheelhouse dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ class Layer(Enum):
     """The first that refuses a manifest on its way into a cluster; all later ones would, too."""
 
     SCHEMA = "the API server's schema, in every version"
-    CEL = "CEL in API servers from 1.25 on, the webhook in all"
+    CEL = "CEL in API servers from 1.28 on, the webhook in all"
     WEBHOOK = "the webhook, and the operator where there is none"
     PARSER = "the parser; servers drop what they do not know before anybody sees it"
 

@@ -1,7 +1,7 @@
 """Generate the CustomResourceDefinitions and their reference from the typed specs.
 
 Writes crds/, charts/ragcache-operator/files/crds/ and docs/reference/; with --check, fails if one
-of these files is stale. Definitions come twice: with CEL rules, and below before-1.25/ without, for
+of these files is stale. Definitions come twice: with CEL rules, and below before-1.28/ without, for
 servers that cannot apply what they do not know.
 """
 
@@ -20,7 +20,7 @@ from ragcache_operator.spec import API_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFINITIONS = (ROOT / "crds", ROOT / "charts" / "ragcache-operator" / "files" / "crds")
-OLD = "before-1.25"
+OLD = "before-1.28"
 REFERENCE = ROOT / "docs" / "reference"
 
 Schema = dict[str, Any]

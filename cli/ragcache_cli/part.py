@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ragcache_cli.ports import LOOPBACK
-from ragcache_operator.builders.labels import WORKLOADS, component_of
+from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.objects import Object
 from ragcache_operator.builders.site import Address
 
@@ -68,7 +68,7 @@ def _part(workload: Object, cache_name: str) -> Part:
     meta = workload["metadata"]
     pod = workload["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    component = component_of(workload) or ""
+    component = container["name"]
     return Part(
         name=meta["name"].removeprefix(f"{cache_name}-"),
         component=component,

@@ -16,7 +16,7 @@ from ragcache_operator.admission import AdmissionConfig, serving_admission
 from ragcache_operator.config import OperatorConfig
 from ragcache_operator.health import serving_health
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import lead
+from ragcache_operator.kube.lease import LeaseLost, lead
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.operation import reconcile_all
 
@@ -50,6 +50,10 @@ async def until_signalled(config: OperatorConfig) -> None:
         loop.add_signal_handler(number, serving.cancel)
     try:
         await serving
+    except LeaseLost as error:
+        # At once: whatever still runs here would work beside the next holder.
+        print(f"ragcache_operator: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     except asyncio.CancelledError:
         logging.getLogger(__name__).info("stopped before it led")
 

@@ -64,7 +64,7 @@ class Certificate:
 class Bundle:
     """What the Secret holds.
 
-    trusted: authorities in PEM, those of both certificates and of what was served before.
+    trusted: authorities in PEM, of both certificates and of those before that have not ended.
     """
 
     serving: Certificate
@@ -187,19 +187,23 @@ def advance(
     rotation: Rotation,
     also_trusted: Iterable[bytes] = (),
 ) -> Bundle:
-    """The bundle after a step. also_trusted: authorities of what may still be served somewhere."""
-    if bundle is not None and step is Step.PROMOTE:
-        assert bundle.staged is not None
-        # What it replaces is served elsewhere until each replica has looked: its authority stays.
-        return replace(bundle, serving=bundle.staged, staged=None)
-    if bundle is not None and step is Step.STAGE:
-        staged = make_certificate(names, now, rotation.lifetime)
-        return Bundle(bundle.serving, staged, (bundle.serving.authority, staged.authority))
+    """The bundle after a step. also_trusted: authorities of what may still be served somewhere.
+
+    An authority leaves the bundle only when it has ended: until then a replica may still serve what
+    it signed.
+    """
     if bundle is not None and step is Step.NONE:
         return bundle
-    serving = make_certificate(names, now, rotation.lifetime)
-    kept = dict.fromkeys((*also_trusted, serving.authority))
-    return Bundle(serving, None, tuple(kept))
+    if bundle is not None and step is Step.PROMOTE:
+        assert bundle.staged is not None
+        return replace(bundle, serving=bundle.staged, staged=None)
+    made = make_certificate(names, now, rotation.lifetime)
+    before = (*(bundle.trusted if bundle is not None else ()), *also_trusted)
+    kept = [authority for authority in dict.fromkeys(before) if now < _end_of(authority)]
+    trusted = (*kept, made.authority)
+    if bundle is not None and step is Step.STAGE:
+        return Bundle(bundle.serving, made, trusted)
+    return Bundle(made, None, trusted)
 
 
 async def current_bundle(
@@ -296,6 +300,10 @@ def _certificate(
         made=certificate.not_valid_before_utc + _BACKDATED,
         ends=min(certificate.not_valid_after_utc, authority.not_valid_after_utc),
     )
+
+
+def _end_of(authority: bytes) -> datetime:
+    return x509.load_pem_x509_certificate(authority).not_valid_after_utc
 
 
 def _name(common_name: str) -> x509.Name:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from ragcache_operator.rules import CLUSTER_RULES, TRANSITIONS
+from ragcache_operator.rules import CLUSTER_RULES, TRANSITIONS, Transition
 from ragcache_operator.spec import (
     COLLECTION_KIND,
     GROUP,
@@ -18,7 +18,7 @@ from ragcache_operator.spec import (
     RagCache,
     RagCollection,
 )
-from ragcache_operator.spec.consistency import CONSISTENCY, Cel
+from ragcache_operator.spec.consistency import CONSISTENCY, Cel, Rule
 from ragcache_operator.spec.status import RagCacheStatus, RagCollectionStatus
 
 Schema = dict[str, Any]
@@ -112,8 +112,8 @@ KINDS: Final = (
 def definition(kind: Kind, *, cel: bool = True) -> dict[str, Any]:
     """The kind's CustomResourceDefinition, apiextensions.k8s.io/v1.
 
-    cel: whether with CEL rules. A server older than 1.25 drops them when they are posted, but
-    refuses to apply them: its own schema of definitions does not know the field.
+    cel: whether with CEL rules. A server older than 1.28 does not know all of their fields: it
+    drops those when a definition is posted, but refuses to apply it.
     """
     schema = object_schema(kind)
     return {
@@ -306,7 +306,8 @@ def _validation(field: str, cel: Cel) -> dict[str, str]:
 def _validations() -> dict[str, list[dict[str, str]]]:
     """CEL rules by the name of the model that they are about."""
     found: dict[str, list[dict[str, str]]] = {}
-    for rule in (*CONSISTENCY, *CLUSTER_RULES, *TRANSITIONS):
+    rules: Sequence[Rule | Transition] = (*CONSISTENCY, *CLUSTER_RULES, *TRANSITIONS)
+    for rule in rules:
         if isinstance(rule.cel, Cel):
             found.setdefault(rule.model.__name__, []).append(_validation(rule.field, rule.cel))
     return found

@@ -40,6 +40,8 @@ def kubernetes_programs(names: Sequence[str]) -> Mapping[str, Path]:
     # Test processes that start together build once.
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # A build that outlives a killed test keeps the lock until it ends.
+        os.set_inheritable(lock.fileno(), True)
         found = _programs_in(folder, names)
         if not found:
             if problem := _build(folder):
@@ -84,6 +86,7 @@ def _build(folder: Path) -> str:
         text=True,
         check=False,
         timeout=_BUILD_LIMIT_S,
+        close_fds=False,
     )
     if run.returncode == 0:
         return ""

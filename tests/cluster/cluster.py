@@ -102,6 +102,11 @@ class Cluster:
         with step(f"{len(archives)} images loaded"):
             return containers.import_images(self._place, archives)
 
+    @property
+    def image_import(self) -> tuple[str, ...]:
+        """A command that brings the image whose archive is on its standard input."""
+        return containers.import_command(self._place)
+
     def make_volumes(self, number: int, size: str) -> None:
         """Make more volumes of the default storage class, each for one claim of at most size."""
         first = len(self._volumes)

@@ -15,6 +15,7 @@ from tests.cluster.packages import command
 SOCKET = "/run/containerd/containerd.sock"
 BUSYBOX_IMAGE = "docker.io/library/busybox:test"
 _PAUSE_IMAGE = "docker.io/library/pause:test"
+_IMAGES = ("ctr", f"--address={SOCKET}", "--namespace=k8s.io", "images")
 _BUSYBOX = Path("/bin/busybox")
 _READY_LIMIT_S = 60
 
@@ -51,13 +52,18 @@ def start_containers(place: Machine) -> Daemon:
 def import_images(place: Machine, archives: Sequence[Path]) -> list[str]:
     """Import OCI archives; the names of all images that are there then."""
     for archive in archives:
-        place.run("ctr", f"--address={SOCKET}", "--namespace=k8s.io", "images", "import", archive)
+        place.run(*_IMAGES, "import", archive)
     return image_names(place)
+
+
+def import_command(place: Machine) -> tuple[str, ...]:
+    """The words of a command that imports the archive on its standard input."""
+    return (*place.launch, *_IMAGES, "import", "-")
 
 
 def image_names(place: Machine) -> list[str]:
     """Names of the images that pods can use."""
-    names = place.run("ctr", f"--address={SOCKET}", "--namespace=k8s.io", "images", "list", "-q")
+    names = place.run(*_IMAGES, "list", "--quiet")
     return [name for name in names.split() if not name.startswith("sha256:")]
 
 

@@ -13,7 +13,11 @@ import httpx
 import yaml
 
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
+from ragcache_core.errors import InvalidInput
+from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster, KubectlFailed
+from tests.cluster.timeline import step
+from tools.images import IMAGES, make_images
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "docs"
@@ -23,6 +27,20 @@ COLLECTION = "handbook"
 DOCUMENTS = 24
 _SEED = 20
 _COMPONENT = "app.kubernetes.io/component"
+
+
+def bring_images(cluster: Cluster, source: Path = ROOT) -> None:
+    """Build a checkout's images and bring them; skips where that cannot be done."""
+    with step(f"images of {source.name} brought"):
+        try:
+            for image in make_images(IMAGES, source=source):
+                image.load(cluster.image_import)
+        except InvalidInput as reason:
+            skip(Unavailable(str(reason)))
+
+
+def make_namespace(cluster: Cluster) -> None:
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
 
 
 def handbook() -> Handbook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import urllib.request
 from collections.abc import Collection
 from functools import partial
@@ -106,6 +107,8 @@ def test_images_are_loaded_from_archives(cluster: Cluster, tmp_path: Path) -> No
     archive = oci.write_image(
         tmp_path / "probe.tar", name, {"/bin/sh": Path("/bin/busybox")}, ["/bin/sh", "-c", "exit 7"]
     )
+    with archive.open("rb") as stream:
+        subprocess.run(cluster.image_import, stdin=stream, check=True, capture_output=True)
     assert name in cluster.load_images([archive])
     cluster.kubectl(
         *("run", "probe", "--image=ragcache/probe:1", "--image-pull-policy=Never"),

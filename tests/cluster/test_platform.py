@@ -6,14 +6,11 @@ The tests are one story in their order, on one cluster; each names the step it i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from models.tinyrag.handbook import Handbook
-from ragcache_core.errors import InvalidInput
-from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster, KubectlFailed
 from tests.cluster.platform import (
     COLLECTION,
@@ -22,14 +19,15 @@ from tests.cluster.platform import (
     NAMESPACE,
     SYSTEM,
     Platform,
+    bring_images,
     collection_of_config_map,
     handbook,
     left_over,
+    make_namespace,
     quickstart,
     single_questions,
 )
 from tests.cluster.timeline import step
-from tools.images import IMAGES, build_images
 
 pytestmark = [pytest.mark.timeout(1200)]
 
@@ -43,22 +41,14 @@ def book() -> Handbook:
 
 
 @pytest.fixture(scope="module")
-def platform(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+def platform(cluster: Cluster) -> Platform:
     """A cluster with this checkout's images, volumes for claims, and the operator installed."""
-    folder = tmp_path_factory.mktemp("images")
-    try:
-        with step("images built"):
-            images = build_images(IMAGES, folder)
-    except InvalidInput as reason:
-        skip(Unavailable(str(reason)))
-    cluster.load_images([image.path for image in images])
-    for image in images:
-        image.path.unlink()
+    bring_images(cluster)
     cluster.make_volumes(_VOLUMES, "20Gi")
     platform = Platform(cluster)
     with step("operator installed"):
         platform.ragcache("install", "--wait")
-    cluster.kubectl("create", "namespace", NAMESPACE)
+    make_namespace(cluster)
     return platform
 
 

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from ragcache_cli.install import RELEASE
-from ragcache_core.errors import InvalidInput
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
 from tests.cluster.platform import (
@@ -24,14 +23,15 @@ from tests.cluster.platform import (
     NAMESPACE,
     SYSTEM,
     Platform,
+    bring_images,
     collection_of_config_map,
     handbook,
+    make_namespace,
     quickstart,
     single_questions,
 )
 from tests.cluster.releases import previous_release
 from tests.cluster.timeline import step
-from tools.images import IMAGES, build_images
 
 pytestmark = [pytest.mark.timeout(1800)]
 
@@ -52,19 +52,14 @@ class Asked:
 def test_a_running_platform_keeps_answering_through_an_upgrade(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("upgrade")
     try:
-        version, checkout = previous_release(folder / "release")
-        with step(f"images of {version} and of this checkout built"):
-            old = build_images(IMAGES, folder / "old", source=checkout)
-            new = build_images(IMAGES, folder / "new")
-    except (Unavailable, InvalidInput) as reason:
-        skip(Unavailable(str(reason)))
-    cluster.load_images([image.path for image in (*old, *new)])
-    for image in (*old, *new):
-        image.path.unlink()
+        version, checkout = previous_release(tmp_path_factory.mktemp("release"))
+    except Unavailable as reason:
+        skip(reason)
+    bring_images(cluster, checkout)
+    bring_images(cluster)
     cluster.make_volumes(3, "20Gi")
-    cluster.kubectl("create", "namespace", NAMESPACE)
+    make_namespace(cluster)
     platform = Platform(cluster)
     book = handbook()
     with step(f"operator {version} installed"):

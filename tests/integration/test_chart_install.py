@@ -218,7 +218,7 @@ def test_an_upgrade_brings_the_kinds_newer_definitions(
 ) -> None:
     older = tmp_path / "chart"
     shutil.copytree(CHART, older)
-    path = older / "files" / "crds" / "ragcaches.yaml"
+    path = older / "files" / "crds" / "before-1.28" / "ragcaches.yaml"
     definition = yaml.safe_load(path.read_text())
     spec = _properties(definition)["spec"]["properties"]
     spec.pop("networkPolicy")
@@ -287,7 +287,7 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": "docs-gateway", "namespace": "default"},
-        "spec": {"ports": [{"port": 80}]},
+        "spec": {"ports": [{"port": 80, "protocol": "TCP"}]},
     }
     lease: Object = {
         "apiVersion": "coordination.k8s.io/v1",

@@ -68,7 +68,7 @@ async def api(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig))
     async with await Api.connect(plane.kubeconfig) as api:
         minor = int((await api.read("/version"))["minor"].rstrip("+"))
-        folder = CRD_FOLDER if minor >= 25 else CRD_FOLDER / "before-1.25"
+        folder = CRD_FOLDER if minor >= 28 else CRD_FOLDER / "before-1.28"
         for file in folder.glob("*.yaml"):
             await api.apply(yaml.safe_load(file.read_text()))
         await until_served(api)
@@ -162,7 +162,12 @@ async def kubectl(plane: ControlPlane, *words: str, obj: Object | None = None) -
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate(json.dumps(obj).encode() if obj else None)
+    try:
+        out, err = await process.communicate(json.dumps(obj).encode() if obj else None)
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
     return process.returncode == 0, (out + err).decode()
 
 
@@ -308,31 +313,26 @@ async def test_certificates_rotate_under_load_and_no_request_notices(
         webhooks(plane, second),
     ):
 
+        def enough() -> bool:
+            return min(map(len, serials.values())) >= 4
+
         async def users() -> None:
             nonlocal asked
-            while True:
+            while not enough():
                 # One that fails would be let through.
                 assert await refused(plane, UNFIT)
                 asked += 1
 
         async def clients(port: int) -> None:
-            while True:
+            while not enough():
                 client = await trusting(api, config)
                 serials[port].add(await serial_of(port, client))
-                await asyncio.sleep(0.02)
 
-        tasks = [
-            asyncio.create_task(load)
-            for load in (users(), users(), clients(config.port), clients(second.port))
-        ]
-        async with asyncio.timeout(2 * SOON_S):
-            while min(map(len, serials.values())) < 4:
-                done, _ = await asyncio.wait(tasks, timeout=0.5)
-                for task in done:
-                    task.result()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        async with asyncio.timeout(2 * SOON_S), asyncio.TaskGroup() as load:
+            load.create_task(users())
+            load.create_task(users())
+            load.create_task(clients(config.port))
+            load.create_task(clients(second.port))
     assert asked > 0
 
 

@@ -349,6 +349,8 @@ def test_the_kinds_are_as_generated_and_outlive_the_release() -> None:
     files = sorted((CHART / "files" / "crds").glob("*.yaml"))
     given = {d["metadata"]["name"]: d for f in files for d in yaml.safe_load_all(f.read_text())}
     assert {*given} == {"ragcaches.ragcache.dev", "ragcollections.ragcache.dev"}
+    for_older = CHART / "files" / "crds" / "before-1.28"
+    assert [f.name for f in files] == sorted(f.name for f in for_older.glob("*.yaml"))
     rendered = [o for o in render() if o["kind"] == "CustomResourceDefinition"]
     assert {o["metadata"]["name"] for o in rendered} == {*given}
     for crd in rendered:

@@ -185,7 +185,17 @@ def test_whatever_a_replica_serves_is_trusted_wherever_a_replica_has_looked(
             assert served[replica].serving.authority in published
             served[replica] = shared
             assert all(bundle.serving.authority in published for bundle in served)
-            assert len(published) <= 2
+            assert len(published) <= 3
+
+
+def test_an_authority_is_trusted_until_it_ends_however_often_certificates_change() -> None:
+    first = bundle = bundle_made()
+    for _ in range(3):
+        bundle = advance(bundle, Step.STAGE, NAMES, NOW + 89 * DAY, ROTATION)
+        bundle = advance(bundle, Step.PROMOTE, NAMES, NOW + 89 * DAY, ROTATION)
+    assert first.serving.authority in bundle.trusted
+    bundle = advance(bundle, Step.STAGE, NAMES, NOW + 90 * DAY, ROTATION)
+    assert first.serving.authority not in bundle.trusted
 
 
 def test_old_and_new_certificates_are_trusted_during_the_overlap() -> None:

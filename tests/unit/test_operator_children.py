@@ -391,7 +391,14 @@ def test_what_a_pod_needs_comes_before_it(spec: Object) -> None:
         *(("1024Mi", "1Gi"), ("1.5Gi", "1536Mi"), ("512Mi", "512Mi"), ("0.5Ki", "512")),
         *(("1Ki", "1Ki"), ("1000", "1k"), ("1e9", "1e9"), ("1500000", "1500k"), ("2G", "2G")),
         *(("1000M", "1G"), ("3221225472", "3221225472"), ("1e3", "1e3"), ("1.5e3", "1500")),
-        *((".5", "500m"), ("2.", "2"), ("0.0000000001", "1n"), ("1e-3", "1e-3"), ("0", "0")),
+        *(
+            (".5", "500m"),
+            ("2.", "2"),
+            ("0.0000000001", "1m"),
+            ("7u", "1m"),
+            ("1e-3", "1e-3"),
+            ("0", "0"),
+        ),
     ],
 )
 def test_quantities_are_written_as_the_server_writes_them(given_: str, kept: str) -> None:
@@ -401,5 +408,5 @@ def test_quantities_are_written_as_the_server_writes_them(given_: str, kept: str
 
 @given(st.sampled_from(["nine", "", "1Zi", "1 Gi"]))
 def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(ValueError, match="is no quantity"):
         canonical(text)

@@ -82,6 +82,7 @@ def job(
         Revision("aaaa", "bbbb"),
         attempt,
         after,
+        1_800_000_000.25,
         claims,
         "example.com/tools:1",
         "http://docs-gateway.team.svc:8080",
@@ -190,6 +191,7 @@ def test_a_job_that_is_read_back_says_what_it_was_made_for() -> None:
     live["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
     read = read_job(live)
     assert (read.revision, read.attempt) == (Revision("aaaa", "bbbb"), 3)
+    assert read.started_at == 1_800_000_000.25
     assert read.may_run
     assert read.outcome is None
     said = Outcome("partly", "a: b", documents=3, failures=("a: b",), failure_count=1)

@@ -119,7 +119,7 @@ def test_a_finished_job_is_read_before_anything_else() -> None:
 
 
 def test_all_finished_jobs_but_the_last_are_superseded() -> None:
-    jobs = [SyncJob(str(n), REVISION, finished_at=NOW - n) for n in (3, 1, 2)]
+    jobs = [SyncJob(str(n), REVISION, started_at=NOW - n, finished_at=NOW) for n in (3, 1, 2)]
     running = SyncJob("running", REVISION)
     assert [job.name for job in superseded([*jobs, running])] == ["3", "2"]
 
@@ -147,7 +147,12 @@ class World:
             case Start(revision, attempt, _):
                 self.made += 1
                 self.jobs.append(
-                    SyncJob(f"job-{self.made}", revision, attempt, created_at=self.now)
+                    SyncJob(
+                        f"job-{self.made}",
+                        revision,
+                        attempt,
+                        started_at=self.now + self.made / 1000,
+                    )
                 )
             case Stop(job):
                 self._replace(job, ending=True)

@@ -160,9 +160,14 @@ def test_old_servers_get_the_same_without_cel(kind: Kind) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("version", ["1.25", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
 def test_definitions_are_valid_objects(kind: Kind, version: str) -> None:
     kubernetes_validate.validate(definition(kind), version, strict=True)
+
+
+@kinds
+def test_definitions_without_cel_are_valid_objects_of_older_servers(kind: Kind) -> None:
+    kubernetes_validate.validate(definition(kind, cel=False), "1.25", strict=True)
 
 
 @kinds

@@ -11,6 +11,7 @@ from ragcache_operator.spec.consistency import BY_QUANTITY, BY_SCHEMA, CONSISTEN
 from tests.operator_manifests import BAD, Bad, Layer, Object, cache, collection
 
 RULES = (*CONSISTENCY, *CLUSTER_RULES)
+EVERY: list[Rule | Transition] = [*RULES, *TRANSITIONS]
 LAYER_WITHOUT_CEL = {BY_SCHEMA: Layer.SCHEMA, BY_QUANTITY: Layer.WEBHOOK}
 
 
@@ -47,7 +48,7 @@ def broken_by(bad: Bad) -> list[tuple[Rule | Transition, str]]:
     return found
 
 
-@pytest.mark.parametrize("rule", [*RULES, *TRANSITIONS], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
 def test_every_rule_has_a_bad_manifest_in_its_layer(rule: Rule | Transition) -> None:
     breaking = [bad for bad in BAD if [r for r, _ in broken_by(bad)] == [rule]]
     assert breaking
@@ -63,7 +64,7 @@ def test_cel_blames_the_field_that_its_twin_blames(bad: Bad) -> None:
     assert bad.field in (field, f"{field}[0]")
 
 
-@pytest.mark.parametrize("rule", [*RULES, *TRANSITIONS], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
 def test_cel_says_problem_and_fix(rule: Rule | Transition) -> None:
     if isinstance(rule.cel, str):
         assert rule.cel in LAYER_WITHOUT_CEL
@@ -77,7 +78,7 @@ def test_cel_says_problem_and_fix(rule: Rule | Transition) -> None:
 
 
 def test_rules_have_names_of_their_own() -> None:
-    names = [rule.name for rule in (*RULES, *TRANSITIONS)]
+    names = [rule.name for rule in EVERY]
     assert len(set(names)) == len(names)
 
 
@@ -89,7 +90,7 @@ def test_good_objects_are_let_through() -> None:
 
 
 def test_every_problem_comes_at_once() -> None:
-    spec = {
+    spec: Object = {
         "model": {"source": "path:/models"},
         "engines": [{"name": "a", "args": ["--port", "1"]}, {"name": "b", "args": ["--host=x"]}],
     }

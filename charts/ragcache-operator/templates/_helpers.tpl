@@ -65,17 +65,3 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "ragcache.certificate" -}}
 {{ include "ragcache.webhook" . }}-tls
 {{- end -}}
-
-{{/* Takes the CEL rules out of a schema, in place: Kubernetes before 1.23 refuses the word. */}}
-{{- define "ragcache.withoutRules" -}}
-{{- if kindIs "map" . -}}
-{{- $_ := unset . "x-kubernetes-validations" -}}
-{{- range $value := . -}}
-{{- include "ragcache.withoutRules" $value -}}
-{{- end -}}
-{{- else if kindIs "slice" . -}}
-{{- range $value := . -}}
-{{- include "ragcache.withoutRules" $value -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}

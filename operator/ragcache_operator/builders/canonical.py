@@ -9,24 +9,27 @@ from __future__ import annotations
 import re
 from decimal import ROUND_CEILING, Decimal
 
-_NANO = Decimal("1e-9")
+_MILLI = Decimal("1e-3")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
-_DECIMAL = {-9: "n", -6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
+_DECIMAL = {-3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
 _POWERS = {suffix: Decimal(10) ** power for power, suffix in _DECIMAL.items()}
+_POWERS |= {"n": Decimal("1e-9"), "u": Decimal("1e-6")}
 _POWERS |= {suffix: Decimal(1024) ** power for power, suffix in enumerate(_BINARY)}
 _QUANTITY = re.compile(r"([+-]?[0-9.]+)(?:[eE]([+-]?[0-9]+)|([A-Za-z]*))", re.ASCII)
 
 
 def canonical(quantity: str) -> str:
-    """A quantity that Kubernetes reads, as it writes it.
+    """A request or limit that Kubernetes reads, as it writes it.
 
     A whole number with the largest suffix of its own kind (binary, decimal or exponent) that loses
-    nothing; finer than a billionth is rounded up.
+    nothing; finer than a thousandth is rounded up. Raises ValueError for what is no quantity.
     """
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
         raise ValueError(f"{quantity!r} is no quantity")
     number, exponent, suffix = Decimal(match[1]), match[2], match[3] or ""
+    if suffix not in _POWERS:
+        raise ValueError(f"{quantity!r} is no quantity")
     if exponent is not None:
         return _decimal(number.scaleb(int(exponent)), exponents=True)
     value = number * _POWERS[suffix]
@@ -44,7 +47,7 @@ def _binary(value: int) -> str:
 
 
 def _decimal(value: Decimal, *, exponents: bool) -> str:
-    count, power = int((value / _NANO).to_integral_value(ROUND_CEILING)), -9
+    count, power = int((value / _MILLI).to_integral_value(ROUND_CEILING)), -3
     if count == 0:
         return "0"
     while count % 1000 == 0 and power < max(_DECIMAL):

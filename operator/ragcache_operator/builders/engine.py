@@ -75,7 +75,9 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
         own_labels={ENGINE_LABEL: engine.name},
-        surge=False,
+        # One that is alone would be away while its successor loads the model; where there are
+        # several, a successor beside them would take a spare device for every rollout.
+        surge=engine.replicas == 1 and bounds is None,
     )
     meta = workloads.metadata(cache, workload)
     children = [
@@ -122,6 +124,8 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, V
         # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
         # two cores all of both; the connector's threads need little.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+        # Its sampler compiles in spite of --enforce-eager, and without a C++ compiler that ends it.
+        "TORCH_COMPILE_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }

@@ -49,12 +49,13 @@ def make_status(
     synced = _synced(here, step)
     ready = _ready(before, here, synced)
     last = here.last
-    status = {
+    status: Object = {
         "observedGeneration": generation,
         "phase": _phase(ready, synced),
         "conditions": _conditions(before, generation, here.now, ready, synced),
-        "progress": progress,
     }
+    if progress:
+        status["progress"] = progress
     if last is not None and last.outcome.verdict in ("well", "partly"):
         status |= {"documents": last.outcome.documents, "chunks": last.outcome.chunks}
     if last is not None and last.outcome.verdict == "well":
@@ -69,11 +70,10 @@ def refused_status(before: Mapping[str, Any], generation: int, message: str, now
     """Status of a RagCollection whose spec is not acted on; what it brought stays."""
     state = State("False", INVALID, message)
     return {
-        **before,
+        **{key: value for key, value in before.items() if key != "progress"},
         "observedGeneration": generation,
         "phase": "Refused",
         "conditions": _conditions(before, generation, now, state, state),
-        "progress": "",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -27,6 +28,8 @@ COLLECTION_LABEL: Final = f"{GROUP}/collection"
 """Tells the Jobs and pods of one RagCollection; its value is the object's name."""
 REVISION: Final = f"{GROUP}/revision"
 ATTEMPT: Final = f"{GROUP}/attempt"
+STARTED: Final = f"{GROUP}/started"
+"""The operator's own time: the API server's knows no order of two Jobs in one second."""
 PURPOSE: Final = f"{GROUP}/purpose"
 OUTCOME: Final = f"{GROUP}/outcome"
 REMOVAL: Final = "remove"
@@ -47,6 +50,7 @@ _RESULT: Final = "/dev/termination-log"
 class SyncJob:
     """A Job as decisions see it. Times in seconds since 1970.
 
+    started_at: when it was made, which orders Jobs as they ended, because no two run at once.
     finished_at: None while it runs. outcome: None until it was read. ending: it is being deleted,
     and its pod may still run.
     """
@@ -54,7 +58,7 @@ class SyncJob:
     name: str
     revision: Revision
     attempt: int = 0
-    created_at: float = 0.0
+    started_at: float = 0.0
     finished_at: float | None = None
     outcome: Outcome | None = None
     ending: bool = False
@@ -72,6 +76,7 @@ def sync_job(
     revision: Revision,
     attempt: int,
     after: str,
+    now: float,
     claims: Collection[str],
     image: str,
     gateway_url: str,
@@ -79,8 +84,8 @@ def sync_job(
     """The Job that brings a RagCollection's documents.
 
     uid: of the RagCollection. after: the time of the sync before, so that every sync has a name of
-    its own and asking twice for one makes one. claims: volume claims that are there; a pod that
-    mounts another would wait for ever, and no source would be read.
+    its own and asking twice for one makes one. now: the time. claims: volume claims that are there;
+    a pod that mounts another would wait for ever, and no source would be read.
     """
     key = json.dumps([uid, str(revision), attempt, after])
     name = f"{collection.metadata.name}-sync-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
@@ -100,7 +105,7 @@ def sync_job(
         "blockOwnerDeletion": False,
     }
     job = _job(collection, cache, name, image, gateway_url, ("--scratch", _SCRATCH), LONGEST_SYNC_S)
-    annotations = {REVISION: str(revision), ATTEMPT: str(attempt)}
+    annotations = {REVISION: str(revision), ATTEMPT: str(attempt), STARTED: f"{now:.3f}"}
     job["metadata"] |= {"annotations": annotations, "ownerReferences": [owner]}
     # The last Job says how the last sync ended, so it outlives the wait for the next.
     job["spec"]["ttlSecondsAfterFinished"] = max(_SHORTEST_TTL_S, 2 * interval_s)
@@ -144,12 +149,11 @@ def read_job(job: Object) -> SyncJob:
     meta = job["metadata"]
     annotations = meta.get("annotations") or {}
     outcome = annotations.get(OUTCOME)
-    attempt = annotations.get(ATTEMPT, "")
     return SyncJob(
         name=meta["name"],
         revision=Revision.parse(annotations.get(REVISION, "")),
-        attempt=int(attempt) if attempt.isdecimal() else 0,
-        created_at=parse_time(meta["creationTimestamp"]),
+        attempt=int(_number(annotations.get(ATTEMPT, ""))),
+        started_at=_number(annotations.get(STARTED, "")) or parse_time(meta["creationTimestamp"]),
         finished_at=_finished_at(job),
         outcome=None if outcome is None else Outcome.from_json(outcome),
         ending="deletionTimestamp" in meta,
@@ -165,6 +169,11 @@ def format_time(at: float) -> str:
     """A time as the API server writes it, to the second."""
     moment = datetime.datetime.fromtimestamp(int(at), datetime.UTC)
     return moment.isoformat().replace("+00:00", "Z")
+
+
+def _number(text: str) -> float:
+    """A number that we wrote; 0 for what somebody else made of it."""
+    return float(text) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text, re.ASCII) else 0.0
 
 
 def _finished_at(job: Object) -> float | None:

@@ -20,8 +20,8 @@ class Outcome:
 
     verdict: ``partly``: some source or document failed, all others are there. ``mistake``: it was
     refused for what the RagCollection says. ``lost``: it did not come to its end.
-    message: what went wrong, in words. revision: of what was read, as the sync names it.
-    failure_count: of all; failures holds those that fit.
+    message: what went wrong, in words; empty if nothing did. revision: of what was read, as the
+    sync names it. failure_count: of all; failures holds those that fit.
     """
 
     verdict: Verdict
@@ -68,7 +68,7 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     said = str(ended.get("message") or "")
     try:
         result = json.loads(said.strip().rpartition("\n")[2])
-        failures = tuple(map(_failure, result["failures"]))
+        failures = tuple(filter(None, map(_failure, result["failures"])))
         numbers = {name: int(result[name]) for name in _NUMBERS}
         finished, revision = bool(result["finished"]), str(result["revision"])
         count = int(result["failureCount"])
@@ -81,6 +81,8 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     else:
         verdict = "mistake" if status == _MISTAKE_STATUS else "lost"
     message = failures[0] if failures else ""
+    if verdict in ("mistake", "lost"):
+        message = message or f"it ended with status {status}"
     return Outcome(
         verdict, message, failures=failures, failure_count=count, revision=revision, **numbers
     )

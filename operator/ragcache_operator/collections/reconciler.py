@@ -283,6 +283,7 @@ class CollectionReconciler:
             revision,
             attempt,
             "" if after is None else format_time(after),
+            self._clock(),
             claims,
             site.image(_IMAGE),
             site.gateway_url,

@@ -119,7 +119,7 @@ def next_step(here: Situation) -> Step:
 def newest_job(jobs: Sequence[SyncJob]) -> SyncJob | None:
     """The Job that ended last."""
     ended = [job for job in jobs if not job.may_run]
-    return max(ended, key=lambda job: (job.finished_at or 0.0, job.created_at), default=None)
+    return max(ended, key=lambda job: job.started_at, default=None)
 
 
 def superseded(jobs: Sequence[SyncJob]) -> list[SyncJob]:

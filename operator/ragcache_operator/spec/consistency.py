@@ -1,7 +1,7 @@
 """What must hold between the fields of one object, wherever it runs.
 
 Each rule stands here twice, side by side: in Python for the parser, the webhook and the operator,
-and in CEL for API servers that know it (1.25 and later; older ones drop it).
+and in CEL for API servers that know it, with the field to blame (1.28 and later).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Rule:
 
 BY_SCHEMA = "the schema says it"
 BY_QUANTITY = (
-    "CEL compares quantities from 1.29 on, and an expression with them makes 1.25 to 1.28 refuse "
+    "CEL compares quantities from 1.29 on, and an expression with them makes older servers refuse "
     "the whole definition"
 )
 

@@ -95,7 +95,7 @@ class RagCacheStatus(Values):
     """Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady, SelfTestPassed and
     Ready, each with reason and message."""
     progress: str | None = None
-    """What is being waited for, like "engine: loading the model"; empty when nothing is."""
+    """What is being waited for, like "engine: loading the model"; absent when nothing is."""
     model: str | None = None
     """The name that requests give as "model"."""
     endpoints: EndpointsStatus | None = None
@@ -126,7 +126,7 @@ class RagCollectionStatus(Values):
     chunks: int | None = None
     """Chunks that these documents were cut into."""
     progress: str | None = None
-    """How far the sync that runs now is, like "12 of 40"; empty when none runs."""
+    """How far the sync that runs now is, like "12 of 40"; absent when none runs."""
     last_sync_time: Time | None = None
     """When a sync last ended well."""
     source_revision: str | None = None

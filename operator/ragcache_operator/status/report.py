@@ -35,7 +35,6 @@ def accepted_status(
         "observedGeneration": generation,
         "phase": phase_of(conditions, components),
         "conditions": list(conditions),
-        "progress": progress_of(components, test),
         "model": cache.spec.model.served_name,
         "endpoints": {"gateway": url},
         "gateway": {
@@ -51,6 +50,8 @@ def accepted_status(
         "enginesReady": f"{engine.ready}/{engine.wanted}",
         "cacheStore": {"shards": store.wanted, "readyShards": store.ready},
     }
+    if progress := progress_of(components, test):
+        status["progress"] = progress
     if use is not None:
         status["cache"] = {"bytes": use.num_bytes}
         if use.hit_rate is not None:
@@ -61,11 +62,10 @@ def accepted_status(
 
 def refused_status(body: Object, conditions: Sequence[Condition]) -> Object:
     """Status of a RagCache that is not acted on: what runs is still reported as it last was."""
-    kept = dict(body.get("status") or {})
+    kept = {key: value for key, value in (body.get("status") or {}).items() if key != "progress"}
     return {
         **kept,
         "observedGeneration": body["metadata"]["generation"],
         "phase": "Refused",
         "conditions": list(conditions),
-        "progress": "",
     }
