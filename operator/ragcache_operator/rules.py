@@ -36,8 +36,8 @@ OWNED_FLAGS: Final = {
 }
 """Arguments of vLLM's server that the builders give, each with the field it follows from; None:
 another value would cut the engine off from the rest."""
-# A dot for each further dash, because vLLM takes underscores as well.
-_OWNED = f"^--({'|'.join(flag[2:].replace('-', '.') for flag in OWNED_FLAGS)})(=|$)"
+# vLLM reads --max_model_len as --max-model-len.
+_OWNED = f"^--({'|'.join(flag[2:].replace('-', '[-_]') for flag in OWNED_FLAGS)})(=|$)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ def violations(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> 
     """
     if old is not None and new.get("spec") == old.get("spec"):
         return []
-    if "deletionTimestamp" in (new.get("metadata") or {}):
+    meta = new.get("metadata")
+    if isinstance(meta, Mapping) and "deletionTimestamp" in meta:
         return []
     try:
         value = parse(new)

@@ -73,9 +73,22 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
     assert arguments[-2:] == ["--max-num-seqs", "4"]
     assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert container["resources"]["requests"]["memory"] == "5Gi"
-    # A second engine may not fit beside the first.
-    strategy = of(children, "Deployment", "docs-engine-main")["spec"]["strategy"]
-    assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "surge"),
+    [
+        ({}, 1),
+        ({"replicas": 2}, 0),
+        ({"autoscaling": {"maxReplicas": 3}}, 0),
+    ],
+)
+def test_only_an_engine_that_is_alone_is_followed_before_it_goes(
+    engine: Object, surge: int
+) -> None:
+    deployment = of(build(engines=[engine]), "Deployment", "docs-engine-main")
+    rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+    assert rolling == {"maxSurge": surge, "maxUnavailable": 1 - surge}
 
 
 def test_engines_are_reached_one_by_one_and_only_when_ready() -> None:
