@@ -22,7 +22,7 @@ except ImportError:
 CHECK
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
-extras="gateway,retriever,cachestore,engine-$device,operator,cli,dev"
+extras="gateway,retriever,cachestore,engine-$device,operator,install,dev"
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }

@@ -11,7 +11,9 @@ from kubernetes_asyncio.config import ConfigException, list_kube_config_contexts
 
 from ragcache_cli.cluster_choice import ClusterChoice
 from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.kube.api import Api, ApiError
+from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.resources import RAG_CACHES, Object
 
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -24,6 +26,12 @@ async def connected(choice: ClusterChoice) -> AsyncIterator[tuple[Api, str]]:
     choice.demand_cluster()
     async with await Api.connect(choice.kubeconfig, choice.context) as api:
         yield api, choice.namespace or _namespace_of(choice)
+
+
+async def capabilities_at(choice: ClusterChoice) -> Capabilities:
+    """What the cluster serves. Raises InvalidInput, ApiError."""
+    async with connected(choice) as (api, _):
+        return await discover(api)
 
 
 async def find_caches(api: Api, namespace: str) -> list[Object]:

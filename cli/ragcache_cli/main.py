@@ -29,12 +29,14 @@ from ragcache_cli.gateway_client import GatewayClient, Refused, TryLater
 from ragcache_cli.ingest import Ingested, ingest
 from ragcache_cli.log_files import choose, find_logs, show_files
 from ragcache_cli.logs import LogLines, read_words
-from ragcache_cli.render import render_yaml
+from ragcache_cli.render import capabilities_of, render_yaml
 from ragcache_cli.signals import run_until_stopped
 from ragcache_cli.state_file import ROOT, find_data, recorded
 from ragcache_cli.status import cache_stats, describe_cache, parts_table
 from ragcache_cli.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.manifest import load_manifest, parse_manifest
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
 
@@ -213,7 +215,14 @@ def install(
     kubeconfig: KubeconfigOption = None,
 ) -> None:
     """Install the operator in a cluster, or upgrade it; needs no Helm beside this."""
-    from ragcache_cli import install as installing  # noqa: PLC0415  slow to import
+    try:
+        from ragcache_cli import install as installing  # noqa: PLC0415  slow to import
+    except ModuleNotFoundError as error:
+        if error.name != "helm_python":
+            raise
+        raise InvalidInput(
+            "install", "Helm's library is not installed", "pip install 'ragcache[install]'"
+        ) from error
 
     done = installing.install(
         ClusterChoice(kubeconfig, context, namespace),
@@ -287,9 +296,33 @@ app.command(name="sync")(sync_command)
 
 
 @app.command()
-def render(file: ManifestOption) -> None:
-    """Print the Kubernetes objects of a RagCache."""
-    print(render_yaml(load_manifest(file)), end="")
+def render(
+    file: ManifestOption,
+    kube_version: Annotated[
+        str | None,
+        typer.Option(
+            "--kube-version",
+            metavar="VERSION",
+            help="For a bare Kubernetes of this version, like 1.27.",
+            show_default="a current one with everything on it",
+        ),
+    ] = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
+) -> None:
+    """Print the Kubernetes objects of a RagCache, as the operator would make them in a cluster."""
+    cache = load_manifest(file)
+    choice = ClusterChoice(kubeconfig, context)
+    if choice.is_given and kube_version is not None:
+        raise InvalidInput("--kube-version", "is given beside a cluster", "leave one of them out")
+    capabilities = capabilities_of(kube_version) if kube_version is not None else None
+    if choice.is_given:
+        from ragcache_cli.cluster import capabilities_at  # noqa: PLC0415  slow to import
+
+        capabilities = asyncio.run(capabilities_at(choice))
+    for refusal in refusals(cache, capabilities or Capabilities.latest()):
+        print(f"ragcache: left out: {refusal.message}", file=sys.stderr)
+    print(render_yaml(cache, capabilities), end="")
 
 
 @app.command()

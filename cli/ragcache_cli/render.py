@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
+from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.config import own_tag
 from ragcache_operator.spec import RagCache
 
 
-def render_yaml(cache: RagCache) -> str:
-    """Documents in the order of the builders. Raises InvalidInput for what no cluster can run."""
-    children = build_children(cache, ClusterSite.of(cache, tag=own_tag()))
+def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> str:
+    """Documents in the order of the builders.
+
+    capabilities: of the cluster they are for; None means a current one with everything on it.
+    Raises InvalidInput for what that cluster cannot run.
+    """
+    site = ClusterSite.of(cache, tag=own_tag(), capabilities=capabilities)
+    children = build_children(cache, site)
     return yaml.dump_all(children, Dumper=_Dumper, sort_keys=False, explicit_start=True)
+
+
+def capabilities_of(version: str) -> Capabilities:
+    """Of a Kubernetes version like 1.27, with nothing installed on it. Raises InvalidInput."""
+    found = re.fullmatch(r"v?1\.(\d{1,3})(\..*)?", version)
+    if found is None or int(found[1]) < OLDEST_MINOR:
+        raise InvalidInput(
+            "--kube-version",
+            f"{version!r} is none that is supported",
+            f"write 1.{OLDEST_MINOR} or newer",
+        )
+    return Capabilities.of_minor(int(found[1]))
 
 
 class _Dumper(yaml.SafeDumper):

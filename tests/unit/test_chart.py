@@ -18,7 +18,7 @@ from helm_python import Chart, HelmError
 
 from ragcache_operator.builders.labels import OPERATOR_PODS
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.config import OperatorConfig
+from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
 from ragcache_operator.manifest import parse_manifest
 from tests.chart import CHART, NAMESPACE, RELEASE, Object, of, render
@@ -208,7 +208,7 @@ def test_the_operator_is_told_everything_by_its_environment() -> None:
     assert env(render()) == {
         "RAGCACHE_NAMESPACES": "",
         "RAGCACHE_IMAGES": "ragcache",
-        "RAGCACHE_IMAGE_TAG": "0.2.0.dev0",
+        "RAGCACHE_IMAGE_TAG": own_tag(),
         "RAGCACHE_OPERATOR_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
         "POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
         "RAGCACHE_WEBHOOK_SERVICE": "ragcache-operator-webhook",

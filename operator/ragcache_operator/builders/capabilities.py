@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OLDEST_MINOR = 20
+_POLICY_V1_SINCE = 21
+_AUTOSCALING_V2_SINCE = 23
 _NAMESPACES_NAMED_SINCE = 21
 """Kubernetes 1.21 began to label every namespace with its name."""
 _IMAGE_VOLUMES_SINCE = 33
@@ -31,9 +34,16 @@ class Capabilities:
         return cls(37, "v2", "v1", http_route=True, custom_metrics=True)
 
     @classmethod
+    def of_minor(cls, minor: int) -> Capabilities:
+        """Of Kubernetes 1.minor with nothing installed on it."""
+        autoscaling = "v2" if minor >= _AUTOSCALING_V2_SINCE else "v2beta2"
+        policy = "v1" if minor >= _POLICY_V1_SINCE else "v1beta1"
+        return cls(minor, autoscaling, policy, http_route=False, custom_metrics=False)
+
+    @classmethod
     def kubernetes_1_20(cls) -> Capabilities:
         """Of the oldest Kubernetes that is supported, with nothing installed on it."""
-        return cls(20, "v2beta2", "v1beta1", http_route=False, custom_metrics=False)
+        return cls.of_minor(OLDEST_MINOR)
 
     @property
     def image_volumes(self) -> bool:

@@ -1,4 +1,4 @@
-"""The embedder that comes with the service: all-MiniLM-L6-v2, on the CPU, in this process."""
+"""The embedder that comes with the service: all-MiniLM-L6-v2, in this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class MiniLM:
         # slowest of them: 50 times slower than one thread.
         torch.set_num_threads(self._threads)
         logging.disable_progress_bar()
-        model = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
+        # The GPU image's torch finds one; the others have a torch without.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
         # It is packaged to cut texts at 256, but has positions for 512, and finds more with them.
         model.max_seq_length = _MAX_WORD_PIECES
         self._model = model
