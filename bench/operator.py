@@ -195,7 +195,7 @@ class Bench:
     async def _passes(self, port: int) -> int:
         async with httpx.AsyncClient(trust_env=False) as client:
             text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-        name = 'ragcache_operator_reconcile_seconds_count{outcome="done"}'
+        name = 'ragcache_operator_reconcile_seconds_count{kind="RagCache",outcome="done"}'
         counts = [line.split()[-1] for line in text.splitlines() if line.startswith(name)]
         return int(float(counts[0])) if counts else 0
 

@@ -340,12 +340,38 @@ _CACHES = (
     ),
     Bad(
         *("argument that cuts the engine off", _C, cache(engines=[{"args": ["--port=1"]}])),
-        *("spec.engines[0].args[0]", "--port is set by RagCache itself", "leave it out"),
+        "spec.engines[0].args[0]",
+        *("--port moves the engine's server, and nothing would find it", "leave it out"),
     ),
     Bad(
         *("argument that has a field", _C, cache(engines=[{"args": ["--max_model_len", "9"]}])),
         *("spec.engines[0].args[0]", "--max-model-len is set by RagCache itself"),
         "set spec.model.maxLength",
+    ),
+    Bad(
+        *("argument in short", _C, cache(engines=[{"args": ["--max_mo=9"]}])),
+        "spec.engines[0].args[0]",
+        "--max-mo, read as --max-model-len, is set by RagCache itself",
+        "set spec.model.maxLength",
+    ),
+    Bad(
+        *("engine that wants a key", _C, cache(engines=[{"args": ["--api-key", "secret"]}])),
+        "spec.engines[0].args[0]",
+        *("--api-key makes the engine refuse what it is asked", "leave it out"),
+    ),
+    Bad(
+        "another connector, by a key of its value",
+        _C,
+        cache(engines=[{"args": ["--kv-transfer-config.kv_connector", "x"]}]),
+        "spec.engines[0].args[0]",
+        *("--kv-transfer-config takes the place of what RagCache sets itself", "leave it out"),
+    ),
+    Bad(
+        "arguments out of a file",
+        _C,
+        cache(engines=[{"args": ["--config", "/models/serve.yaml"]}]),
+        *("spec.engines[0].args[0]", "--config takes the place of what RagCache sets itself"),
+        "leave it out",
     ),
     Bad(
         "engine's maxReplicas below replicas",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragcache_operator.drift import difference
+from ragcache_operator.builders.objects import SPEC_HASH
+from ragcache_operator.drift import addition, difference
 from ragcache_operator.kube.resources import Object, identity
 
 _NEVER_PRUNED = frozenset({"Pod", "PersistentVolumeClaim", "Job"})
@@ -13,11 +14,26 @@ _NEVER_PRUNED = frozenset({"Pod", "PersistentVolumeClaim", "Job"})
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
-    """Make an object so. because: the field that is not as it should be; empty if it is missing."""
+class Make:
+    """Make an object that is not there."""
 
     obj: Object
-    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Make an object say what this spec, or this release, asks for."""
+
+    obj: Object
+
+
+@dataclass(frozen=True, slots=True)
+class Correct:
+    """Undo what others changed. path: the first field. added: they added what may not be added."""
+
+    obj: Object
+    path: str
+    added: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +50,7 @@ class Taken:
     obj: Object
 
 
-Action = Apply | Remove | Taken
+Action = Make | Change | Correct | Remove | Taken
 
 
 def plan_actions(
@@ -48,15 +64,7 @@ def plan_actions(
     live: the object with the identity of a desired one. held: every child there is. uid: of the
     RagCache that owns them.
     """
-    actions: list[Action] = []
-    for obj in desired:
-        found = live(obj)
-        if found is None:
-            actions.append(Apply(obj, ""))
-        elif not is_owned(found, uid):
-            actions.append(Taken(obj))
-        elif (path := difference(obj, found)) is not None:
-            actions.append(Apply(obj, path))
+    actions = [action for obj in desired if (action := _for(obj, live(obj), uid)) is not None]
     wanted = {identity(obj) for obj in desired}
     actions.extend(
         Remove(obj)
@@ -67,6 +75,26 @@ def plan_actions(
         and "deletionTimestamp" not in obj["metadata"]
     )
     return actions
+
+
+def _for(obj: Object, found: Object | None, uid: str) -> Action | None:
+    if found is None:
+        return Make(obj)
+    if not is_owned(found, uid):
+        return Taken(obj)
+    # The hash first: what differs then is what we ask for, and nobody's doing.
+    if _hash(obj) != _hash(found):
+        return Change(obj)
+    if (path := difference(obj, found)) is not None:
+        return Correct(obj, path)
+    if (path := addition(obj, found)) is not None:
+        return Correct(obj, path, added=True)
+    return None
+
+
+def _hash(obj: Object) -> str | None:
+    spec_hash: str | None = (obj["metadata"].get("annotations") or {}).get(SPEC_HASH)
+    return spec_hash
 
 
 def is_owned(obj: Object, uid: str) -> bool:

@@ -23,6 +23,7 @@ from ragcache_core.errors import RagCacheError
 from ragcache_operator.certificates import Bundle, Rotation, current_bundle, service_names
 from ragcache_operator.drift import difference
 from ragcache_operator.kube.api import Api, ApiError
+from ragcache_operator.kube.discovery import serves_our_kinds
 from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS, Object, Resource
 from ragcache_operator.rules import violations
 from ragcache_operator.spec import GROUP
@@ -290,15 +291,13 @@ async def serving_admission(
 
 async def _our_kinds(api: Api, stop: asyncio.Event) -> bool:
     """Wait until the API server serves our kinds; False if told to stop before."""
-    version = RAG_CACHES.api_version
     while not stop.is_set():
         try:
-            found = await api.read(f"/apis/{version}")
-        except ApiError as error:
-            log.info("webhooks wait for %s: %s", version, error)
-        else:
-            if {r.plural for r in _RESOURCES} <= {r["name"] for r in found["resources"]}:
+            if await serves_our_kinds(api):
                 return True
+            log.info("webhooks wait for the server to serve our kinds")
+        except ApiError as error:
+            log.info("webhooks wait for the server: %s", error)
         await _pause(stop)
     return False
 

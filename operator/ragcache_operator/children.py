@@ -9,7 +9,7 @@ from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.informer import Informer
-from ragcache_operator.kube.resources import Object, Resource, identity, resource_of
+from ragcache_operator.kube.resources import Object, Resource, identity
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 OURS = "app.kubernetes.io/name=ragcache,app.kubernetes.io/instance"
@@ -82,19 +82,14 @@ class Children:
         meta = like["metadata"]
         return informer.get(meta["namespace"], meta["name"]) if informer else None
 
-    def serves(self, obj: Object) -> bool:
-        """Whether objects of this kind and version are followed here."""
-        informer = self._informers.get(obj["kind"])
-        return informer is not None and informer.resource == resource_of(obj)
-
     def resource(self, obj: Object) -> Resource:
         """The kind of an object, in the version that is followed."""
         return self._informers[obj["kind"]].resource
 
     def learn(self, obj: Object) -> None:
         """Take in what a write gave back."""
-        self._informers[obj["kind"]].learn(obj)
-        self._index(None, obj)
+        if self._informers[obj["kind"]].learn(obj):
+            self._index(None, obj)
 
     def forget(self, obj: Object) -> None:
         """Drop what a delete found gone."""

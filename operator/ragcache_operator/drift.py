@@ -3,6 +3,10 @@
 A server fills in defaults and other controllers own fields of their own, so an object never equals
 what was applied. What must hold is that everything asked for is there. Server-side apply would
 restore just that, so comparing first saves a write whenever nothing is wrong.
+
+Some fields mean something else as soon as anything is added to them: a selector that asks for one
+label more selects nothing, a rule more opens a network. These must say what is asked for and no
+more, which an apply does not restore; a merge patch of them does.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ from typing import Any
 
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "ip", "key")
 """What items of a list are told apart by, the first that all of them have."""
+
+_EXACT = {"Service": ("selector",), "NetworkPolicy": ()}
+"""By kind, where below ``spec`` nothing may be added; () is all of it."""
 
 
 def difference(desired: Any, live: Any, path: str = "") -> str | None:
@@ -32,6 +39,44 @@ def difference(desired: Any, live: Any, path: str = "") -> str | None:
     if isinstance(desired, Sequence) and not isinstance(desired, str):
         return _list_difference(desired, live, path)
     return None if _same(desired, live) else path
+
+
+def addition(desired: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
+    """Path of what others added where nothing may be added; None if there is nothing."""
+    where = _EXACT.get(desired["kind"])
+    if where is None:
+        return None
+    path = ".".join(("spec", *where))
+    return path if _plain(_at(desired, where)) != _plain(_at(live, where)) else None
+
+
+def restoration(desired: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge patch after which live has no addition."""
+    where = _EXACT[desired["kind"]]
+    wanted, found = _at(desired, where), _at(live, where)
+    patch: Any = {**dict.fromkeys(found.keys() - wanted.keys()), **wanted}
+    for name in reversed(("spec", *where)):
+        patch = {name: patch}
+    restored: dict[str, Any] = patch
+    return restored
+
+
+def _at(obj: Mapping[str, Any], where: Sequence[str]) -> Mapping[str, Any]:
+    found: Any = obj["spec"]
+    for name in where:
+        found = found.get(name) or {}
+    mapping: Mapping[str, Any] = found
+    return mapping
+
+
+def _plain(value: Any) -> Any:
+    """A value without the empty ones in its mappings, which a server may leave out."""
+    if isinstance(value, Mapping):
+        kept = {key: _plain(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item not in (None, [])}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _list_difference(desired: Sequence[Any], live: Any, path: str) -> str | None:

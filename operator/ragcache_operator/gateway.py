@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,9 @@ _ANSWER_TOKENS = 8
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 120.0
 """A first answer computes everything, on slow processors too."""
+_PROGRESS_TIMEOUT_S = 2.0
+_LARGEST_ANSWER_BYTES = 4 << 20
+_NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class Gateways:
 
     def __init__(self) -> None:
         # Parts of a cluster reach each other directly, whatever proxy the environment names.
-        self._client = httpx.AsyncClient(timeout=_CALL_TIMEOUT_S, trust_env=False)
+        # Each call has a limit of its own over all of it; this one is for silence.
+        self._client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT_S, trust_env=False)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -53,23 +59,22 @@ class Gateways:
         """Ask a question of the collection with most documents, or of one made for it."""
         try:
             collection = await self._collection(url)
-            reply = await self._client.post(
+            answer = await self._json(
+                "POST",
                 f"{url}/v1/chat/completions",
-                json={
+                {
                     "model": model,
                     "messages": [{"role": "user", "content": _QUESTION}],
                     "max_tokens": _ANSWER_TOKENS,
                     "ragcache": {"collection": collection, "top_k": 1},
                 },
-                timeout=_ANSWER_TIMEOUT_S,
+                timeout_s=_ANSWER_TIMEOUT_S,
             )
-            reply.raise_for_status()
-            answer = reply.json()
             citations = answer["ragcache"]["citations"]
             num_tokens = answer["usage"]["completion_tokens"]
-        except httpx.HTTPStatusError as error:
-            return Verdict(False, _said(error.response))
-        except httpx.HTTPError as error:
+        except _Refused as error:
+            return Verdict(False, str(error))
+        except (*_NO_ANSWER, TimeoutError) as error:
             return Verdict(False, f"{url} does not answer: {error or type(error).__name__}")
         except (ValueError, KeyError, TypeError) as error:
             return Verdict(False, f"{url} gave no answer that can be read: {error!r}")
@@ -82,41 +87,65 @@ class Gateways:
     async def cache(self, url: str) -> CacheUse | None:
         """What the store holds; None when nobody says."""
         try:
-            reply = await self._client.get(f"{url}/v1/cache")
-            reply.raise_for_status()
-            said = reply.json()
+            said = await self._json("GET", f"{url}/v1/cache")
             return CacheUse(said["hit_rate"], int(said["disk_bytes"]))
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (_Refused, *_NO_ANSWER, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
     async def progress(self, address: str) -> str | None:
         """What a pod that is not ready yet says of itself; address: "host:port" of its health."""
         try:
-            reply = await self._client.get(f"http://{address}/readyz", timeout=2.0)
-            said = reply.json().get("progress")
-        except (httpx.HTTPError, ValueError, AttributeError):
+            async with asyncio.timeout(_PROGRESS_TIMEOUT_S):
+                _, body = await self._send("GET", f"http://{address}/readyz", None)
+            said = json.loads(body).get("progress")
+        except (*_NO_ANSWER, TimeoutError, ValueError, AttributeError):
             return None
         return str(said)[:200] if said else None
 
     async def _collection(self, url: str) -> str:
-        reply = await self._client.get(f"{url}/v1/collections")
-        reply.raise_for_status()
-        filled = [c for c in reply.json()["data"] if c["documents"]]
+        listed = await self._json("GET", f"{url}/v1/collections")
+        filled = [c for c in listed["data"] if c["documents"]]
         theirs = [c for c in filled if c["name"] != SELF_TEST_COLLECTION]
         if theirs:
             largest: dict[str, Any] = max(theirs, key=lambda c: (c["documents"], c["name"]))
             return str(largest["name"])
         if not filled:
-            made = await self._client.put(f"{url}/v1/collections/{SELF_TEST_COLLECTION}", json={})
-            made.raise_for_status()
-            written = await self._client.post(f"{url}/v1/documents", json=_DOCUMENT)
-            written.raise_for_status()
+            await self._json("PUT", f"{url}/v1/collections/{SELF_TEST_COLLECTION}", {})
+            await self._json("POST", f"{url}/v1/documents", _DOCUMENT)
         return SELF_TEST_COLLECTION
 
+    async def _json(
+        self,
+        method: str,
+        url: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> Any:
+        """What a call gave back. Raises _Refused for what is no success."""
+        async with asyncio.timeout(timeout_s):
+            status, raw = await self._send(method, url, body)
+        if not 200 <= status < 300:
+            raise _Refused(_said(status, raw))
+        return json.loads(raw)
 
-def _said(response: httpx.Response) -> str:
+    async def _send(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        """Status and body. Whatever answers is a tenant's, so neither is trusted to end."""
+        async with self._client.stream(method, url, json=body) as response:
+            raw = bytearray()
+            async for piece in response.aiter_bytes():
+                raw += piece
+                if len(raw) > _LARGEST_ANSWER_BYTES:
+                    raise ValueError(f"more than {_LARGEST_ANSWER_BYTES} bytes")
+            return response.status_code, bytes(raw)
+
+
+class _Refused(Exception):
+    """The gateway answered that it does not."""
+
+
+def _said(status: int, raw: bytes) -> str:
     try:
-        message = response.json()["error"]["message"]
+        message = json.loads(raw)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = response.text[:200]
-    return f"HTTP {response.status_code}: {message}"
+        message = raw[:200].decode(errors="replace")
+    return f"HTTP {status}: {message}"

@@ -12,6 +12,7 @@ import copy
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,10 +21,11 @@ import kopf
 from ragcache_core.errors import RagCacheError
 from ragcache_operator.collections.reconciler import CollectionReconciler
 from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS, Object, Resource
+from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconciler import CacheReconciler, Memory, Say
 from ragcache_operator.spec import GROUP
 from ragcache_operator.status.conditions import Transition
-from ragcache_operator.wakeups import Key, Wakeups
+from ragcache_operator.wakeups import Key, Wakeups, woken
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ PASS_PATIENCE_S = 5.0
 """For a pass to end by itself when its object goes, or the operator stops; then it is cancelled."""
 CANCELLATION_S = 2.0
 REMOVE_RETRY_S = 1.0
+REMOVE_FAILED_RETRY_S = 10.0
 REMOVE_PATIENCE_S = 900.0
 """A deletion that takes longer is waited for no more: what is left is owned, and so collected."""
 
@@ -56,15 +59,17 @@ def reconciling_registry(
     cache_wakeups: Wakeups,
     collections: CollectionReconciler,
     collection_wakeups: Wakeups,
+    metrics: Metrics,
 ) -> kopf.OperatorRegistry:
     """Handlers that act on objects; for the one replica that leads."""
     registry = kopf.OperatorRegistry()
     # One of them fits.
     kopf.on.login(registry=registry, id="pod")(kopf.login_with_service_account)
     kopf.on.login(registry=registry, id="kubeconfig")(kopf.login_with_kubeconfig)
-    look_after(registry, RAG_CACHES, caches.reconcile, caches.remove, cache_wakeups)
+    look_after(registry, RAG_CACHES, caches.reconcile, caches.remove, cache_wakeups, metrics)
     look_after(
-        registry, RAG_COLLECTIONS, collections.reconcile, collections.remove, collection_wakeups
+        *(registry, RAG_COLLECTIONS, collections.reconcile, collections.remove),
+        *(collection_wakeups, metrics),
     )
     return registry
 
@@ -79,17 +84,24 @@ def look_after(
     reconcile: Reconcile,
     remove: Remove,
     wakeups: Wakeups,
+    metrics: Metrics,
 ) -> None:
     """Register what every kind of ours needs: a daemon, what wakes it, and a deletion."""
     selector = (resource.group, resource.version, resource.plural)
-    latest: dict[str, Object] = {}
+    asked: dict[str, object] = {}
+    # A pass that has begun must not make again what a deletion takes down.
+    locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @kopf.on.event(*selector, registry=registry)
-    def changed(body: kopf.Body, event: Any, **_: Any) -> None:
+    def changed(body: kopf.Body, uid: str, event: Any, **_: Any) -> None:
         if event["type"] == "DELETED":
-            wakeups.forget(_key(body))
-            latest.pop(body["metadata"]["uid"], None)
-        else:
+            asked.pop(uid, None)
+            locks.pop(uid, None)
+            return
+        # What we write into its status is no news.
+        asks = _asked(body)
+        if asked.get(uid) != asks:
+            asked[uid] = asks
             wakeups.wake(_key(body))
 
     @kopf.daemon(
@@ -101,40 +113,57 @@ def look_after(
     async def run(body: kopf.Body, uid: str, stopped: kopf.DaemonStopped, **_: Any) -> None:
         key = _key(body)
         memory = Memory()
+        written: Object | None = None
         failures = 0
-        while not stopped:
-            seen = _newer(_plain(body), latest.get(uid))
-            if "deletionTimestamp" in seen["metadata"]:
-                return
-            try:
-                wait_s = await reconcile(seen, memory, _say_for(body))
-                failures = 0
-            except RagCacheError as error:
-                wait_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
-                failures += 1
-                log.warning("%s: %s; again in %.0f s", "/".join(key), error, wait_s)
-            except Exception:
-                # One object's trouble must not end the looking after of all others.
-                wait_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
-                failures += 1
-                log.exception("%s: a pass failed; again in %.0f s", "/".join(key), wait_s)
-            latest[uid] = seen
-            timeout_s = None if wait_s is None else wait_s * _jitter()
-            await _first(wakeups.wait(key, timeout_s), stopped.wait())
+        with wakeups.listening(key) as flag:
+            while not stopped:
+                async with locks[uid]:
+                    seen = _newer(_plain(body), written)
+                    if "deletionTimestamp" in body["metadata"]:
+                        return
+                    try:
+                        with metrics.reconciling(resource.kind):
+                            wait_s = await reconcile(seen, memory, _say_for(body))
+                        failures = 0
+                    except Exception as error:
+                        # One object's trouble must not end the looking after of all others.
+                        wait_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
+                        failures += 1
+                        foreseen = isinstance(error, RagCacheError)
+                        log.warning(
+                            *("%s: %s; again in %.0f s", "/".join(key), error, wait_s),
+                            exc_info=None if foreseen else error,
+                        )
+                    written = seen
+                timeout_s = None if wait_s is None else wait_s * _jitter()
+                await _first(woken(flag, timeout_s), stopped.wait())
 
     @kopf.on.delete(*selector, registry=registry)
-    async def delete(body: kopf.Body, started: Any, **_: Any) -> None:
+    async def delete(body: kopf.Body, uid: str, started: Any, **_: Any) -> None:
+        error: RagCacheError | None = None
         try:
-            gone = await remove(_plain(body), _say_for(body))
-        except RagCacheError as error:
-            raise kopf.TemporaryError(str(error), delay=REMOVE_RETRY_S) from error
-        if gone:
+            async with locks[uid]:
+                if await remove(_plain(body), _say_for(body)):
+                    return
+        except RagCacheError as found:
+            error = found
+        if time.time() - started.timestamp() > REMOVE_PATIENCE_S:
+            words = f"children remain: {error or 'they take their time'}"
+            kopf.event(body, type="Warning", reason="DeletionSlow", message=words)
             return
-        waited_s = time.time() - started.timestamp()
-        if waited_s > REMOVE_PATIENCE_S:
-            kopf.event(body, type="Warning", reason="DeletionSlow", message="children remain")
-            return
-        raise kopf.TemporaryError("children are still there", delay=REMOVE_RETRY_S)
+        delay_s = REMOVE_RETRY_S if error is None else REMOVE_FAILED_RETRY_S
+        raise kopf.TemporaryError(str(error or "children are still there"), delay=delay_s)
+
+
+def _asked(body: kopf.Body) -> object:
+    """What of an object asks for a pass: its spec, its deletion, and a user's annotation."""
+    meta = body["metadata"]
+    own = {
+        name: value
+        for name, value in (meta.get("annotations") or {}).items()
+        if not name.startswith(f"{GROUP}/")
+    }
+    return meta.get("generation"), meta.get("deletionTimestamp"), own
 
 
 def _key(body: kopf.Body) -> Key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._passes = Histogram(
             "ragcache_operator_reconcile_seconds",
-            "One pass over a RagCache, by outcome.",
-            ("outcome",),
+            "One pass over an object, by its kind and outcome.",
+            ("kind", "outcome"),
             buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0),
             registry=self.registry,
         )
@@ -34,15 +35,18 @@ class Metrics:
         )
 
     @contextmanager
-    def reconciling(self) -> Iterator[None]:
-        """Time a pass."""
+    def reconciling(self, kind: str) -> Iterator[None]:
+        """Time a pass over an object of a kind."""
         started = time.monotonic()
         outcome = "failed"
         try:
             yield
             outcome = "done"
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
         finally:
-            self._passes.labels(outcome).observe(time.monotonic() - started)
+            self._passes.labels(kind, outcome).observe(time.monotonic() - started)
 
     def applied(self, kind: str) -> None:
         """Count a child that was written."""

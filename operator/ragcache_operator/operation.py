@@ -56,19 +56,29 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
     settings = kopf.OperatorSettings()
     configure(settings)
     following = asyncio.create_task(children.run())
-    metrics.leading.set(1)
-    try:
+
+    async def work() -> None:
         # What is not known yet looks like what does not exist.
         await children.synced()
         await kopf.operator(
-            registry=reconciling_registry(caches, cache_wakeups, collections, collection_wakeups),
+            registry=reconciling_registry(
+                caches, cache_wakeups, collections, collection_wakeups, metrics
+            ),
             settings=settings,
             standalone=True,
             clusterwide=not config.namespaces,
             namespaces=config.namespaces,
         )
+
+    working = asyncio.create_task(work())
+    metrics.leading.set(1)
+    try:
+        # Without its eyes it must not go on working: a restart gives it new ones.
+        await asyncio.wait((following, working), return_when=asyncio.FIRST_COMPLETED)
+        (following if following.done() else working).result()
     finally:
         metrics.leading.set(0)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        for task in (working, following):
+            task.cancel()
+        await asyncio.gather(working, following, return_exceptions=True)
         await gateways.close()

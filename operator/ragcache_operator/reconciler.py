@@ -9,28 +9,41 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_operator.actions import Apply, Remove, Taken, is_owned, plan_actions
+from ragcache_operator.actions import (
+    Change,
+    Correct,
+    Make,
+    Remove,
+    Taken,
+    is_owned,
+    plan_actions,
+)
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import with_replicas
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.labels import component_of, selectors
+from ragcache_operator.builders.labels import WORKLOADS, component_of, selectors
 from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.children import Children
+from ragcache_operator.children import Children, Owner
+from ragcache_operator.drift import restoration
 from ragcache_operator.gateway import CacheUse, Gateways
 from ragcache_operator.kube.api import Api, ApiError
-from ragcache_operator.kube.resources import CLAIMS, RAG_CACHES, Object, resource_of
+from ragcache_operator.kube.resources import CLAIMS, Object, identity, resource_of
+from ragcache_operator.kube.status import write_status
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.rules import violations
 from ragcache_operator.spec import COMPONENTS, RagCache
-from ragcache_operator.status.component import ComponentState, is_ready
+from ragcache_operator.status.component import is_ready
 from ragcache_operator.status.conditions import (
+    VALID,
+    Acceptance,
     Condition,
     SelfTest,
     Transition,
@@ -54,19 +67,35 @@ API_RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
 PERMANENT_RETRY_S = 300.0
 """A write that was refused for good is tried again this seldom: a quota or a policy may change."""
 
+CORRECTION_RETRY_S = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
+"""Before a correction that did not hold is made again: whoever undoes it means it."""
+
 Say = Callable[[Transition], None]
 
 
 @dataclass(slots=True)
+class Correction:
+    """How often an object was put right, and until when it is left alone."""
+
+    times: int = 0
+    not_before_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Memory:
-    """What is remembered of one RagCache between passes; losing it costs a look, no more."""
+    """What is remembered of one RagCache between passes; losing it costs a look, no more.
+
+    Times are of the monotonic clock.
+    """
 
     test_failures: int = 0
+    next_test_s: float = 0.0
     api_failures: int = 0
     cache: CacheUse | None = None
-    cache_seen_s: float = -CACHE_POLL_S
+    next_cache_s: float = 0.0
     told: frozenset[str] = frozenset()
     """Refusals that an Event has told of."""
+    corrections: dict[tuple[str, str, str], Correction] = field(default_factory=dict)
 
 
 class CacheReconciler:
@@ -98,53 +127,57 @@ class CacheReconciler:
 
         None: only when something changes. say: posts an Event.
         """
-        with self._metrics.reconciling():
-            problems = violations(body)
-            if problems:
-                message = "; ".join(map(str, problems))
-                await self._write(body, *self._refused(body, "Invalid", message), say)
-                return None
-            cache = parse_manifest(body)
-            site = self._site(cache, body)
-            try:
-                desired = build_children(cache, site)
-            except InvalidInput as error:
-                await self._write(body, *self._refused(body, "NotServed", str(error)), say)
-                return None
-            self._tell_refusals(cache, memory, say)
-            trouble = await self._act(body, desired, say)
-            if trouble is not None:
-                return await self._report_trouble(body, trouble, memory, say)
-            memory.api_failures = 0
-            return await self._report(body, cache, site, desired, memory, say)
+        problems = violations(body)
+        if problems:
+            await self._refuse(body, "Invalid", "; ".join(map(str, problems)), say)
+            return None
+        cache = parse_manifest(body)
+        site = self._site(cache, body)
+        try:
+            desired = build_children(cache, site)
+        except InvalidInput as error:
+            await self._refuse(body, "NotServed", str(error), say)
+            return None
+        self._tell_refusals(cache, memory, say)
+        trouble = await self._act(body, desired, memory, say)
+        accepted, again_s = _judged(trouble, memory)
+        waits_s = [again_s, await self._report(body, cache, site, desired, accepted, memory, say)]
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     async def remove(self, body: Object, say: Say) -> bool:
         """Take down what a deleted RagCache leaves behind; False while it is not all gone yet.
 
-        Workloads go first, so that they drain while their Services and claims are still there.
+        Everything is told to go at once: Kubernetes keeps a claim until no pod uses it.
         """
-        owner = _owner(body)
-        uid = body["metadata"]["uid"]
+        owner, uid = _owner(body), body["metadata"]["uid"]
         held = [obj for obj in self._children.of(owner) if is_owned(obj, uid)]
-        workloads = [obj for obj in held if obj["kind"] in ("Deployment", "StatefulSet")]
-        for obj in workloads:
+        # Workloads first, or they would make their pods and claims again.
+        for obj in sorted(held, key=lambda obj: obj["kind"] not in WORKLOADS):
             await self._delete(obj)
         pods = self._children.of(owner, "Pod")
         # Pods that bring documents belong to their RagCollections, and end without a gateway.
-        if workloads or any(component_of(pod) in COMPONENTS for pod in pods):
+        if held or any(component_of(pod) in COMPONENTS for pod in pods):
+            if _deletes_data(body):
+                await self._delete_claims(owner)
             return False
-        for obj in held:
-            await self._delete(obj)
-        claims = self._children.of(owner, "PersistentVolumeClaim")
-        if (body.get("spec") or {}).get("dataPolicy") == "Delete":
-            for claim in claims:
-                await self._delete(claim)
-            if claims:
-                return False
-        elif claims:
+        claims = self._claims(owner)
+        if claims and _deletes_data(body):
+            await self._delete_claims(owner)
+            return False
+        if claims:
             names = ", ".join(sorted(claim["metadata"]["name"] for claim in claims))
             say(Transition("Normal", "DataRetained", f"dataPolicy Retain keeps {names}"))
-        return not held
+        return True
+
+    def _claims(self, owner: Owner) -> list[Object]:
+        """Volume claims of the workloads; one that only has our labels is somebody else's."""
+        ours = re.compile(rf"data-{re.escape(owner[1])}-(retriever|cachestore)-\d+")
+        found = self._children.of(owner, CLAIMS.kind)
+        return [claim for claim in found if ours.fullmatch(claim["metadata"]["name"])]
+
+    async def _delete_claims(self, owner: Owner) -> None:
+        for claim in self._claims(owner):
+            await self._delete(claim)
 
     def _site(self, cache: RagCache, body: Object) -> ClusterSite:
         return ClusterSite.of(
@@ -163,39 +196,69 @@ class CacheReconciler:
                 say(Transition("Warning", refusal.reason, refusal.message))
         memory.told = frozenset(refusal.message for refusal in found)
 
-    async def _act(self, body: Object, desired: Sequence[Object], say: Say) -> RagCacheError | None:
+    async def _act(
+        self, body: Object, desired: Sequence[Object], memory: Memory, say: Say
+    ) -> list[RagCacheError]:
         """Write what differs. Returns what stood in the way, after trying everything."""
         uid = body["metadata"]["uid"]
         held = self._children.of(_owner(body))
-        actions = plan_actions(desired, self._children.get, held, uid)
-        trouble: RagCacheError | None = None
-        for action in actions:
+        troubles: list[RagCacheError] = []
+        for action in plan_actions(desired, self._children.get, held, uid):
             try:
                 match action:
-                    case Apply(obj, because):
-                        await self._apply(obj, because, uid, say)
+                    case Make(obj):
+                        await self._make(obj, uid)
+                    case Change(obj):
+                        await self._apply(obj)
+                    case Correct():
+                        await self._correct(action, memory, say)
                     case Remove(obj):
                         await self._delete(obj)
                     case Taken(obj):
                         raise _taken(obj)
             except RagCacheError as error:
                 log.warning("%s: %s", "/".join(_owner(body)), error)
-                trouble = trouble or error
-        return trouble
+                troubles.append(error)
+        return troubles
 
-    async def _apply(self, obj: Object, because: str, uid: str, say: Say) -> None:
-        if not because:
-            # Objects without our label are on no watch; one of this name may be somebody else's.
-            meta = obj["metadata"]
-            found = await self._api.get(resource_of(obj), meta["name"], meta["namespace"])
-            if found is not None and not is_owned(found, uid):
-                raise _taken(obj)
+    async def _make(self, obj: Object, uid: str) -> None:
+        # Objects without our label are on no watch; one of this name may be somebody else's.
+        meta = obj["metadata"]
+        found = await self._api.get(resource_of(obj), meta["name"], meta["namespace"])
+        if found is not None and not is_owned(found, uid):
+            raise _taken(obj)
+        await self._apply(obj)
+
+    async def _apply(self, obj: Object) -> None:
         applied = await self._api.apply(with_replicas(obj, self._children.get(obj)))
         self._children.learn(applied)
         self._metrics.applied(obj["kind"])
-        if because and not because.startswith("metadata.annotations."):
-            name = f"{obj['kind']} {obj['metadata']['name']}"
-            say(Transition("Normal", "DriftCorrected", f"{name}: {because} was changed by others"))
+
+    async def _correct(self, action: Correct, memory: Memory, say: Say) -> None:
+        """Undo what others changed, ever less often where they change it again."""
+        obj, now_s = action.obj, time.monotonic()
+        before = memory.corrections.setdefault(identity(obj), Correction())
+        if now_s < before.not_before_s:
+            return
+        live = self._children.get(obj)
+        if action.added and live is not None:
+            meta = obj["metadata"]
+            patch = restoration(obj, live)
+            resource = resource_of(obj)
+            restored = await self._api.merge(resource, meta["name"], meta["namespace"], patch)
+            if restored is not None:
+                self._children.learn({**restored, "kind": obj["kind"]})
+            self._metrics.applied(obj["kind"])
+        else:
+            await self._apply(obj)
+        name = f"{obj['kind']} {obj['metadata']['name']}"
+        before.not_before_s = now_s + _step(CORRECTION_RETRY_S, before.times)
+        before.times += 1
+        if before.times < len(CORRECTION_RETRY_S):
+            say(Transition("Normal", "DriftCorrected", f"{name}: others changed {action.path}"))
+        elif before.times == len(CORRECTION_RETRY_S):
+            words = f"{name}: others change {action.path} again and again; find out who"
+            say(Transition("Warning", "DriftPersists", words))
 
     async def _delete(self, obj: Object) -> None:
         meta = obj["metadata"]
@@ -205,23 +268,11 @@ class CacheReconciler:
         if not await self._api.delete(resource, meta["name"], meta["namespace"]):
             self._children.forget(obj)
 
-    def _refused(self, body: Object, reason: str, message: str) -> tuple[Object, list[Condition]]:
-        conditions = refused_conditions(
-            reason, message, body["metadata"]["generation"], _conditions(body), _now()
-        )
-        return refused_status(body, conditions), conditions
-
-    async def _report_trouble(
-        self, body: Object, trouble: RagCacheError, memory: Memory, say: Say
-    ) -> float:
-        if isinstance(trouble, ApiError) and not trouble.is_permanent:
-            # The API server is busy or away: nothing about the object is known to be wrong.
-            delay_s = _step(API_RETRY_S, memory.api_failures)
-            memory.api_failures += 1
-            return delay_s
-        reason = "ApplyFailed" if isinstance(trouble, ApiError) else "ObjectTaken"
-        await self._write(body, *self._refused(body, reason, str(trouble)), say)
-        return PERMANENT_RETRY_S
+    async def _refuse(self, body: Object, reason: str, message: str, say: Say) -> None:
+        """Say that the spec is not acted on; what runs goes on as it was."""
+        generation = body["metadata"]["generation"]
+        conditions = refused_conditions(reason, message, generation, _conditions(body), _now())
+        await self._write(body, refused_status(body, conditions), conditions, say)
 
     async def _report(
         self,
@@ -229,69 +280,66 @@ class CacheReconciler:
         cache: RagCache,
         site: ClusterSite,
         desired: Sequence[Object],
+        accepted: Acceptance,
         memory: Memory,
         say: Say,
     ) -> float | None:
         pods = self._children.of(_owner(body), "Pod")
-        progress = await self._progress(pods)
+        progress = await self._progress(_owner(body), pods)
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
-        before = _conditions(body)
+        test = holding_test(components, self_test_of(_conditions(body)), generation)
         url = site.gateway_url
-        test = holding_test(components, self_test_of(before))
-        wait_s: list[float] = [PROGRESS_POLL_S] if progress else []
+
+        async def say_state(test: SelfTest) -> None:
+            conditions = make_conditions(
+                components, test, generation, _conditions(body), _now(), accepted
+            )
+            states = workload_states(desired, self._children.get)
+            selector = selectors(cache)["gateway"]
+            status = accepted_status(
+                *(cache, generation, components, states, conditions, test),
+                *(memory.cache, url, selector),
+            )
+            await self._write(body, status, conditions, say)
+
+        waits_s = [PROGRESS_POLL_S] if progress else []
         if is_test_due(components, test, generation):
-            if not any(c["type"] == "Ready" and c["status"] == "True" for c in before):
-                waiting = SelfTest(None, "Asking", f"asking {url} a question", generation)
-                await self._say_state(body, cache, desired, components, waiting, memory, url, say)
-            verdict = await self._gateways.self_test(url, cache.spec.model.served_name)
-            reason = "Answered" if verdict.passed else "SelfTestFailed"
-            test = SelfTest(verdict.passed, reason, verdict.message, generation)
-            if verdict.passed:
-                memory.test_failures = 0
-            else:
-                wait_s.append(_step(TEST_RETRY_S, memory.test_failures))
-                memory.test_failures += 1
+            if time.monotonic() >= memory.next_test_s:
+                if test.passed is None:
+                    await say_state(SelfTest(None, "Asking", f"asking {url}", generation))
+                test = await self._ask(url, cache, generation, memory)
+            waits_s.append(max(0.0, memory.next_test_s - time.monotonic()))
         if test.passed:
-            wait_s.append(CACHE_POLL_S)
-            if time.monotonic() - memory.cache_seen_s >= CACHE_POLL_S:
-                memory.cache_seen_s = time.monotonic()
+            if time.monotonic() >= memory.next_cache_s:
+                memory.next_cache_s = time.monotonic() + CACHE_POLL_S
                 memory.cache = await self._gateways.cache(url) or memory.cache
-        await self._say_state(body, cache, desired, components, test, memory, url, say)
-        return min(wait_s, default=None)
+            waits_s.append(CACHE_POLL_S)
+        await say_state(test)
+        return min(waits_s, default=None)
 
-    async def _say_state(
-        self,
-        body: Object,
-        cache: RagCache,
-        desired: Sequence[Object],
-        components: Sequence[ComponentState],
-        test: SelfTest,
-        memory: Memory,
-        url: str,
-        say: Say,
-    ) -> None:
-        generation = body["metadata"]["generation"]
-        conditions = make_conditions(components, test, generation, _conditions(body), _now())
-        status = accepted_status(
-            cache,
-            generation,
-            components,
-            workload_states(desired, self._children.get),
-            conditions,
-            test,
-            memory.cache,
-            url,
-            selectors(cache)["gateway"],
-        )
-        await self._write(body, status, conditions, say)
+    async def _ask(self, url: str, cache: RagCache, generation: int, memory: Memory) -> SelfTest:
+        verdict = await self._gateways.self_test(url, cache.spec.model.served_name)
+        if verdict.passed:
+            memory.test_failures, memory.next_test_s = 0, 0.0
+            return SelfTest(True, "Answered", verdict.message, generation)
+        memory.next_test_s = time.monotonic() + _step(TEST_RETRY_S, memory.test_failures)
+        memory.test_failures += 1
+        return SelfTest(False, "SelfTestFailed", verdict.message, generation)
 
-    async def _progress(self, pods: Sequence[Object]) -> dict[str, str]:
-        """What pods that run but are not ready say of their start, by name."""
+    async def _progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
+        """What pods that run but are not ready say of their start, by name.
+
+        Only pods of our own StatefulSets, which are the ones with such a port: anybody may label
+        a pod as they like.
+        """
+        sets = {obj["metadata"]["uid"] for obj in self._children.of(owner, "StatefulSet")}
         asked = {
             pod["metadata"]["name"]: address
             for pod in pods
-            if not is_ready(pod) and (address := health_address(pod)) is not None
+            if not is_ready(pod)
+            and any(is_owned(pod, uid) for uid in sets)
+            and (address := health_address(pod)) is not None
         }
         said = await asyncio.gather(*map(self._gateways.progress, asked.values()))
         return {name: words or "" for name, words in zip(asked, said, strict=True)}
@@ -300,20 +348,32 @@ class CacheReconciler:
         self, body: Object, status: Object, conditions: Sequence[Condition], say: Say
     ) -> None:
         """Write the status if it says anything new, and tell of its transitions."""
-        live = body.get("status") or {}
-        if status == live:
-            return
-        # A merge patch keeps what it does not name.
-        patch = {"status": {**dict.fromkeys(live.keys() - status.keys()), **status}}
-        meta = body["metadata"]
-        written = await self._api.merge(
-            RAG_CACHES, meta["name"], meta["namespace"], patch, "status"
-        )
-        for transition in transitions(live.get("conditions") or (), conditions):
-            say(transition)
-        if written is not None:
-            # What is compared with next is what has just been said, not what a watch says later.
-            body.update(written)
+        before = _conditions(body)
+        if await write_status(self._api, body, status):
+            for transition in transitions(before, conditions):
+                say(transition)
+
+
+def _judged(troubles: Sequence[RagCacheError], memory: Memory) -> tuple[Acceptance, float | None]:
+    """What troubles with children mean for the spec, and when to try again."""
+    if not troubles:
+        memory.api_failures = 0
+        return VALID, None
+    lasting = [e for e in troubles if not isinstance(e, ApiError) or e.is_permanent]
+    if lasting:
+        reason = "ApplyFailed" if isinstance(lasting[0], ApiError) else "ObjectTaken"
+        return Acceptance("False", reason, str(lasting[0])), PERMANENT_RETRY_S
+    # The API server is busy or away: nothing about the object is known to be wrong.
+    memory.api_failures += 1
+    again_s = _step(API_RETRY_S, memory.api_failures - 1)
+    if memory.api_failures <= len(API_RETRY_S):
+        return VALID, again_s
+    return Acceptance("Unknown", "ApplyRetried", str(troubles[0])), again_s
+
+
+def _deletes_data(body: Object) -> bool:
+    """Read from the raw spec: a deletion must not depend on the rest of it being valid."""
+    return bool((body.get("spec") or {}).get("dataPolicy") == "Delete")
 
 
 def health_address(pod: Object) -> str | None:
@@ -325,11 +385,12 @@ def health_address(pod: Object) -> str | None:
     for container in pod["spec"]["containers"]:
         for port in container.get("ports") or ():
             if port.get("name") == "health":
-                return f"{status['podIP']}:{port['containerPort']}"
+                host = f"[{status['podIP']}]" if ":" in status["podIP"] else status["podIP"]
+                return f"{host}:{port['containerPort']}"
     return None
 
 
-def _owner(body: Object) -> tuple[str, str]:
+def _owner(body: Object) -> Owner:
     return body["metadata"]["namespace"], body["metadata"]["name"]
 
 

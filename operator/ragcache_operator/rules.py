@@ -6,6 +6,7 @@ may be no webhook; the cli asks it before it sends anything.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,19 +26,105 @@ from ragcache_operator.spec import (
 )
 from ragcache_operator.spec.consistency import BY_QUANTITY, Cel, Fault, Rule, faults, parts
 
-OWNED_FLAGS: Final = {
-    "--model": "spec.model.source",
-    "--served-model-name": "spec.model.name",
-    "--max-model-len": "spec.model.maxLength",
-    "--dtype": "spec.model.dtype",
-    "--host": None,
-    "--port": None,
-    "--kv-transfer-config": None,
-}
-"""Arguments of vLLM's server that the builders give, each with the field it follows from; None:
-another value would cut the engine off from the rest."""
-# vLLM reads --max_model_len as --max-model-len.
-_OWNED = f"^--({'|'.join(flag[2:].replace('-', '[-_]') for flag in OWNED_FLAGS)})(=|$)"
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Arguments of vLLM's server that no engine may be given.
+
+    problem: what is wrong with them all. fixes: by argument, what to do instead.
+    """
+
+    name: str
+    problem: str
+    fixes: Mapping[str, str]
+
+    @property
+    def rule(self) -> Rule:
+        """That an engine's args hold none of them."""
+        return Rule(
+            self.name,
+            EngineSpec,
+            "args",
+            self._fault,
+            Cel(
+                f"!has(self.args) || !self.args.exists(argument, argument.matches('{self._any}'))",
+                f"hold one that {self.problem}; leave out {', '.join(self.fixes)}",
+            ),
+        )
+
+    def _fault(self, engine: EngineSpec) -> Fault | None:
+        for i, argument in enumerate(engine.args):
+            flag = _flag_of(argument)
+            for owned, fix in self.fixes.items():
+                if flag == owned:
+                    return Fault(f"{flag} {self.problem}", fix, f"[{i}]")
+                if len(flag) > len("--") and owned.startswith(flag):
+                    return Fault(f"{flag}, read as {owned}, {self.problem}", fix, f"[{i}]")
+        return None
+
+    @property
+    def _any(self) -> str:
+        """A pattern of all their spellings; re2's, without a backslash."""
+        return f"^--({'|'.join(_beginnings(flag[2:]) for flag in self.fixes)})([=.]|$)"
+
+
+def _flag_of(argument: str) -> str:
+    """The flag of an argument as vLLM reads it: with dashes, up to its value or a key of one.
+
+    --max_model_len=9 is --max-model-len 9, --kv-transfer-config.kv_role=x one key of a value.
+    """
+    return re.split("[=.]", argument, maxsplit=1)[0].replace("_", "-")
+
+
+def _beginnings(word: str) -> str:
+    """A pattern of every beginning of a word: argparse takes one for the flag that it begins.
+
+    Where it begins several, argparse refuses it, so nothing that works is refused here as long as
+    no flag of vLLM's is the beginning of one of these.
+    """
+    letters = ["[-_]" if letter == "-" else letter for letter in word]
+    return "(".join(letters) + ")?" * (len(letters) - 1)
+
+
+_LEAVE_OUT: Final = "leave it out"
+# Groups are as small as they are because servers limit what the pattern of one rule may cost.
+FORBIDDEN_FLAGS: Final = (
+    Flags(
+        "no arguments that fields set",
+        "is set by RagCache itself",
+        {
+            "--model": "set spec.model.source",
+            "--served-model-name": "set spec.model.name",
+            "--max-model-len": "set spec.model.maxLength",
+            "--dtype": "set spec.model.dtype",
+        },
+    ),
+    Flags(
+        "engines listen where they are looked for",
+        "moves the engine's server, and nothing would find it",
+        dict.fromkeys(
+            ("--host", "--port", "--uds", "--root-path", "--grpc", "--headless"), _LEAVE_OUT
+        ),
+    ),
+    Flags(
+        "engines answer as they are asked",
+        "makes the engine refuse what it is asked",
+        dict.fromkeys(
+            ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--tokens-only"), _LEAVE_OUT
+        ),
+    ),
+    Flags(
+        "engines have our connector",
+        "takes the place of what RagCache sets itself",
+        dict.fromkeys(("--kv-transfer-config", "--config"), _LEAVE_OUT),
+    ),
+)
+"""What follows from other fields, and what would cut an engine off from the rest.
+
+Others are their user's own affair. --ssl-ca-certs and the like do nothing without a certificate,
+--data-parallel-size and the like leave the server where it is, and --load-format or --tokenizer
+change what is answered, not whether.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +190,6 @@ def _model_is_in_the_cluster(model: ModelSpec) -> Fault | None:
     )
 
 
-def _flags_are_ours(engine: EngineSpec) -> Fault | None:
-    for i, argument in enumerate(engine.args):
-        # vLLM reads --max_model_len as --max-model-len.
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag in OWNED_FLAGS:
-            field = OWNED_FLAGS[flag]
-            fix = f"set {field}" if field else "leave it out"
-            return Fault(f"{flag} is set by RagCache itself", fix, f"[{i}]")
-    return None
-
-
 def _memory_holds(resources: ResourcesSpec, needed: str, num_bytes: int, what: str) -> Fault | None:
     """Both amounts have to be above what the part fills by design, whatever else it needs."""
     for field, text, given in (
@@ -149,16 +225,7 @@ CLUSTER_RULES: tuple[Rule, ...] = (
             "pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
         ),
     ),
-    Rule(
-        "no arguments that RagCache sets",
-        EngineSpec,
-        "args",
-        _flags_are_ours,
-        Cel(
-            f"!has(self.args) || !self.args.exists(argument, argument.matches('{_OWNED}'))",
-            f"hold one that RagCache sets itself; leave out {', '.join(OWNED_FLAGS)}",
-        ),
-    ),
+    *(flags.rule for flags in FORBIDDEN_FLAGS),
     Rule("memory holds the memory tier", CacheStoreSpec, "resources", _store_fits, BY_QUANTITY),
     Rule("memory holds the KV cache", EngineSpec, "resources", _engine_fits, BY_QUANTITY),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 Key = tuple[str, str]
 """(namespace, name) of an object."""
@@ -12,29 +14,37 @@ SETTLE_S = 0.05
 
 
 class Wakeups:
-    """Flags by object. One that nobody waits for yet is kept for whoever will."""
+    """Flags of the objects that somebody looks after; waking any other does nothing."""
 
     def __init__(self) -> None:
         self._flags: dict[Key, asyncio.Event] = {}
 
     def wake(self, key: Key) -> None:
         """Have the object looked at."""
-        self._flag(key).set()
+        flag = self._flags.get(key)
+        if flag is not None:
+            flag.set()
 
-    async def wait(self, key: Key, timeout_s: float | None) -> None:
-        """Return once the object was woken, or after timeout_s."""
-        flag = self._flag(key)
+    @contextmanager
+    def listening(self, key: Key) -> Iterator[asyncio.Event]:
+        """The flag of an object, for as long as it is looked after.
+
+        Of two that have one name after each other, each has a flag of its own.
+        """
+        flag = self._flags[key] = asyncio.Event()
         try:
-            async with asyncio.timeout(timeout_s):
-                await flag.wait()
-        except TimeoutError:
-            return
-        await asyncio.sleep(SETTLE_S)
-        flag.clear()
+            yield flag
+        finally:
+            if self._flags.get(key) is flag:
+                del self._flags[key]
 
-    def forget(self, key: Key) -> None:
-        """Drop the flag of an object that is gone."""
-        self._flags.pop(key, None)
 
-    def _flag(self, key: Key) -> asyncio.Event:
-        return self._flags.setdefault(key, asyncio.Event())
+async def woken(flag: asyncio.Event, timeout_s: float | None) -> None:
+    """Return once the flag was set, or after timeout_s."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await flag.wait()
+    except TimeoutError:
+        return
+    await asyncio.sleep(SETTLE_S)
+    flag.clear()

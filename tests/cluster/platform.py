@@ -15,7 +15,7 @@ import yaml
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_core.errors import InvalidInput
 from tests.cluster.availability import Unavailable, skip
-from tests.cluster.cluster import Cluster, KubectlFailed
+from tests.cluster.cluster import Cluster
 from tests.cluster.timeline import step
 from tools.images import IMAGES, make_images
 
@@ -142,7 +142,7 @@ class Platform:
         """Ready for the spec as it is now."""
         cache = self.cluster.get("ragcache", NAME, NAMESPACE)
         status = cache.get("status", {})
-        current = status.get("observedGeneration") == cache["metadata"]["generation"]
+        current: bool = status.get("observedGeneration") == cache["metadata"]["generation"]
         return current and status.get("phase") == "Ready"
 
     def wait_settled(self, what: str, limit_s: float = 300) -> None:
@@ -177,16 +177,18 @@ def single_questions(book: Handbook, number: int) -> list[Question]:
     return [question for question in drawn if question.kind == "single"][:number]
 
 
-def left_over(cluster: Cluster, labels: str) -> list[str]:
-    """Every object with the labels, of every kind that the API server knows how to list."""
-    kinds = cluster.kubectl("api-resources", "--verbs=list", "--output=name").split()
-    found = []
-    for kind in kinds:
-        try:
-            said = cluster.kubectl("get", kind, "-A", f"--selector={labels}", "-o", "name")
-        except KubectlFailed as error:
-            if "NotFound" in str(error) or "MethodNotAllowed" in str(error):
-                continue
-            raise
-        found += said.split()
-    return sorted(found)
+def namespace_contents(cluster: Cluster) -> frozenset[str]:
+    """Every object of the tests' namespace, of every kind that can be listed, but for Events.
+
+    Whoever made it, and whatever its labels: a test of what is left must not trust either.
+    """
+    kinds = cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "--output=name")
+    told = ",".join(kind for kind in kinds.split() if not kind.startswith("events"))
+    said = cluster.kubectl("get", told, f"--namespace={NAMESPACE}", "--output=name")
+    return frozenset(said.split())
+
+
+def is_furnished(contents: frozenset[str]) -> bool:
+    """Whether a namespace has all that Kubernetes itself puts into every one."""
+    own = {"serviceaccount/default", "configmap/kube-root-ca.crt"}
+    return own <= contents and any(name.startswith("secret/default-token") for name in contents)

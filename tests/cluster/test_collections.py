@@ -37,6 +37,7 @@ from tests.cluster.control_plane import ControlPlane
 
 # A server this old knows no CEL.
 DEFINITIONS = [definition(kind, cel=False) for kind in KINDS]
+QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", namespaced=True)
 PATIENCE_S = 60.0
 _numbers = count()
 
@@ -101,6 +102,25 @@ class Team:
                 "data": data,
             }
         )
+
+    async def forbid_jobs(self) -> None:
+        """Give the namespace a quota of no Jobs, and wait until the server knows its use."""
+        await self.api.create(
+            QUOTAS,
+            {
+                "apiVersion": "v1",
+                "kind": QUOTAS.kind,
+                "metadata": {"name": "no-jobs", "namespace": self.namespace},
+                "spec": {"hard": {"count/jobs.batch": "0"}},
+            },
+        )
+
+        async def counted() -> Object | None:
+            quota = await self.api.get(QUOTAS, "no-jobs", self.namespace)
+            assert quota is not None
+            return quota if (quota.get("status") or {}).get("used") else None
+
+        await eventually(counted)
 
     async def body(self) -> Object:
         found = await self.api.get(RAG_COLLECTIONS, "faq", self.namespace)
@@ -169,7 +189,7 @@ class Team:
         await eventually(ended)
 
     async def end_well(self, **numbers: int) -> None:
-        await self.end(0, result(**numbers))
+        await self.end(0, result(finished=True, **numbers))
 
 
 def result(failures: int = 0, *, finished: bool = True, **numbers: int) -> str:
@@ -485,6 +505,20 @@ async def test_a_job_that_never_starts_holds_no_deletion_up_either(team: Team) -
     team.ahead_s = REMOVAL_PATIENCE_S + 1
     assert await remove(team)
     assert team.events[-1].reason == "DocumentsLeft"
+
+
+async def test_a_job_that_is_not_allowed_holds_no_deletion_up_either(team: Team) -> None:
+    await synced(team)
+    await delete(team)
+    await team.forbid_jobs()
+
+    async def gone() -> Object | None:
+        return {} if await remove(team) else None
+
+    await eventually(gone)
+    [event] = team.events
+    assert (event.kind, event.reason) == ("Warning", "DocumentsLeft")
+    assert "exceeded quota" in event.message
 
 
 @pytest.mark.parametrize("why", ["no cache", "no prune"])

@@ -6,6 +6,7 @@ The tests are one story in their order, on one cluster; each names the step it i
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -22,8 +23,9 @@ from tests.cluster.platform import (
     bring_images,
     collection_of_config_map,
     handbook,
-    left_over,
+    is_furnished,
     make_namespace,
+    namespace_contents,
     quickstart,
     single_questions,
 )
@@ -31,8 +33,13 @@ from tests.cluster.timeline import step
 
 pytestmark = [pytest.mark.timeout(1200)]
 
-_INSTANCE = f"app.kubernetes.io/instance={NAME}"
 _VOLUMES = 6
+_KEPT = {
+    "collection": "kept",
+    "id": "attic.md",
+    "text": "# Attic\n\nThe ladder to the attic hangs behind the door.\n",
+}
+"""A document that no RagCollection would bring again."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,15 @@ def platform(cluster: Cluster) -> Platform:
 
 
 @pytest.fixture(scope="module")
-def running(platform: Platform, book: Handbook) -> Platform:
+def untouched(platform: Platform) -> frozenset[str]:
+    """What the namespace holds before anything is applied to it."""
+    cluster = platform.cluster
+    cluster.wait_until(lambda: is_furnished(namespace_contents(cluster)), "furnished namespace", 60)
+    return namespace_contents(cluster)
+
+
+@pytest.fixture(scope="module")
+def running(platform: Platform, untouched: frozenset[str], book: Handbook) -> Platform:
     """The example applied, ready, with a collection of a ConfigMap in it."""
     with step("from apply to Ready"):
         platform.cluster.apply(quickstart())
@@ -200,38 +215,67 @@ def test_the_webhook_refuses_what_cannot_work_and_says_what_to_do(running: Platf
     assert "denied the request" in str(refused.value)
 
 
-def test_nothing_is_left_of_a_deleted_object_but_what_its_policy_keeps(running: Platform) -> None:
+def test_a_document_comes_over_rest_too(running: Platform) -> None:
+    reply = httpx.post(f"{running.url}/v1/documents", json=_KEPT, timeout=60, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    assert _kept_text(running) == _KEPT["text"]
+
+
+def test_nothing_is_left_of_a_deleted_object_but_what_its_policy_keeps(
+    running: Platform, untouched: frozenset[str]
+) -> None:
     cluster = running.cluster
     with step("collection deleted"):
-        cluster.kubectl("delete", "ragcollection", COLLECTION, f"--namespace={NAMESPACE}")
+        cluster.kubectl(
+            *("delete", f"ragcollection/{COLLECTION}", f"configmap/{COLLECTION}"),
+            f"--namespace={NAMESPACE}",
+        )
     with step("RagCache deleted"):
         cluster.kubectl("delete", "ragcache", NAME, f"--namespace={NAMESPACE}", "--timeout=180s")
 
-    def rest() -> list[str]:
-        return [
-            name for name in left_over(cluster, _INSTANCE) if "persistentvolumeclaim" not in name
-        ]
-
-    # Endpoints and the like are collected by their own controllers a moment later.
-    cluster.wait_until(lambda: not rest(), f"clean namespace: {rest()}", 60)
-    kept = left_over(cluster, _INSTANCE)
-    assert len(kept) == 3, kept  # the documents, and two shards of the store
+    # The documents, and two shards of the store.
+    kept = {
+        f"persistentvolumeclaim/data-{NAME}-{pod}"
+        for pod in ("retriever-0", "cachestore-0", "cachestore-1")
+    }
+    _wait_for_contents(cluster, untouched | kept)
 
 
-def test_a_new_object_of_the_name_finds_its_documents_again(
-    running: Platform, book: Handbook
-) -> None:
+def test_a_new_object_of_the_name_finds_its_documents_again(running: Platform) -> None:
     with step("from apply to Ready on kept volumes"):
         running.cluster.apply(quickstart())
         running.patch({"dataPolicy": "Delete"})
         running.wait_settled("ready RagCache")
+    assert _kept_text(running) == _KEPT["text"]
 
 
-def test_with_the_policy_delete_the_data_goes_too(running: Platform) -> None:
+def test_with_the_policy_delete_the_data_goes_too(
+    running: Platform, untouched: frozenset[str]
+) -> None:
     cluster = running.cluster
     with step("RagCache deleted with its data"):
         cluster.kubectl("delete", "ragcache", NAME, f"--namespace={NAMESPACE}", "--timeout=180s")
-        cluster.wait_until(lambda: not left_over(cluster, _INSTANCE), "empty namespace", 60)
+        _wait_for_contents(cluster, untouched)
+
+
+def _kept_text(platform: Platform) -> str:
+    reply = httpx.get(
+        f"{platform.url}/v1/documents/{_KEPT['id']}",
+        params={"collection": _KEPT["collection"]},
+        timeout=60,
+        trust_env=False,
+    )
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["text"]
+    return text
+
+
+def _wait_for_contents(cluster: Cluster, wanted: frozenset[str]) -> None:
+    """Wait until the namespace holds this and nothing else."""
+    # Endpoints and the like are collected by their own controllers a moment later.
+    with suppress(TimeoutError):
+        cluster.wait_until(lambda: namespace_contents(cluster) == wanted, "clean namespace", 60)
+    assert namespace_contents(cluster) == wanted
 
 
 def _kill(platform: Platform, component: str) -> None:

@@ -150,6 +150,20 @@ def test_what_others_change_is_put_right_and_told(server: Server) -> None:
     eventually(lambda: "DriftCorrected" in server.reasons("drift"), "an Event")
 
 
+def test_a_network_that_others_opened_is_closed_again(server: Server) -> None:
+    server.apply(cache("closed"))
+    eventually(observed(server, "closed"), "status")
+    policy, service = "closed-default-deny", "closed-gateway"
+    before = server.get("networkpolicy", policy)["spec"]
+    selector = server.get("service", service)["spec"]["selector"]
+    opened = json.dumps({"spec": {"ingress": [{}], "egress": [{}]}})
+    server.kubectl("patch", "networkpolicy", policy, "--type=merge", "-p", opened)
+    lost = json.dumps({"spec": {"selector": {"and": "nobody"}}})
+    server.kubectl("patch", "service", service, "--type=merge", "-p", lost)
+    eventually(lambda: server.get("networkpolicy", policy)["spec"] == before, "a closed network")
+    eventually(lambda: server.get("service", service)["spec"]["selector"] == selector, "a selector")
+
+
 def test_what_is_asked_for_no_more_is_removed(server: Server) -> None:
     gateway = {"ingress": {"host": "docs.example.com"}}
     server.apply(cache("routed", gateway=gateway))
@@ -164,7 +178,7 @@ def test_an_object_of_somebody_else_is_left_alone_and_told_of(server: Server) ->
     eventually(
         lambda: server.condition("taken", "Accepted").get("reason") == "ObjectTaken", "a refusal"
     )
-    assert "ConfigMap default/taken-members" in server.condition("taken", "Ready")["message"]
+    assert "ConfigMap default/taken-members" in server.condition("taken", "Accepted")["message"]
     assert server.get("configmap", "taken-members")["data"] == {"theirs": "1"}
     server.kubectl("delete", "configmap", "taken-members")
     server.kubectl("annotate", "ragcache", "taken", "look=again")
@@ -188,7 +202,7 @@ def test_what_the_cluster_does_not_serve_is_told_and_the_rest_runs(server: Serve
     engine = {"name": "main", "autoscaling": {"maxReplicas": 4}}
     server.apply(cache("scaled", engines=[engine]))
     eventually(lambda: "QueueMetricsNotServed" in server.reasons("scaled"), "an Event")
-    assert server.names("deployments", "scaled")
+    eventually(lambda: bool(server.names("deployments", "scaled")), "children")
 
 
 @pytest.mark.parametrize("policy", ["Retain", "Delete"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_operator.actions import Apply, Remove, Taken, plan_actions
+from ragcache_operator.actions import Change, Correct, Make, Remove, Taken, plan_actions
+from ragcache_operator.builders.objects import SPEC_HASH
 
 UID = "u-1"
 
@@ -14,7 +15,7 @@ def child(
 ) -> dict[str, Any]:
     references = [{"uid": owner, "kind": "RagCache"}] if owner else []
     meta = {"name": name, "namespace": "ns", "ownerReferences": references}
-    return {"apiVersion": "v1", "kind": kind, "metadata": meta, **fields}
+    return {"apiVersion": "v1", "kind": kind, "metadata": meta, "spec": {}, **fields}
 
 
 def plan(desired: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[Any]:
@@ -29,12 +30,25 @@ def test_nothing_is_done_about_what_is_as_it_should_be() -> None:
 
 
 def test_what_is_missing_is_applied() -> None:
-    assert plan([child("a")], []) == [Apply(child("a"), "")]
+    assert plan([child("a")], []) == [Make(child("a"))]
 
 
-def test_what_was_changed_by_others_is_applied_and_says_which_field() -> None:
+def test_what_was_changed_by_others_is_corrected_and_says_which_field() -> None:
     [action] = plan([child("a", spec={"x": 1})], [child("a", spec={"x": 2})])
-    assert action == Apply(child("a", spec={"x": 1}), "spec.x")
+    assert action == Correct(child("a", spec={"x": 1}), "spec.x")
+
+
+def test_what_we_ask_for_now_is_nobodys_doing() -> None:
+    before, after = child("a", spec={"x": 2}), child("a", spec={"x": 1})
+    before["metadata"]["annotations"] = {SPEC_HASH: "old"}
+    after["metadata"]["annotations"] = {SPEC_HASH: "new"}
+    assert plan([after], [before]) == [Change(after)]
+
+
+def test_what_others_added_where_nothing_may_be_added_is_corrected() -> None:
+    selecting = child("a", spec={"selector": {"app": "x"}})
+    more = child("a", spec={"selector": {"app": "x", "and": "nobody"}})
+    assert plan([selecting], [more]) == [Correct(selecting, "spec.selector", added=True)]
 
 
 def test_what_is_asked_for_no_more_is_removed() -> None:
@@ -61,4 +75,4 @@ def test_pods_claims_and_jobs_are_never_removed_as_children() -> None:
 
 def test_an_object_of_another_kind_is_another_object() -> None:
     actions = plan([child("a", "Ingress")], [child("a", "Service")])
-    assert actions == [Apply(child("a", "Ingress"), ""), Remove(child("a", "Service"))]
+    assert actions == [Make(child("a", "Ingress")), Remove(child("a", "Service"))]

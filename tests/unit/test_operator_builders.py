@@ -225,9 +225,9 @@ def test_a_folder_of_this_machine_is_refused_in_a_cluster() -> None:
 
 def test_an_image_as_a_model_needs_a_cluster_that_mounts_images() -> None:
     cache = make_cache(model={"source": "image:a/b:1"})
-    children_of(cache, replace(LATEST, minor=33))
-    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: Kubernetes 1\.32 does not let"):
-        children_of(cache, replace(LATEST, minor=32))
+    children_of(cache, replace(LATEST, minor=35))
+    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: Kubernetes 1\.34 does not let"):
+        children_of(cache, replace(LATEST, minor=34))
 
 
 def test_an_endpoints_key_stays_in_its_secret() -> None:

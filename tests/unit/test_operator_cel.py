@@ -14,7 +14,7 @@ from celpy.adapter import json_to_cel
 from celpy.celtypes import BoolType
 
 from ragcache_operator.crd import KINDS, Kind, object_schema
-from ragcache_operator.rules import TRANSITIONS
+from ragcache_operator.rules import TRANSITIONS, violations
 from ragcache_operator.spec.consistency import Cel
 from tests.operator_manifests import BAD, Bad, Layer, Object, cache, collection
 from tests.unit.test_operator_crd import DEFAULTED, Schema, kinds, nodes, with_defaults
@@ -36,7 +36,7 @@ BYTES_PER_CHARACTER = 4
 # At least one matches the pattern of any string that a rule reads.
 TEXTS = (
     *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
-    *("5s", "10s", "--port"),
+    *("5s", "10s", "--model", "--port", "--api-key", "--config"),
 )
 
 SCHEMAS = {kind.name: object_schema(kind) for kind in KINDS}
@@ -194,16 +194,57 @@ def test_every_problem_comes_at_once() -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ["--port", "--port=1", "--max-model-len=9", "--max_model_len", "--kv_transfer-config={}"],
+    [
+        *("--port", "--port=1", "--max-model-len=9", "--max_model_len", "--kv_transfer-config={}"),
+        *("--kv-transfer-config.kv_connector", "--kv-transfer-config.kv_role=x", "--kv_tr.kv_role"),
+        *("--kv-transfer-con={}", "--served-model", "--dt=half", "--por", "--ho=x", "--serv"),
+        *("--api-key=x", "--api_k", "--config=/f", "--uds", "--root-path=/v1", "--grpc"),
+        *("--ssl-keyfile", "--ssl_certf=/f", "--tokens-only", "--headless", "--ssl-"),
+    ],
 )
-def test_both_spellings_of_an_argument_are_seen(argument: str) -> None:
-    [(path, _)] = refusals(cache(engines=[{"args": ["--max-num-seqs=8", argument]}]))
-    assert path == "spec.engines[0].args"
+def test_every_spelling_of_an_argument_is_seen(argument: str) -> None:
+    bad = cache(engines=[{"args": ["--max-num-seqs=8", argument]}])
+    # Where it is short for several, so may several rules be broken.
+    assert {path for path, _ in refusals(bad)} == {"spec.engines[0].args"}
+    assert {problem.field for problem in violations(bad)} == {"spec.engines[0].args[1]"}
 
 
-@pytest.mark.parametrize("argument", ["--portal", "port", "-port", "--max+model+len", "--hosts=1"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(
+            "--portal",
+            "port",
+            "-port",
+            "--max+model+len",
+            "--hosts=1",
+            "-",
+            "--",
+            "--=1",
+            "host=--",
+        ),
+        *("--max-num-seqs", "--max_model_length", "--model-impl", "--model_impl=vllm", "--modelx"),
+        *(
+            "--config-format",
+            "--kv-transfer-config-x",
+            "--kv-cache-dtype",
+            "--dtypes",
+            "--grpc-port",
+        ),
+        *(
+            "--api-server-count=1",
+            "--ssl-ciphers",
+            "--ssl-ca-certs",
+            "--master-port",
+            "--tokenizer",
+        ),
+        *("--tensor-parallel-size", "-O3", "-tp=2", "--speculative-config.model=x", "--lora-dtype"),
+    ],
+)
 def test_arguments_that_only_look_alike_pass(argument: str) -> None:
-    assert refusals(cache(engines=[{"args": [argument]}])) == []
+    good = cache(engines=[{"args": [argument]}])
+    assert refusals(good) == []
+    assert violations(good) == []
 
 
 def test_every_volume_stays() -> None:

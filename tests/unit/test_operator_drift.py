@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.drift import difference
+from ragcache_operator.drift import addition, difference, restoration
 
 JSON = st.recursive(
     st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
@@ -73,3 +73,60 @@ def test_the_first_difference_is_named_by_its_path(desired: Any, live: Any, path
 )
 def test_what_says_the_same_in_other_words_is_no_difference(desired: Any, live: Any) -> None:
     assert difference(desired, live) is None
+
+
+def policy(**spec: Any) -> dict[str, Any]:
+    return {
+        "kind": "NetworkPolicy",
+        "spec": {"podSelector": {}, "policyTypes": ["Ingress"], **spec},
+    }
+
+
+@pytest.mark.parametrize(
+    ("desired", "live"),
+    [
+        (policy(), policy(ingress=[{}])),
+        (policy(ingress=[{"ports": [1]}]), policy(ingress=[{"ports": [1]}, {}])),
+        (
+            policy(ingress=[{"ports": [{"port": 1}]}]),
+            policy(ingress=[{"ports": [{"port": 1, "endPort": 9}]}]),
+        ),
+    ],
+)
+def test_a_policy_that_was_opened_further_says_more_than_it_may(
+    desired: dict[str, Any], live: dict[str, Any]
+) -> None:
+    assert addition(desired, live) == "spec"
+    assert merged(live, restoration(desired, live))["spec"] == desired["spec"]
+
+
+def test_a_selector_that_asks_for_more_selects_nothing() -> None:
+    desired = {"kind": "Service", "spec": {"selector": {"app": "x"}, "ports": []}}
+    live = {
+        "kind": "Service",
+        "spec": {"selector": {"app": "x", "b": "c"}, "clusterIP": "10.0.0.1"},
+    }
+    assert addition(desired, live) == "spec.selector"
+    restored = merged(live, restoration(desired, live))["spec"]
+    assert restored == {"selector": {"app": "x"}, "clusterIP": "10.0.0.1"}
+
+
+def test_what_a_server_leaves_out_or_adds_elsewhere_is_no_addition() -> None:
+    assert addition(policy(egress=[]), policy()) is None
+    assert (
+        addition({"kind": "Deployment", "spec": {}}, {"kind": "Deployment", "spec": {"x": 1}})
+        is None
+    )
+
+
+def merged(obj: Any, patch: Any) -> Any:
+    """RFC 7386."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(obj) if isinstance(obj, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(result.get(key), value)
+    return result

@@ -21,6 +21,7 @@ from ragcache_operator.status.component import (
 from ragcache_operator.status.conditions import (
     CONDITION_OF,
     NOT_ASKED,
+    Acceptance,
     SelfTest,
     find,
     holding_test,
@@ -39,7 +40,8 @@ PASSED = SelfTest(True, "Answered", "answered", 1)
 
 def component(name: str, reason: str = READY, *, wanted: int = 1, ready: int = 1) -> ComponentState:
     settled = reason != ROLLING_OUT
-    return ComponentState(name, wanted, ready, settled, reason, f"{ready} of {wanted}")
+    available = reason in (READY, ROLLING_OUT, DEGRADED)
+    return ComponentState(name, wanted, ready, settled, available, reason, f"{ready} of {wanted}")
 
 
 def all_ready(**reasons: str) -> list[ComponentState]:
@@ -203,8 +205,56 @@ def test_a_question_is_asked_once_all_runs_as_asked_for_and_again_for_a_new_gene
 
 
 def test_an_answer_counts_no_more_once_a_component_was_gone() -> None:
-    assert holding_test(all_ready(engine="CrashLooping"), PASSED) == NOT_ASKED
-    assert holding_test(all_ready(engine=ROLLING_OUT), PASSED) == PASSED
+    assert holding_test(all_ready(engine="CrashLooping"), PASSED, 1) == NOT_ASKED
+    assert holding_test(all_ready(), PASSED, 1) == PASSED
+
+
+def test_after_a_rollout_a_question_is_asked_again_though_the_spec_is_the_same() -> None:
+    held = holding_test(all_ready(engine=ROLLING_OUT), PASSED, 1)
+    assert held.passed
+    assert is_test_due(all_ready(), held, 1)
+
+
+def test_ready_is_said_of_the_generation_that_was_asked() -> None:
+    ready = find(make_conditions(all_ready(), PASSED, 2, [], NOW), "Ready")
+    assert ready is not None
+    assert (ready["status"], ready["observedGeneration"]) == ("True", 1)
+
+
+def test_a_rollout_that_cannot_succeed_is_told() -> None:
+    workloads = [WorkloadState("w", wanted=1, ready=1, settled=False)]
+    crashed = pod("new", **waiting("CrashLoopBackOff"), lastState={"terminated": {"exitCode": 1}})
+    state = component_state("gateway", workloads, [crashed], exists=True, progress={})
+    assert state.available
+    assert state.reason == "CrashLooping"
+    components = [*all_ready()[:3], state]
+    conditions = make_conditions(components, PASSED, 1, [], NOW)
+    assert phase_of(conditions, components, 1) == "Degraded"
+    assert any(t.kind == "Warning" for t in transitions([], conditions))
+
+
+def test_a_pod_that_was_evicted_is_nobodys_trouble() -> None:
+    evicted = pod("old", state={"terminated": {"exitCode": 137}})
+    evicted["status"]["phase"] = "Failed"
+    loading = pod("new", state={"running": {}})
+    state = component_state("engine", STARTING_ONE, [evicted, loading], exists=True, progress={})
+    assert state.reason == "LoadingModel"
+
+
+def test_a_container_that_runs_again_is_not_judged_by_its_last_end() -> None:
+    again = pod("a", state={"running": {}}, lastState={"terminated": {"exitCode": 1}})
+    state = component_state("engine", STARTING_ONE, [again], exists=True, progress={})
+    assert state.reason == "LoadingModel"
+
+
+def test_a_spec_that_could_not_be_applied_in_full_is_degraded() -> None:
+    refused = Acceptance("False", "ApplyFailed", "exceeded quota")
+    conditions = make_conditions(all_ready(), PASSED, 1, [], NOW, refused)
+    assert phase_of(conditions, all_ready(), 1) == "Degraded"
+    accepted, ready = find(conditions, "Accepted"), find(conditions, "Ready")
+    assert accepted is not None
+    assert ready is not None
+    assert (accepted["status"], ready["status"]) == ("False", "True")
 
 
 def test_the_self_test_is_remembered_by_the_status() -> None:
@@ -229,7 +279,7 @@ def test_the_same_observation_gives_the_same_conditions_at_any_time() -> None:
 
 def test_phases() -> None:
     def phase(components: list[ComponentState], test: SelfTest = PASSED) -> str:
-        return phase_of(make_conditions(components, test, 1, [], NOW), components)
+        return phase_of(make_conditions(components, test, 1, [], NOW), components, 1)
 
     nothing = [component(name, NOT_CREATED, ready=0) for name in CONDITION_OF]
     assert phase(nothing, NOT_ASKED) == "Pending"

@@ -9,8 +9,8 @@ _POLICY_V1_SINCE = 21
 _AUTOSCALING_V2_SINCE = 23
 _NAMESPACES_NAMED_SINCE = 21
 """Kubernetes 1.21 began to label every namespace with its name."""
-_IMAGE_VOLUMES_SINCE = 33
-"""Kubernetes 1.33 made image volumes a beta and let `restricted` pods have them."""
+_IMAGE_VOLUMES_SINCE = 35
+"""Kubernetes 1.33 made image volumes a beta that is off by default; 1.35 turned it on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class ClusterSite:
                 raise InvalidInput(
                     "spec.model.source",
                     f"Kubernetes 1.{self.capabilities.minor} does not let a pod mount an image",
-                    "use pvc:CLAIM/FOLDER or hf:ORGANISATION/NAME, or Kubernetes 1.33 or newer",
+                    "use pvc:CLAIM/FOLDER or hf:ORGANISATION/NAME, or Kubernetes 1.35 or newer",
                 )
         raise InvalidInput(
             "spec.model.source",

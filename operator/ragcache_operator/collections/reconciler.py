@@ -67,9 +67,9 @@ from ragcache_operator.kube.resources import (
     JOBS,
     PODS,
     RAG_CACHES,
-    RAG_COLLECTIONS,
     Object,
 )
+from ragcache_operator.kube.status import write_status
 from ragcache_operator.manifest import parse_collection, parse_manifest
 from ragcache_operator.rules import violations
 from ragcache_operator.spec import RagCache, RagCollection, parse_duration
@@ -177,12 +177,17 @@ class CollectionReconciler:
         if removal is None:
             site, uid = self._site(cache.spec), body["metadata"]["uid"]
             image = site.image(_IMAGE)
-            await self._create(removal_job(collection, uid, cache.spec, image, site.gateway_url))
+            job = removal_job(collection, uid, cache.spec, image, site.gateway_url)
+            try:
+                await self._create(job)
+            except ApiError as error:
+                if not error.is_permanent:
+                    raise
+                # A quota, or rights: nobody may ever change them, and the object has to go.
+                return _left("Warning", f"the Job that deletes them is refused: {error}")
         elif read_job(removal).finished_at is not None:
             outcome = outcome_of(removal, await self._pods(body, removal["metadata"]["name"]))
-            if outcome.verdict != "well":
-                return _left("Warning", outcome.message)
-            return Transition("Normal", "DocumentsDeleted", f"{outcome.deleted} documents deleted")
+            return _deleted(outcome)
         waited_s = self._clock() - parse_time(body["metadata"]["deletionTimestamp"])
         late = _left("Warning", "nothing could be started that deletes them")
         return late if waited_s > REMOVAL_PATIENCE_S else None
@@ -331,19 +336,9 @@ class CollectionReconciler:
     async def _write(self, body: Object, status: Object, say: Say) -> None:
         """Write the status if it says anything new, and tell of its transitions."""
         live = body.get("status") or {}
-        if status == live:
-            return
-        # A merge patch keeps what it does not name.
-        patch = {"status": {**dict.fromkeys(live.keys() - status.keys()), **status}}
-        meta = body["metadata"]
-        written = await self._api.merge(
-            RAG_COLLECTIONS, meta["name"], meta["namespace"], patch, "status"
-        )
-        for transition in transitions(live, status):
-            say(transition)
-        if written is not None:
-            # What is compared with next is what has just been said, not what a watch says later.
-            body.update(written)
+        if await write_status(self._api, body, status):
+            for transition in transitions(live, status):
+                say(transition)
 
 
 def last_sync(status: Object, jobs: Sequence[SyncJob]) -> LastSync | None:
@@ -379,6 +374,13 @@ def _all_missing(
         return None
     names = ", ".join(config_maps)
     return SOURCE_NOT_FOUND, f"there is no ConfigMap {names} in its namespace"
+
+
+def _deleted(outcome: Outcome) -> Transition:
+    """What a Job that was to delete documents has come to."""
+    if outcome.verdict != "well":
+        return _left("Warning", outcome.message)
+    return Transition("Normal", "DocumentsDeleted", f"{outcome.deleted} documents deleted")
 
 
 def _left(kind: Literal["Normal", "Warning"], why: str) -> Transition:

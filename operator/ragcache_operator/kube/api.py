@@ -34,6 +34,15 @@ _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _JSON = "application/json"
 
+_WATCH_GRACE_S = 60
+_BROKEN = (
+    aiohttp.ClientError,
+    aiohttp.http_exceptions.HttpProcessingError,
+    TimeoutError,
+    ValueError,
+)
+"""How a stream ends badly: cut, silent, or with a line that is too long or no JSON."""
+
 EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 
@@ -101,8 +110,6 @@ class Api:
                 f"names no cluster: {error}",
                 "set KUBECONFIG, or give --kubeconfig and --context",
             ) from error
-        # An API server on loopback, or reached by address, never goes through a proxy of the
-        # environment by accident: no_proxy is honoured by aiohttp, which reads the environment.
         return cls(ApiClient(configuration))
 
     @property
@@ -147,7 +154,7 @@ class Api:
         try:
             async for line in response.content:
                 yield line.decode(errors="replace").rstrip("\n")
-        except aiohttp.ClientError as error:
+        except _BROKEN as error:
             raise _no_answer(error) from error
         finally:
             response.close()
@@ -226,14 +233,16 @@ class Api:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(timeout_s),
         }
-        response = await self._send("GET", resource.path(namespace), query, timeout_s=None)
+        # A connection that something in between has dropped says nothing at all, for ever.
+        limit_s = timeout_s + _WATCH_GRACE_S
+        response = await self._send("GET", resource.path(namespace), query, timeout_s=limit_s)
         try:
             async for line in response.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     raise _error(event["object"].get("code", 0), event["object"])
                 yield event["type"], event["object"]
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except _BROKEN as error:
             raise _no_answer(error) from error
         finally:
             response.close()

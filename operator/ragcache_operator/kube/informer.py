@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ragcache_core.errors import RagCacheError
 from ragcache_operator.kube.api import Api, Expired
@@ -16,6 +16,7 @@ from ragcache_operator.kube.resources import Object, Resource
 
 log = logging.getLogger(__name__)
 
+_SHORTEST_WATCH_S = 1.0
 _BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 OnChange = Callable[[Object | None, Object | None], None]
@@ -39,6 +40,7 @@ class Informer:
         self._on_change = on_change
         self._namespaces = tuple(namespaces) or (None,)
         self._objects: dict[tuple[str, str], Object] = {}
+        self._heard = 0  # the newest version that the server has told of
         self._unlisted = set(self._namespaces)
         self._synced = asyncio.Event()
 
@@ -50,17 +52,14 @@ class Informer:
         """The object as last heard of."""
         return self._objects.get((namespace, name))
 
-    def all(self) -> Iterable[Object]:
-        """Every object."""
-        return self._objects.values()
-
-    def learn(self, obj: Object) -> None:
-        """Take in an object that a write just gave back, ahead of the watch."""
+    def learn(self, obj: Object) -> bool:
+        """Take in an object that a write just gave back, ahead of the watch; False if it is old."""
         named = {"apiVersion": self.resource.api_version, "kind": self.resource.kind, **obj}
-        key = _key(named)
-        known = self._objects.get(key)
-        if known is None or _version(known) <= _version(named):
-            self._objects[key] = named
+        # Of what the watch has told already, the object may be gone since.
+        if _version(named) <= self._heard:
+            return False
+        self._objects[_key(named)] = named
+        return True
 
     def forget(self, namespace: str, name: str) -> None:
         """Drop an object that a delete just found gone, ahead of the watch."""
@@ -79,16 +78,24 @@ class Informer:
             try:
                 if not version:
                     version = await self._list(namespace)
+                began_s = asyncio.get_running_loop().time()
                 async for kind, obj in self._api.watch(
                     self.resource, version, namespace, self._labels
                 ):
                     version = obj["metadata"]["resourceVersion"]
+                    self._heard = max(self._heard, int(version))
                     failures = 0
                     if kind != "BOOKMARK":
                         self._take(obj, gone=kind == "DELETED")
+                if asyncio.get_running_loop().time() - began_s < _SHORTEST_WATCH_S:
+                    # Something in between answers and hangs up.
+                    await asyncio.sleep(_SHORTEST_WATCH_S)
             except Expired:
                 version = ""
-            except RagCacheError as error:
+            except Exception as error:
+                # Whatever one object or one answer brings, the kind must go on being followed.
+                if not isinstance(error, RagCacheError):
+                    log.exception("%s: an event could not be taken in", self.resource.plural)
                 delay_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
                 failures += 1
                 log.warning("%s: %s; again in %.1f s", self.resource.plural, error, delay_s)
@@ -104,6 +111,7 @@ class Informer:
         for key in [key for key in self._objects if key not in seen]:
             if namespace in (None, key[0]):
                 self._take(self._objects[key], gone=True)
+        self._heard = max(self._heard, int(listing.resource_version))
         self._unlisted.discard(namespace)
         if not self._unlisted:
             self._synced.set()

@@ -148,8 +148,8 @@ class ModelSpec(Values):
     ] = "bundled:tinyrag"
     """Where the weights come from: bundled:tinyrag (comes with RagCache), hf:ORGANISATION/NAME
     (the Hugging Face hub), pvc:CLAIM/FOLDER (a volume claim of this namespace, read only),
-    image:REFERENCE (an OCI image mounted as a volume) or path:FOLDER (this machine's disk; only
-    under `ragcache up`)."""
+    image:REFERENCE (an OCI image mounted as a volume, from Kubernetes 1.35 on) or path:FOLDER (this
+    machine's disk; only under `ragcache up`)."""
     token_secret: SecretKey | None = None
     """Token for a gated model on the Hugging Face hub; only with an hf: source."""
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None

@@ -22,6 +22,7 @@ WAITING_TO_START = {
 _PULL_FAILURES = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _CONFIG_FAILURES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _LONGEST_MESSAGE = 600
+_SERIOUS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +41,18 @@ class WorkloadState:
 
 @dataclass(frozen=True, slots=True)
 class ComponentState:
-    """All workloads of a component together. available: it can do its work now, if with less."""
+    """All workloads of a component together.
+
+    available: at least one replica of each is ready, so that it can do its work, if with less.
+    """
 
     component: str
     wanted: int
     ready: int
     settled: bool
+    available: bool
     reason: str
     message: str
-
-    @property
-    def available(self) -> bool:
-        """Whether at least one replica of each workload is ready."""
-        return self.reason in (READY, ROLLING_OUT, DEGRADED)
 
 
 def workload_state(name: str, live: Object | None) -> WorkloadState:
@@ -96,36 +96,47 @@ def component_state(
     ready = sum(workload.ready for workload in workloads)
     settled = all(workload.settled for workload in workloads)
 
+    available = exists and all(w.ready > 0 or w.wanted == 0 for w in workloads)
+
     def state(reason: str, message: str) -> ComponentState:
-        return ComponentState(component, wanted, ready, settled, reason, message[:_LONGEST_MESSAGE])
+        said = message[:_LONGEST_MESSAGE]
+        return ComponentState(component, wanted, ready, settled, available, reason, said)
 
     counted = f"{ready} of {wanted} replicas are ready"
     if not exists:
         return state(NOT_CREATED, "its workload does not exist yet")
-    reason, message = _trouble(component, pods, progress)
+    worst = _trouble(component, pods, progress)
     for workload in workloads:
-        if workload.problem and not reason:
-            reason, message = "PodsRefused", workload.problem
-    if any(workload.ready == 0 and workload.wanted > 0 for workload in workloads):
-        return state(reason or STARTING, message or "waiting for its pods to be created")
-    if not settled:
-        return state(ROLLING_OUT, f"{counted}; {message}" if message else counted)
-    if ready < wanted:
-        return state(DEGRADED, f"{counted}; {message}" if message else counted)
-    return state(READY, counted)
+        if workload.problem and worst is None:
+            worst = _SERIOUS, "PodsRefused", workload.problem
+    if not available:
+        _, reason, message = worst or (0, STARTING, "waiting for its pods to be created")
+        return state(reason, message)
+    if settled and ready >= wanted:
+        return state(READY, counted)
+    reason = DEGRADED if settled else ROLLING_OUT
+    if worst is None:
+        return state(reason, counted)
+    rank, trouble, message = worst
+    # A rollout whose new pods cannot start goes on for ever; nothing else would tell.
+    return state(trouble if rank <= _SERIOUS else reason, f"{counted}; {message}")
 
 
 def _trouble(
     component: str, pods: Sequence[Object], progress: Mapping[str, str]
-) -> tuple[str, str]:
-    """Reason and message of the worst among pods that are not ready; empty if all are."""
+) -> tuple[int, str, str] | None:
+    """Rank, reason and message of the worst among pods that are not ready; None if all are."""
     found = [
         _pod_trouble(component, pod, progress)
         for pod in pods
-        if "deletionTimestamp" not in pod["metadata"] and not is_ready(pod)
+        if "deletionTimestamp" not in pod["metadata"] and not is_ready(pod) and not _has_ended(pod)
     ]
-    worst = min(found, default=(len(found), "", ""))
-    return worst[1], worst[2]
+    return min(found, default=None)
+
+
+def _has_ended(pod: Object) -> bool:
+    """Whether it was evicted or is done: it stays listed beside its successor."""
+    return (pod.get("status") or {}).get("phase") in ("Failed", "Succeeded")
 
 
 def is_ready(pod: Object) -> bool:
@@ -139,7 +150,7 @@ def _condition(pod: Object, name: str) -> Mapping[str, Any]:
 
 
 def _pod_trouble(component: str, pod: Object, progress: Mapping[str, str]) -> tuple[int, str, str]:
-    """(rank, reason, message); lower ranks are worse."""
+    """(rank, reason, message): the lower the worse; up to _SERIOUS it does not pass by itself."""
     name = pod["metadata"]["name"]
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
@@ -168,9 +179,9 @@ def _container_trouble(name: str, container: Mapping[str, Any]) -> tuple[int, st
         return 0, "ImagePullFailed", f"{name}: {said or reason}"
     if reason in _CONFIG_FAILURES:
         return 1, "ConfigError", f"{name}: {said or reason}"
-    ended = (container.get("state") or {}).get("terminated") or (
-        container.get("lastState") or {}
-    ).get("terminated")
+    ended = (container.get("state") or {}).get("terminated")
+    if waiting:
+        ended = ended or (container.get("lastState") or {}).get("terminated")
     if ended and (ended.get("exitCode") or reason == "CrashLoopBackOff"):
         if ended.get("reason") == "OOMKilled":
             return 1, "OutOfMemory", f"{name}: killed for using more memory than its limit"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ragcache_operator.status.component import ComponentState
@@ -37,6 +37,18 @@ class SelfTest:
 
 
 @dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Whether the spec could be acted on in full."""
+
+    truth: Truth
+    reason: str
+    message: str
+
+
+VALID = Acceptance("True", "Valid", "the spec is valid")
+
+
+@dataclass(frozen=True, slots=True)
 class Transition:
     """A change worth an Event."""
 
@@ -51,10 +63,11 @@ def make_conditions(
     generation: int,
     before: Sequence[Condition],
     now: str,
+    accepted: Acceptance = VALID,
 ) -> list[Condition]:
-    """Conditions of an accepted RagCache. before: its conditions so far. now: RFC 3339."""
+    """Conditions of a RagCache that is acted on. before: its conditions so far. now: RFC 3339."""
     builder = _Builder(generation, before, now)
-    made = [builder.make(ACCEPTED, "True", "Valid", "the spec is valid")]
+    made = [builder.make(ACCEPTED, accepted.truth, accepted.reason, accepted.message)]
     for state in components:
         truth: Truth = "True" if state.available else "False"
         made.append(builder.make(CONDITION_OF[state.component], truth, state.reason, state.message))
@@ -66,7 +79,9 @@ def make_conditions(
     if waiting is not None:
         made.append(builder.make(READY, "False", waiting.reason, _named(waiting)))
     elif test.passed:
-        made.append(builder.make(READY, "True", "Answering", "the gateway answers questions"))
+        # Of the generation that the question was asked of, which may be the one before.
+        words = "the gateway answers questions"
+        made.append(builder.make(READY, "True", "Answering", words, generation=test.generation))
     else:
         made.append(builder.make(READY, "False", test.reason, test.message))
     return made
@@ -102,29 +117,41 @@ NOT_ASKED = SelfTest(None, "Waiting", "asked once every component is ready", 0)
 
 
 def is_test_due(components: Sequence[ComponentState], test: SelfTest, generation: int) -> bool:
-    """Whether to ask the gateway a question now.
+    """Whether the gateway should be asked a question.
 
-    Once everything runs as asked for, and the last good answer was given before that.
+    Once everything runs as asked for, if the last good answer was given before that.
     """
     settled = all(state.available and state.settled for state in components)
     return settled and not (test.passed and test.generation == generation)
 
 
-def holding_test(components: Sequence[ComponentState], test: SelfTest) -> SelfTest:
-    """The self-test, forgotten when a component it went through is gone."""
-    return test if all(state.available for state in components) else NOT_ASKED
+def holding_test(components: Sequence[ComponentState], test: SelfTest, generation: int) -> SelfTest:
+    """The self-test as it counts now.
+
+    Forgotten when a component it went through is gone; of the past while one is being changed, so
+    that it is asked again when that is done, whether or not the spec has changed.
+    """
+    if not all(state.available for state in components):
+        return NOT_ASKED
+    if test.passed and not all(state.settled for state in components):
+        return replace(test, generation=min(test.generation, generation - 1))
+    return test
 
 
-def phase_of(conditions: Sequence[Condition], components: Sequence[ComponentState]) -> str:
+def phase_of(
+    conditions: Sequence[Condition], components: Sequence[ComponentState], generation: int
+) -> str:
     """One word for the printed column."""
-    ready = find(conditions, READY)
-    if ready is not None and ready["status"] == "True":
-        whole = all(state.settled and state.ready >= state.wanted for state in components)
-        if whole:
-            return "Ready"
-        return "Progressing" if any(not s.settled for s in components) else "Degraded"
-    started = any(state.ready for state in components)
-    return "Progressing" if started else "Pending"
+    ready, accepted = find(conditions, READY), find(conditions, ACCEPTED)
+    if ready is None or ready["status"] != "True":
+        return "Progressing" if any(state.ready for state in components) else "Pending"
+    in_trouble = any(state.reason in _WARNINGS for state in components)
+    if in_trouble or accepted is None or accepted["status"] != "True":
+        return "Degraded"
+    if any(not state.settled for state in components) or ready["observedGeneration"] != generation:
+        return "Progressing"
+    whole = all(state.ready >= state.wanted for state in components)
+    return "Ready" if whole else "Degraded"
 
 
 def progress_of(components: Sequence[ComponentState], test: SelfTest) -> str:
@@ -147,7 +174,7 @@ def transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list
             continue
         if old is None and condition["status"] == "Unknown":
             continue
-        bad = condition["status"] == "False" and condition["reason"] in _WARNINGS
+        bad = condition["reason"] in _WARNINGS
         lost = old is not None and old["status"] == "True" and condition["status"] == "False"
         made.append(
             Transition(

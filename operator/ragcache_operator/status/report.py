@@ -33,7 +33,7 @@ def accepted_status(
     gateway, store, engine = (by_component[c] for c in ("gateway", "cachestore", "engine"))
     status: dict[str, Any] = {
         "observedGeneration": generation,
-        "phase": phase_of(conditions, components),
+        "phase": phase_of(conditions, components, generation),
         "conditions": list(conditions),
         "model": cache.spec.model.served_name,
         "endpoints": {"gateway": url},

@@ -1,0 +1,129 @@
+"""What the operator makes of a gateway's answers, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ragcache_operator.gateway import SELF_TEST_COLLECTION, CacheUse, Gateways
+
+ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
+
+
+class Gateway:
+    """A gateway that says what it is told to. requests: (method, path, body) of each call."""
+
+    def __init__(self) -> None:
+        self.collections: list[dict[str, Any]] = []
+        self.answer: Any = ANSWER
+        self.status = 200
+        self.requests: list[tuple[str, str, Any]] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        self.requests.append((request.method, request.path, body))
+        match request.path:
+            case "/v1/collections":
+                return web.json_response({"data": self.collections})
+            case "/v1/chat/completions":
+                return web.json_response(self.answer, status=self.status)
+            case "/v1/cache":
+                return web.json_response({"hit_rate": 0.5, "disk_bytes": 7})
+            case "/readyz":
+                return web.json_response({"progress": "indexing 1 of 2"}, status=503)
+            case "/endless/v1/cache" | "/endless/readyz":
+                reply = web.StreamResponse()
+                await reply.prepare(request)
+                while True:
+                    await reply.write(b" " * 65536)
+        return web.json_response({})
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    gateway = Gateway()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", gateway.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    gateway.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield gateway
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def gateways() -> AsyncIterator[Gateways]:
+    gateways = Gateways()
+    yield gateways
+    await gateways.close()
+
+
+async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: Gateways) -> None:
+    gateway.collections = [{"name": "small", "documents": 1}, {"name": "large", "documents": 9}]
+    verdict = await gateways.self_test(gateway.url, "tinyrag")
+    assert verdict.passed, verdict.message
+    method, path, body = gateway.requests[-1]
+    assert (method, path, body["model"]) == ("POST", "/v1/chat/completions", "tinyrag")
+    assert body["ragcache"]["collection"] == "large"
+
+
+async def test_where_there_are_no_documents_it_brings_one(
+    gateway: Gateway, gateways: Gateways
+) -> None:
+    gateway.collections = [{"name": "empty", "documents": 0}]
+    assert (await gateways.self_test(gateway.url, "m")).passed
+    calls = [(method, path) for method, path, _ in gateway.requests]
+    assert ("PUT", f"/v1/collections/{SELF_TEST_COLLECTION}") in calls
+    assert ("POST", "/v1/documents") in calls
+    gateway.collections = [{"name": SELF_TEST_COLLECTION, "documents": 1}]
+    gateway.requests.clear()
+    assert (await gateways.self_test(gateway.url, "m")).passed
+    assert [path for _, path, _ in gateway.requests] == ["/v1/collections", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (503, {"error": {"message": "the engine is not ready"}}, "HTTP 503: the engine is not"),
+        (500, "oops", "HTTP 500"),
+        (200, {**ANSWER, "ragcache": {"citations": []}}, "cited nothing"),
+        (200, {**ANSWER, "usage": {"completion_tokens": 0}}, "no token"),
+        (200, {}, "no answer that can be read"),
+        (200, [1], "no answer that can be read"),
+    ],
+)
+async def test_anything_else_fails_and_says_why(
+    gateway: Gateway, gateways: Gateways, status: int, answer: Any, words: str
+) -> None:
+    gateway.status, gateway.answer = status, answer
+    verdict = await gateways.self_test(gateway.url, "m")
+    assert not verdict.passed
+    assert words in verdict.message
+
+
+async def test_a_gateway_that_is_away_fails(gateways: Gateways) -> None:
+    for url in ("http://127.0.0.1:1", "http://no-such-host.invalid:80", "http://[::1"):
+        verdict = await gateways.self_test(url, "m")
+        assert not verdict.passed
+        assert "does not answer" in verdict.message
+
+
+async def test_the_cache_and_progress_are_read(gateway: Gateway, gateways: Gateways) -> None:
+    assert await gateways.cache(gateway.url) == CacheUse(0.5, 7)
+    assert await gateways.cache("http://127.0.0.1:1") is None
+    address = gateway.url.removeprefix("http://")
+    assert await gateways.progress(address) == "indexing 1 of 2"
+    assert await gateways.progress("127.0.0.1:1") is None
+
+
+async def test_a_body_that_never_ends_is_given_up(gateway: Gateway, gateways: Gateways) -> None:
+    async with asyncio.timeout(20):
+        assert await gateways.cache(f"{gateway.url}/endless") is None
+        assert await gateways.progress(f"{gateway.url.removeprefix('http://')}/endless") is None
