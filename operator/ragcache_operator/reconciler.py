@@ -69,6 +69,7 @@ PERMANENT_RETRY_S = 300.0
 
 CORRECTION_RETRY_S = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
 """Before a correction that did not hold is made again: whoever undoes it means it."""
+CORRECTION_FORGOTTEN_S = 600.0
 
 Say = Callable[[Transition], None]
 
@@ -141,7 +142,11 @@ class CacheReconciler:
         self._tell_refusals(cache, memory, say)
         trouble = await self._act(body, desired, memory, say)
         accepted, again_s = _judged(trouble, memory)
-        waits_s = [again_s, await self._report(body, cache, site, desired, accepted, memory, say)]
+        waits_s = [
+            again_s,
+            _until_correction(memory),
+            await self._report(body, cache, site, desired, accepted, memory, say),
+        ]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     async def remove(self, body: Object, say: Say) -> bool:
@@ -240,6 +245,8 @@ class CacheReconciler:
         before = memory.corrections.setdefault(identity(obj), Correction())
         if now_s < before.not_before_s:
             return
+        if now_s > before.not_before_s + CORRECTION_FORGOTTEN_S:
+            before.times = 0
         live = self._children.get(obj)
         if action.added and live is not None:
             meta = obj["metadata"]
@@ -309,7 +316,8 @@ class CacheReconciler:
                 if test.passed is None:
                     await say_state(SelfTest(None, "Asking", f"asking {url}", generation))
                 test = await self._ask(url, cache, generation, memory)
-            waits_s.append(max(0.0, memory.next_test_s - time.monotonic()))
+            if not test.passed or test.generation != generation:
+                waits_s.append(max(0.0, memory.next_test_s - time.monotonic()))
         if test.passed:
             if time.monotonic() >= memory.next_cache_s:
                 memory.next_cache_s = time.monotonic() + CACHE_POLL_S
@@ -369,6 +377,13 @@ def _judged(troubles: Sequence[RagCacheError], memory: Memory) -> tuple[Acceptan
     if memory.api_failures <= len(API_RETRY_S):
         return VALID, again_s
     return Acceptance("Unknown", "ApplyRetried", str(troubles[0])), again_s
+
+
+def _until_correction(memory: Memory) -> float | None:
+    """Seconds until the next object that is left alone for now may be corrected again."""
+    now_s = time.monotonic()
+    left_s = (correction.not_before_s - now_s for correction in memory.corrections.values())
+    return min((wait_s for wait_s in left_s if wait_s > 0), default=None)
 
 
 def _deletes_data(body: Object) -> bool:

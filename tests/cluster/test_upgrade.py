@@ -63,9 +63,7 @@ def test_a_running_platform_keeps_answering_through_an_upgrade(
     platform = Platform(cluster)
     book = handbook()
     with step(f"operator {version} installed"):
-        platform.ragcache(
-            "install", "--wait", "--chart", str(checkout / "charts/ragcache-operator")
-        )
+        _install(checkout / "charts" / RELEASE, platform.kubeconfig)
     with step("from apply to Ready"):
         cluster.apply(quickstart())
         platform.wait_settled("ready RagCache")
