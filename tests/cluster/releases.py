@@ -22,18 +22,21 @@ def chart_version(text: str | bytes) -> str:
 
 
 def previous_release(folder: Path) -> tuple[str, Path]:
-    """Version and checkout of the newest commit whose chart has another version.
+    """Version and checkout of the last commit before the chart got its present version.
 
     Raises Unavailable where there is no such commit, as in a clone without history.
     """
     now = chart_version((ROOT / _CHART).read_bytes())
-    for commit in _git("log", "--format=%H", "--", _CHART).decode().split():
-        version = chart_version(_git("show", f"{commit}:{_CHART}"))
-        if version != now:
-            with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as archive:
-                archive.extractall(folder, filter="data")
-            return version, folder
-    raise Unavailable(f"no commit of this clone has a chart before {now}; fetch its history")
+    commit = "HEAD"
+    for changed in _git("log", "--format=%H", "--", _CHART).decode().split():
+        if chart_version(_git("show", f"{changed}:{_CHART}")) != now:
+            break
+        commit = f"{changed}^"
+    else:
+        raise Unavailable(f"no commit of this clone has a chart before {now}; fetch its history")
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as archive:
+        archive.extractall(folder, filter="data")
+    return chart_version((folder / _CHART).read_bytes()), folder
 
 
 def _git(*words: str) -> bytes:
