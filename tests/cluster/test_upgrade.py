@@ -65,7 +65,9 @@ def test_a_running_platform_keeps_answering_through_an_upgrade(
     with step(f"operator {version} installed"):
         _install(checkout / "charts" / RELEASE, platform.kubeconfig)
     with step("from apply to Ready"):
-        cluster.apply(quickstart())
+        # Half a core, so that the next engine finds room beside this one on two.
+        engine = {"name": "main", "kvMemory": "1Gi", "resources": {"cpu": "500m"}}
+        cluster.apply(quickstart(engines=[engine]))
         platform.wait_settled("ready RagCache")
     cluster.apply(*collection_of_config_map(book))
     cluster.wait_until(
