@@ -57,7 +57,7 @@ class Size:
 
 
 FULL = Size(100, 60.0)
-QUICK = Size(25, 12.0)
+QUICK = Size(15, 10.0)
 
 
 def main() -> int:
