@@ -216,8 +216,11 @@ def test_the_webhook_refuses_what_cannot_work_and_says_what_to_do(running: Platf
 
 
 def test_a_document_comes_over_rest_too(running: Platform) -> None:
-    reply = httpx.post(f"{running.url}/v1/documents", json=_KEPT, timeout=60, trust_env=False)
-    assert reply.status_code == 200, reply.text
+    with httpx.Client(base_url=running.url, timeout=60, trust_env=False) as client:
+        made = client.put(f"/v1/collections/{_KEPT['collection']}", json={})
+        assert made.status_code == 200, made.text
+        written = client.post("/v1/documents", json=_KEPT)
+        assert written.status_code == 200, written.text
     assert _kept_text(running) == _KEPT["text"]
 
 
