@@ -70,7 +70,7 @@ def collection_of_config_map(book: Handbook) -> list[dict[str, Any]]:
             "metadata": meta,
             "spec": {
                 "cacheRef": {"name": NAME},
-                "sync": {"interval": "30s"},
+                "sync": {"interval": "1h"},
                 "sources": [{"configMap": {"name": COLLECTION}}],
             },
         },

@@ -35,6 +35,10 @@ from tests.cluster.timeline import step
 
 pytestmark = [pytest.mark.timeout(1800)]
 
+_PAUSE_S = 4
+"""Between two questions. For a second after each, vLLM's worker spins on the core that it is bound
+to, and the worker of the next engine is bound to the same one: asked without a pause, the engine
+that is to go leaves none of it for the one that is to come."""
 _PATIENCE_S = 60
 """How long one question is asked again, when a part says 503 and Retry-After."""
 
@@ -90,7 +94,7 @@ def test_a_running_platform_keeps_answering_through_an_upgrade(
         f"{asked.asked_again} times asked again, longest wait {asked.longest_s:.1f} s"
     )
     assert asked.failed == []
-    assert asked.answered >= 10
+    assert asked.answered >= 5
     images = {
         container["image"]
         for pod in cluster.get_all("pods", NAMESPACE, f"app.kubernetes.io/instance={NAME}")
@@ -139,7 +143,7 @@ def _asking(platform: Platform, question: str) -> Iterator[Asked]:
     def ask() -> None:
         while not ending.is_set():
             one()
-            time.sleep(0.5)
+            ending.wait(_PAUSE_S)
 
     thread = threading.Thread(target=ask)
     thread.start()
