@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import (
-    claim_selector,
     component_of,
+    instance_selector,
     selector_text,
     selectors,
 )
@@ -141,7 +141,7 @@ def test_volume_claims_are_found_by_label_and_have_no_owner(spec: Object) -> Non
         for claim in stateful_set["spec"]["volumeClaimTemplates"]
     ]
     assert len(claims) == 2
-    wanted = dict(term.split("=") for term in claim_selector(cache).split(","))
+    wanted = instance_selector(cache.metadata.name)
     for claim in claims:
         assert "ownerReferences" not in claim["metadata"]
         assert wanted.items() <= claim["metadata"]["labels"].items()

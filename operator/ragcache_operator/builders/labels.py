@@ -63,8 +63,3 @@ def selectors(cache: RagCache) -> dict[str, str]:
     return {
         component: selector_text(component_selector(name, component)) for component in COMPONENTS
     }
-
-
-def claim_selector(cache: RagCache) -> str:
-    """What finds every volume claim of a RagCache, and everything else that is its own."""
-    return selector_text(instance_selector(cache.metadata.name))
