@@ -64,8 +64,9 @@ PROGRESS_POLL_S = 3.0
 CACHE_POLL_S = 60.0
 TEST_RETRY_S = (1.0, 2.0, 5.0, 10.0, 20.0)
 API_RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
-PERMANENT_RETRY_S = 300.0
-"""A write that was refused for good is tried again this seldom: a quota or a policy may change."""
+REFUSED_RETRY_S = (2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+"""After writes that the server refuses by rule. A quota or a policy may change; and a server that has
+just learnt of our kinds refuses owners of them for some seconds."""
 
 CORRECTION_RETRY_S = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
 """Before a correction that did not hold is made again: whoever undoes it means it."""
@@ -92,6 +93,7 @@ class Memory:
     test_failures: int = 0
     next_test_s: float = 0.0
     api_failures: int = 0
+    refused: int = 0
     cache: CacheUse | None = None
     next_cache_s: float = 0.0
     told: frozenset[str] = frozenset()
@@ -365,12 +367,14 @@ class CacheReconciler:
 def _judged(troubles: Sequence[RagCacheError], memory: Memory) -> tuple[Acceptance, float | None]:
     """What troubles with children mean for the spec, and when to try again."""
     if not troubles:
-        memory.api_failures = 0
+        memory.api_failures = memory.refused = 0
         return VALID, None
     lasting = [e for e in troubles if not isinstance(e, ApiError) or e.is_permanent]
     if lasting:
         reason = "ApplyFailed" if isinstance(lasting[0], ApiError) else "ObjectTaken"
-        return Acceptance("False", reason, str(lasting[0])), PERMANENT_RETRY_S
+        memory.refused += 1
+        again_s = _step(REFUSED_RETRY_S, memory.refused - 1)
+        return Acceptance("False", reason, str(lasting[0])), again_s
     # The API server is busy or away: nothing about the object is known to be wrong.
     memory.api_failures += 1
     again_s = _step(API_RETRY_S, memory.api_failures - 1)
