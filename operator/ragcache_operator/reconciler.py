@@ -65,8 +65,8 @@ CACHE_POLL_S = 60.0
 TEST_RETRY_S = (1.0, 2.0, 5.0, 10.0, 20.0)
 API_RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
 REFUSED_RETRY_S = (2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
-"""After writes that the server refuses by rule. A quota or a policy may change; and a server that has
-just learnt of our kinds refuses owners of them for some seconds."""
+"""After writes that the server refuses by rule. A quota or a policy may change; and a server that
+has just learnt of our kinds refuses owners of them for some seconds."""
 
 CORRECTION_RETRY_S = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
 """Before a correction that did not hold is made again: whoever undoes it means it."""
