@@ -121,9 +121,10 @@ class Platform:
             "messages": [{"role": "user", "content": question}],
             "ragcache": {"collection": COLLECTION, "top_k": 6, **extension},
         }
-        return httpx.post(
-            f"{self.url}/v1/chat/completions", json=body, timeout=120, trust_env=False
-        )
+        # A Service leads to a pod that is gone until the node's proxy has heard of it.
+        connecting_again = httpx.HTTPTransport(retries=4)
+        with httpx.Client(transport=connecting_again, timeout=120) as client:
+            return client.post(f"{self.url}/v1/chat/completions", json=body)
 
     def answer(self, question: str) -> Answer:
         reply = self.ask(question)

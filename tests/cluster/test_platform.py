@@ -207,6 +207,9 @@ def test_a_killed_operator_is_followed_by_the_other_and_drift_is_corrected(
     holder = cluster.get_all("leases", SYSTEM)[0]["spec"]["holderIdentity"]
     assert not holder.startswith(f"{leader}_")
     running.wait_settled("settled platform")
+    # The new Service has another address, which the node's proxy learns a moment later.
+    with step("Service answers at its new address"):
+        cluster.wait_until(lambda: _answers(running), "Service that answers", 60)
 
 
 def test_the_webhook_refuses_what_cannot_work_and_says_what_to_do(running: Platform) -> None:
@@ -259,6 +262,13 @@ def test_with_the_policy_delete_the_data_goes_too(
     with step("RagCache deleted with its data"):
         cluster.kubectl("delete", "ragcache", NAME, f"--namespace={NAMESPACE}", "--timeout=180s")
         _wait_for_contents(cluster, untouched)
+
+
+def _answers(platform: Platform) -> bool:
+    """Whether the gateway's Service leads to a ready gateway."""
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{platform.url}/readyz", timeout=5, trust_env=False).status_code == 200
+    return False
 
 
 def _kept_text(platform: Platform) -> str:
