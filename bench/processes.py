@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -20,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
+MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
 
 KV_TRANSFER = json.dumps(
     {
@@ -100,11 +102,9 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running_cachestore(
-    folder: Path, *, memory_bytes: int = 256 << 20, disk_bytes: int = 4 << 30
-) -> Iterator[CacheStore]:
-    """A cache store with its data in folder/data."""
-    store = start_cachestore(folder, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+def running_cachestore(folder: Path, **settings: Any) -> Iterator[CacheStore]:
+    """A cache store with its data in folder/data. settings: see start_cachestore."""
+    store = start_cachestore(folder, **settings)
     try:
         yield store
     finally:
@@ -117,24 +117,65 @@ def start_cachestore(
     memory_bytes: int = 256 << 20,
     disk_bytes: int = 4 << 30,
     port: int | None = None,
+    shared: bool = True,
+    members: str = "",
+    env: Mapping[str, str] | None = None,
 ) -> CacheStore:
-    """Start a cache store and wait until it serves."""
+    """Start a cache store and wait until it serves.
+
+    shared: offer the lane of shared memory too, unless folder's path is too long for a socket's.
+    members: RAGCACHE_CACHESTORE, for one shard of several. env: further settings.
+    """
+    store = launch_cachestore(
+        folder,
+        memory_bytes=memory_bytes,
+        disk_bytes=disk_bytes,
+        port=port,
+        shared=shared,
+        members=members,
+        env=env,
+    )
+    wait_for_cachestore(store)
+    return store
+
+
+def launch_cachestore(
+    folder: Path,
+    *,
+    memory_bytes: int = 256 << 20,
+    disk_bytes: int = 4 << 30,
+    port: int | None = None,
+    shared: bool = True,
+    members: str = "",
+    env: Mapping[str, str] | None = None,
+) -> CacheStore:
+    """Start a cache store without waiting for it; see start_cachestore."""
     folder.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{port or free_port()}"
-    env = {
+    settings = {
         "RAGCACHE_LISTEN": address,
+        "RAGCACHE_LANE_LISTEN": f"127.0.0.1:{free_port()}",
         "RAGCACHE_DATA_DIR": str(folder / "data"),
         "RAGCACHE_MEMORY_BYTES": str(memory_bytes),
         "RAGCACHE_DISK_BYTES": str(disk_bytes),
     }
+    lane_socket = folder.resolve() / "lane"
+    if shared and len(os.fsencode(lane_socket)) <= MAX_SOCKET_PATH_BYTES:
+        settings["RAGCACHE_LANE_SOCKET"] = str(lane_socket)
+    if members:
+        settings |= {"RAGCACHE_CACHESTORE": members, "RAGCACHE_SELF": address}
     command = [sys.executable, "-m", "ragcache_cachestore"]
-    service = Service("cachestore", command, env, folder / "cachestore.log")
-    try:
-        service.wait_until("ready", lambda: _is_serving(address))
-    except BaseException:
-        service.stop()
-        raise
+    service = Service("cachestore", command, settings | dict(env or {}), folder / "cachestore.log")
     return CacheStore(service, address)
+
+
+def wait_for_cachestore(store: CacheStore) -> None:
+    """Wait until a launched cache store serves."""
+    try:
+        store.service.wait_until("ready", lambda: _is_serving(store.address))
+    except BaseException:
+        store.service.stop()
+        raise
 
 
 def launch_engine(

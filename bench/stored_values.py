@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
 from pathlib import Path
 
-from ragcache_cachestore.disk import Disk
+from ragcache_cachestore.folder import DataFolder
+from ragcache_cachestore.records import Records
+from ragcache_core.extents import ExtentAllocator
 from ragcache_core.keys import VariantKey
 
 
 def corrupt(folder: Path, key: VariantKey) -> None:
     """Flip one bit of a value in a data folder that no store has open; its checksum stays."""
-    disk = Disk(folder)
+    data = DataFolder(folder)
     try:
-        entries = dict(disk.load())
-        entry = entries[key]
-        pieces = disk.read(entry)
-        assert pieces is not None
-        damaged = bytearray(pieces[0])
-        damaged[len(damaged) // 2] ^= 1
-        slot = 1 + max(other.slot for other in entries.values())
-        disk.write(key, replace(entry, slot=slot), (bytes(damaged), *pieces[1:]))
-        disk.sync()
+        records = Records(data.records)
+        try:
+            found = dict(records.load(ExtentAllocator(1 << 60)))
+        finally:
+            records.close()
+        first = found[key].extents[0]
+        place = first.offset + first.num_bytes // 2
+        with data.values.open("r+b", buffering=0) as values:
+            (byte,) = os.pread(values.fileno(), 1, place)
+            os.pwrite(values.fileno(), bytes([byte ^ 1]), place)
     finally:
-        disk.close()
+        data.close()

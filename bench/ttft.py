@@ -41,8 +41,9 @@ from bench.stored_values import corrupt
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.prompt import Prompt, assemble, plan_exact
 from ragcache_core.reuse import checked_segments
+from ragcache_core.storing import Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_kv.store.client import StoreClient
 from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from tests.tiny_model import make_tiny_model
@@ -106,9 +107,10 @@ def variants(prompt: Prompt, space: KVSpace) -> list[VariantKey]:
 
 def wait_until_stored(address: str, keys: Sequence[VariantKey]) -> None:
     """Saving happens behind the answer; wait until all of it is in the store."""
-    client = CacheStoreClient(address)
+    client = StoreClient(address)
     deadline = time.monotonic() + 60
-    while len(client.lookup(keys, timeout_s=5)) < len(keys):
+    wants = [Want.of(key) for key in keys]
+    while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
             raise RuntimeError("the engine did not save its chunk-caches within a minute")
         time.sleep(0.1)
@@ -161,7 +163,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                 file=sys.stderr,
             )
         repaired = ask_warm(warm_engine, damaged, space).record
-        client = CacheStoreClient(store.address)
+        client = StoreClient(store.address)
         corrupt_found = client.stats().corrupt
         client.close()
     cold_s = statistics.median(run.ttft_s for run in cold_runs)

@@ -38,7 +38,6 @@ from ragcache_cli.progress import ProgressLines  # noqa: E402
 from ragcache_cli.signals import run_until_stopped  # noqa: E402
 from ragcache_core.errors import RagCacheError  # noqa: E402
 from ragcache_operator.manifest import load_manifest  # noqa: E402
-from ragcache_wire.cachestore_client import AsyncCacheStoreClient  # noqa: E402
 
 DOCUMENTS = 200
 COLLECTION = "handbook"
@@ -115,18 +114,16 @@ async def warm_up(gateway: GatewayClient) -> None:
     await ask(gateway, WARM_UP, options(reuse="off"), None)
 
 
-async def until_saved(address: str) -> None:
+async def until_saved(gateway: GatewayClient) -> None:
     """Chunk-caches are saved behind the answers: wait until no more of them arrive."""
-    client = AsyncCacheStoreClient(address)
     deadline = time.monotonic() + SAVE_TIMEOUT_S
     before = -1
     while time.monotonic() < deadline:
-        variants = (await client.stats()).variants
+        variants = (await gateway.cache())["variants"]
         if variants == before and variants > 0:
             break
         before = variants
         await asyncio.sleep(1.0)
-    await client.close()
 
 
 def report(asked: Sequence[Asked], console: Console) -> None:
@@ -185,7 +182,7 @@ async def run(handbook: Handbook, folder: Path, console: Console) -> int:
         console.rule("cold: the store is empty")
         await warm_up(gateway)
         cold = await ask_all(gateway, texts, console)
-        await until_saved(platform.address("cachestore", "grpc"))
+        await until_saved(gateway)
         console.rule("the engine is restarted, which empties its own cache")
         await platform.restart("engine")
         await warm_up(gateway)

@@ -6,20 +6,31 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc
+import xxhash
 
-from ragcache_cachestore.disk import Disk
-from ragcache_cachestore.entry import Entry
-from ragcache_cachestore.pieces import PieceCutter, Pieces, checksum
+from ragcache_cachestore.lane_server import LaneServer
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_core.keys import VariantKey
-from ragcache_core.reuse import Provenance, VariantInfo
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_core.storing import Ack, AsOf, NewVariant, PutOutcome
+from ragcache_core.variant import (
+    Miss,
+    Origin,
+    Part,
+    Precision,
+    Provenance,
+    ValueShape,
+    VariantInfo,
+)
+from ragcache_kv.store.client import StoreClient
+from ragcache_wire.channel import OPTIONS
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
@@ -37,59 +48,111 @@ def value(num_bytes: int, seed: int = 0) -> bytes:
     return random.Random(f"{num_bytes} {seed}").randbytes(num_bytes)
 
 
-def pieces_of(raw: bytes) -> Pieces:
-    """A value as the store holds it."""
-    cutter = PieceCutter(len(raw))
-    cutter.add(raw)
-    return cutter.finish()
+def checksum(raw: bytes | memoryview) -> int:
+    """XXH3-64."""
+    return xxhash.xxh3_64_intdigest(raw)
 
 
-def info(num_bytes: int, *, exact: bool = True) -> VariantInfo:
+def parts_of(raw: bytes, num_parts: int = 1) -> tuple[Part, ...]:
+    """Parts of nearly equal size."""
+    ends = [len(raw) * n // num_parts for n in range(num_parts + 1)]
+    pieces = [raw[begin:end] for begin, end in pairwise(ends)]
+    return tuple(Part(len(piece), checksum(piece)) for piece in pieces)
+
+
+def info(num_bytes: int, *, exact: bool = True, precision: Precision | None = None) -> VariantInfo:
     """A description that fits a value of num_bytes."""
-    return VariantInfo(256, num_bytes, 17, Provenance(exact))
+    return VariantInfo(256, num_bytes, 17, Provenance(exact), precision or Precision())
 
 
-def entry(raw: bytes, slot: int = 1, *, exact: bool = True) -> Entry:
-    """The entry of a value."""
-    return Entry(slot, info(len(raw), exact=exact), checksum([raw]), value_format=1)
+def variant(
+    key: VariantKey,
+    raw: bytes,
+    *,
+    exact: bool = True,
+    precision: Precision | None = None,
+    origin: Origin | None = None,
+    shape: ValueShape | None = None,
+    num_parts: int = 1,
+    as_of: AsOf | None = None,
+) -> NewVariant:
+    """What a put of an opaque value says of it."""
+    return NewVariant(
+        key=key,
+        info=info(len(raw), exact=exact, precision=precision),
+        origin=origin or Origin(),
+        shape=shape,
+        parts=parts_of(raw, num_parts),
+        value_format=1,
+        as_of=as_of or AsOf(),
+    )
 
 
-async def put(store: Store, key: VariantKey, raw: bytes, *, exact: bool = True) -> bool:
-    """Put as the service does; whether it was stored."""
-    about = info(len(raw), exact=exact)
-    if not store.wants(key, about):
-        return False
-    with store.put(key, about, checksum([raw]), 1) as arrival:
-        arrival.add(raw)
-        return await arrival.finish()
+def fill(views: Sequence[memoryview], raw: bytes) -> None:
+    """Write a value into the views of an arrival."""
+    at = 0
+    for view in views:
+        view[:] = raw[at : at + len(view)]
+        at += len(view)
 
 
-@contextlib.asynccontextmanager
-async def opened(
+def put(
+    store: Store, key: VariantKey, raw: bytes, *, ack: Ack = Ack.ACCEPTED, **about: Any
+) -> PutOutcome:
+    """Put as a lane does, having seen every delete so far."""
+    about.setdefault("as_of", store.lookup([]).as_of)
+    arrival = store.begin_put(variant(key, raw, **about), ack)
+    if isinstance(arrival, PutOutcome):
+        return arrival
+    with arrival:
+        fill(arrival.views, raw)
+        return arrival.commit(ack)
+
+
+def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "") -> bytes | Miss:
+    """Get as a lane does."""
+    (lease,) = store.open([key], exact, domain)
+    if isinstance(lease, Miss):
+        return lease
+    raw = bytearray(lease.info.num_bytes)
+    if lease.on_disk:
+        assert store.value_file.read_into(lease.extents, [memoryview(raw)])
+    else:
+        raw = bytearray(b"".join(store.arena.views(lease.extents)))
+    store.release([lease.id])
+    return bytes(raw)
+
+
+@contextlib.contextmanager
+def opened(
     folder: Path,
     *,
-    memory_bytes: int = 64 * MIB,
-    disk_bytes: int = 256 * MIB,
-    open_disk: Callable[[Path], Disk] = Disk,
-) -> AsyncIterator[Store]:
-    """A store on a real disk tier, closed afterwards."""
-    store = Store(open_disk(folder), memory_bytes, disk_bytes)
+    memory_bytes: int = 16 * MIB,
+    disk_bytes: int = 64 * MIB,
+    policy: str = "lru",
+    flush: bool = True,
+    **settings: Any,
+) -> Iterator[Store]:
+    """A store, checked and closed afterwards. Not flush: as if it were killed."""
+    store = Store(folder, memory_bytes, disk_bytes, policy=policy, **settings)
     try:
         yield store
-        store.index.check()
-        store.memory.check()
+        store.check()
     finally:
-        await store.close()
+        store.close(flush=flush)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A store behind a real gRPC server. stub: for calls that the client does not make."""
+    """A store behind a real gRPC server and, if asked for, its lanes.
+
+    client: of the fastest lane offered. stub: for calls that the client does not make.
+    """
 
     service: CacheStoreService
     store: Store
-    client: CacheStoreClient
-    stub: cachestore_pb2_grpc.CacheStoreStub
+    client: StoreClient
+    stub: Any
     address: str
 
 
@@ -100,51 +163,76 @@ def serving(
     memory_bytes: int = 64 * MIB,
     disk_bytes: int = 256 * MIB,
     port: int = 0,
+    lanes: Sequence[str] = (),
+    policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """Serve folder in a thread of its own, as a process would."""
+    """Serve folder in a thread of its own, as a process would.
+
+    lanes: of "shared" and "socket", those offered beside "grpc". settings: of Store.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
+    with contextlib.ExitStack() as ends:
+        ends.callback(_end_loop, loop, thread)
+        store = Store(
+            folder, memory_bytes, disk_bytes, policy=policy, free_bytes=free_bytes, **settings
+        )
+        ends.callback(store.close)
+        socket_path = folder / "lane.sock" if "shared" in lanes else None
+        lane_server = LaneServer(
+            store, socket_path, ("127.0.0.1", 0) if "socket" in lanes else None
+        )
+        lane_server.start()
+        ends.callback(lane_server.close)
+        service = CacheStoreService(store, lane_server.hello())
+        ends.callback(service.close)
 
-    async def start() -> tuple[Store, CacheStoreService, GrpcServer]:
-        store = Store(Disk(folder, free_bytes=free_bytes), memory_bytes, disk_bytes)
-        service = CacheStoreService(store)
-        server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register)
-        await server.start()
-        await server.set_ready()
-        return store, service, server
+        async def start() -> GrpcServer:
+            server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register)
+            await server.start()
+            await server.set_ready()
+            return server
 
-    async def stop(store: Store, server: GrpcServer) -> None:
-        await server.stop()
-        await store.close()
+        async def stop(server: GrpcServer) -> None:
+            service.end_watches()
+            await server.stop()
 
-    try:
-        store, service, server = asyncio.run_coroutine_threadsafe(start(), loop).result(TIMEOUT_S)
+        server = asyncio.run_coroutine_threadsafe(start(), loop).result(TIMEOUT_S)
+        ends.callback(
+            lambda: asyncio.run_coroutine_threadsafe(stop(server), loop).result(TIMEOUT_S)
+        )
         address = f"127.0.0.1:{server.port}"
-        client = CacheStoreClient(address)
-        channel = grpc.insecure_channel(address)
-        try:
-            yield Served(
-                service, store, client, cachestore_pb2_grpc.CacheStoreStub(channel), address
-            )
-        finally:
-            channel.close()
-            client.close()
-            asyncio.run_coroutine_threadsafe(stop(store, server), loop).result(TIMEOUT_S)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        client = StoreClient(address, lanes=(*lanes, "grpc"))
+        ends.callback(client.close)
+        channel = grpc.insecure_channel(address, options=OPTIONS)
+        ends.callback(channel.close)
+        stub = cachestore_pb2_grpc.CacheStoreStub(channel)
+        yield Served(service, store, client, stub, address)
 
 
-def put_value(client: CacheStoreClient, key: VariantKey, raw: bytes, *, exact: bool = True) -> bool:
-    """Put through the client; whether it was stored."""
-    about = info(len(raw), exact=exact)
-    return client.put(key, about, memoryview(raw), checksum([raw]), 1, TIMEOUT_S)
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
-def get_value(client: CacheStoreClient, key: VariantKey) -> bytes | None:
+def put_value(
+    client: StoreClient,
+    key: VariantKey,
+    raw: bytes,
+    *,
+    ack: Ack = Ack.ACCEPTED,
+    **about: Any,
+) -> PutOutcome:
+    """Put through the client, having seen every delete so far."""
+    about.setdefault("as_of", client.lookup([]).as_of)
+    return client.put(variant(key, raw, **about), memoryview(raw), TIMEOUT_S, ack)
+
+
+def get_value(client: StoreClient, key: VariantKey) -> bytes | None:
     """Get one value through the client; None for a miss."""
     ((_, found),) = client.get([key], TIMEOUT_S)
-    return None if found is None else bytes(found.value)
+    return None if isinstance(found, Miss) else bytes(found.value)

@@ -89,8 +89,8 @@ def env_of(children: list[Object], part: str) -> dict[str, str]:
 def secrets_of(container: Object) -> Iterator[tuple[str, str, str]]:
     """(variable, Secret, key) of every variable that comes from a Secret."""
     for variable in container["env"]:
-        if "valueFrom" in variable:
-            reference = variable["valueFrom"]["secretKeyRef"]
+        reference = variable.get("valueFrom", {}).get("secretKeyRef")
+        if reference is not None:
             yield variable["name"], reference["name"], reference["key"]
 
 
@@ -197,7 +197,17 @@ def _named(names: list[str]) -> st.SearchStrategy[list[Object]]:
 
 
 _engines = st.lists(_engine_names, min_size=1, max_size=3, unique=True).flatmap(_named)
-_store = _maybe(shards=st.integers(1, 64), memory=_bytes, disk=_storage, resources=_resources)
+_store_bytes = st.sampled_from(["512Mi", "1024Mi", "1.5Gi", "2G", "1e9", 3221225472])
+_store = _maybe(
+    shards=st.integers(1, 64),
+    memory=_store_bytes,
+    disk=_maybe(size=_store_bytes, className=_names),
+    policy=st.sampled_from(["score", "lru"]),
+    admission=st.sampled_from(["always", "secondTouch"]),
+    precision=_maybe(key=st.just("packed"), value=st.just("packed")),
+    replication=_maybe(enabled=st.booleans()),
+    resources=_resources,
+)
 _scheduling = _maybe(
     priorityClassName=_names,
     nodeSelector=st.just({"pool": "rag"}),
@@ -227,6 +237,7 @@ def _spec(model: st.SearchStrategy[Object]) -> st.SearchStrategy[Object]:
         scheduling=_scheduling,
         dataPolicy=st.sampled_from(["Retain", "Delete"]),
         networkPolicy=_network,
+        telemetry=_maybe(otlp=st.just({"endpoint": "http://collector:4318"})),
     )
 
 

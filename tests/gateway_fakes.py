@@ -137,18 +137,20 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
 
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
-    """Remembers which chunks were deleted; stats: what it counts."""
+    """Remembers which chunks were deleted, and every deletion; stats: what it counts."""
 
     def __init__(self) -> None:
         self.deleted: list[bytes] = []
+        self.deletions: list[cachestore_pb2.Deletion] = []
         self.stats = cachestore_pb2.StatsReply(variants=3, disk_bytes=300, memory_bytes=200)
 
     async def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
         return self.stats
 
     async def Delete(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.deleted += request.chunks
-        return cachestore_pb2.DeleteReply(removed=2 * len(request.chunks))
+        self.deletions.append(request.deletion)
+        self.deleted += request.deletion.chunks
+        return cachestore_pb2.DeleteReply(removed=2 * len(request.deletion.chunks))
 
 
 class FakeRecords(engine_pb2_grpc.EngineServicer):

@@ -410,6 +410,45 @@ _CACHES = (
         *("spec.cacheStore.memory", "'1.5' is no quantity", _BYTES),
     ),
     Bad(
+        *("policy of nobody", _S, cache(cacheStore={"policy": "clairvoyant"})),
+        *("spec.cacheStore.policy", "'clairvoyant' is not allowed"),
+        "use 'score', 'pgdsf', 'gdsf', 'lru', 'lfu', 'fifo', 's3fifo' or 'cachecraft'",
+    ),
+    Bad(
+        "admission by scores that nobody has",
+        _C,
+        cache(cacheStore={"policy": "lru", "admission": "score"}),
+        "spec.cacheStore.admission",
+        "score compares scores, and policy lru has none",
+        "use policy score, or admission always or secondTouch",
+    ),
+    Bad(
+        *("precision that loses some", _S, cache(cacheStore={"precision": {"key": "int8"}})),
+        *("spec.cacheStore.precision.key", "'int8' is not allowed", "use 'native' or 'packed'"),
+    ),
+    Bad(
+        *("collector without http", _S, cache(telemetry={"otlp": {"endpoint": "collector:4317"}})),
+        *("spec.telemetry.otlp.endpoint", "'collector:4317' is no URL of a collector"),
+        "write it like http://collector:4318",
+    ),
+    Bad(
+        *("telemetry to nowhere", _S, cache(telemetry={"otlp": {}})),
+        *("spec.telemetry.otlp.endpoint", "is missing", "add it"),
+    ),
+    Bad(
+        *("memory for no value", _W, cache(cacheStore={"memory": "1Mi"})),
+        *(
+            "spec.cacheStore.memory",
+            "1Mi does not hold the values that are on their way in and out",
+        ),
+        "use 64Mi or more, and four times the largest chunk-cache at least",
+    ),
+    Bad(
+        *("disk for no value", _W, cache(cacheStore={"disk": {"size": "128Mi"}})),
+        *("spec.cacheStore.disk.size", "128Mi is little more than what the store leaves free"),
+        "use 256Mi or more",
+    ),
+    Bad(
         "store's memory limit below its memory tier",
         _W,
         cache(cacheStore={"memory": "2Gi", "resources": {"memoryLimit": "2Gi"}}),

@@ -76,6 +76,10 @@ class GatewayClient:
         """Insert or replace a document; False when it was there already, just like this."""
         return bool((await self._call("POST", "/v1/documents", document))["changed"])
 
+    async def cache(self) -> dict[str, Any]:
+        """What the cache store holds, and how often it had what was asked for."""
+        return await self._call("GET", "/v1/cache")
+
     async def ready_problem(self) -> str | None:
         """None when it can answer questions; else why not."""
         try:

@@ -17,7 +17,7 @@ from typing import Self
 import psutil
 
 from ragcache_cli.keeper import LONGEST_GRACE_S, Keeper
-from ragcache_cli.local_site import LocalSite
+from ragcache_cli.local_site import RUN_FOLDER, LocalSite
 from ragcache_cli.part import Part, parts_from
 from ragcache_cli.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.probe import Prober
@@ -180,6 +180,8 @@ class LocalPlatform:
     async def _prepare(self) -> None:
         """Take the folder and the ports, build the parts and let them start."""
         (self._data / "logs").mkdir(parents=True, exist_ok=True)
+        # Whoever can open the socket in it reads and writes the store's memory.
+        (self._data / RUN_FOLDER).mkdir(mode=0o700, exist_ok=True)
         self._held.enter_context(only_supervisor(self._data))
         left_behind = read_record(self._data)
         if left_behind is not None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from ragcache_cli.ports import LOOPBACK
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.environment import Value
 from ragcache_operator.builders.site import Address, Place
 from ragcache_operator.spec import ModelSource
+
+RUN_FOLDER: Final = "run"
+"""Below a platform's data: what is there only while it runs."""
+_SOCKET_PATH_BYTES: Final = 108
+"""Most of a socket's path, with the byte that ends it (unix(7))."""
 
 # In a checkout the folders beside this package are the repository's.
 _MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -46,6 +53,15 @@ class LocalSite:
     def stores(self) -> str:
         """The one store's address."""
         return str(self.reach(Place("cachestore", "grpc")))
+
+    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+        """The one store is the one member."""
+        return {"RAGCACHE_SELF": self.stores()}
+
+    def lane_socket(self) -> str:
+        """In the run folder; none where its path is longer than a socket's may be."""
+        path = self._data / RUN_FOLDER / "cachestore.sock"
+        return str(path) if len(os.fsencode(path)) < _SOCKET_PATH_BYTES else ""
 
     def data_dir(self, part: str) -> str:
         """A folder under data."""

@@ -32,7 +32,7 @@ from ragcache_cli.logs import LogLines, read_words
 from ragcache_cli.render import capabilities_of, render_yaml
 from ragcache_cli.signals import run_until_stopped
 from ragcache_cli.state_file import ROOT, find_data, recorded
-from ragcache_cli.status import cache_stats, describe_cache, parts_table
+from ragcache_cli.status import describe_cache, parts_table
 from ragcache_cli.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_operator.builders.capabilities import Capabilities
@@ -365,8 +365,7 @@ def _local_status(data: Path | None) -> bool:
     console.print(parts_table(record, time.time()))
     problem = asyncio.run(_ready_problem(record.gateway_url))
     console.print(problem or "the gateway answers questions")
-    stats = cache_stats(record)
-    console.print(f"cache: {describe_cache(stats) if stats else 'the store does not answer'}")
+    console.print(f"cache: {asyncio.run(_cache(record.gateway_url))}")
     return alive and problem is None
 
 
@@ -394,6 +393,16 @@ def _gateway_url(given: str | None) -> str:
 async def _ready_problem(url: str) -> str | None:
     async with GatewayClient(url) as client:
         return await client.ready_problem()
+
+
+async def _cache(url: str) -> str:
+    async with GatewayClient(url) as client:
+        try:
+            return describe_cache(await client.cache())
+        except RagCacheError as error:
+            return str(error)
+        except (KeyError, TypeError) as error:
+            return f"{url} does not answer as a gateway does ({error!r})"
 
 
 async def _ingest(url: str, collection: str, selection: Selection, console: Console) -> Ingested:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.process import is_alive
-from ragcache_cli.state_file import PartRecord, PlatformRecord
-from ragcache_core.errors import RagCacheError
-from ragcache_wire.cachestore_client import CacheStoreClient
-from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_cli.state_file import PlatformRecord
 
 _STYLES = {"ready": "green", "starting": "yellow", "not ready": "yellow", "restarting": "red"}
 _MB = 1e6
@@ -48,32 +48,18 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def cache_stats(record: PlatformRecord) -> pb.StatsReply | None:
-    """Counters of the cache store; None when it does not answer."""
-    store = _part(record, "cachestore")
-    if store is None:
-        return None
-    client = CacheStoreClient(store.addresses["grpc"])
-    try:
-        return client.stats()
-    except RagCacheError:
-        return None
-    finally:
-        client.close()
-
-
-def describe_cache(stats: pb.StatsReply) -> str:
-    """The store's counters as a line."""
-    hits = stats.hits_memory + stats.hits_disk
-    asked = hits + stats.misses
-    rate = f"{hits / asked:.0%} of {asked:,} reads hit" if asked else "nothing read yet"
+def describe_cache(cache: Mapping[str, Any]) -> str:
+    """What ``GET /v1/cache`` says, as a line."""
+    asked = cache["hits"] + cache["misses"]
+    rate = f"{cache['hits'] / asked:.0%} of {asked:,} reads hit" if asked else "nothing read yet"
     line = (
-        f"{stats.variants:,} chunk-caches, {stats.disk_bytes / _MB:,.1f} MB on disk, "
-        f"{stats.memory_bytes / _MB:,.1f} of {stats.memory_capacity_bytes / _MB:,.1f} MB "
+        f"{cache['variants']:,} chunk-caches, {cache['disk_bytes'] / _MB:,.1f} MB on disk, "
+        f"{cache['memory_bytes'] / _MB:,.1f} of {cache['memory_capacity_bytes'] / _MB:,.1f} MB "
         f"in memory; {rate}"
     )
-    return line + (f"; {stats.corrupt:,} corrupt values dropped" if stats.corrupt else "")
-
-
-def _part(record: PlatformRecord, component: str) -> PartRecord | None:
-    return next((part for part in record.parts if part.component == component), None)
+    reasons = sorted(cache["misses_by_reason"].items(), key=lambda item: (-item[1], item[0]))
+    if reasons:
+        missed = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons)
+        line += f" (misses: {missed})"
+    away = [shard["address"] for shard in cache["shards"] if not shard["up"]]
+    return line + (f"; no answer from {', '.join(away)}" if away else "")

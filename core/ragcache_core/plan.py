@@ -6,13 +6,16 @@ the prompt's tokens and computes whatever does not check out.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+from urllib.parse import quote
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KEY_BYTES, ChunkKey
+from ragcache_core.storing import MAX_NAME_CHARS
 
 PLAN_VERSION = 1
 MAX_SEGMENTS = 4096
@@ -28,12 +31,17 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Prompt tokens [start, end) that are one chunk (or the template before the first one)."""
+    """Prompt tokens [start, end) that are one chunk (or the template before the first one).
+
+    document: name of the document that the chunk is of (``document_name``), by which it can be
+    deleted; "" for the template, or where nobody knows.
+    """
 
     chunk: ChunkKey
     start: int
     end: int
     action: Action = Action.EXACT
+    document: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +62,7 @@ class ReusePlan:
             "v": PLAN_VERSION,
             "request": self.request,
             "domain": self.domain,
-            "segments": [
-                {"chunk": s.chunk.hex(), "start": s.start, "end": s.end, "action": s.action.value}
-                for s in self.segments
-            ],
+            "segments": [_to_json(segment) for segment in self.segments],
         }
 
     @classmethod
@@ -73,6 +78,25 @@ class ReusePlan:
             domain=_text("ragcache.domain", plan.get("domain")),
             segments=segments,
         )
+
+
+def document_name(collection: str, document: str) -> str:
+    """Name of a document among those of all collections, never the same for two of them."""
+    # The first slash ends the collection's name, so that has none of its own.
+    name = f"{quote(collection, safe='')}/{document}"
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    return "blake2b:" + hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+def _to_json(segment: Segment) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "chunk": segment.chunk.hex(),
+        "start": segment.start,
+        "end": segment.end,
+        "action": segment.action.value,
+    }
+    return entry | ({"document": segment.document} if segment.document else {})
 
 
 def _segments(value: object) -> tuple[Segment, ...]:
@@ -117,7 +141,14 @@ def _segment(path: str, value: object) -> Segment:
     except ValueError:
         names = ", ".join(Action)
         raise InvalidInput(f"{path}.action", "is unknown", f"send one of {names}") from None
-    return Segment(chunk, start, end, action)
+    document = entry.get("document", "")
+    if not isinstance(document, str) or len(document) > MAX_NAME_CHARS:
+        raise InvalidInput(
+            f"{path}.document",
+            "is no document's name",
+            f"send at most {MAX_NAME_CHARS} characters",
+        )
+    return Segment(chunk, start, end, action, document)
 
 
 def _mapping(path: str, value: object) -> Mapping[str, Any]:

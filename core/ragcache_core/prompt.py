@@ -51,25 +51,30 @@ def assemble(
     return Prompt(tuple(token_ids), len(head_ids), tuple(ends))
 
 
-def plan_exact(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:
+def plan_exact(
+    prompt: Prompt, space: KVSpace, domain: str, request: str, documents: Sequence[str] = ()
+) -> ReusePlan:
     """Plan that reuses and stores the head and every chunk as exact variants.
 
+    documents: name of each chunk's document (``document_name``); none if nobody knows.
     The head (system prompt) is a segment too: without its KV no chunk behind it could be exact.
     """
-    bounds = [0, prompt.head, *prompt.chunk_ends]
-    segments = tuple(
-        Segment(chunk_key(space, domain, prompt.token_ids[start:end]), start, end, Action.EXACT)
-        for start, end in itertools.pairwise(bounds)
-        if start < end
-    )
-    return ReusePlan(request, domain, segments)
+    return ReusePlan(request, domain, _segments(prompt, space, domain, Action.EXACT, documents))
 
 
 def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:
     """Plan that neither loads nor stores anything (``reuse: off``)."""
-    exact = plan_exact(prompt, space, domain, request)
-    return ReusePlan(
-        request,
-        domain,
-        tuple(Segment(s.chunk, s.start, s.end, Action.COMPUTE) for s in exact.segments),
+    return ReusePlan(request, domain, _segments(prompt, space, domain, Action.COMPUTE, ()))
+
+
+def _segments(
+    prompt: Prompt, space: KVSpace, domain: str, action: Action, documents: Sequence[str]
+) -> tuple[Segment, ...]:
+    bounds = itertools.pairwise([0, prompt.head, *prompt.chunk_ends])
+    # The head is of no document.
+    names = ["", *(documents or [""] * len(prompt.chunk_ends))]
+    return tuple(
+        Segment(chunk_key(space, domain, prompt.token_ids[start:end]), start, end, action, document)
+        for (start, end), document in zip(bounds, names, strict=True)
+        if start < end
     )

@@ -7,31 +7,7 @@ from dataclasses import dataclass
 
 from ragcache_core.keys import KVSpace, PrefixHasher, VariantKey, chunk_key
 from ragcache_core.plan import Action, ReusePlan, Segment
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """How a variant's KV came to be.
-
-    exact: computed in full, over a prefix that was itself exact. Anything computed after a blended
-    or lossy prefix is tainted and never serves ``exact`` (DESIGN §5.3).
-    """
-
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class VariantInfo:
-    """What a store knows of a variant without reading its value.
-
-    num_tokens: length of the chunk. num_bytes: size of the value. base_position: position of the
-    chunk's first token when it was computed, to which its keys are rotated.
-    """
-
-    num_tokens: int
-    num_bytes: int
-    base_position: int
-    provenance: Provenance
+from ragcache_core.variant import VariantInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +52,7 @@ def longest_exact_chain(
     for named in segments:
         info = stored.get(named.variant)
         length = named.segment.end - named.segment.start
-        if info is None or not info.provenance.exact:
+        if info is None or not info.serves_exact:
             break
         if info.num_tokens != length or info.base_position != named.segment.start:
             break

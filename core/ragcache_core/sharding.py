@@ -29,12 +29,28 @@ class Rendezvous:
 
     def owners(self, chunks: Sequence[ChunkKey]) -> list[str]:
         """Owner of each chunk, in their order. Raises ValueError if there are no members."""
+        return [self.members[place] for place in np.argmax(self._weights(chunks), axis=1)]
+
+    def ranked(self, chunks: Sequence[ChunkKey], count: int) -> list[tuple[str, ...]]:
+        """The count members of the greatest weights for each chunk, its owner first.
+
+        Those after the owner are where its replicas go: should the owner leave, the second one is
+        the owner. Fewer where there are fewer members. Raises ValueError if there are none.
+        """
+        weights = self._weights(chunks)
+        # A stable sort of the negated order: equal weights have the winner that argmax gives.
+        order = np.argsort(~weights, axis=1, kind="stable")[:, :count]
+        return [tuple(self.members[place] for place in row) for row in order]
+
+    def _weights(
+        self, chunks: Sequence[ChunkKey]
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+        """[chunks, members]"""
         if not self.members:
             raise ValueError("nobody can own a chunk where there are no members")
         # A chunk's key is a hash already: its first half is as random as the whole.
         keys = np.frombuffer(b"".join(chunks), dtype="<u8")[:: KEY_BYTES // 8]
-        weights = _mixed(keys[:, None] ^ self._seeds[None, :])
-        return [self.members[place] for place in np.argmax(weights, axis=1)]
+        return _mixed(keys[:, None] ^ self._seeds[None, :])
 
 
 def _mixed(

@@ -54,9 +54,14 @@ SPECS: dict[str, Object] = {
         ],
         "cacheStore": {
             "shards": 3,
-            "memory": "999",
+            "memory": "99999999",
             "disk": {"size": "1e10", "className": "fast"},
+            "policy": "pgdsf",
+            "admission": "secondTouch",
+            "precision": {"key": "packed"},
+            "replication": {"enabled": False},
         },
+        "telemetry": {"otlp": {"endpoint": "http://collector.monitoring:4318"}},
         "scheduling": {
             "priorityClassName": "high",
             "nodeSelector": {"pool": "rag"},

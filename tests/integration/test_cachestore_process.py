@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_core.storing import Ack, Deletion, PutOutcome
+from ragcache_kv.store.client import StoreClient
 from tests.cachestore_parts import TIMEOUT_S, get_value, key, put_value, value
 
 
@@ -25,8 +26,10 @@ def environment(folder: Path, port: int) -> dict[str, str]:
     return os.environ | {
         "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
         "RAGCACHE_DATA_DIR": str(folder),
-        "RAGCACHE_MEMORY_BYTES": "1000000",
+        "RAGCACHE_MEMORY_BYTES": "8000000",
         "RAGCACHE_DISK_BYTES": "1000000000",
+        "RAGCACHE_LANE_LISTEN": "127.0.0.1:0",
+        "RAGCACHE_LANE_SOCKET": str(folder.parent / f"{port}.sock"),
     }
 
 
@@ -42,10 +45,10 @@ def port() -> int:
 
 
 @contextmanager
-def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], CacheStoreClient]]:
+def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], StoreClient]]:
     """A process that answers, killed afterwards unless it has ended."""
     process = subprocess.Popen(command(), env=environment(folder, port))
-    client = CacheStoreClient(f"127.0.0.1:{port}")
+    client = StoreClient(f"127.0.0.1:{port}")
     try:
         give_up = time.monotonic() + TIMEOUT_S
         while True:
@@ -64,7 +67,7 @@ def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def size_of(number: int) -> int:
-    """Sizes of one, two and three pieces, and small ones in between."""
+    """Mostly small ones, and some of many pages."""
     return 1 + number * 7919 % 30_000 if number % 20 else 1_000_000 * (1 + number // 20 % 3)
 
 
@@ -72,11 +75,12 @@ def test_a_kill_at_any_instant_keeps_everything_acknowledged(tmp_path: Path, por
     acknowledged: list[int] = []
     numbers = iter(range(100_000))
 
-    def put_until_it_dies(client: CacheStoreClient) -> None:
+    def put_until_it_dies(client: StoreClient) -> None:
         try:
             for number in numbers:
                 raw = value(size_of(number), number)
-                if put_value(client, key(number), raw):
+                outcome = put_value(client, key(number), raw, ack=Ack.DURABLE)
+                if outcome is PutOutcome.STORED:
                     acknowledged.append(number)
         except RagCacheError:
             return
@@ -99,13 +103,44 @@ def test_a_kill_at_any_instant_keeps_everything_acknowledged(tmp_path: Path, por
         assert stats.variants >= len(acknowledged)
 
 
-def test_a_stop_is_clean_and_keeps_everything(tmp_path: Path, port: int) -> None:
+def test_a_kill_during_deletes_brings_nothing_back(tmp_path: Path, port: int) -> None:
+    deleted: list[int] = []
     with running(tmp_path, port) as (process, client):
-        put_value(client, key(1), b"value")
+        for number in range(60):
+            put_value(client, key(number), value(1000, number), ack=Ack.DURABLE)
+
+        def delete_until_it_dies() -> None:
+            try:
+                for number in range(60):
+                    client.delete(Deletion(id=b"", chunks=(key(number).chunk,)))
+                    deleted.append(number)
+            except RagCacheError:
+                return
+
+        deleter = threading.Thread(target=delete_until_it_dies)
+        deleter.start()
+        while len(deleted) < 20:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        deleter.join(TIMEOUT_S)
+    with running(tmp_path, port) as (_, client):
+        for number in range(60):
+            found = get_value(client, key(number))
+            assert found in ({None} if number in deleted else {None, value(1000, number)})
+        assert client.stats().corrupt == 0
+        assert get_value(client, key(59)) == value(1000, 59) or len(deleted) >= 59
+
+
+def test_a_stop_is_clean_and_keeps_what_was_accepted(tmp_path: Path, port: int) -> None:
+    with running(tmp_path, port) as (process, client):
+        for number in range(20):
+            put_value(client, key(number), value(100_000, number))
+        assert client.lane == "shared"
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
     with running(tmp_path, port) as (_, client):
-        assert get_value(client, key(1)) == b"value"
+        for number in range(20):
+            assert get_value(client, key(number)) == value(100_000, number)
 
 
 def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:

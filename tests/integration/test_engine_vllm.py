@@ -29,11 +29,13 @@ from bench.stored_values import corrupt
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.prompt import Prompt, assemble, plan_exact
 from ragcache_core.reuse import checked_segments
+from ragcache_core.storing import Deletion, Want
+from ragcache_core.variant import Miss
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.sharded import ShardedStore
 from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.members import FixedMembers
-from ragcache_wire.sharded_store import ShardedStore
 from ragcache_wire.v1 import engine_pb2
 
 pytestmark = pytest.mark.timeout(600)
@@ -97,19 +99,20 @@ class Platform:
 
     def wait_until_stored(self, prompt: Prompt, domain: str = "public") -> None:
         """Saving happens behind the answer."""
-        keys, client = self.keys(prompt, domain), CacheStoreClient(self.store.address)
+        client = StoreClient(self.store.address)
+        wants = [Want.of(key) for key in self.keys(prompt, domain)]
         deadline = time.monotonic() + 30
-        while len(client.lookup(keys)) < len(keys):
+        while not all(found.held for found in client.lookup(wants).variants):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
         client.close()
 
     def values(self, prompt: Prompt, domain: str = "public") -> list[bytes]:
-        client = CacheStoreClient(self.store.address)
+        client = StoreClient(self.store.address)
         found = [stored for _, stored in client.get(self.keys(prompt, domain), timeout_s=10)]
         client.close()
-        assert all(stored is not None for stored in found)
-        return [bytes(stored.value) for stored in found if stored is not None]
+        assert not any(isinstance(stored, Miss) for stored in found)
+        return [bytes(stored.value) for stored in found if not isinstance(stored, Miss)]
 
     def unfinished_requests(self) -> list[str]:
         """vLLM's own gauges of running and waiting requests that are not zero."""
@@ -194,13 +197,35 @@ def test_a_corrupt_value_is_detected_and_computed(platform: Platform) -> None:
     prompt = PROMPTS["damaged"]
     answer, record = platform.ask(prompt)
     assert record.loaded_tokens < prompt.chunk_ends[-1]
-    assert record.miss
-    client = CacheStoreClient(platform.store.address)
+    assert record.miss == "corrupt"
+    client = StoreClient(platform.store.address)
     assert client.stats().corrupt >= 1
     client.close()
     assert answer.token_ids == platform.compute(prompt).token_ids
     # what was computed is stored again
     platform.wait_until_stored(prompt)
+
+
+def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platform) -> None:
+    prompt = make_prompt(400, shared=40)
+    request = uuid.uuid4().hex
+    documents = [f"docs/{name}" for name in "aabc"]
+    plan = plan_exact(prompt, platform.space, "tenant", request, documents)
+    complete(platform.engine.url, prompt.token_ids, max_tokens=1, plan=plan.to_json())
+    platform.wait_until_stored(prompt, "tenant")
+    assert platform.record(request).miss == "never stored"
+    head, first, second, third, fourth = (named.chunk for named in plan.segments)
+    client = StoreClient(platform.store.address)
+    (found,) = client.lookup([Want(third)]).variants
+    assert found.held[0].prefix_chunks == (head, first, second)
+    # A delete of its document takes along what was computed after that.
+    removed = client.delete(Deletion(uuid.uuid4().bytes, documents=("docs/b",), domain="tenant"))
+    assert removed >= 1
+    left = client.lookup([Want(chunk) for chunk in (second, third, fourth)], domain="tenant")
+    assert [variants.miss for variants in left.variants][:2] == [None, Miss.DELETED]
+    # Whatever it cost, it was measured: the scores that hang on it are more than nothing.
+    assert sum(client.stats().score_histogram) > 0
+    client.close()
 
 
 def test_many_requests_at_once_are_all_answered(platform: Platform) -> None:
@@ -265,12 +290,14 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
         for prompt in prompts:
             several.ask(prompt, max_tokens=1)
         deadline = time.monotonic() + 30
-        while client.lookup(keys).keys() != set(keys):
+        wants = [Want.of(key) for key in keys]
+        while client.lookup(wants).held().keys() != set(keys):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
         client.close()
-        with_both = CacheStoreClient(joining.address)
-        assert 0 < len(with_both.lookup(keys)) < len(set(keys)), "each shard has its part"
+        with_both = StoreClient(joining.address)
+        there = {w for w, v in zip(wants, with_both.lookup(wants).variants, strict=True) if v.held}
+        assert 0 < len(there) < len(set(keys)), "each shard has its part"
         with_both.close()
         for prompt in prompts:
             # Another salt hides vLLM's own cache, so everything comes from the two shards.

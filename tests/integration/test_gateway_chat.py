@@ -67,6 +67,8 @@ async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> Non
     # Head, two chunks of billing.md in document order, one of search.md.
     assert len(checked_segments(plan, sent["prompt"], space)) == len(plan.segments) == 4
     assert plan.domain == "public"
+    documents = [segment.document for segment in plan.segments]
+    assert documents == ["", *["default/billing.md"] * 2, "default/search.md"]
     assert "cache_salt" not in sent
     assert sent["stream"] is True
     assert sent["stream_options"] == {"include_usage": True}

@@ -14,6 +14,8 @@ import pytest
 from ragcache_core.keys import chunk_key
 from ragcache_gateway.answer import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import cachestore_pb2_grpc
 from tests.gateway_fakes import World, world
 
 MIB = 1 << 20
@@ -68,6 +70,41 @@ async def test_replacing_drops_the_variants_of_what_is_gone(gateway: World) -> N
     space = load_model_folder(gateway.config.model).space("auto")
     ids = gateway.prompts().encode_chunk("old text")
     assert gateway.store.deleted == [chunk_key(space, DOMAIN, ids)]
+    # Nothing is said of the document, most of whose chunks may still be what they were.
+    (deletion,) = gateway.store.deletions
+    assert (list(deletion.documents), deletion.domain) == ([], "")
+    assert len(deletion.id) == 16
+
+
+async def test_a_document_that_is_gone_is_deleted_by_its_name_too(gateway: World) -> None:
+    await put(gateway)
+    await gateway.client.delete("/v1/documents/a/b.md")
+    (deletion,) = gateway.store.deletions
+    assert (list(deletion.documents), deletion.domain) == (["default/a/b.md"], DOMAIN)
+    assert len(deletion.chunks) == 1
+
+
+async def test_a_delete_that_nobody_acknowledged_is_tried_again(gateway: World) -> None:
+    await put(gateway)
+    shard = gateway.servers["cachestore"]
+    await shard.stop()
+    await gateway.client.delete("/v1/documents/a/b.md")
+    assert "ragcache_gateway_deletes_waiting 1.0" in (await gateway.client.get("/metrics")).text
+    back = GrpcServer(
+        f"127.0.0.1:{shard.port}",
+        ["ragcache.v1.CacheStore"],
+        lambda server: cachestore_pb2_grpc.add_CacheStoreServicer_to_server(gateway.store, server),
+    )
+    await back.start()
+    try:
+        for _ in range(600):
+            if "deletes_waiting 0.0" in (await gateway.client.get("/metrics")).text:
+                break
+            await asyncio.sleep(0.05)
+    finally:
+        await back.stop()
+    (deletion,) = gateway.store.deletions
+    assert list(deletion.documents) == ["default/a/b.md"]
 
 
 async def test_a_store_that_is_down_fails_nothing(gateway: World) -> None:

@@ -86,16 +86,28 @@ async def test_the_cache_store_is_shown_as_one(gateway: World) -> None:
     assert response.json() == {
         "variants": 3,
         "disk_bytes": 300,
+        "disk_capacity_bytes": 0,
         "memory_bytes": 200,
+        "memory_capacity_bytes": 0,
+        "bytes_by_precision": {},
         "hits": 0,
         "misses": 0,
+        "misses_by_reason": {},
+        "evictions": {},
+        "corrupt": 0,
         "hit_rate": None,
         "shards": [{"address": shard, "up": True}],
     }
     gateway.store.stats.hits_memory, gateway.store.stats.hits_disk = 4, 2
-    gateway.store.stats.misses, gateway.store.stats.corrupt = 1, 1
+    gateway.store.stats.misses = 2
+    gateway.store.stats.misses_by_reason.update({"evicted": 2, "late": 0})
+    gateway.store.stats.bytes_by_precision.update({"native": 200, "int8/int4": 100})
+    gateway.store.stats.evictions.update({"memory": 5})
     answer = (await gateway.client.get("/v1/cache")).json()
     assert (answer["hits"], answer["misses"], answer["hit_rate"]) == (6, 2, 0.75)
+    assert answer["misses_by_reason"] == {"evicted": 2}
+    assert answer["bytes_by_precision"] == {"int8/int4": 100, "native": 200}
+    assert answer["evictions"] == {"memory": 5}
     await gateway.servers["cachestore"].stop()
     response = await gateway.client.get("/v1/cache")
     assert response.status_code == 503
@@ -118,8 +130,9 @@ async def test_a_lost_shard_is_named_and_the_others_are_counted(tiny_model: Path
     assert answer["variants"] == 3
     shards = {shard["address"]: shard["up"] for shard in answer["shards"]}
     assert shards == {up: True, "127.0.0.1:9": False}
-    assert changed.json()["removed_variants"] is None, "one shard has not said"
-    assert len(gateway.store.deleted) == 1, "the other has dropped its own"
+    # The other one has dropped its own, and the lost one hears of it from its peers.
+    assert changed.json()["removed_variants"] == 2
+    assert len(gateway.store.deleted) == 1
 
 
 async def test_routes_that_do_not_exist_have_openais_shape(gateway: World) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ragcache_cachestore.config import Config
 from ragcache_core.errors import InvalidInput
+from ragcache_core.variant import Codec, Precision
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "127.0.0.1:7000",
     "RAGCACHE_DATA_DIR": "data",
-    "RAGCACHE_MEMORY_BYTES": "0",
-    "RAGCACHE_DISK_BYTES": "1000",
+    "RAGCACHE_MEMORY_BYTES": "65536",
+    "RAGCACHE_DISK_BYTES": "1000000",
 }
 
 
@@ -21,15 +23,65 @@ def test_a_full_environment() -> None:
     environment = REQUIRED | {
         "RAGCACHE_LOG_LEVEL": "debug",
         "RAGCACHE_HEALTH_LISTEN": "0.0.0.0:8081",
+        "RAGCACHE_POLICY": "lru",
+        "RAGCACHE_ADMISSION": "second-touch",
+        "RAGCACHE_PRECISION": "int8/int4",
+        "RAGCACHE_REUSE": "blend",
+        "RAGCACHE_LANE_LISTEN": "0.0.0.0:7001",
+        "RAGCACHE_LANE_SOCKET": "/run/lane.sock",
+        "RAGCACHE_CACHESTORE": "a:1,b:2",
+        "RAGCACHE_SELF": "a:1",
+        "RAGCACHE_REPLICATION": "off",
+        "RAGCACHE_OTLP_ENDPOINT": "http://collector:4318",
     }
-    assert Config.from_environment(environment) == Config(
+    config = Config.from_environment(environment)
+    assert config.members is not None
+    assert config.members.current() == ("a:1", "b:2")
+    assert replace(config, members=None) == Config(
         listen="127.0.0.1:7000",
         health_listen="0.0.0.0:8081",
         data_dir=Path("data"),
-        memory_bytes=0,
-        disk_bytes=1000,
+        memory_bytes=65536,
+        disk_bytes=1_000_000,
         log_level="debug",
+        policy="lru",
+        admission="second-touch",
+        precision=Precision(Codec.INT8, Codec.INT4),
+        leaves_only=False,
+        lane_listen="0.0.0.0:7001",
+        lane_socket=Path("/run/lane.sock"),
+        own_address="a:1",
+        replication=False,
+        otlp_endpoint="http://collector:4318",
     )
+
+
+def test_what_is_left_out_has_a_default() -> None:
+    assert Config.from_environment(REQUIRED) == Config(
+        listen="127.0.0.1:7000",
+        health_listen=None,
+        data_dir=Path("data"),
+        memory_bytes=65536,
+        disk_bytes=1_000_000,
+    )
+
+
+@pytest.mark.parametrize("name", ["harag", "score"])
+def test_an_assignment_may_decide_on_the_precision(name: str) -> None:
+    assert Config.from_environment(REQUIRED | {"RAGCACHE_PRECISION": name}).precision == name
+
+
+def test_a_shard_must_know_its_own_name() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        Config.from_environment(REQUIRED | {"RAGCACHE_CACHESTORE": "a:1"})
+    assert refused.value.field == "RAGCACHE_SELF"
+
+
+def test_admission_by_score_needs_the_score() -> None:
+    wrong = {"RAGCACHE_ADMISSION": "score", "RAGCACHE_POLICY": "lru"}
+    with pytest.raises(InvalidInput) as refused:
+        Config.from_environment(REQUIRED | wrong)
+    assert refused.value.field == "RAGCACHE_ADMISSION"
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -52,9 +104,21 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_DISK_BYTES", "0"),
         ("RAGCACHE_DISK_BYTES", "1.5"),
         ("RAGCACHE_LOG_LEVEL", "loud"),
+        ("RAGCACHE_MEMORY_BYTES", "0"),
+        ("RAGCACHE_POLICY", "best"),
+        ("RAGCACHE_ADMISSION", "never"),
+        ("RAGCACHE_PRECISION", "int9"),
+        ("RAGCACHE_REUSE", "sometimes"),
+        ("RAGCACHE_LANE_LISTEN", "7000"),
+        ("RAGCACHE_LANE_SOCKET", "relative.sock"),
+        ("RAGCACHE_LANE_SOCKET", "/" + "x" * 108),
+        ("RAGCACHE_CACHESTORE", "a"),
+        ("RAGCACHE_SELF", "a"),
+        ("RAGCACHE_REPLICATION", "maybe"),
+        ("RAGCACHE_OTLP_ENDPOINT", "collector:4318"),
     ],
 )
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        Config.from_environment(REQUIRED | {name: value})
+        Config.from_environment(REQUIRED | {"RAGCACHE_SELF": "a:1"} | {name: value})
     assert refused.value.field == name

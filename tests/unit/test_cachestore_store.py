@@ -1,271 +1,934 @@
-"""The store, on a real RocksDB: what put, get and delete promise, also against each other."""
+"""The store on real files: what its calls promise, also against each other."""
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
+import os
+import shutil
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ragcache_cachestore.disk import Disk
-from ragcache_cachestore.entry import Entry
-from ragcache_cachestore.pieces import PIECE_BYTES, Pieces, checksum
-from ragcache_cachestore.store import Found, Missing, Store
+from ragcache_cachestore.leases import Lease
+from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.keys import VariantKey
-from tests.cachestore_parts import MIB, TIMEOUT_S, info, key, opened, put, value
-
-
-async def found(store: Store, variant: VariantKey) -> bytes | None:
-    """The value of a variant; None for a miss."""
-    answer = await store.get(variant)
-    return b"".join(answer.pieces) if isinstance(answer, Found) else None
-
-
-class SlowDisk(Disk):
-    """Writes values only when let through."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.entered = threading.Event()
-        self.gate = threading.Event()
-
-    def write(self, key: VariantKey, entry: Entry, pieces: Pieces) -> None:
-        self.entered.set()
-        assert self.gate.wait(TIMEOUT_S)
-        super().write(key, entry, pieces)
-
-
-async def test_what_was_put_is_found(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        raw = value(2 * PIECE_BYTES + 1)
-        assert await put(store, key(1), raw)
-        assert await found(store, key(1)) == raw
-        assert await store.get(key(2)) == Missing(corrupt=False)
-        assert store.counters.misses == 1
-
-
-async def test_a_value_moves_into_memory_when_it_is_used(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        await put(store, key(1), value(10))
-    async with opened(tmp_path) as store:
-        tiers = [answer.tier for answer in [await store.get(key(1)) for _ in range(2)]]  # type: ignore[union-attr]
-        assert tiers == ["disk", "memory"]
-        assert (store.counters.hits_disk, store.counters.hits_memory) == (1, 1)
-
-
-async def test_memory_is_bounded_and_what_does_not_fit_is_on_disk(tmp_path: Path) -> None:
-    async with opened(tmp_path, memory_bytes=25) as store:
-        for number in range(4):
-            await put(store, key(number), value(10, number))
-        assert store.memory.used_bytes == 20
-        assert [await found(store, key(n)) for n in range(4)] == [value(10, n) for n in range(4)]
-        assert store.memory.used_bytes == 20
-
-
-async def test_the_disk_is_bounded_and_the_least_recently_used_goes(tmp_path: Path) -> None:
-    async with opened(tmp_path, disk_bytes=35) as store:
-        for number in range(3):
-            await put(store, key(number), value(10))
-        await store.get(key(0))
-        await put(store, key(3), value(10))
-        assert [store.lookup(key(n)) is not None for n in range(4)] == [True, False, True, True]
-    async with opened(tmp_path, disk_bytes=35) as store:  # gone for good, not just from the index
-        assert [store.lookup(key(n)) is not None for n in range(4)] == [True, False, True, True]
-
-
-async def test_a_smaller_limit_holds_from_the_start(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        for number in range(4):
-            await put(store, key(number), value(10))
-    async with opened(tmp_path, disk_bytes=25) as store:
-        assert [store.lookup(key(n)) is not None for n in range(4)] == [False, False, True, True]
-
-
-async def test_a_value_larger_than_the_store_is_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path, disk_bytes=9) as store:
-        with pytest.raises(TooLarge, match="more than the whole store"):
-            await put(store, key(1), value(10))
-
-
-async def test_the_first_value_of_a_key_stays(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        assert await put(store, key(1), b"first")
-        assert not await put(store, key(1), b"second")
-        assert not await put(store, key(1), b"inexact", exact=False)
-        assert await found(store, key(1)) == b"first"
-
-
-async def test_an_exact_value_replaces_one_that_is_not(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        assert await put(store, key(1), b"blended", exact=False)
-        assert not await put(store, key(1), b"blended again", exact=False)
-        assert await put(store, key(1), b"exact")
-        assert await found(store, key(1)) == b"exact"
-    async with opened(tmp_path) as store:
-        assert await found(store, key(1)) == b"exact"
-        held = store.lookup(key(1))
-        assert held is not None
-        assert held[0].info.provenance.exact
-
-
-async def test_of_puts_at_once_one_is_stored(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        stored = await asyncio.gather(*(put(store, key(1), value(50, n)) for n in range(5)))
-        assert stored.count(True) == 1
-        assert await found(store, key(1)) == value(50, stored.index(True))
-
-
-async def test_a_value_that_does_not_match_its_checksum_is_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        with store.put(key(1), info(3), checksum([b"abd"]), 1) as arrival:
-            arrival.add(b"abc")
-            with pytest.raises(InvalidInput, match="checksum"):
-                await arrival.finish()
-        assert store.lookup(key(1)) is None
-        assert await put(store, key(1), b"abc")
-
-
-async def test_a_put_left_halfway_leaves_nothing(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        with store.put(key(1), info(10), 0, 1) as arrival:
-            arrival.add(b"half")
-        assert store.lookup(key(1)) is None
-        assert await put(store, key(1), value(10))
-
-
-async def test_what_arrives_at_once_is_bounded(tmp_path: Path) -> None:
-    store = Store(Disk(tmp_path), 0, 256 * MIB, puts_bytes=10)
-    with store.put(key(1), info(6), 0, 1):
-        with pytest.raises(Unavailable, match="too many values"):
-            store.put(key(2), info(5), 0, 1)
-        with store.put(key(3), info(4), 0, 1):
-            pass
-    assert await put(store, key(4), value(10))
-    await store.close()
-
-
-async def test_a_delete_removes_from_both_tiers_for_good(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        for prefix in range(3):
-            await put(store, key(1, prefix), b"one")
-        await put(store, key(2), b"two")
-        assert await store.delete([key(1).chunk], []) == 3
-        assert await store.delete([], [key(2), key(3)]) == 1
-        assert await found(store, key(1)) is None
-    async with opened(tmp_path) as store:
-        assert len(store.index) == 0
-
-
-async def test_a_put_that_is_still_arriving_is_overtaken_by_a_delete(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        with store.put(key(1), info(3), checksum([b"abc"]), 1) as arrival:
-            arrival.add(b"abc")
-            await store.delete([key(1).chunk], [])
-            assert not await arrival.finish()
-        assert await found(store, key(1)) is None
-        assert await put(store, key(1), b"new")
-
-
-async def test_a_put_that_is_being_written_is_overtaken_by_a_delete(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path)
-    async with opened(tmp_path, open_disk=lambda _: disk) as store:
-        putting = asyncio.create_task(put(store, key(1), b"abc"))
-        await asyncio.to_thread(disk.entered.wait, TIMEOUT_S)
-        deleting = asyncio.create_task(store.delete([], [key(1)]))
-        await asyncio.sleep(0)
-        disk.gate.set()
-        assert not await putting
-        assert await deleting == 1
-        assert await found(store, key(1)) is None
-    async with opened(tmp_path) as store:
-        assert len(store.index) == 0
-
-
-async def test_a_put_that_begins_during_a_delete_is_overtaken_too(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path)
-    async with opened(tmp_path, open_disk=lambda _: disk) as store:
-        busy = asyncio.create_task(put(store, key(9), b"keeps the writer busy"))
-        await asyncio.to_thread(disk.entered.wait, TIMEOUT_S)
-        deleting = asyncio.create_task(store.delete([key(1).chunk], []))
-        await asyncio.sleep(0)
-        late = asyncio.create_task(put(store, key(1), b"abc"))
-        other = asyncio.create_task(put(store, key(2), b"abc"))
-        await asyncio.sleep(0)
-        disk.gate.set()
-        await deleting
-        assert not await late
-        assert await other
-        assert await busy
-
-
-async def test_a_put_whose_caller_left_while_it_was_written_is_in_the_books(
-    tmp_path: Path,
-) -> None:
-    disk = SlowDisk(tmp_path)
-    async with opened(tmp_path, open_disk=lambda _: disk) as store:
-        putting = asyncio.create_task(put(store, key(1), b"abc"))
-        await asyncio.to_thread(disk.entered.wait, TIMEOUT_S)
-        putting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await putting
-        disk.gate.set()
-        assert not await put(store, key(1), b"abc")  # waits for the first, which was stored
-        assert await found(store, key(1)) == b"abc"
-
-
-async def test_a_refused_write_is_forgotten(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, free_bytes=lambda: 0)
-    async with opened(tmp_path, open_disk=lambda _: disk) as store:
-        with pytest.raises(Unavailable, match="disk is full"):
-            await put(store, key(1), b"abc")
-        assert store.lookup(key(1)) is None
-        assert await store.delete([key(1).chunk], []) == 0
-
-
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), st.integers(0, 3), st.integers(0, 2)),
-        st.tuples(st.just("get"), st.integers(0, 3), st.integers(0, 2)),
-        st.tuples(st.just("delete"), st.integers(0, 3), st.just(0)),
-        st.tuples(st.just("restart"), st.just(0), st.just(0)),
-    ),
-    max_size=25,
+from ragcache_core.storing import LEASE_S, Ack, AsOf, Deletion, EventKind, PutOutcome, Want
+from ragcache_core.variant import Codec, Miss, Origin, Precision, Tier
+from tests.cachestore_parts import (
+    MIB,
+    TIMEOUT_S,
+    checksum,
+    fill,
+    get,
+    key,
+    opened,
+    parts_of,
+    put,
+    value,
+    variant,
 )
 
+PAGE = 65536
+LOSSY = Precision(Codec.INT8, Codec.INT8)
 
-@settings(max_examples=12)
-@given(operations)
-def test_a_store_never_serves_what_was_not_put_or_was_deleted(
-    steps: list[tuple[str, int, int]],
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    """Wait until claim holds."""
+    give_up = time.monotonic() + TIMEOUT_S
+    while not claim():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def lease_of(store: Store, variant: VariantKey) -> Lease:
+    (lease,) = store.open([variant])
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def bytes_of(store: Store, lease: Lease) -> bytes:
+    raw = bytearray(lease.info.num_bytes)
+    if lease.on_disk:
+        assert store.value_file.read_into(lease.extents, [memoryview(raw)])
+        return bytes(raw)
+    return b"".join(store.arena.views(lease.extents))
+
+
+def tier_of(store: Store, variant: VariantKey) -> Tier | None:
+    (answer,) = store.lookup([Want.of(variant)]).variants
+    return answer.held[0].tier if answer.held else None
+
+
+def deletion(*chunks: int) -> Deletion:
+    return Deletion(id=b"", chunks=tuple(key(chunk).chunk for chunk in chunks))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path) as store:
+        yield store
+
+
+# Values in and out
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE, PAGE + 1, 3 * MIB + 17])
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_what_was_put_is_found(store: Store, num_bytes: int, num_parts: int) -> None:
+    raw = value(num_bytes)
+    assert put(store, key(1), raw, num_parts=num_parts) is PutOutcome.STORED
+    assert get(store, key(1)) == raw
+    assert get(store, key(2)) is Miss.NEVER_STORED
+
+
+def test_a_value_is_not_seen_before_it_is_whole(store: Store) -> None:
+    arrival = store.begin_put(variant(key(1), b"abc"))
+    assert not isinstance(arrival, PutOutcome)
+    assert get(store, key(1)) is Miss.NEVER_STORED
+    fill(arrival.views, b"abc")
+    assert get(store, key(1)) is Miss.NEVER_STORED
+    assert arrival.commit() is PutOutcome.STORED
+    assert get(store, key(1)) == b"abc"
+
+
+def test_a_put_left_halfway_leaves_nothing(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError), store.begin_put(variant(key(1), value(10))):  # type: ignore[union-attr]
+        raise ZeroDivisionError
+    assert get(store, key(1)) is Miss.NEVER_STORED
+    assert store.stats().memory_bytes == 0
+    assert put(store, key(1), value(10)) is PutOutcome.STORED
+
+
+def test_bytes_that_do_not_match_their_checksum_are_refused_by_part(store: Store) -> None:
+    raw = bytearray(value(1000))
+    new = variant(key(1), bytes(raw), num_parts=4)
+    raw[600] ^= 1
+    arrival = store.begin_put(new)
+    assert not isinstance(arrival, PutOutcome)
+    fill(arrival.views, bytes(raw))
+    with pytest.raises(InvalidInput, match=r"parts\[2\].checksum"):
+        arrival.commit()
+    assert store.stats().memory_bytes == 0
+
+
+def test_the_first_value_of_a_key_stays(store: Store) -> None:
+    assert put(store, key(1), b"first") is PutOutcome.STORED
+    assert put(store, key(1), b"second") is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"inexact", exact=False) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"lossy", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    assert get(store, key(1)) == b"first"
+
+
+@pytest.mark.parametrize("worse", [{"exact": False}, {"precision": LOSSY}])
+def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, object]) -> None:
+    with opened(tmp_path) as store:
+        assert put(store, key(1), b"worse", ack=Ack.DURABLE, **worse) is PutOutcome.STORED
+        assert put(store, key(1), b"worse again", **worse) is PutOutcome.HELD_ALREADY
+        assert put(store, key(1), b"better") is PutOutcome.STORED
+        assert get(store, key(1)) == b"better"
+    with opened(tmp_path) as store:
+        assert get(store, key(1), exact=True) == b"better"
+
+
+def test_what_deserves_better_gives_way_to_more_bytes(store: Store) -> None:
+    put(store, key(1), b"12345678", precision=LOSSY)
+    assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    store.want_better(key(1), True)
+    (found,) = store.lookup([Want.of(key(1))]).variants
+    assert found.held[0].wanted_better
+    assert put(store, key(1), b"1234", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.STORED
+
+
+def test_of_puts_at_once_one_is_stored(store: Store) -> None:
+    arrivals = [store.begin_put(variant(key(1), value(50, n))) for n in range(5)]
+    outcomes = []
+    for n, arrival in enumerate(arrivals):
+        assert not isinstance(arrival, PutOutcome)
+        fill(arrival.views, value(50, n))
+        outcomes.append(arrival.commit())
+    assert outcomes == [PutOutcome.STORED] + [PutOutcome.HELD_ALREADY] * 4
+    assert get(store, key(1)) == value(50, 0)
+
+
+def test_exact_gets_and_domains_are_minded(store: Store) -> None:
+    put(store, key(1), b"tainted", exact=False)
+    put(store, key(2), b"lossy", precision=LOSSY)
+    put(store, key(3), b"private", origin=Origin(domain="acme"))
+    assert get(store, key(1), exact=True) is Miss.TAINTED
+    assert get(store, key(2), exact=True) is Miss.OTHER_PRECISION
+    assert get(store, key(3), domain="public") is Miss.OTHER_DOMAIN
+    assert get(store, key(3), domain="acme") == b"private"
+    wants = [Want.of(key(n)) for n in (1, 2, 3)]
+    answers = store.lookup(wants, exact=True, domain="public").variants
+    assert [answer.miss for answer in answers] == [
+        Miss.TAINTED,
+        Miss.OTHER_PRECISION,
+        Miss.OTHER_DOMAIN,
+    ]
+
+
+def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
+    before = (key(7).chunk, key(8).chunk)
+    put(store, key(1, 1), value(100), origin=Origin(prefix_chunks=before))
+    put(store, key(1, 2), value(200), exact=False)
+    every, one, none = store.lookup(
+        [Want(key(1).chunk), Want.of(key(1, 1)), Want(key(9).chunk)]
+    ).variants
+    assert {held.key: held.prefix_chunks for held in every.held} == {
+        key(1, 1): before,
+        key(1, 2): (),
+    }
+    assert one.held[0].prefix_chunks == ()
+    assert one.held[0].load_s > 0
+    assert none.miss is Miss.NEVER_STORED
+    (exact,) = store.lookup([Want(key(1).chunk)], exact=True).variants
+    assert [held.key for held in exact.held] == [key(1, 1)]
+
+
+# Tiers
+
+
+def test_memory_is_bounded_and_what_left_it_is_served_from_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        for number in range(10):
+            put(store, key(number), value(PAGE, number))
+            assert store.stats().memory_bytes <= 4 * PAGE
+        store.flush()
+        assert [get(store, key(n)) for n in range(10)] == [value(PAGE, n) for n in range(10)]
+        assert store.stats().evictions[Tier.MEMORY] >= 6
+        assert store.stats().hits_disk >= 6
+
+
+def test_a_demotion_moves_nothing_twice(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE) as store:
+        written = 0
+        write = store.value_file.write
+
+        def counted(*args: object) -> None:
+            nonlocal written
+            written += 1
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = counted  # type: ignore[method-assign]
+        for number in range(4):
+            put(store, key(number), value(PAGE, number))
+        store.flush()
+        for _ in range(3):
+            for number in range(4):
+                store.prefetch([key(number)])
+                eventually(lambda n=number: tier_of(store, key(n)) is Tier.MEMORY)  # type: ignore[misc]
+        assert written == 4
+
+
+def test_the_disk_is_bounded_and_the_least_recently_used_goes_for_good(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=40 * PAGE) as store:
+        for number in range(38):
+            put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+        get(store, key(0))
+        for number in range(38, 42):
+            put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+            assert store.stats().disk_bytes <= 40 * PAGE
+        store.sweep()
+        assert get(store, key(1)) is Miss.EVICTED
+        held = [n for n in range(42) if tier_of(store, key(n)) is not None]
+        assert {0, *range(38, 42)} <= set(held)
+        assert len(held) <= 40
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=40 * PAGE) as store:
+        assert [n for n in range(42) if tier_of(store, key(n)) is not None] == held
+
+
+def test_past_the_high_watermark_a_sweep_goes_down_to_the_low_one(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=100 * PAGE, disk_bytes=400 * PAGE) as store:
+        for number in range(96):
+            put(store, key(number), value(PAGE, number))
+        store.flush()
+        store.sweep()
+        assert store.stats().memory_bytes == 90 * PAGE
+        assert len(store) == 96
+
+
+def test_a_smaller_limit_holds_from_the_start(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for number in range(4):
+            put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+    with opened(tmp_path, disk_bytes=2 * PAGE) as store:
+        assert store.stats().disk_bytes <= 2 * PAGE
+        for number in range(4):
+            assert get(store, key(number)) in {value(PAGE, number), Miss.NEVER_STORED}
+
+
+def test_values_larger_than_a_tier_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=PAGE) as store:
+        with pytest.raises(TooLarge, match="RAGCACHE_MEMORY_BYTES"):
+            put(store, key(1), value(5 * PAGE))
+        with pytest.raises(TooLarge, match="RAGCACHE_DISK_BYTES"):
+            put(store, key(1), value(2 * PAGE), ack=Ack.DURABLE)
+        assert put(store, key(1), value(2 * PAGE)) is PutOutcome.STORED
+        assert get(store, key(1)) == value(2 * PAGE)
+
+
+def test_a_value_read_twice_from_disk_comes_into_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(1000))
+    with opened(tmp_path) as store:
+        assert tier_of(store, key(1)) is Tier.DISK
+        assert get(store, key(1)) == value(1000)
+        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        assert get(store, key(1)) == value(1000)
+        assert (store.stats().hits_disk, store.stats().hits_memory) == (1, 1)
+
+
+def test_a_prefetch_brings_values_into_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(1000))
+    with opened(tmp_path) as store:
+        assert store.prefetch([key(1), key(1), key(2)]) == 1
+        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        assert store.prefetch([key(1)]) == 0
+        assert store.stats().hits_disk == 0
+
+
+def test_what_is_never_asked_again_is_not_written(tmp_path: Path) -> None:
+    with opened(tmp_path, admission="second-touch") as store:
+        put(store, key(1), value(100))
+        put(store, key(2), value(100))
+        put(store, key(3), value(100), ack=Ack.DURABLE)
+        get(store, key(1))
+        store.flush()
+    with opened(tmp_path) as store:
+        assert [get(store, key(n)) for n in (1, 2, 3)] == [
+            value(100),
+            Miss.NEVER_STORED,
+            value(100),
+        ]
+
+
+def test_a_parent_outlives_its_children_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, leaves_only=True) as store:
+        put(store, key(1), value(PAGE, 1))
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
+        put(store, key(3), value(PAGE, 3), origin=Origin(parent=key(2)))
+        store.flush()
+        for number in range(10, 13):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+            where = [tier_of(store, key(n)) for n in (1, 2, 3)]
+            assert where == sorted(where, key=lambda tier: tier is Tier.DISK)
+        assert tier_of(store, key(3)) is Tier.DISK
+
+
+def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
+    with opened(tmp_path, leaves_only=True) as store:
+        put(store, key(1), value(100, 1))
+        put(store, key(2), value(100, 2), origin=Origin(parent=key(1)))
+        put(store, key(3), value(100, 3), origin=Origin(parent=key(2)))
+    with opened(tmp_path, leaves_only=True) as store:
+        begin = store.snapshot()[0]
+        store.prefetch([key(3)])
+        eventually(lambda: tier_of(store, key(3)) is Tier.MEMORY)
+        moved = [event.key for event in store.events_after(begin) or []]
+        assert moved == [key(1), key(2), key(3)]
+
+
+# Leases and pins
+
+
+def test_what_is_read_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1))
+        lease = lease_of(store, key(1))
+        for number in range(10, 30):
+            put(store, key(number), value(PAGE, number))
+        assert bytes_of(store, lease) == value(PAGE, 1)
+        assert tier_of(store, key(1)) is Tier.MEMORY
+        store.release([lease.id])
+        for number in range(30, 40):
+            put(store, key(number), value(PAGE, number))
+        assert tier_of(store, key(1)) is Tier.DISK
+
+
+def test_a_deleted_value_keeps_its_bytes_while_it_is_read(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=2 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
+        put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
+        in_memory = lease_of(store, key(1))
+        store.delete(deletion(1))
+        assert get(store, key(1)) is Miss.DELETED
+        assert store.stats().memory_bytes == 2 * PAGE
+        put(store, key(3), value(PAGE, 3))
+        assert bytes_of(store, in_memory) == value(PAGE, 1)
+        store.release([in_memory.id])
+        assert put(store, key(4), value(PAGE, 4)) is PutOutcome.STORED
+
+
+def test_what_is_read_from_disk_keeps_its_place(tmp_path: Path) -> None:
+    with opened(tmp_path, disk_bytes=2 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=2 * PAGE) as store:
+        put(store, key(9), value(PAGE, 9))  # memory is taken: nothing is promoted
+        store.flush()
+        lease = lease_of(store, key(1))
+        assert lease.on_disk
+        store.delete(deletion(1))
+        for number in range(2, 6):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+        assert bytes_of(store, lease) == value(PAGE, 1)
+        assert store.stats().disk_bytes == 2 * PAGE
+        store.release([lease.id])
+        store.sweep()
+        assert store.stats().disk_bytes <= PAGE
+
+
+def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, memory_bytes=PAGE, clock=clock) as store:
+        put(store, key(1), value(PAGE, 1))
+        lease = lease_of(store, key(1))
+        store.flush()
+        clock.now += LEASE_S - 1
+        assert store.is_leased(lease.id)
+        clock.now += 2
+        assert not store.is_leased(lease.id)
+        assert put(store, key(2), value(PAGE, 2)) is PutOutcome.STORED
+        store.release([lease.id])  # too late to matter
+        assert get(store, key(2)) == value(PAGE, 2)
+
+
+def test_when_everything_is_read_a_put_may_try_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def shake(folder: Path) -> None:
-        held: dict[VariantKey, bytes] = {}
-        store = Store(Disk(folder), memory_bytes=60, disk_bytes=100)
-        for slot, (name, chunk, prefix) in enumerate(steps):
-            variant = key(chunk, prefix)
-            if name == "put":
-                raw = value(20 + chunk, slot)
-                if await put(store, variant, raw):
-                    held[variant] = raw
-            elif name == "get":
-                assert await found(store, variant) in (None, held.get(variant))
-            elif name == "delete":
-                await store.delete([variant.chunk], [])
-                held = {k: v for k, v in held.items() if k.chunk != variant.chunk}
-            else:
-                await store.close()
-                store = Store(Disk(folder), memory_bytes=60, disk_bytes=100)
-            store.index.check()
-            store.memory.check()
-        for variant in [key(c, p) for c in range(4) for p in range(3)]:
-            assert await found(store, variant) in (None, held.get(variant))
-        assert store.counters.corrupt == 0
-        await store.close()
+    monkeypatch.setattr("ragcache_cachestore.mover.ROOM_WAIT_S", 0.0)
+    with opened(tmp_path, memory_bytes=2 * PAGE) as store:
+        put(store, key(1), value(2 * PAGE))
+        lease = lease_of(store, key(1))
+        with pytest.raises(Unavailable) as refused:
+            put(store, key(2), value(PAGE))
+        assert refused.value.retry_after_s > 0
+        store.release([lease.id])
+        store.flush()
+        assert put(store, key(2), value(PAGE)) is PutOutcome.STORED
 
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(shake(Path(folder)))
+
+def test_what_arrives_at_once_is_bounded(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=8 * PAGE) as store:
+        first = store.begin_put(variant(key(1), value(3 * PAGE)))
+        with pytest.raises(Unavailable, match="arriving"):
+            store.begin_put(variant(key(2), value(2 * PAGE)))
+        second = store.begin_put(variant(key(2), value(PAGE)))
+        assert not isinstance(first, PutOutcome)
+        assert not isinstance(second, PutOutcome)
+        first.abort()
+        second.abort()
+        assert put(store, key(3), value(8 * PAGE)) is PutOutcome.STORED
+
+
+def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, memory_bytes=2 * PAGE, clock=clock) as store:
+        arrival = store.begin_put(variant(key(1), value(PAGE)))
+        assert not isinstance(arrival, PutOutcome)
+        arrival.abort(quiet_s=LEASE_S)
+        assert store.stats().memory_bytes == PAGE
+        put(store, key(2), value(PAGE, 2))
+        fill(store.arena.views(arrival.extents), value(PAGE))
+        assert get(store, key(2)) == value(PAGE, 2)
+        clock.now += LEASE_S
+        store.sweep()
+        assert store.stats().memory_bytes == PAGE
+
+
+def test_a_pin_keeps_a_value_until_it_ends(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, memory_bytes=4 * PAGE, clock=clock) as store:
+        put(store, key(1), value(PAGE, 1))
+        assert store.pin([key(1), key(1), key(2)], 60.0) == 1
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+        assert tier_of(store, key(1)) is Tier.MEMORY
+        clock.now += 61
+        for number in range(20, 30):
+            put(store, key(number), value(PAGE, number))
+        assert tier_of(store, key(1)) is Tier.DISK
+        assert store.unpin([key(1)]) == 0
+
+
+def test_pins_are_bounded_and_can_be_ended(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        for number in range(3):
+            put(store, key(number), value(PAGE, number))
+        assert store.pin([key(n) for n in range(3)], 60.0) == 2
+        assert store.unpin([key(0)]) == 1
+        assert store.pin([key(2)], 60.0) == 1
+
+
+# Durability
+
+
+def test_a_durable_put_survives_a_kill_and_an_accepted_one_a_stop(tmp_path: Path) -> None:
+    with opened(tmp_path, flush=False) as store:
+        assert put(store, key(1), value(100, 1), ack=Ack.DURABLE) is PutOutcome.STORED
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == value(100, 1)
+        put(store, key(2), value(100, 2))
+    with opened(tmp_path) as store:
+        assert get(store, key(2)) == value(100, 2)
+
+
+def test_a_durable_put_of_what_is_held_waits_until_it_is_on_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, admission="second-touch", flush=False) as store:
+        put(store, key(1), value(100))
+        assert put(store, key(1), value(100), ack=Ack.DURABLE) is PutOutcome.HELD_ALREADY
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == value(100)
+
+
+def test_a_durable_put_that_is_replaced_meanwhile_waits_for_the_better_one(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, flush=False) as store:
+        entered, gate, write = threading.Event(), threading.Event(), store.value_file.write
+
+        def slow(*args: object) -> None:
+            entered.set()
+            assert gate.wait(TIMEOUT_S)
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = slow  # type: ignore[method-assign]
+        outcomes: list[PutOutcome] = []
+        putting = threading.Thread(
+            target=lambda: outcomes.append(
+                put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
+            )
+        )
+        putting.start()
+        assert entered.wait(TIMEOUT_S)
+        assert put(store, key(1), b"better") is PutOutcome.STORED
+        gate.set()
+        putting.join(TIMEOUT_S)
+        assert outcomes == [PutOutcome.STORED]
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == b"better"
+
+
+def test_a_replaced_value_stays_on_disk_until_the_better_one_is_there(tmp_path: Path) -> None:
+    with opened(tmp_path, flush=False) as store:
+        put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
+        gate, write = threading.Event(), store.value_file.write
+
+        def slow(*args: object) -> None:
+            assert gate.wait(TIMEOUT_S)
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = slow  # type: ignore[method-assign]
+        assert put(store, key(1), b"better") is PutOutcome.STORED
+        assert get(store, key(1)) == b"better"
+        for number in range(2, 20):  # nobody else gets the place of the old one
+            put(store, key(number), value(PAGE, number))
+        copied = tmp_path.parent / "as-if-killed"
+        shutil.copytree(tmp_path, copied)
+        gate.set()
+    with opened(copied) as store:
+        assert get(store, key(1)) == b"worse"
+
+
+def test_on_a_full_disk_puts_are_accepted_and_durable_ones_refused(tmp_path: Path) -> None:
+    free = 0
+    with opened(tmp_path, free_bytes=lambda: free) as store:
+        assert put(store, key(1), value(1000)) is PutOutcome.STORED
+        with pytest.raises(Unavailable, match="disk is full"):
+            put(store, key(2), value(1000), ack=Ack.DURABLE)
+        store.flush()
+        assert get(store, key(1)) == value(1000)
+        assert get(store, key(2)) == value(1000)  # accepted all the same
+        free = 1 << 40
+        assert put(store, key(2), value(1000), ack=Ack.DURABLE) is PutOutcome.HELD_ALREADY
+    with opened(tmp_path) as store:
+        assert get(store, key(2)) == value(1000)
+
+
+def test_a_value_that_rotted_on_disk_is_dropped_when_that_is_found(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(3000))
+        put(store, key(2), value(3000, 2))
+        store.flush()
+    with opened(tmp_path, memory_bytes=PAGE) as store:
+        put(store, key(3), value(10))
+        busy = lease_of(store, key(3))  # which leaves no room in memory for a promotion
+        lease = lease_of(store, key(1))
+        assert lease.on_disk
+        store.release([lease.id], corrupt=[lease.id])  # a false alarm
+        assert store.stats().corrupt == 0
+        lease = lease_of(store, key(1))
+        os.pwrite(store.value_file.fd, b"rot", lease.extents[0].offset + 1000)
+        store.release([lease.id], corrupt=[lease.id])
+        assert store.stats().corrupt == 1
+        assert get(store, key(1)) is Miss.CORRUPT
+        assert get(store, key(2)) == value(3000, 2)
+        store.release([busy.id])
+        assert put(store, key(1), value(3000)) is PutOutcome.STORED
+
+
+def test_a_promotion_never_brings_rot_into_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(3000))
+        store.flush()
+    with opened(tmp_path) as store:
+        lease = lease_of(store, key(1))
+        os.pwrite(store.value_file.fd, b"rot", lease.extents[0].offset)
+        store.release([lease.id])
+        store.prefetch([key(1)])
+        eventually(lambda: tier_of(store, key(1)) is not Tier.DISK)
+        # The read above may have promoted it right before it rotted.
+        assert get(store, key(1)) in {Miss.CORRUPT, value(3000)}
+
+
+def test_a_copy_in_memory_that_was_spoilt_gives_way_to_the_one_on_disk(store: Store) -> None:
+    put(store, key(1), value(3000), ack=Ack.DURABLE)
+    lease = lease_of(store, key(1))
+    store.arena.views(lease.extents)[0][:3] = b"rot"
+    store.release([lease.id], corrupt=[lease.id])
+    assert store.stats().corrupt == 1
+    assert get(store, key(1)) == value(3000)
+
+
+# Deletes
+
+
+def test_a_delete_takes_a_chunk_and_all_that_was_computed_after_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), b"one")
+        put(store, key(1, 5), b"one elsewhere")
+        put(store, key(2), b"after one", origin=Origin(prefix_chunks=(key(1).chunk,)))
+        put(store, key(3), b"three")
+        assert store.delete(deletion(1)) == 3
+        assert [get(store, key(n)) for n in (1, 2, 3)] == [Miss.DELETED, Miss.DELETED, b"three"]
+    with opened(tmp_path) as store:
+        assert [get(store, key(n)) for n in (2, 3)] == [Miss.NEVER_STORED, b"three"]
+        assert get(store, key(1)) is Miss.DELETED
+
+
+def test_deletes_by_variant_document_and_domain(store: Store) -> None:
+    for number in range(4):
+        domain, document = ("acme", "public")[number // 2], f"doc{number % 2}"
+        put(store, key(number), b"x", origin=Origin(domain=domain, document=document))
+    put(store, key(9, 1), b"x")
+    put(store, key(9, 2), b"x")
+    assert store.delete(Deletion(id=b"", variants=(key(9, 1),))) == 1
+    assert store.delete(Deletion(id=b"", documents=("doc0",), domain="public")) == 1
+    assert store.delete(Deletion(id=b"", domain="acme")) == 2
+    assert [n for n in range(4) if tier_of(store, key(n))] == [3]
+    assert tier_of(store, key(9, 2)) is not None
+
+
+def test_an_id_is_applied_once(tmp_path: Path) -> None:
+    once = Deletion(id=bytes(16), chunks=(key(1).chunk,))
+    with opened(tmp_path) as store:
+        put(store, key(1), b"x")
+        assert store.delete(once) == 1
+        put(store, key(1), b"x")
+        assert store.delete(once) == 0
+        assert get(store, key(1)) == b"x"
+    with opened(tmp_path) as store:
+        assert store.delete(once) == 0
+        assert get(store, key(1)) == b"x"
+
+
+def test_a_put_planned_before_a_delete_leaves_nothing(store: Store) -> None:
+    put(store, key(7), b"x")
+    before = store.lookup([]).as_of
+    store.delete(deletion(1))
+    assert put(store, key(1), b"late", as_of=before) is PutOutcome.DELETED
+    later = Origin(prefix_chunks=(key(1).chunk,))
+    assert put(store, key(2), b"late", as_of=before, origin=later) is PutOutcome.DELETED
+    assert put(store, key(3), b"another", as_of=before) is PutOutcome.STORED
+    assert put(store, key(1), b"unknown", as_of=AsOf()) is PutOutcome.DELETED
+    assert put(store, key(1), b"of another", as_of=AsOf(bytes(16), 99)) is PutOutcome.DELETED
+    assert put(store, key(1), b"new") is PutOutcome.STORED
+
+
+def test_an_arrival_is_overtaken_by_a_delete(store: Store) -> None:
+    arrival = store.begin_put(variant(key(1), b"abc", as_of=store.lookup([]).as_of))
+    assert not isinstance(arrival, PutOutcome)
+    fill(arrival.views, b"abc")
+    store.delete(deletion(1))
+    assert arrival.commit() is PutOutcome.DELETED
+    assert get(store, key(1)) is Miss.DELETED
+    assert store.stats().memory_bytes == 0
+
+
+def test_a_put_being_written_is_overtaken_by_a_delete(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        entered, gate, write = threading.Event(), threading.Event(), store.value_file.write
+
+        def slow(*args: object) -> None:
+            entered.set()
+            assert gate.wait(TIMEOUT_S)
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = slow  # type: ignore[method-assign]
+        outcomes: list[PutOutcome] = []
+        putting = threading.Thread(
+            target=lambda: outcomes.append(put(store, key(1), b"abc", ack=Ack.DURABLE))
+        )
+        putting.start()
+        assert entered.wait(TIMEOUT_S)
+        assert store.delete(deletion(1)) == 1
+        gate.set()
+        putting.join(TIMEOUT_S)
+        assert outcomes == [PutOutcome.DELETED]
+        store.flush()
+        assert store.stats().disk_bytes == 0
+    with opened(tmp_path) as store:
+        assert len(store) == 0
+
+
+def test_a_delete_killed_before_it_removed_anything_is_finished_at_the_start(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, flush=False) as store:
+        put(store, key(1), b"x", ack=Ack.DURABLE)
+        put(store, key(2), b"y", ack=Ack.DURABLE)
+        store._records.remove = lambda _: None  # type: ignore[method-assign]
+        store.delete(deletion(1))
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) is Miss.DELETED
+        assert get(store, key(2)) == b"y"
+        assert store.stats().disk_bytes == 1
+
+
+def test_what_was_put_after_a_delete_survives_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), b"old")
+        store.delete(deletion(1))
+        put(store, key(1), b"new")
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == b"new"
+        assert put(store, key(1), b"late", as_of=AsOf()) is PutOutcome.DELETED
+
+
+def test_tombstones_are_told_and_live_for_a_day(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        store.delete(deletion(1))
+        now_ms += 1000
+        store.delete(deletion(2))
+        store.delete(Deletion(id=b"", chunks=(key(3).chunk,), made_at_ms=5))  # a clock astray
+        told = store.tombstones_since(now_ms - 500)
+        assert [d.chunks for d in told] == [(key(2).chunk,), (key(3).chunk,)]
+        assert len(store.tombstones_since(0)) == 3
+    now_ms += 24 * 3600 * 1000 - 1
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert len(store.tombstones_since(0)) == 3
+        store.forget_tombstones()
+        assert len(store.tombstones_since(0)) == 2
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert store.lookup([]).as_of.sequence == 3
+
+
+def test_a_folder_that_was_away_for_longer_starts_empty(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        put(store, key(1), b"x")
+        store_id = store.store_id
+    now_ms += 24 * 3600 * 1000 + 1
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert len(store) == 0
+        assert store.store_id == store_id
+        assert store.stats().disk_bytes == 0
+
+
+def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
+    put(store, key(1), b"x")
+
+    def refuse(_: object) -> None:
+        raise Unavailable("cachestore", "its disk refuses")
+
+    store._records.put_tombstone = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(Unavailable):
+        store.delete(deletion(1))
+    assert get(store, key(1)) == b"x"
+    assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.HELD_ALREADY
+
+
+# Events, replicas, what the keeper does
+
+
+def test_events_are_numbered_and_tell_what_happened(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE) as store:
+        sequence, held = store.snapshot()
+        assert (sequence, held) == (0, [])
+        woken = threading.Event()
+        store.watch(woken.set)
+        put(store, key(1), value(PAGE), exact=False)
+        assert woken.is_set()
+        put(store, key(1), value(PAGE))
+        store.flush()
+        put(store, key(2), value(2 * PAGE))
+        store.delete(deletion(1))
+        store.unwatch(woken.set)
+        events = store.events_after(0)
+        assert events is not None
+        assert [(event.kind, event.key) for event in events] == [
+            (EventKind.STORED, key(1)),
+            (EventKind.REPLACED, key(1)),
+            (EventKind.MOVED, key(1)),
+            (EventKind.STORED, key(2)),
+            (EventKind.DROPPED, key(1)),
+        ]
+        assert [event.sequence for event in events] == [1, 2, 3, 4, 5]
+        assert store.events_after(5) == []
+        assert store.events_after(6) is None
+        _, held = store.snapshot()
+        assert [(event.kind, event.key) for event in held] == [(EventKind.STORED, key(2))]
+
+
+def test_replicas_are_told_until_the_variant_goes(store: Store) -> None:
+    put(store, key(1), b"x")
+    store.set_replicas(key(1), ("b:1",))
+    store.set_replicas(key(2), ("b:1",))
+    (found,) = store.lookup([Want.of(key(1))]).variants
+    assert found.held[0].replicas == ("b:1",)
+    assert store.discard(key(1))
+    assert not store.discard(key(1))
+    put(store, key(1), b"x")
+    put(store, key(2), b"x")
+    for answer in store.lookup([Want.of(key(1)), Want.of(key(2))]).variants:
+        assert answer.held[0].replicas == ()
+
+
+def test_served_bytes_are_taken_once(store: Store) -> None:
+    put(store, key(1), value(10))
+    get(store, key(1))
+    get(store, key(1))
+    assert store.take_served() == {key(1): 20}
+    assert store.take_served() == {}
+
+
+def test_an_export_is_all_that_a_put_needs(store: Store, tmp_path: Path) -> None:
+    origin = Origin((key(4).chunk,), key(4), "acme", "doc", 1.5)
+    put(store, key(1), value(3000), origin=origin, num_parts=3)
+    exported = store.export(key(1))
+    assert exported is not None
+    new, raw = exported
+    assert raw == value(3000)
+    assert (new.info, new.parts, new.origin) == (
+        variant(key(1), value(3000)).info,
+        parts_of(value(3000), 3),
+        origin,
+    )
+    assert store.export(key(2)) is None
+    assert store.stats().hits_memory == 0
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_swap_changes_the_encoding_and_nothing_else(tmp_path: Path, on_disk: bool) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(300_000), origin=Origin(cost_s=2.0), num_parts=2)
+        if not on_disk:
+            small = swapped(store)
+    with opened(tmp_path) as store:
+        if on_disk:
+            small = swapped(store)
+            assert tier_of(store, key(1)) is Tier.DISK
+        assert get(store, key(1)) == small
+        assert get(store, key(1), exact=True) is Miss.OTHER_PRECISION
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == small
+        assert store.stats().disk_bytes == len(small)
+
+
+def swapped(store: Store) -> bytes:
+    """Swap key 1 for a lossy encoding; its bytes."""
+    (candidate,) = store.candidates(time.monotonic())
+    small = value(100_000, 7)
+    views = [memoryview(small)[:40_000], memoryview(small)[40_000:]]
+    parts = [*parts_of(small[:40_000]), *parts_of(small[40_000:])]
+    store.flush()
+    assert store.read(key(1), candidate.identity) == value(300_000)
+    assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
+    assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)  # another record now
+    assert store.read(key(1), candidate.identity) is None
+    (after,) = store.candidates(time.monotonic())
+    assert after.info.precision == LOSSY
+    assert after.score > candidate.score
+    assert checksum(small[:40_000]) == after.parts[0].checksum
+    return small
+
+
+def test_what_is_read_is_not_swapped(store: Store) -> None:
+    put(store, key(1), value(100))
+    store.flush()
+    (candidate,) = store.candidates(0.0)
+    lease = lease_of(store, key(1))
+    parts, views = parts_of(b"small"), [memoryview(b"small")]
+    assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)
+    store.release([lease.id])
+    assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
+
+
+def test_stats_count(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(1000), origin=Origin(cost_s=1.0))
+        put(store, key(2), value(500), precision=LOSSY)
+        get(store, key(1))
+        get(store, key(3))
+        get(store, key(2), exact=True)
+        store.note_sent(Tier.MEMORY, "socket", 1000, 0.001)
+        store.delete(deletion(8))
+        lease_of(store, key(1))
+        stats = store.stats()
+        assert stats.variants == 2
+        assert stats.memory_bytes == 1500
+        assert stats.puts == 2
+        assert stats.hits_memory == 2
+        assert stats.misses_by_reason == {"never_stored": 1, "other_precision": 1}
+        assert stats.bytes_by_precision == {"native": 1000, "int8": 500}
+        assert stats.bytes_by_lane == {"socket": 1000}
+        assert (stats.leases, stats.tombstones) == (1, 1)
+        assert sum(stats.score_histogram) == 1
+
+
+def test_many_threads_at_once(tmp_path: Path) -> None:
+    """Each value names its key, so a reader sees at once what it should not."""
+    errors: list[BaseException] = []
+
+    def work(store: Store, seed: int) -> None:
+        try:
+            for step in range(60):
+                number = (seed * 7 + step * 5) % 12
+                if step % 4 == 3:
+                    store.delete(deletion(number))
+                elif step % 2:
+                    put(store, key(number), value(PAGE + number, number))
+                else:
+                    assert get(store, key(number)) in {value(PAGE + number, number), *Miss}
+        except BaseException as error:
+            errors.append(error)
+
+    with opened(tmp_path, memory_bytes=12 * PAGE, disk_bytes=16 * PAGE) as store:
+        threads = [threading.Thread(target=work, args=(store, seed)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store.flush()
+        store.sweep()
+        assert errors == []
+    with opened(tmp_path, memory_bytes=12 * PAGE, disk_bytes=16 * PAGE) as store:
+        for number in range(12):
+            assert get(store, key(number)) in {value(PAGE + number, number), *Miss}

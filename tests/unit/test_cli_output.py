@@ -21,7 +21,6 @@ from ragcache_cli.supervision import PartState, Phase
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCacheSpec
-from ragcache_wire.v1 import cachestore_pb2 as pb
 
 milliseconds = st.floats(0, 1e6)
 
@@ -98,11 +97,25 @@ def test_durations_show_two_units(seconds: float, text: str) -> None:
 
 
 def test_cache_counters_are_a_line() -> None:
-    assert describe_cache(pb.StatsReply()).endswith("; nothing read yet")
-    stats = pb.StatsReply(variants=1200, disk_bytes=10**9, hits_memory=2, hits_disk=1, misses=1)
-    assert describe_cache(stats).startswith("1,200 chunk-caches, 1,000.0 MB on disk")
-    assert describe_cache(stats).endswith("75% of 4 reads hit")
-    assert describe_cache(pb.StatsReply(corrupt=2)).endswith("; 2 corrupt values dropped")
+    nothing = {
+        "variants": 0,
+        "disk_bytes": 0,
+        "memory_bytes": 0,
+        "memory_capacity_bytes": 0,
+        "hits": 0,
+        "misses": 0,
+        "misses_by_reason": {},
+        "shards": [{"address": "a:1", "up": True}],
+    }
+    assert describe_cache(nothing).endswith("; nothing read yet")
+    some = nothing | {"variants": 1200, "disk_bytes": 10**9, "hits": 12, "misses": 4}
+    assert describe_cache(some).startswith("1,200 chunk-caches, 1,000.0 MB on disk")
+    assert describe_cache(some).endswith("75% of 16 reads hit")
+    reasons = {"never_stored": 1, "evicted": 3}
+    missed = describe_cache(some | {"misses_by_reason": reasons})
+    assert missed.endswith("hit (misses: 3 evicted, 1 never stored)")
+    away = describe_cache(nothing | {"shards": [{"address": "b:1", "up": False}]})
+    assert away.endswith("; no answer from b:1")
 
 
 def test_findings_come_with_a_fix_or_none() -> None:

@@ -54,6 +54,14 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert store.env["RAGCACHE_DATA_DIR"] == str(tmp_path / "data" / "cachestore")
     assert store.env["RAGCACHE_LISTEN"] == str(store.ports["grpc"])
     assert store.env["RAGCACHE_HEALTH_LISTEN"] == str(store.ports["health"])
+    assert store.env["RAGCACHE_LANE_LISTEN"] == str(store.ports["lane"])
+    # Engines of this machine share memory with it.
+    assert store.env["RAGCACHE_LANE_SOCKET"] == str(tmp_path / "data" / "run" / "cachestore.sock")
+    assert (
+        store.env["RAGCACHE_SELF"]
+        == store.env["RAGCACHE_CACHESTORE"]
+        == store.env["RAGCACHE_LISTEN"]
+    )
     assert store.startup.address == store.readiness.address == store.ports["health"]
     gateway = parts["gateway"]
     assert str(gateway.ports["http"]) == "127.0.0.1:8123"
@@ -67,7 +75,7 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
 
 def test_every_port_is_used_once(parts: dict[str, Part]) -> None:
     ports = [address.port for part in parts.values() for address in part.ports.values()]
-    assert len(ports) == len(set(ports)) == 7
+    assert len(ports) == len(set(ports)) == 8
 
 
 def test_who_asks_starts_after_and_stops_before_who_is_asked(parts: dict[str, Part]) -> None:
@@ -126,6 +134,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_volume_of_a_cluster_is_refused_here(source: ModelSource) -> None:
     with pytest.raises(InvalidInput, match=r"is a volume, which only pods can mount; use path:"):
         site().model(source)
+
+
+def test_a_socket_that_no_kernel_would_take_is_left_out() -> None:
+    short, long = (LocalSite(Path("/", "d" * n), 1, count(20_000)) for n in (10, 100))
+    assert len(short.lane_socket()) < 108
+    assert long.lane_socket() == ""
 
 
 def test_loopback_is_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan import MAX_SEGMENTS, Action, ReusePlan, Segment
+from ragcache_core.plan import MAX_SEGMENTS, Action, ReusePlan, Segment, document_name
+from ragcache_core.storing import MAX_NAME_CHARS
 
 
 @st.composite
@@ -21,7 +22,8 @@ def plans(draw: st.DrawFn) -> ReusePlan:
         start = position + gap
         position = start + length
         chunk = draw(st.binary(min_size=16, max_size=16))
-        segments.append(Segment(chunk, start, position, draw(st.sampled_from(Action))))
+        action, document = draw(st.sampled_from(Action)), draw(st.text(max_size=8))
+        segments.append(Segment(chunk, start, position, action, document))
     text = st.text(min_size=1, max_size=128)
     return ReusePlan(draw(text), draw(text), tuple(segments))
 
@@ -62,7 +64,7 @@ def test_no_value_of_a_field_breaks_the_parser(field: str, value: object) -> Non
     assert blamed(valid() | {field: value}).startswith("ragcache")
 
 
-@given(st.sampled_from(["chunk", "start", "end", "action"]), anything)
+@given(st.sampled_from(["chunk", "start", "end", "action", "document"]), anything)
 def test_no_value_in_a_segment_breaks_the_parser(field: str, value: object) -> None:
     plan = valid()
     plan["segments"][1][field] = value
@@ -82,6 +84,8 @@ def test_no_value_in_a_segment_breaks_the_parser(field: str, value: object) -> N
         ("chunk", None, "ragcache.segments[1].chunk"),
         ("action", "blend", "ragcache.segments[1].action"),
         ("action", None, "ragcache.segments[1].action"),
+        ("document", 7, "ragcache.segments[1].document"),
+        ("document", "x" * (MAX_NAME_CHARS + 1), "ragcache.segments[1].document"),
     ],
 )
 def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None:
@@ -114,3 +118,17 @@ def test_a_wrong_field_is_named(field: str, value: object) -> None:
 
 def test_fields_of_later_versions_are_ignored() -> None:
     assert ReusePlan.from_json(valid() | {"salt": "x"}) == ReusePlan.from_json(valid())
+
+
+names = st.tuples(st.text(max_size=600), st.text(max_size=600))
+
+
+@given(names, names)
+def test_no_two_documents_have_one_name(one: tuple[str, str], other: tuple[str, str]) -> None:
+    assert (document_name(*one) == document_name(*other)) == (one == other)
+    assert len(document_name(*one)) <= MAX_NAME_CHARS
+
+
+def test_a_collection_cannot_pass_for_a_folder_of_another() -> None:
+    assert document_name("a", "b/c.md") == "a/b/c.md"
+    assert document_name("a/b", "c.md") == "a%2Fb/c.md"

@@ -40,6 +40,15 @@ def test_the_plan_covers_head_and_chunks_and_not_the_tail(
     assert position == len(prompt.token_ids) - len(tail)
 
 
+def test_every_chunk_says_which_document_it_is_of() -> None:
+    prompt = assemble([1], [[2], [], [3]], [4])
+    plan = plan_exact(prompt, SPACE, "public", "request", ["c/a", "c/empty", "c/b"])
+    assert [segment.document for segment in plan.segments] == ["", "c/a", "c/b"]
+    headless = plan_exact(assemble([], [[2]], []), SPACE, "public", "request", ["c/a"])
+    assert [segment.document for segment in headless.segments] == ["c/a"]
+    assert {s.document for s in plan_exact(prompt, SPACE, "public", "r").segments} == {""}
+
+
 @given(ids, st.lists(ids, max_size=5), ids)
 def test_every_plan_is_one_that_the_engine_reads(
     head: list[int], chunks: list[list[int]], tail: list[int]

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from ragcache_core.keys import KVSpace, PrefixHasher, VariantKey
 from ragcache_core.plan import Action, ReusePlan
 from ragcache_core.prompt import Prompt, assemble, plan_compute, plan_exact
-from ragcache_core.reuse import (
-    NamedSegment,
-    Provenance,
-    VariantInfo,
-    checked_segments,
-    longest_exact_chain,
-)
+from ragcache_core.reuse import NamedSegment, checked_segments, longest_exact_chain
+from ragcache_core.variant import Provenance, VariantInfo
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 

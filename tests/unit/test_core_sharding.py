@@ -72,6 +72,21 @@ def test_owners_never_change_between_versions() -> None:
     assert "".join(owner[0] for owner in owners) == "baaacaacaaaa"
 
 
+@given(chunks=CHUNKS, members=MEMBERS, count=st.integers(1, 13))
+def test_a_replica_goes_to_who_owns_the_chunk_once_its_owner_has_left(
+    chunks: list[bytes], members: set[str], count: int
+) -> None:
+    rendezvous = Rendezvous(members)
+    ranked = rendezvous.ranked(chunks, count)
+    assert [row[0] for row in ranked] == rendezvous.owners(chunks)
+    for chunk, row in zip(chunks, ranked, strict=True):
+        assert len(row) == len(set(row)) == min(count, len(members))
+        left = set(members)
+        for name in row:
+            assert Rendezvous(left).owners([chunk]) == [name]
+            left.remove(name)
+
+
 def test_where_there_are_no_members_nobody_owns() -> None:
     with pytest.raises(ValueError, match="no members"):
         Rendezvous([]).owners(many_chunks(1))

@@ -11,13 +11,14 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.prompt import Prompt, assemble, plan_compute, plan_exact
-from ragcache_core.reuse import Provenance, VariantInfo
+from ragcache_core.storing import AsOf, Held, Variants, Want
+from ragcache_core.variant import Codec, Miss, Origin, Precision, Provenance, Tier
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.records import Record, RecordBook
 from ragcache_engine.scheduler_side import SchedulerSide
-from ragcache_engine.transfer import LoadOutcome
+from ragcache_engine.transfer import Computing, LoadOutcome, SaveJob
+from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_wire.members import FixedMembers
-from ragcache_wire.sharded_store import ShardedStore
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
@@ -25,19 +26,32 @@ LENGTH = len(PROMPT.token_ids)
 BLOCKS = tuple(range(10, 40))
 
 
+AS_OF = {"shard:1": AsOf(bytes(16), 7)}
+
+
 class FakeStore:
     """Answers lookups from a dict; an exception in ``outage`` is raised instead."""
 
     def __init__(self) -> None:
-        self.stored: dict[VariantKey, VariantInfo] = {}
+        self.stored: dict[VariantKey, Held] = {}
+        self.misses: dict[VariantKey, Miss] = {}
         self.outage: Exception | None = None
 
     def lookup(
-        self, keys: Sequence[VariantKey], timeout_s: float = 1.0
-    ) -> dict[VariantKey, VariantInfo]:
+        self, wants: Sequence[Want], timeout_s: float = 1.0, *, exact: bool, domain: str
+    ) -> ShardedAnswer:
+        assert exact
+        assert domain
         if self.outage is not None:
             raise self.outage
-        return {key: self.stored[key] for key in keys if key in self.stored}
+        return ShardedAnswer(tuple(self._answer(want) for want in wants), AS_OF)
+
+    def _answer(self, want: Want) -> Variants:
+        assert want.prefix is not None
+        key = VariantKey(want.chunk, want.prefix)
+        if key in self.stored:
+            return Variants((self.stored[key],))
+        return Variants(miss=self.misses.get(key, Miss.NEVER_STORED))
 
     def connect(self, timeout_s: float) -> None:
         pass
@@ -61,15 +75,20 @@ class Engine:
 
     def prefill(self, request_id: str, computed: int = 0, pieces: int = 1) -> list[VariantKey]:
         """Run the prefill in pieces; returns what is saved, in order."""
-        saved: list[VariantKey] = []
+        return [job.span.variant for job in self.saves(request_id, computed, pieces)]
+
+    def saves(self, request_id: str, computed: int = 0, pieces: int = 1) -> list[SaveJob]:
+        """Run the prefill in pieces; returns the saves in order."""
+        saved: list[SaveJob] = []
         size = -(-(LENGTH - computed) // pieces)
         while computed < LENGTH:
             scheduled = min(size, LENGTH - computed)
             jobs = self.side.step([(request_id, computed, scheduled)], lambda _: BLOCKS)
-            saved += [job.span.variant for job in jobs.saves]
+            saved += jobs.saves
             for job in jobs.saves:
                 assert job.span.end <= computed + scheduled
-                self.store.stored[job.span.variant] = job.info
+                key = job.span.variant
+                self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
             computed += scheduled
         return saved
 
@@ -111,7 +130,7 @@ def test_each_segment_is_saved_once_in_the_step_that_completes_it(
     engine.side.on_allocated("r", BLOCKS, 0)
     saved = engine.prefill("r", pieces=pieces)
     assert len(saved) == len(set(saved)) == 4
-    assert all(info.provenance.exact for info in engine.store.stored.values())
+    assert all(held.info.provenance.exact for held in engine.store.stored.values())
 
 
 def test_the_whole_chain_is_loaded_but_never_the_question(warm: Engine) -> None:
@@ -162,8 +181,9 @@ def test_the_chain_ends_at_the_first_variant_that_is_missing(warm: Engine) -> No
 
 def test_a_tainted_variant_never_serves_exact(warm: Engine) -> None:
     keys = list(warm.store.stored)
-    tainted = replace(warm.store.stored[keys[1]], provenance=Provenance(exact=False))
-    warm.store.stored[keys[1]] = tainted
+    held = warm.store.stored[keys[1]]
+    tainted = replace(held.info, provenance=Provenance(exact=False))
+    warm.store.stored[keys[1]] = replace(held, info=tainted)
     warm.arrive("again")
     assert warm.side.loadable_tokens("again", 0) == PROMPT.head
     # and it is replaced by the exact one that this request computes
@@ -232,6 +252,64 @@ def test_a_preempted_request_is_loaded_again_and_its_record_stays(warm: Engine) 
     warm.side.on_allocated("r", BLOCKS, 0)
     warm.side.on_finished("r")
     assert warm.record("r") == told
+
+
+def test_what_is_saved_says_where_it_comes_from(engine: Engine) -> None:
+    plan = plan_exact(PROMPT, SPACE, "tenant", "r", ["c/a", "c/a", "c/b"])
+    engine.side.on_new_request("r", PROMPT.token_ids, {"ragcache": plan.to_json()})
+    assert engine.side.loadable_tokens("r", 0) == 0
+    engine.side.on_allocated("r", BLOCKS, 0)
+    saves = engine.saves("r", pieces=2)
+    chunks = tuple(segment.chunk for segment in plan.segments)
+    keys = [job.span.variant for job in saves]
+    assert [job.origin for job in saves] == [
+        Origin((), None, "tenant"),
+        Origin(chunks[:1], keys[0], "tenant", "c/a"),
+        Origin(chunks[:2], keys[1], "tenant", "c/a"),
+        Origin(chunks[:3], keys[2], "tenant", "c/b"),
+    ]
+    # So that a delete since the lookup is not undone.
+    assert all(job.as_of == AS_OF for job in saves)
+
+
+def test_a_step_says_what_it_computes_for_whoever_measures_it(warm: Engine) -> None:
+    warm.arrive("again")
+    del warm.store.stored[list(warm.store.stored)[2]]
+    warm.side.loadable_tokens("again", 0)
+    warm.side.on_allocated("again", BLOCKS, 0)
+    progress = [("again", 0, 30), ("stranger", 5, 70)]
+    jobs = warm.side.step(progress, lambda _: BLOCKS)
+    assert (jobs.computing, jobs.num_tokens) == ((Computing("again", 0, 30),), 100)
+    # Past the last chunk nothing is measured: no variant is made of it.
+    jobs = warm.side.step([("again", PROMPT.chunk_ends[-1], 5)], lambda _: BLOCKS)
+    assert (jobs.computing, jobs.num_tokens) == ((), 5)
+
+
+def test_what_is_wanted_better_is_saved_again(warm: Engine) -> None:
+    warm.arrive("known")
+    first, second, *_ = warm.store.stored
+    lossy = Precision(Codec.INT8, Codec.INT4)
+    for key, wanted in ((first, False), (second, True)):
+        held = warm.store.stored[key]
+        warm.store.stored[key] = replace(held, wanted_better=wanted)
+    held = warm.store.stored[second]
+    warm.store.stored[second] = replace(held, info=replace(held.info, precision=lossy))
+    warm.arrive("again")
+    assert warm.side.loadable_tokens("again", 0) == PROMPT.head  # lossy never serves exact
+    warm.side.on_allocated("again", BLOCKS, PROMPT.head)
+    assert warm.prefill("again", computed=0) == [second]
+
+
+def test_the_record_says_why_the_first_missing_variant_was_not_there(warm: Engine) -> None:
+    missing, later = list(warm.store.stored)[1:3]
+    del warm.store.stored[missing], warm.store.stored[later]
+    warm.store.misses = {missing: Miss.OTHER_PRECISION, later: Miss.DELETED}
+    warm.arrive("again")
+    warm.side.loadable_tokens("again", 0)
+    warm.side.on_allocated("again", BLOCKS, 0)
+    warm.prefill("again")
+    warm.side.on_finished("again")
+    assert warm.record("again").miss == "other precision"
 
 
 def test_an_outage_of_the_store_is_a_miss(engine: Engine) -> None:

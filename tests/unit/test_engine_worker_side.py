@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from ragcache_core.errors import Unavailable  # noqa: E402
 from ragcache_core.keys import KVSpace, VariantKey  # noqa: E402
-from ragcache_core.reuse import Provenance, VariantInfo  # noqa: E402
+from ragcache_core.storing import AsOf, NewVariant, PutOutcome  # noqa: E402
+from ragcache_core.variant import (  # noqa: E402
+    Codec,
+    Miss,
+    Origin,
+    Precision,
+    Provenance,
+    Tier,
+    VariantInfo,
+)
 from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
 from ragcache_engine.transfer import (  # noqa: E402
+    Computing,
     LoadJob,
     LoadOutcome,
     SaveJob,
     Span,
     StepJobs,
 )
+from ragcache_engine.values import decode, native_bytes, native_parts, shape_of  # noqa: E402
 from ragcache_engine.worker_side import WorkerSide  # noqa: E402
-from ragcache_kv.value import FORMAT, checksum, value_bytes  # noqa: E402
-from ragcache_wire.cachestore_client import StoredValue  # noqa: E402
+from ragcache_kv.store.buffers import parts_of, verified  # noqa: E402
+from ragcache_kv.store.sharded import ShardedStore  # noqa: E402
+from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
+from ragcache_kv.value import FORMAT, value_bytes  # noqa: E402
 from ragcache_wire.members import FixedMembers  # noqa: E402
-from ragcache_wire.sharded_store import ShardedStore  # noqa: E402
 
+INT8 = Precision(Codec.INT8, Codec.INT8)
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 BLOCK = 32
 BLOCKS = (7, 3, 5, 1, 2)
@@ -55,6 +69,9 @@ class FakeCache:
 
     slots = PagedCache.slots
 
+    def wait(self) -> None:
+        pass
+
     def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
         if self.broken:
             raise RuntimeError("device error")
@@ -70,41 +87,54 @@ class FakeStore:
     """Holds values; every way a store can fail can be asked for."""
 
     def __init__(self) -> None:
-        self.values: dict[VariantKey, StoredValue] = {}
+        self.values: dict[VariantKey, StoredValue | Miss] = {}
         self.outage_after: int | None = None
         self.gate = threading.Event()
         self.gate.set()
         self.put_gate = threading.Event()
         self.put_gate.set()
-        self.puts: list[VariantKey] = []
+        self.puts: list[NewVariant] = []
+        self.as_of: list[object] = []
 
     def fill(self, wanted: Sequence[Span]) -> dict[VariantKey, torch.Tensor]:
         tensors = {}
         for span in wanted:
             length = span.end - span.start
             value = torch.randn(2, 2, length, 1, 4).bfloat16()
-            raw = bytearray(value.view(torch.uint8).numpy().tobytes())
+            raw = native_bytes(value)
             info = VariantInfo(length, len(raw), span.start, Provenance(exact=True))
-            self.values[span.variant] = StoredValue(info, checksum(raw), FORMAT, raw)
+            parts = native_parts(raw, SPACE, length)
+            self.values[span.variant] = StoredValue(
+                info, parts, shape_of(SPACE), FORMAT, raw, Tier.MEMORY
+            )
             tensors[span.variant] = value
         return tensors
 
     def get(
-        self, keys: Sequence[VariantKey], timeout_s: float
-    ) -> Iterator[tuple[VariantKey, StoredValue | None]]:
+        self, keys: Sequence[VariantKey], timeout_s: float, *, exact: bool, domain: str
+    ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
+        assert exact
+        assert domain == "tenant"
         for number, wanted in enumerate(keys):
             self.gate.wait(TIMEOUT_S)
             if number == self.outage_after:
                 raise Unavailable("cachestore", "gone")
-            yield wanted, self.values.get(wanted)
+            yield wanted, self.values.get(wanted, Miss.EVICTED)
 
-    def put(self, wanted: VariantKey, *_: object) -> bool:
+    def put(
+        self, variant: NewVariant, value: memoryview, timeout_s: float, *, as_of: object
+    ) -> PutOutcome:
         self.put_gate.wait(TIMEOUT_S)
-        self.puts.append(wanted)
-        return True
+        assert verified([value], variant.parts)
+        self.puts.append(variant)
+        self.as_of.append(as_of)
+        return PutOutcome.STORED
 
     def connect(self, timeout_s: float) -> None:
         pass
+
+    def lanes(self) -> dict[str, str]:
+        return {"shard:1": "shared"}
 
     def close(self) -> None:
         pass
@@ -113,13 +143,16 @@ class FakeStore:
 class Worker:
     """Plays vLLM's part: polls until the load has ended."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.cache, self.store = FakeCache(), FakeStore()
         self.side = WorkerSide(
             config or EngineConfig(FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
+            clock,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:
@@ -148,7 +181,7 @@ def worker() -> Iterator[Worker]:
 def test_every_token_lands_in_its_own_slot(worker: Worker) -> None:
     wanted = spans(10, 50, 131)
     tensors = worker.store.fill(wanted)
-    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
     assert (outcome.tokens, outcome.missing) == (131, None)
     assert outcome.num_bytes == value_bytes(SPACE, 131)
     assert worker.side.take_bad_blocks() == set()
@@ -161,7 +194,7 @@ def test_only_the_tokens_asked_for_are_written(worker: Worker) -> None:
     """What lies before ``first`` may be shared with other requests; past ``end`` is no block."""
     wanted = spans(50, 131)
     worker.store.fill(wanted)
-    outcome = worker.load(LoadJob("r", wanted, 32, 130, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 32, 130, BLOCKS, "tenant"))
     assert outcome.tokens == 98
     written = set(worker.cache.slots_written)
     assert written == set(worker.cache.slots(BLOCKS, 32, 130).tolist())
@@ -171,7 +204,7 @@ def test_a_missing_value_reports_the_blocks_from_it_on(worker: Worker) -> None:
     wanted = spans(10, 50, 131)
     worker.store.fill(wanted)
     del worker.store.values[key(1)]
-    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
     assert (outcome.tokens, outcome.missing) == (0, key(1))  # its block is computed again
     assert worker.side.take_bad_blocks() == set(BLOCKS)
 
@@ -180,27 +213,67 @@ def test_good_blocks_before_a_missing_value_are_kept(worker: Worker) -> None:
     wanted = spans(70, 131)
     worker.store.fill(wanted)
     del worker.store.values[key(1)]
-    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
     # 70 lies in the third block, which is computed again; the first two hold
     assert outcome.tokens == 2 * BLOCK
     assert worker.side.take_bad_blocks() == set(BLOCKS[2:])
 
 
-@pytest.mark.parametrize("damage", ["bit", "length", "format"])
-def test_a_damaged_value_is_never_written(worker: Worker, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["length", "tokens", "format", "shape"])
+def test_a_value_of_another_layout_is_never_written(worker: Worker, damage: str) -> None:
     wanted = spans(40)
     worker.store.fill(wanted)
     stored = worker.store.values[key(0)]
+    assert isinstance(stored, StoredValue)
     match damage:
-        case "bit":
-            stored.value[17] ^= 4
         case "length":
-            worker.store.values[key(0)] = replace(stored, value=stored.value[:-2])
+            other = replace(stored, value=stored.value[:-2])
+        case "tokens":
+            other = replace(stored, info=replace(stored.info, num_tokens=41))
         case "format":
-            worker.store.values[key(0)] = replace(stored, value_format=FORMAT + 1)
-    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))
-    assert (outcome.tokens, outcome.missing, outcome.reason) == (0, key(0), "corrupt")
+            other = replace(stored, value_format=FORMAT + 1)
+        case "shape":
+            other = replace(stored, shape=None)
+    worker.store.values[key(0)] = other
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
+    assert (outcome.tokens, outcome.missing, outcome.reason) == (0, key(0), "other layout")
     assert worker.cache.slots_written == {}
+
+
+@pytest.mark.parametrize("miss", [Miss.EVICTED, Miss.CORRUPT, Miss.OTHER_PRECISION])
+def test_a_load_says_why_a_value_did_not_come(worker: Worker, miss: Miss) -> None:
+    wanted = spans(40)
+    worker.store.values[key(0)] = miss
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
+    assert outcome.reason == miss.value.replace("_", " ")
+
+
+@pytest.mark.parametrize("held_as", [Precision(Codec.PACKED, Codec.PACKED), INT8])
+def test_a_value_held_in_another_form_is_decoded(held_as: Precision) -> None:
+    part = pytest.importorskip("ragcache_kv.codecs")
+    value = torch.randn(2, 2, 40, 1, 4).bfloat16()
+    native = [np.frombuffer(native_bytes(layer), np.uint8) for layer in value]
+    encoded = [part.encode_part(one, shape_of(SPACE), 40, held_as) for one in native]
+    raw = memoryview(np.concatenate(encoded))
+    info = VariantInfo(40, len(raw), 0, Provenance(exact=True), held_as)
+    parts = parts_of(raw, [len(one) for one in encoded])
+    stored = StoredValue(info, parts, shape_of(SPACE), FORMAT, raw, Tier.MEMORY)
+    decoded = decode(stored, 40, SPACE)
+    assert decoded is not None
+    if held_as.lossless:
+        assert torch.equal(decoded, value)
+    assert torch.allclose(decoded.float(), value.float(), atol=0.1)
+    assert decode(replace(stored, value=raw[:-3], parts=(*parts[:-1],)), 40, SPACE) is None
+
+
+def test_a_value_lands_where_the_engine_reads_it(worker: Worker) -> None:
+    worker.store.fill(spans(40))
+    stored = worker.store.values[key(0)]
+    assert isinstance(stored, StoredValue)
+    value = decode(stored, 40, SPACE)
+    assert value is not None
+    stored.value[0] ^= 1
+    assert value.view(torch.uint8).flatten()[0] == stored.value[0]
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -208,7 +281,7 @@ def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> No
     wanted = spans(10, 50, 131)
     worker.store.fill(wanted)
     worker.store.outage_after = after
-    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
     assert outcome.missing == key(after)
     assert outcome.reason == "store unavailable"
     assert outcome.tokens == (0, 0, BLOCK)[after]  # whole blocks of what had come
@@ -219,7 +292,7 @@ def test_a_store_that_falls_silent_is_given_up() -> None:
     wanted = spans(10)
     worker.store.fill(wanted)
     worker.store.gate.clear()
-    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"))
     assert outcome.reason == "load late"
     worker.store.gate.set()
     worker.side.close()
@@ -231,7 +304,7 @@ def test_a_load_nobody_wants_any_more_is_reported_so_that_its_blocks_are_freed(
     wanted = spans(10)
     worker.store.fill(wanted)
     worker.store.gate.clear()
-    worker.side.start_loads(StepJobs(loads=(LoadJob("r", wanted, 0, 10, BLOCKS),)))
+    worker.side.start_loads(StepJobs(loads=(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"),)))
     worker.side.advance({"r"})
     assert worker.side.take_received() == {"r"}
     worker.store.gate.set()
@@ -244,7 +317,7 @@ def test_a_write_that_raises_fails_the_load_not_the_engine(worker: Worker) -> No
     wanted = spans(10)
     worker.store.fill(wanted)
     worker.cache.broken = True
-    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS))
+    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"))
     assert (outcome.missing, outcome.reason) == (key(0), "write failed")
     assert worker.side.take_bad_blocks() == {BLOCKS[0]}
 
@@ -253,7 +326,7 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
     wanted = spans(10)
     worker.store.fill(wanted)
     worker.store.gate.clear()
-    jobs = tuple(LoadJob(name, wanted, 0, 10, BLOCKS) for name in ("a", "b"))
+    jobs = tuple(LoadJob(name, wanted, 0, 10, BLOCKS, "tenant") for name in ("a", "b"))
     worker.side.start_loads(StepJobs(loads=jobs))
     write, calls = worker.cache.write, iter((True, False))
 
@@ -276,7 +349,9 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
 
 def save_job(number: int, start: int, end: int) -> SaveJob:
     info = VariantInfo(end - start, value_bytes(SPACE, end - start), start, Provenance(exact=True))
-    return SaveJob(Span(key(number), start, end), info, BLOCKS)
+    span = Span(key(number), start, end)
+    origin = Origin((bytes(16),), None, "tenant", "c/a")
+    return SaveJob("r", span, info, origin, {"shard:1": AsOf(bytes(16), number)}, BLOCKS)
 
 
 def until_put(store: FakeStore, count: int) -> None:
@@ -289,21 +364,21 @@ def until_put(store: FakeStore, count: int) -> None:
 def test_a_variant_on_its_way_is_not_sent_twice(worker: Worker) -> None:
     wanted = spans(40)
     worker.store.fill(wanted)
-    worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))
+    worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
     worker.store.put_gate.clear()
     for _ in range(3):
         worker.side.save(StepJobs(saves=(save_job(5, 0, 20), save_job(6, 20, 40))))
     worker.store.put_gate.set()
     until_put(worker.store, 2)
     worker.side.close()
-    assert sorted(worker.store.puts, key=lambda k: k.chunk) == [key(5), key(6)]
+    assert sorted(put.key.chunk for put in worker.store.puts) == [key(5).chunk, key(6).chunk]
 
 
 def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
     worker = Worker(EngineConfig(FixedMembers(()), save_queue_bytes=value_bytes(SPACE, 50)))
     wanted = spans(40)
     worker.store.fill(wanted)
-    worker.load(LoadJob("r", wanted, 0, 40, BLOCKS))
+    worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
     worker.store.put_gate.clear()
     jobs = tuple(save_job(10 + n, 0, 20) for n in range(5))
     worker.side.save(StepJobs(saves=jobs))
@@ -311,3 +386,28 @@ def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
     until_put(worker.store, 2)
     worker.side.close()
     assert len(worker.store.puts) == 2  # 50 tokens' worth holds two variants of 20
+
+
+def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() -> None:
+    seconds = iter([10.0, 12.0, 20.0, 21.0, 30.0])
+    worker = Worker(clock=lambda: next(seconds))
+    worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass at 10
+    # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
+    worker.side.save(StepJobs(computing=(Computing("r", 0, 30),), num_tokens=100))
+    worker.side.start_loads(StepJobs())
+    job = save_job(3, 20, 40)
+    worker.side.save(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
+    until_put(worker.store, 1)
+    (put,) = worker.store.puts
+    assert put.origin.cost_s == pytest.approx(10 * 0.02 + 10 * 0.1)
+    assert replace(put.origin, cost_s=0.0) == job.origin
+    assert (put.shape, put.value_format, len(put.parts)) == (shape_of(SPACE), FORMAT, 2)
+    assert put.info.precision == Precision()
+    assert worker.store.as_of == [job.as_of]
+    worker.side.advance({"r"})
+    worker.side.start_loads(StepJobs())
+    worker.side.save(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
+    until_put(worker.store, 2)
+    assert worker.store.puts[1].origin.cost_s == 0
+    worker.side.close()

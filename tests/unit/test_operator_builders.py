@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import kubernetes_validate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_cachestore.config import Config
+from ragcache_cachestore.value_file import FREE_RESERVE_BYTES
 from ragcache_core.errors import InvalidInput
+from ragcache_core.policies.registry import DEFAULT_POLICY, POLICY_NAMES
+from ragcache_core.variant import Precision
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import BOUNDS, with_replicas
 from ragcache_operator.builders.capabilities import Capabilities
@@ -19,6 +24,7 @@ from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.manifest import load_manifest
 from ragcache_operator.quantity import parse_quantity
+from ragcache_operator.spec import CacheStoreSpec
 from tests.children_parts import (
     Object,
     build,
@@ -36,6 +42,31 @@ from tests.children_parts import (
 
 ROOT = Path(__file__).parents[2]
 LATEST = Capabilities.latest()
+
+
+@given(specs)
+def test_the_store_understands_what_it_is_told(spec: Object) -> None:
+    cache = make_cache(**spec)
+    env = env_of(children_of(cache), "cachestore")
+    own = env["RAGCACHE_SELF"].replace("$(RAGCACHE_POD)", "docs-cachestore-0")
+    told = Config.from_environment({**env, "RAGCACHE_SELF": own})
+    store = cache.spec.cache_store
+    assert told.memory_bytes == store.memory_bytes
+    assert told.disk_bytes + FREE_RESERVE_BYTES < store.disk.size_bytes
+    assert told.policy == store.policy
+    assert told.replication == store.replication.enabled
+    assert told.leaves_only
+    assert told.lane_listen == "0.0.0.0:50052"
+    precise = store.precision
+    given_precision = Precision.parse(f"{precise.key}/{precise.value}")
+    assert given_precision.lossless
+    assert told.precision == given_precision
+
+
+def test_policies_are_those_of_core() -> None:
+    policy = CacheStoreSpec.model_fields["policy"]
+    assert get_args(policy.annotation) == POLICY_NAMES
+    assert policy.default == DEFAULT_POLICY
 
 
 @given(specs)
@@ -118,6 +149,59 @@ def test_shards_have_names_while_they_are_not_ready_and_start_side_by_side() -> 
     assert store["spec"]["replicas"] == 3
 
 
+def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports() -> None:
+    children = build(cacheStore={"shards": 2})
+    store = of(children, "StatefulSet", "docs-cachestore")
+    listed = container_of(children, "cachestore")["env"]
+    [pod] = [variable for variable in listed if variable["name"] == "RAGCACHE_POD"]
+    assert pod["valueFrom"]["fieldRef"] == {"apiVersion": "v1", "fieldPath": "metadata.name"}
+    [own] = [variable for variable in listed if variable["name"] == "RAGCACHE_SELF"]
+    # The kubelet fills in only what stands before.
+    assert listed.index(pod) < listed.index(own)
+    members = of(children, "ConfigMap", "docs-members")
+    names = [f"{store['metadata']['name']}-{shard}" for shard in range(2)]
+    assert json.loads(members["data"]["cachestore.json"])["members"] == [
+        own["value"].replace("$(RAGCACHE_POD)", name) for name in names
+    ]
+    mounted = {mount["name"] for mount in container_of(children, "cachestore")["volumeMounts"]}
+    assert "members" in mounted
+    env, service = env_of(children, "cachestore"), of(children, "Service", "docs-cachestore-shards")
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    assert env["RAGCACHE_LISTEN"] == f"0.0.0.0:{ports['grpc']}"
+    assert env["RAGCACHE_LANE_LISTEN"] == f"0.0.0.0:{ports['lane']}"
+    assert "RAGCACHE_LANE_SOCKET" not in env
+
+
+def test_the_store_keeps_what_the_spec_says() -> None:
+    env = env_of(build(), "cachestore")
+    assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("score", "always")
+    assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native", "on")
+    assert "RAGCACHE_OTLP_ENDPOINT" not in env
+    children = build(
+        cacheStore={
+            "policy": "pgdsf",
+            "admission": "secondTouch",
+            "precision": {"value": "packed"},
+            "replication": {"enabled": False},
+        },
+        telemetry={"otlp": {"endpoint": "http://collector:4318"}},
+    )
+    env = env_of(children, "cachestore")
+    assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("pgdsf", "second-touch")
+    assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native/packed", "off")
+    told = {
+        name: env_of(children, name).get("RAGCACHE_OTLP_ENDPOINT")
+        for name in ("cachestore", "gateway", "retriever", "engine-main")
+    }
+    # Only who reads it, so that nobody else rolls when it changes.
+    assert told == {
+        "cachestore": "http://collector:4318",
+        "gateway": None,
+        "retriever": None,
+        "engine-main": None,
+    }
+
+
 def test_the_store_fits_its_volume_and_its_memory() -> None:
     children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi", "className": "fast"}})
     store = of(children, "StatefulSet", "docs-cachestore")
@@ -128,7 +212,8 @@ def test_the_store_fits_its_volume_and_its_memory() -> None:
         "resources": {"requests": {"storage": "10Gi"}},
     }
     env, container = env_of(children, "cachestore"), container_of(children, "cachestore")
-    assert int(env["RAGCACHE_DISK_BYTES"]) < 10 << 30
+    # Nearly all of it: a file system's own share and a reserve for records remain.
+    assert 0.85 * (10 << 30) < int(env["RAGCACHE_DISK_BYTES"]) < 0.9 * (10 << 30)
     limit = parse_quantity(container["resources"]["limits"]["memory"])
     assert limit > int(env["RAGCACHE_MEMORY_BYTES"]) == 2 << 30
     assert {"name": "data", "mountPath": env["RAGCACHE_DATA_DIR"]} in container["volumeMounts"]
@@ -137,7 +222,7 @@ def test_the_store_fits_its_volume_and_its_memory() -> None:
 @pytest.mark.parametrize(
     ("resources", "rendered"),
     [
-        ({}, {"requests": {"cpu": "100m", "memory": "1792Mi"}, "limits": {"memory": "1792Mi"}}),
+        ({}, {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "1832Mi"}}),
         # A part that bounds its own memory keeps a limit, at what is requested.
         (
             {"cpu": "0.5", "memory": "4096Mi"},
@@ -145,7 +230,7 @@ def test_the_store_fits_its_volume_and_its_memory() -> None:
         ),
         (
             {"memoryLimit": "3Gi"},
-            {"requests": {"cpu": "100m", "memory": "1792Mi"}, "limits": {"memory": "3Gi"}},
+            {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "3Gi"}},
         ),
         # No server takes a request above the limit.
         (

@@ -23,6 +23,7 @@ WHOLE: Object = {
         "embedder": {"source": "http://one/v1", "model": "one", "keySecret": {"name": "one"}}
     },
     "engines": [{"name": "main", "autoscaling": {"maxReplicas": 4}}],
+    "telemetry": {"otlp": {"endpoint": "http://one.obs.svc:4318"}},
 }
 """A spec in which every field has somewhere to be."""
 
@@ -93,6 +94,11 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.memory": ("2Gi", STORE, ""),
     "cacheStore.disk.size": ("2Gi", STORE, ""),
     "cacheStore.disk.className": ("two", "", STORE),
+    "cacheStore.policy": ("lru", STORE, ""),
+    "cacheStore.admission": ("secondTouch", STORE, ""),
+    "cacheStore.precision.key": ("packed", STORE, ""),
+    "cacheStore.precision.value": ("packed", STORE, ""),
+    "cacheStore.replication.enabled": (False, STORE, ""),
     "cacheStore.resources.cpu": ("2", STORE, ""),
     "cacheStore.resources.memory": ("3Gi", STORE, ""),
     "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
@@ -103,6 +109,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "dataPolicy": ("Delete", "", ""),
     "networkPolicy.enabled": (False, "", POLICIES),
     "networkPolicy.clients": ([{"podSelector": {}}], "", "NetworkPolicy/gateway"),
+    "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", STORE, "NetworkPolicy/cachestore"),
 }
 ONLY_ONE_VALUE = {"engines.device"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from tests.children_parts import (
 from tests.network import Endpoint, Outside, Pod, may_talk
 
 KEDA = Path(__file__).parents[2] / "examples" / "kubernetes" / "keda-scaledobject.yaml"
-PORTS = (8000, 50051, 8081, 53, 443, 80, 22)
+PORTS = (8000, 50051, 50052, 8081, 53, 443, 80, 22)
 OPERATOR = Pod("operator", OPERATOR_NAMESPACE, {"app.kubernetes.io/name": "ragcache-operator"})
 IMPOSTOR = Pod("impostor", "elsewhere", OPERATOR.labels)
 STRANGER = Pod("stranger", "elsewhere", {"app": "x"})
@@ -39,6 +39,7 @@ SYNC_POD = Pod("sync", NAMESPACE, labels("docs", SYNC))
 OTHER_SYNC = Pod("other-sync", NAMESPACE, labels("other", SYNC))
 OTHERS: tuple[Endpoint, ...] = (OPERATOR, IMPOSTOR, STRANGER, NEIGHBOUR, DNS, WORLD, OTHER_SYNC)
 READERS = ("gateway", "retriever", "engine-a", "engine-b")
+SHARDS = ("cachestore", "shard")
 
 INSIDE = {
     ("gateway", "retriever", 50051),
@@ -46,18 +47,19 @@ INSIDE = {
     ("gateway", "engine-a", 50051),
     ("gateway", "engine-b", 8000),
     ("gateway", "engine-b", 50051),
-    ("gateway", "cachestore", 50051),
-    ("engine-a", "cachestore", 50051),
-    ("engine-b", "cachestore", 50051),
+    *(("gateway", shard, 50051) for shard in SHARDS),
+    *((f"engine-{e}", shard, port) for e in "ab" for shard in SHARDS for port in (50051, 50052)),
+    # Each other: for deletes that one missed, and to hold copies.
+    *((*pair, port) for pair in permutations(SHARDS) for port in (50051, 50052)),
     ("sync", "gateway", 8000),
     ("operator", "gateway", 8000),
     ("operator", "retriever", 8081),
     ("operator", "engine-a", 8000),
     ("operator", "engine-b", 8000),
-    ("operator", "cachestore", 8081),
+    *(("operator", shard, 8081) for shard in SHARDS),
 }
 """Who may ask whom on which port, whatever else the spec says."""
-DNS_EDGES = {(part, other.name, 53) for part in READERS for other in OTHERS}
+DNS_EDGES = {(part, other.name, 53) for part in (*READERS, *SHARDS) for other in OTHERS}
 """A resolver may be a pod, or a cache on the node."""
 
 
@@ -75,7 +77,9 @@ def pods_of(children: list[Object], name: str = "docs") -> list[Pod]:
 def edges(children: list[Object]) -> set[tuple[str, str, int]]:
     """Every connection that somebody may open, as (source, target, port)."""
     policies = kinds_of(children, "NetworkPolicy")
-    ours = [*pods_of(children), SYNC_POD]
+    pods = pods_of(children)
+    shards = [Pod("shard", pod.namespace, pod.labels) for pod in pods if pod.name == "cachestore"]
+    ours = [*pods, *shards, SYNC_POD]
     everybody: list[Endpoint] = [*ours, *OTHERS]
     return {
         (source.name, target.name, port)
@@ -162,6 +166,16 @@ def test_an_embedder_with_an_ipv6_address() -> None:
     assert not may_talk(policies, retriever, Outside("beside", "2001:db8::8"), 8080)
 
 
+def test_only_the_store_reaches_the_collector() -> None:
+    children = build(telemetry={"otlp": {"endpoint": "http://collector.elsewhere.svc:4318"}})
+    policies = kinds_of(children, "NetworkPolicy")
+    for pod in pods_of(children):
+        # A Service's pods listen where they like.
+        assert may_talk(policies, pod, STRANGER, 22) == (pod.name == "cachestore")
+        assert not may_talk(policies, pod, NEIGHBOUR, 22)
+        assert not may_talk(policies, pod, WORLD, 4318)
+
+
 def test_platforms_of_one_namespace_stay_apart() -> None:
     mine, theirs = build(engines=ENGINES), build("other", engines=ENGINES)
     policies = kinds_of([*mine, *theirs], "NetworkPolicy")
@@ -196,7 +210,7 @@ def test_what_parts_need_is_open_in_every_spec(spec: Object, served: Capabilitie
     gateway, retriever, store = pods["gateway"], pods["retriever"], pods["cachestore"]
     needed = [
         *((gateway, engine, port) for engine in engines for port in (8000, 50051)),
-        *((engine, store, 50051) for engine in engines),
+        *((engine, store, port) for engine in engines for port in (50051, 50052)),
         *((OPERATOR, engine, 8000) for engine in engines),
         *((gateway, retriever, 50051), (gateway, store, 50051), (SYNC_POD, gateway, 8000)),
         *((OPERATOR, gateway, 8000), (OPERATOR, retriever, 8081), (OPERATOR, store, 8081)),
@@ -206,7 +220,7 @@ def test_what_parts_need_is_open_in_every_spec(spec: Object, served: Capabilitie
     if policies:
         for pod in pods.values():
             assert not may_talk(policies, pod, STRANGER, 22)
-            assert may_talk(policies, pod, DNS, 53, "UDP") == (pod is not store)
+            assert may_talk(policies, pod, DNS, 53, "UDP")
         for inner in (retriever, store, *engines):
             for port in PORTS:
                 assert not may_talk(policies, STRANGER, inner, port)

@@ -14,8 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.keys import VariantKey
-from ragcache_core.reuse import Provenance, VariantInfo
-from ragcache_wire.cachestore_client import CacheStoreClient
+from ragcache_core.storing import NewVariant
+from ragcache_core.variant import Origin, Provenance, VariantInfo
+from ragcache_kv.store.buffers import parts_of
+from ragcache_kv.store.client import StoreClient
 from ragcache_wire.engine_client import RECORD_TIMEOUT_S, EngineClient
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
@@ -34,6 +36,7 @@ ERRORS = [
     TooLarge("document.text", "has 9 MiB", "send at most 8 MiB"),
     NotFound("document", "a/b", "list documents to see their ids"),
     Unavailable("engine", "is starting"),
+    Unavailable("cachestore", "its disk is full", retry_after_s=60.5),
 ]
 
 
@@ -67,6 +70,9 @@ class FailingStore(cachestore_pb2_grpc.CacheStoreServicer):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
+    async def Hello(self, request: Any, context: Any) -> cachestore_pb2.HelloReply:  # noqa: N802
+        return cachestore_pb2.HelloReply()
+
     async def Put(self, request_iterator: Any, context: Any) -> cachestore_pb2.PutReply:  # noqa: N802
         async for _ in request_iterator:
             pass
@@ -87,6 +93,8 @@ def assert_same(raised: RagCacheError, error: RagCacheError) -> None:
     assert type(raised) is type(error)
     if isinstance(error, Unavailable):  # the part is the one that was called
         assert str(error) in str(raised)
+        assert isinstance(raised, Unavailable)
+        assert raised.retry_after_s == error.retry_after_s
     else:
         assert str(raised) == str(error)
         assert vars(raised) == vars(error)
@@ -123,11 +131,16 @@ async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> No
     async with serving(
         FailingStore(error), cachestore_pb2_grpc.add_CacheStoreServicer_to_server
     ) as server:
-        client = CacheStoreClient(f"127.0.0.1:{server.port}")
-        info = VariantInfo(1, 3, 0, Provenance(exact=True))
-        put = asyncio.to_thread(
-            client.put, VariantKey(bytes(16), bytes(16)), info, memoryview(b"abc"), 0, 1, 10.0
+        client = StoreClient(f"127.0.0.1:{server.port}", ["grpc"])
+        value = memoryview(b"abc")
+        variant = NewVariant(
+            VariantKey(bytes(16), bytes(16)),
+            VariantInfo(1, 3, 0, Provenance(exact=True)),
+            Origin(),
+            None,
+            parts_of(value, [3]),
         )
+        put = asyncio.to_thread(client.put, variant, value, 10.0)
         with pytest.raises(RagCacheError) as raised:
             await put
         assert_same(raised.value, error)

@@ -27,6 +27,7 @@ class NoAnswer(Unavailable):
 
 def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, object]]:
     """Status code, message and fields of an error."""
+    fields: dict[str, object]
     match error:
         case InvalidInput():
             fields = {"field": error.field, "problem": error.problem, "fix": error.fix}
@@ -36,7 +37,8 @@ def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, obj
             fields = {"kind": error.kind, "name": error.name, "fix": error.fix}
             return grpc.StatusCode.NOT_FOUND, str(error), {"type": "not_found", **fields}
         case Unavailable():
-            return grpc.StatusCode.UNAVAILABLE, str(error), {"type": "unavailable"}
+            fields = {"type": "unavailable", "retry_after_s": error.retry_after_s}
+            return grpc.StatusCode.UNAVAILABLE, str(error), fields
         case _:
             return grpc.StatusCode.INTERNAL, str(error), {"type": "internal"}
 
@@ -58,7 +60,8 @@ def from_rpc_error(part: str, error: grpc.RpcError) -> RagCacheError:
         case "not_found":
             return NotFound(fields["kind"], fields["name"], fields["fix"])
         case "unavailable":
-            return Unavailable(part, f"{code.name.lower()}: {details}")
+            problem = f"{code.name.lower()}: {details}"
+            return Unavailable(part, problem, float(fields["retry_after_s"]))
     if code in _TRY_AGAIN:
         return NoAnswer(part, f"{code.name.lower()}: {details}")
     return RagCacheError(f"the {part} failed: {code.name.lower()}: {details}")

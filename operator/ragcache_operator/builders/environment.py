@@ -1,4 +1,4 @@
-"""Environment variables of a container: plain values, and references to Secrets."""
+"""Environment variables of a container: plain values, and references to Secrets and to the pod."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ class FromSecret:
         return cls(given.name, given.key)
 
 
-Value = str | FromSecret
+@dataclass(frozen=True, slots=True)
+class FromField:
+    """A value that the kubelet reads from the pod itself. path: like ``metadata.name``."""
+
+    path: str
+
+
+Value = str | FromSecret | FromField
 
 
 def environment(values: Mapping[str, Value]) -> list[Object]:
-    """Variables as a container lists them, by name."""
+    """Variables as a container lists them, by name; one may name those before it: ``$(NAME)``."""
     return [_variable(name, value) for name, value in sorted(values.items())]
 
 
@@ -34,4 +41,7 @@ def _variable(name: str, value: Value) -> Object:
     if isinstance(value, FromSecret):
         reference = {"name": value.name, "key": value.key}
         return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+    if isinstance(value, FromField):
+        field = {"apiVersion": "v1", "fieldPath": value.path}
+        return {"name": name, "valueFrom": {"fieldRef": field}}
     return {"name": name, "value": value}

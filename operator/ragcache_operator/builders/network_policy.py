@@ -31,6 +31,9 @@ _EDGES: Final = (
     ("gateway", "engine", "grpc"),
     ("gateway", "cachestore", "grpc"),
     ("engine", "cachestore", "grpc"),
+    ("engine", "cachestore", "lane"),
+    ("cachestore", "cachestore", "grpc"),
+    ("cachestore", "cachestore", "lane"),
     (SYNC, "gateway", "http"),
 )
 """Who asks whom on which port, by component."""
@@ -43,8 +46,10 @@ _WATCHED: Final = (
 )
 """What the operator asks: questions of the gateway, the health of all."""
 
-_ASKS_OUTSIDE: Final = ("gateway", "retriever", "engine")
-"""Components that look names up; the store only answers."""
+_READS_MODEL: Final = ("gateway", "retriever", "engine")
+"""Components that fetch the model from the hub, where it comes from there."""
+_EXPORTS: Final = ("cachestore",)
+"""Components that send telemetry."""
 
 _DNS_PORTS: Final = (53, 5353)
 """OpenShift's DNS pods listen on the second. To any address: a node's own cache is no pod."""
@@ -92,10 +97,8 @@ def _of_component(cache: RagCache, component: str, site: Site) -> Object:
         "podSelector": {"matchLabels": component_selector(cache.metadata.name, component)},
         "policyTypes": _BOTH,
         "ingress": _ingress(cache, component, site),
+        "egress": _egress(cache, component, site),
     }
-    egress = _egress(cache, component, site)
-    if egress:
-        spec["egress"] = egress
     return _policy(cache, component, component, spec)
 
 
@@ -121,8 +124,6 @@ def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
 
 
 def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
-    if component not in _ASKS_OUTSIDE:
-        return []
     name = cache.metadata.name
     names = [
         {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
@@ -133,10 +134,13 @@ def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
         for source, target, port in _EDGES
         if source == component
     ]
-    if cache.spec.model.parsed_source.kind == "hf":
+    if component in _READS_MODEL and cache.spec.model.parsed_source.kind == "hf":
         rules.append({"ports": _ports(_HTTPS)})
     if component == "retriever" and cache.spec.retriever.embedder.source != BUNDLED_EMBEDDER:
         rules += _to_url(cache.spec.retriever.embedder.source, site)
+    otlp = cache.spec.telemetry.otlp
+    if component in _EXPORTS and otlp is not None:
+        rules += _to_url(otlp.endpoint, site)
     return rules
 
 

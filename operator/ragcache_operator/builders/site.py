@@ -8,9 +8,10 @@ from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.environment import FromField, Value
 from ragcache_operator.spec import ModelSource, RagCache
 
-PORT_NUMBERS: Final = {"http": 8000, "grpc": 50051, "health": 8081}
+PORT_NUMBERS: Final = {"http": 8000, "grpc": 50051, "lane": 50052, "health": 8081}
 """A part is alone in its pod, so a port's name fixes its number."""
 
 MEMBERS_FOLDER: Final = "/etc/ragcache/members"
@@ -69,6 +70,18 @@ class Site(Protocol):
 
     def stores(self) -> str:
         """Where the cache store's members are, as RAGCACHE_CACHESTORE says it."""
+        ...
+
+    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+        """Variables that tell a shard of the cache store which of the members it is.
+
+        shards: what names each of its pods.
+        """
+        ...
+
+    def lane_socket(self) -> str:
+        """Path of a Unix socket over which the cache store and its clients come to share memory;
+        empty where they see no folder in common."""
         ...
 
     def data_dir(self, part: str) -> str:
@@ -145,6 +158,17 @@ class ClusterSite:
     def stores(self) -> str:
         """A mounted file, which changes with the number of shards while pods run on."""
         return f"file:{MEMBERS_FOLDER}/{MEMBERS_FILE}"
+
+    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+        """The pod's own name in front of the Service's, as the members' file has it."""
+        return {
+            "RAGCACHE_POD": FromField("metadata.name"),
+            "RAGCACHE_SELF": f"$(RAGCACHE_POD).{self.reach(shards)}",
+        }
+
+    def lane_socket(self) -> str:
+        """None: every part is in a pod of its own."""
+        return ""
 
     def data_dir(self, part: str) -> str:
         """The volume's mount."""

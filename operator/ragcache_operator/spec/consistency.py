@@ -17,6 +17,7 @@ from ragcache_operator.spec.collection import SourceSpec, SyncSpec
 from ragcache_operator.spec.ragcache import (
     BUNDLED_EMBEDDER,
     BUNDLED_MODELS,
+    CacheStoreSpec,
     ClientSpec,
     EmbedderSpec,
     EngineSpec,
@@ -32,6 +33,8 @@ from ragcache_operator.spec.values import ChunkingSpec, ResourcesSpec
 
 SHORTEST_INTERVAL_S = 10
 LONGEST_INTERVAL_S = 24 * 3600
+LEAST_STORE_MEMORY_BYTES = 64 << 20
+LEAST_STORE_DISK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,32 @@ def _pull_secrets_differ(scheduling: SchedulingSpec) -> Fault | None:
 
 def _hostnames_differ(route: HTTPRouteSpec) -> Fault | None:
     return _twice(route.hostnames)
+
+
+def _admission_fits_the_policy(store: CacheStoreSpec) -> Fault | None:
+    if store.admission != "score" or store.policy == "score":
+        return None
+    return Fault(
+        f"score compares scores, and policy {store.policy} has none",
+        "use policy score, or admission always or secondTouch",
+    )
+
+
+def _memory_holds_values(store: CacheStoreSpec) -> Fault | None:
+    if store.memory_bytes >= LEAST_STORE_MEMORY_BYTES:
+        return None
+    return Fault(
+        f"{store.memory} does not hold the values that are on their way in and out",
+        "use 64Mi or more, and four times the largest chunk-cache at least",
+    )
+
+
+def _disk_holds_values(store: CacheStoreSpec) -> Fault | None:
+    if store.disk.size_bytes >= LEAST_STORE_DISK_BYTES:
+        return None
+    return Fault(
+        f"{store.disk.size} is little more than what the store leaves free", "use 256Mi or more"
+    )
 
 
 def _twice(names: Sequence[str], field: str = "") -> Fault | None:
@@ -356,6 +385,21 @@ CONSISTENCY: tuple[Rule, ...] = (
         _limit_holds_the_request,
         BY_QUANTITY,
     ),
+    Rule(
+        "admission fits the policy",
+        CacheStoreSpec,
+        "admission",
+        _admission_fits_the_policy,
+        Cel(
+            "self.admission != 'score' || self.policy == 'score'",
+            "score compares scores, and the policy has none; use policy score, or admission always "
+            "or secondTouch",
+        ),
+    ),
+    Rule(
+        "store's memory holds values", CacheStoreSpec, "memory", _memory_holds_values, BY_QUANTITY
+    ),
+    Rule("store's disk holds values", CacheStoreSpec, "disk.size", _disk_holds_values, BY_QUANTITY),
     Rule("engine names differ", RagCacheSpec, "engines", _engine_names_differ, BY_SCHEMA),
     Rule(
         "pull secrets differ", SchedulingSpec, "imagePullSecrets", _pull_secrets_differ, BY_SCHEMA

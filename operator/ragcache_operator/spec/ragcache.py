@@ -301,6 +301,27 @@ class EngineSpec(Values):
         return -(-self.kv_memory_bytes // _GIB)
 
 
+class ReplicationSpec(Values):
+    """Copies of what is asked for most."""
+
+    enabled: bool = True
+    """Whether a busy shard copies the chunk-caches that make up much of what it serves to another
+    shard, and drops the copies when they no longer do. Of no effect with one shard."""
+
+
+class PrecisionSpec(Values):
+    """How numbers of chunk-caches are held, keys and values each in their own way.
+
+    Only without loss: what loses precision never stands for a computation, so that under exact
+    reuse, which is all there is, it would take room and serve nobody."""
+
+    key: Literal["native", "packed"] = "native"
+    """Keys. native: as computed. packed: the same numbers, bit for bit, in about three quarters of
+    the bytes where they are bfloat16, at the price of packing once and unpacking at every read."""
+    value: Literal["native", "packed"] = "native"
+    """Values, in the same ways."""
+
+
 class CacheStoreSpec(Values):
     """Chunk-caches outside the engines: a memory tier above a disk tier."""
 
@@ -310,6 +331,20 @@ class CacheStoreSpec(Values):
     """Bytes of the memory tier of each shard."""
     disk: StorageSpec = StorageSpec()
     """The volume of each shard's disk tier. Cannot change after the object was made."""
+    policy: Literal["score", "pgdsf", "gdsf", "lru", "lfu", "fifo", "s3fifo", "cachecraft"] = (
+        "score"
+    )
+    """What goes when a tier is full. score: what saves the fewest seconds per byte, with recent
+    uses counting most. The others are policies of the literature, to compare with."""
+    admission: Literal["always", "secondTouch", "score"] = "always"
+    """What is written to the disk. always: everything, in the background. secondTouch: what is
+    asked for after it was put. score: what is worth more than what would have to go for it; only
+    with policy score. What is not written is lost when it leaves memory, or when the shard
+    restarts."""
+    precision: PrecisionSpec = PrecisionSpec()
+    """How numbers are held."""
+    replication: ReplicationSpec = ReplicationSpec()
+    """Copies on further shards of what is asked for most."""
     resources: ResourcesSpec = ResourcesSpec()
     """What each shard's pod asks for, in place of what follows from memory."""
 
@@ -423,6 +458,25 @@ class NetworkPolicySpec(Values):
     """Who may talk to the gateway. Empty: everyone."""
 
 
+class OtlpSpec(Values):
+    """A collector of OpenTelemetry."""
+
+    endpoint: Annotated[
+        str,
+        Field(max_length=2048),
+        Matches(HTTP_URL, "URL of a collector", "write it like http://collector:4318"),
+    ]
+    """Base URL of the collector, which takes OTLP over HTTP below it: /v1/metrics and /v1/traces,
+    like http://collector:4318."""
+
+
+class TelemetrySpec(Values):
+    """Where the parts say what they do. The cache store does so far."""
+
+    otlp: OtlpSpec | None = None
+    """A collector of OpenTelemetry that gets metrics and spans. Without it, none are made."""
+
+
 class RagCacheSpec(Values):
     """What to run."""
 
@@ -447,6 +501,8 @@ class RagCacheSpec(Values):
     Retain: their claims stay, and an object of the same name finds them. Delete: they go too."""
     network_policy: NetworkPolicySpec = NetworkPolicySpec()
     """Who may talk to whom."""
+    telemetry: TelemetrySpec = TelemetrySpec()
+    """Where the parts say what they do."""
 
 
 class RagCache(Values):

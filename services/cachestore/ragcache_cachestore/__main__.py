@@ -3,54 +3,108 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
+import time
+from dataclasses import dataclass
 
 from ragcache_cachestore.allocator import reuse_freed_memory
 from ragcache_cachestore.config import Config
-from ragcache_cachestore.disk import Disk
+from ragcache_cachestore.keeper import Keeper, Pace
+from ragcache_cachestore.lane_server import LaneServer
+from ragcache_cachestore.rejoin import Rejoin
+from ragcache_cachestore.replication import Replication
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
+from ragcache_cachestore.telemetry import ExportingTelemetry, Telemetry
 from ragcache_core.errors import InvalidInput
+from ragcache_core.hotness.assignment import Assignment, FixedAssignment, HaRagAssignment
+from ragcache_core.hotness.score import Memory, ScoreAssignment
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 
 log = logging.getLogger("ragcache_cachestore")
+
+SWITCH_INTERVAL_S = 5e-4
+"""How long a thread may keep Python's lock while another one waits for it. Most of what is done here
+under the lock takes microseconds; Python's own 5 ms would be what a get mostly waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a cache store is made of, beside its gRPC server."""
+
+    store: Store
+    lanes: LaneServer
+    rejoin: Rejoin
+    replication: Replication
 
 
 async def serve(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises InvalidInput for an address or folder not usable."""
     async with HealthServer(config.health_listen) as health:
         health.set_progress("opening the disk tier")
-        # In a thread: with many variants it takes a while, in which health is asked for.
-        store = await asyncio.to_thread(_open, config)
-        try:
-            await _serve(config, store, health)
-        finally:
-            await store.close()
+        with contextlib.ExitStack() as ends:
+            # In a thread: with many variants it takes a while, in which health is asked for.
+            parts = await asyncio.to_thread(_open, config, ends)
+            try:
+                await _serve(config, parts, health)
+            finally:
+                await asyncio.to_thread(ends.close)
     log.info("stopped")
 
 
-def _open(config: Config) -> Store:
-    disk = Disk(config.data_dir, config.disk_bytes)
-    return Store(disk, config.memory_bytes, config.disk_bytes)
+def _open(config: Config, ends: contextlib.ExitStack) -> Parts:
+    """Open the folder and whatever works on it; ends: how each is closed, the last one first."""
+    telemetry = Telemetry()
+    if config.otlp_endpoint is not None:
+        instance = config.own_address or config.listen
+        telemetry = ExportingTelemetry.to(config.otlp_endpoint, instance)
+    ends.callback(telemetry.close)
+    store = Store(
+        config.data_dir,
+        config.memory_bytes,
+        config.disk_bytes,
+        policy=config.policy,
+        admission=config.admission,
+        leaves_only=config.leaves_only,
+        telemetry=telemetry,
+    )
+    ends.callback(store.close)
+    lanes = LaneServer(store, config.lane_socket, _host_port(config.lane_listen))
+    ends.callback(lanes.close)
+    keeper = Keeper(store, _assignment(config), Pace(), time.monotonic)
+    keeper.start()
+    ends.callback(keeper.close)
+    own = config.own_address or config.listen
+    rejoin = Rejoin(store, config.members, own)
+    ends.callback(rejoin.close)
+    replication = Replication(store, config.members if config.replication else None, own)
+    ends.callback(replication.close)
+    return Parts(store, lanes, rejoin, replication)
 
 
-async def _serve(config: Config, store: Store, health: HealthServer) -> None:
-    server = _listen(config.listen, CacheStoreService(store), health)
+async def _serve(config: Config, parts: Parts, health: HealthServer) -> None:
+    store = parts.store
+    replication = parts.replication if config.members is not None else None
+    service = CacheStoreService(store, parts.lanes.hello(), replication)
+    server = _listen(config.listen, service, health)
+    # Before anybody can ask: what the others know to be deleted is never served.
+    health.set_progress("asking the other shards what was deleted")
+    await asyncio.to_thread(parts.rejoin.start)
     await server.start()
     try:
+        parts.lanes.start()
+        parts.replication.start()
         await server.set_ready()
-        log.info(
-            "serving %d variants, %d bytes, on port %d",
-            len(store.index),
-            store.index.used_bytes,
-            server.port,
-        )
+        log.info("serving %d variants on port %d", len(store), server.port)
         await until_stopped()
     finally:
+        service.end_watches()
         await server.stop()
+        await asyncio.to_thread(service.close)
 
 
 def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> GrpcServer:
@@ -62,9 +116,27 @@ def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> Gr
         ) from error
 
 
+def _assignment(config: Config) -> Assignment:
+    match config.precision:
+        case "harag":
+            return HaRagAssignment()
+        case "score":
+            return ScoreAssignment(memory=Memory(pageable_bytes=config.memory_bytes))
+        case precision:
+            return FixedAssignment(precision)
+
+
+def _host_port(listen: str | None) -> tuple[str, int] | None:
+    if listen is None:
+        return None
+    host, _, port = listen.rpartition(":")
+    return host, int(port)
+
+
 def main() -> int:
     """Entry point."""
     reuse_freed_memory()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         config = Config.from_environment(os.environ)
         logging.basicConfig(

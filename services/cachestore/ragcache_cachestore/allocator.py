@@ -8,8 +8,9 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-KEPT_BYTES = 64 << 20
-"""Free memory kept for reuse instead of being given back to the system."""
+KEPT_BYTES = 8 << 20
+"""Free memory kept for reuse instead of being given back to the system: a few messages. Values lie
+in the arena, and what is kept here counts on top of that."""
 
 
 def reuse_freed_memory() -> None:

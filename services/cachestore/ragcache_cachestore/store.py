@@ -1,281 +1,706 @@
-"""The store: both tiers behind one index, and what put, get and delete promise.
+"""The store: two tiers of one file each behind one catalog, and what its calls promise each other.
 
-Everything here runs on one event loop, so the index needs no lock; RocksDB runs in threads: one
-that writes (``GroupWriter``) and a few that read.
+Any number of threads call in. The books (``books``) say what is held and are kept under one lock,
+for microseconds; bytes move and disks are waited for outside it (``mover``).
 
-Put and delete. A value becomes visible when it is durable, all at once. A delete leaves the index
-at once, and is acknowledged when it is durable. A put that began before a delete of its key ended
-is overtaken by it: nothing of it stays, whichever of them reached the disk first. That holds
-because both go through the one writer in order: a put queued before the delete is on disk when the
-delete looks there, and one not yet queued knows that it was overtaken.
+Deletes. A delete is on disk before it shows, and shows at once in whole: from then on the catalog
+holds nothing that it covers. What arrives later is measured by the deletes that its computation had
+seen (``AsOf``), and records found at a start by those that they were put after.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
-from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from ragcache_cachestore.budget import Budget
-from ragcache_cachestore.disk import Disk
-from ragcache_cachestore.entry import Entry
-from ragcache_cachestore.index import Index
-from ragcache_cachestore.memory import MemoryTier
-from ragcache_cachestore.pieces import PieceCutter, Pieces, checksum
-from ragcache_cachestore.writer import GroupWriter
+from ragcache_cachestore.arena import Arena
+from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
+from ragcache_cachestore.books import Books, Grave, refusal
+from ragcache_cachestore.catalog import Holding, replaces
+from ragcache_cachestore.checksums import first_wrong_part
+from ragcache_cachestore.counters import Stats, score_histogram
+from ragcache_cachestore.folder import DataFolder
+from ragcache_cachestore.keeper import Candidate
+from ragcache_cachestore.leases import Lease
+from ragcache_cachestore.mover import RETRY_AFTER_S, Mover
+from ragcache_cachestore.records import Records
+from ragcache_cachestore.sweeper import Sweeper
+from ragcache_cachestore.telemetry import Levels, Telemetry
+from ragcache_cachestore.tier import Copy, Shelf
+from ragcache_cachestore.tombstones import LIFETIME_MS, Tombstones
+from ragcache_cachestore.value_file import ValueFile
+from ragcache_cachestore.write_behind import Job
+from ragcache_core.admission import make_admission
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_core.keys import ChunkKey, VariantKey
-from ragcache_core.reuse import VariantInfo
+from ragcache_core.extents import PAGE_BYTES
+from ragcache_core.keys import VariantKey
+from ragcache_core.policies import DEFAULT_POLICY, make_policy
+from ragcache_core.storing import (
+    ID_BYTES,
+    Ack,
+    AsOf,
+    Deletion,
+    Event,
+    EventKind,
+    LookupAnswer,
+    NewVariant,
+    PutOutcome,
+    Tombstone,
+    Want,
+)
+from ragcache_core.variant import Miss, Part, Precision, Tier, VariantInfo
 
 log = logging.getLogger(__name__)
 
-Tier = Literal["memory", "disk"]
-
 MAX_VALUE_BYTES = 256 << 20
-PUTS_BYTES = MAX_VALUE_BYTES
-"""Bound of the values arriving at once."""
-READERS = 4
-"""Threads that read RocksDB: enough to overlap a few cold reads."""
+"""Bound of one value, whatever the tiers hold."""
 
+ARRIVING_SHARE = 0.5
+"""Share of memory that values on their way in may take, since they cannot be evicted."""
 
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start."""
-
-    hits_memory: int = 0
-    hits_disk: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    puts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A value that was asked for and is there; its checksum held."""
-
-    entry: Entry
-    tier: Tier
-    pieces: Pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A value that was asked for and is not there. corrupt: it was, and has been dropped."""
-
-    corrupt: bool
+SWEEP_EVERY_S = 0.5
+ALIVE_EVERY_S = 10.0
+FORGET_EVERY_S = 600.0
+SERVED_CAPACITY = 65_536
+"""Keys whose served bytes are counted until they are taken."""
 
 
 class Store:
-    """Variants in a memory tier of memory_bytes above a disk tier of disk_bytes."""
+    """A cache store on a folder. Every method may be called from any thread.
 
-    def __init__(
-        self, disk: Disk, memory_bytes: int, disk_bytes: int, puts_bytes: int = PUTS_BYTES
-    ) -> None:
-        self.counters = Counters()
-        self.index = Index(disk_bytes)
-        self.memory = MemoryTier(memory_bytes)
-        self._disk = disk
-        self.puts = Budget(puts_bytes)
-        self._writer = GroupWriter(disk.sync)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        self._arriving: set[Arrival] = set()
-        self._deletes: list[_Delete] = []
-        self._writing: dict[VariantKey, asyncio.Task[bool]] = {}
-        self._next_slot = 1
-        for key, entry in disk.load():
-            self._next_slot = entry.slot + 1
-            self._admit(key, entry)
+    memory_bytes, disk_bytes: capacities, never exceeded. policy, admission: by name, of
+    ``ragcache_core``. leaves_only: a parent outlives its children in a tier (``exact``). clock:
+    seconds, never going back. wall_ms: Unix time. free_bytes: room left on the folder's volume.
 
-    async def close(self) -> None:
-        """Finish writing, then close RocksDB. No call may be running or come any more."""
-        await asyncio.gather(*self._writing.values(), return_exceptions=True)
-        await asyncio.to_thread(self._writer.close)
-        self._readers.shutdown()
-        await asyncio.to_thread(self._disk.close)
-
-    def lookup(self, key: VariantKey) -> tuple[Entry, Tier] | None:
-        """What is stored of key, without its value and without noting a use."""
-        entry = self.index.get(key)
-        if entry is None:
-            return None
-        return entry, "memory" if key in self.memory else "disk"
-
-    async def get(self, key: VariantKey) -> Found | Missing:
-        """The value of key, promoted into memory."""
-        while (entry := self.index.get(key)) is not None:
-            self.index.touch(key)
-            if (pieces := self.memory.get(key)) is not None:
-                self.counters.hits_memory += 1
-                return Found(entry, "memory", pieces)
-            loop = asyncio.get_running_loop()
-            read = await loop.run_in_executor(self._readers, self._read, entry)
-            if self.index.get(key) is not entry:
-                continue  # deleted, evicted or replaced meanwhile: what was read is not served
-            if read is not None:
-                self.counters.hits_disk += 1
-                self.memory.put(key, read)
-                return Found(entry, "disk", read)
-            log.error("dropped a corrupt value of %d bytes", entry.info.num_bytes)
-            self.counters.corrupt += 1
-            self._drop(key)
-            self._discard(key, entry)
-            return Missing(corrupt=True)
-        self.counters.misses += 1
-        return Missing(corrupt=False)
-
-    def put(
-        self, key: VariantKey, info: VariantInfo, value_checksum: int, value_format: int
-    ) -> Arrival:
-        """Begin a put. Raises TooLarge; Unavailable if too much is arriving already."""
-        if info.num_bytes > self.index.capacity_bytes:
-            raise TooLarge(
-                "header.info.num_bytes",
-                f"{info.num_bytes} is more than the whole store holds",
-                f"send at most {self.index.capacity_bytes} bytes or raise RAGCACHE_DISK_BYTES",
-            )
-        if not self.puts.try_take(info.num_bytes):
-            raise Unavailable("cachestore", "too many values are arriving at once")
-        entry = Entry(self._next_slot, info, value_checksum, value_format)
-        self._next_slot += 1
-        arrival = Arrival(self, key, entry)
-        arrival.overtaken = any(delete.covers(key) for delete in self._deletes)
-        self._arriving.add(arrival)
-        return arrival
-
-    async def delete(self, chunks: Collection[ChunkKey], variants: Collection[VariantKey]) -> int:
-        """Remove every variant of chunks, and variants. Returns how many were on disk."""
-        delete = _Delete(frozenset(chunks), frozenset(variants))
-        self._deletes.append(delete)
-        try:
-            for arrival in self._arriving:
-                arrival.overtaken |= delete.covers(arrival.key)
-            for key in [*variants, *(k for chunk in chunks for k in self.index.variants_of(chunk))]:
-                self._drop(key)
-            write = self._writer.submit(lambda: self._disk.delete(delete.chunks, delete.variants))
-            return await asyncio.shield(asyncio.wrap_future(write))
-        finally:
-            self._deletes.remove(delete)
-
-    def wants(self, key: VariantKey, info: VariantInfo) -> bool:
-        """Whether a put would change anything: nothing is held, or it is not exact and info is."""
-        held = self.index.get(key)
-        if held is None:
-            return True
-        return info.provenance.exact and not held.info.provenance.exact
-
-    async def _receive(self, arrival: Arrival, pieces: Pieces) -> bool:
-        """Check and write what arrived; whether it is stored now."""
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._readers, checksum, pieces)
-        if found != arrival.entry.checksum:
-            raise InvalidInput(
-                "header.info.checksum",
-                f"is {arrival.entry.checksum:016x}, that of the data {found:016x}",
-                "send the XXH3-64 of the value, and the value unchanged",
-            )
-        key = arrival.key
-        while (other := self._writing.get(key)) is not None:
-            await asyncio.wait([other])
-        if arrival.overtaken or not self.wants(key, arrival.entry.info):
-            return False
-        # Shielded: a value on its way to disk belongs into the index whoever still waits for it.
-        arrival.writing = True
-        task = asyncio.create_task(self._write(arrival, pieces))
-        self._writing[key] = task
-        task.add_done_callback(lambda _: self._writing.pop(key))
-        return await asyncio.shield(task)
-
-    async def _write(self, arrival: Arrival, pieces: Pieces) -> bool:
-        key, entry = arrival.key, arrival.entry
-        try:
-            write = self._writer.submit(lambda: self._disk.write(key, entry, pieces))
-            await asyncio.wrap_future(write)
-            if arrival.overtaken:
-                return False
-            self._admit(key, entry)
-            if key in self.index:
-                self.memory.put(key, pieces)
-            self.counters.puts += 1
-            return True
-        finally:
-            self._leave(arrival)
-
-    def _leave(self, arrival: Arrival) -> None:
-        self._arriving.remove(arrival)
-        self.puts.give(arrival.entry.info.num_bytes)
-
-    def _admit(self, key: VariantKey, entry: Entry) -> None:
-        for victim, old in self.index.add(key, entry):
-            self.memory.remove(victim)
-            self._discard(victim, old)
-
-    def _drop(self, key: VariantKey) -> None:
-        self.index.remove(key)
-        self.memory.remove(key)
-
-    def _discard(self, key: VariantKey, entry: Entry) -> None:
-        """Free disk space in the background; what fails is tried again after the next start."""
-        write = self._writer.submit(lambda: self._disk.discard(key, entry))
-        write.add_done_callback(_log_failure)
-
-    def _read(self, entry: Entry) -> Pieces | None:
-        pieces = self._disk.read(entry)
-        if pieces is None or checksum(pieces) != entry.checksum:
-            return None
-        return pieces
-
-
-class Arrival:
-    """A put on its way in: a context that forgets it again unless it is being written.
-
-    overtaken: a delete of its key has begun since, so it must not be stored.
+    arena, value_file: where the bytes of leases lie. telemetry: told of what happens.
     """
 
-    def __init__(self, store: Store, key: VariantKey, entry: Entry) -> None:
-        self.key = key
-        self.entry = entry
-        self.overtaken = False
-        self.writing = False
-        self._store = store
-        self._cutter = PieceCutter(entry.info.num_bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        folder: Path,
+        memory_bytes: int,
+        disk_bytes: int,
+        *,
+        policy: str = DEFAULT_POLICY,
+        admission: str = "always",
+        leaves_only: bool = False,
+        telemetry: Telemetry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        free_bytes: Callable[[], int] | None = None,
     ) -> None:
-        if not self.writing:
-            self._store._leave(self)
+        """Open folder. Raises InvalidInput if it cannot be used."""
+        self.telemetry = telemetry or Telemetry()
+        self._wall_ms = wall_ms
+        self._leaves_only = leaves_only
+        self._delete_lock = threading.Lock()
+        with contextlib.ExitStack() as ends:
+            data = DataFolder(folder)
+            ends.callback(data.close)
+            self.arena = Arena(memory_bytes)
+            ends.callback(self.arena.close)
+            self.value_file = ValueFile(data.values, disk_bytes, free_bytes)
+            ends.callback(self.value_file.close)
+            self._records = Records(data.records)
+            ends.callback(self._records.close)
+            disk_policy = make_policy(policy, leaves_only=leaves_only)
+            self._books = Books(
+                memory=Shelf(self.arena.allocator, make_policy(policy, leaves_only=leaves_only)),
+                disk=Shelf(self.value_file.allocator, disk_policy),
+                admission=make_admission(admission, disk_policy),
+                policy_name=policy,
+                store_id=self._records.store_id,
+                clock=clock,
+                telemetry=self.telemetry,
+            )
+            self._sweeper = Sweeper(
+                clock,
+                [
+                    (SWEEP_EVERY_S, self.sweep),
+                    (ALIVE_EVERY_S, self._note_alive),
+                    (FORGET_EVERY_S, self.forget_tombstones),
+                ],
+            )
+            self._mover = Mover(
+                self._books,
+                self.arena,
+                self.value_file,
+                self._records,
+                leaves_only=leaves_only,
+                sweep_soon=self._sweeper.wake,
+            )
+            ends.callback(self._mover.close, flush=False)
+            self._load()
+            self._files = ends.pop_all()
+        self._sweeper.start()
+        self.telemetry.observe(self._levels)
 
-    def add(self, part: bytes | memoryview) -> None:
-        """Append part of the value. Raises InvalidInput if it is longer than announced."""
-        self._cutter.add(part)
+    def close(self, *, flush: bool = True) -> None:
+        """Write what was accepted, unless flush is False, and close. No call may come any more."""
+        self._sweeper.close()
+        try:
+            if flush:
+                self._mover.writer.flush()
+                self._mover.bury()
+                self._records.note_alive(self._wall_ms())
+        except Unavailable as error:
+            log.warning("not all that was dropped could be recorded as such: %s", error)
+        self._files.close()
 
-    async def finish(self) -> bool:
-        """Store the value; False if it was there already or a delete overtook it.
+    # What it is
 
-        Raises InvalidInput if it is not what was announced, Unavailable if the disk refuses it.
+    @property
+    def boot(self) -> bytes:
+        """Id of this start."""
+        return self._books.feed.boot
+
+    @property
+    def store_id(self) -> bytes:
+        """Id of the data folder."""
+        return self._records.store_id
+
+    @property
+    def max_value_bytes(self) -> int:
+        """Bound of one value."""
+        return min(MAX_VALUE_BYTES, self.arena.allocator.num_pages * PAGE_BYTES)
+
+    def __len__(self) -> int:
+        return len(self._books.catalog)
+
+    # Reading
+
+    def lookup(self, wants: Sequence[Want], exact: bool = False, domain: str = "") -> LookupAnswer:
+        """What is held of each want, and the deletes that this answer has seen."""
+        with self._books.lock:
+            variants = tuple([self._books.look(want, exact, domain) for want in wants])
+            return LookupAnswer(variants, AsOf(self.store_id, self._books.tombstones.last_sequence))
+
+    def open(
+        self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
+    ) -> list[Lease | Miss]:
+        """A lease for each value that is held and may serve, to be released; else why not."""
+        now = self._books.clock()
+        cold: list[Holding] = []
+        with self._books.lock:
+            found = [self._open(key, exact, domain, now, cold) for key in keys]
+        for holding in cold:
+            self._mover.promotions.submit(holding)
+        for answer in found:
+            if isinstance(answer, Miss):
+                self.telemetry.miss(answer)
+        return found
+
+    def release(self, lease_ids: Iterable[int], corrupt: Iterable[int] = ()) -> None:
+        """End leases. corrupt: those whose bytes did not match; they are read again first."""
+        ids, suspects = list(lease_ids), list(corrupt)
+        for lease_id in suspects:
+            with self._books.lock:
+                lease = self._books.leases.get(lease_id)
+            if lease is not None and not self._mover.verify(lease.holding, lease.tier, lease.copy):
+                self._mover.drop_corrupt(lease.holding, lease.copy)
+        with self._books.lock:
+            for lease_id in {*ids, *suspects}:
+                ended = self._books.leases.end(lease_id)
+                if ended is not None:
+                    self._books.tier(ended.tier).let_go(ended.copy)
+            self._books.room.notify_all()
+        self._mover.bury_soon()
+
+    def is_leased(self, lease_id: int) -> bool:
+        """Whether a lease has not ended: what was read until now was as it should be."""
+        with self._books.lock:
+            lease = self._books.leases.get(lease_id)
+            return lease is not None and lease.expires_at > self._books.clock()
+
+    def prefetch(self, keys: Sequence[VariantKey]) -> int:
+        """Bring values from disk into memory, in the background; how many that begins for."""
+        with self._books.lock:
+            found = [self._books.catalog.get(key) for key in dict.fromkeys(keys)]
+            cold = [one for one in found if one is not None and one.memory is None]
+        return sum([self._mover.promotions.submit(holding) for holding in cold])
+
+    def pin(self, keys: Sequence[VariantKey], seconds: float) -> int:
+        """Keep values from eviction for some time; how many are pinned now."""
+        until = self._books.clock() + seconds
+        with self._books.lock:
+            found = [self._books.catalog.get(key) for key in dict.fromkeys(keys)]
+            return sum(
+                [
+                    self._books.pins.pin(holding.key, holding.info.num_bytes, until)
+                    for holding in found
+                    if holding is not None
+                ]
+            )
+
+    def unpin(self, keys: Sequence[VariantKey]) -> int:
+        """End pins; how many there were."""
+        with self._books.lock:
+            return sum([self._books.pins.unpin(key) for key in dict.fromkeys(keys)])
+
+    # Putting
+
+    def begin_put(
+        self, new: NewVariant, ack: Ack = Ack.ACCEPTED, timeout_s: float = COMMIT_TIMEOUT_S
+    ) -> Arrival | PutOutcome:
+        """Room for a value that is coming, or why none is needed.
+
+        With Ack.DURABLE, HELD_ALREADY is said when what is held is on disk. Raises TooLarge;
+        Unavailable if there is no room now.
         """
-        return await self._store._receive(self, self._cutter.finish())
+        self._check_size(new.info, ack)
+        with self._books.lock:
+            seen = self._books.seen(new.as_of)
+            if self._books.tombstones.covers(new.key, new.origin, seen):
+                return PutOutcome.DELETED
+            held = self._books.catalog.get(new.key)
+            if held is not None and replaces(new.info, held):
+                held = None
+            if held is None:
+                self._check_arriving(new.info.num_bytes)
+                self._books.arriving_bytes += new.info.num_bytes
+        if held is not None:
+            if ack is Ack.DURABLE:
+                self._wait_until_written(new.key, timeout_s)
+            return PutOutcome.HELD_ALREADY
+        try:
+            copy = self._mover.room_in_memory(new.info.num_bytes)
+        except BaseException:
+            with self._books.lock:
+                self._books.arriving_bytes -= new.info.num_bytes
+            raise
+        return Arrival(self, new, copy, seen)
 
+    def commit(self, arrival: Arrival, ack: Ack, timeout_s: float) -> PutOutcome:
+        """See Arrival.commit."""
+        new = arrival.new
+        try:
+            wrong = first_wrong_part(new.parts, self.arena.views(arrival.extents))
+        except BaseException:
+            self.abort(arrival, 0.0)
+            raise
+        if wrong is not None:
+            self.abort(arrival, 0.0)
+            raise InvalidInput(
+                f"header.parts[{wrong}].checksum",
+                "does not match the bytes sent",
+                "send the XXH3-64 of the part",
+            )
+        outcome = self._accept(arrival, ack)
+        self._mover.bury_soon()
+        if ack is Ack.DURABLE and outcome is not PutOutcome.DELETED:
+            self._wait_until_written(new.key, timeout_s)
+            with self._books.lock:
+                seen = arrival.delete_sequence
+                if self._books.tombstones.covers(new.key, new.origin, seen):
+                    return PutOutcome.DELETED
+        return outcome
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Delete:
-    chunks: frozenset[ChunkKey]
-    variants: frozenset[VariantKey]
+    def _wait_until_written(self, key: VariantKey, timeout_s: float) -> None:
+        """Return when what is held of key is on disk, or nothing is. Raises Unavailable."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            with self._books.lock:
+                held = self._books.catalog.get(key)
+                job = None if held is None else self._written(held)
+            if held is None or job is None:
+                return
+            try:
+                job.wait(max(0.0, give_up - time.monotonic()))
+            except Unavailable:
+                with self._books.lock:
+                    if self._books.catalog.holds(held):
+                        raise
+                # It was replaced: what did that is to be waited for.
 
-    def covers(self, key: VariantKey) -> bool:
-        return key.chunk in self.chunks or key in self.variants
+    def abort(self, arrival: Arrival, quiet_s: float) -> None:
+        """See Arrival.abort."""
+        with self._books.lock:
+            self._books.arriving_bytes -= arrival.new.info.num_bytes
+            if quiet_s:
+                self._books.quiet.append((self._books.clock() + quiet_s, arrival.copy))
+            else:
+                self._books.memory.let_go(arrival.copy)
+            self._books.room.notify_all()
 
+    # Deleting
 
-def _log_failure(future: Future[None]) -> None:
-    if (error := future.exception()) is not None:
-        log.warning("an evicted value stays on disk until the next start: %s", error)
+    def delete(self, deletion: Deletion) -> int:
+        """Remove what a deletion covers, for good when this returns; how many variants went.
+
+        Nothing if its id was applied before; one without an id gets one. Raises Unavailable, with
+        nothing changed, if the disk refuses.
+        """
+        now_ms = self._wall_ms()
+        made_at_ms = deletion.made_at_ms
+        if not now_ms - LIFETIME_MS < made_at_ms <= now_ms:  # unset, or of a clock astray
+            made_at_ms = now_ms
+        deletion = replace(deletion, id=deletion.id or os.urandom(ID_BYTES), made_at_ms=made_at_ms)
+        with self._delete_lock:
+            with self._books.lock:
+                if deletion.id in self._books.tombstones:
+                    return 0
+                sequence = self._books.tombstones.last_sequence + 1
+            tombstone = Tombstone(sequence, deletion)
+            self._records.put_tombstone(tombstone)
+            with self._books.lock:
+                self._books.tombstones.add(tombstone)
+                doomed = self._books.catalog.covered(deletion)
+                for holding in doomed:
+                    self._books.drop(holding, Miss.DELETED)
+                self._books.room.notify_all()
+        self.telemetry.deleted(len(doomed))
+        self._mover.bury_soon()
+        return len(doomed)
+
+    def tombstones_since(self, since_ms: int) -> list[Deletion]:
+        """Deletes made since then, as Unix time, that are remembered, in the order applied here."""
+        with self._books.lock:
+            return [tombstone.deletion for tombstone in self._books.tombstones.since(since_ms)]
+
+    def discard(self, key: VariantKey) -> bool:
+        """Drop a variant as eviction does, without a tombstone; whether it was held."""
+        with self._books.lock:
+            holding = self._books.catalog.get(key)
+            if holding is not None:
+                self._books.drop(holding, Miss.EVICTED)
+        self._mover.bury_soon()
+        return holding is not None
+
+    # Watching
+
+    def snapshot(self) -> tuple[int, list[Event]]:
+        """The sequence of the last event, and a STORED for everything held then."""
+        with self._books.lock:
+            sequence = self._books.feed.sequence
+            held = [(one.key, one.tier, one.info) for one in self._books.catalog]
+        boot = self.boot
+        return sequence, [
+            Event(boot, sequence, EventKind.STORED, key, tier, info) for key, tier, info in held
+        ]
+
+    def events_after(self, sequence: int) -> list[Event] | None:
+        """Events after sequence, oldest first; None if a snapshot is needed."""
+        with self._books.lock:
+            return self._books.feed.after(sequence)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call wake at every event from now on; it must return at once."""
+        with self._books.lock:
+            self._books.feed.watch(wake)
+
+    def unwatch(self, wake: Callable[[], None]) -> None:
+        """Undo watch."""
+        with self._books.lock:
+            self._books.feed.unwatch(wake)
+
+    # Counting
+
+    def note_sent(self, tier: Tier, lane: str, num_bytes: int, seconds: float) -> None:
+        """A value went out. seconds: from the call until its last byte was handed over."""
+        with self._books.lock:
+            self._books.counters.bytes_by_lane[lane] += num_bytes
+            self._books.load_models[tier].observe(num_bytes, seconds)
+        self.telemetry.hit(tier, lane, num_bytes, seconds)
+
+    def note_put(
+        self, outcome: PutOutcome, ack: Ack, lane: str, num_bytes: int, seconds: float
+    ) -> None:
+        """A put ended. seconds: from the call until it was acknowledged."""
+        with self._books.lock:
+            if outcome is PutOutcome.STORED:
+                self._books.counters.bytes_by_lane[lane] += num_bytes
+        self.telemetry.put(outcome, ack, lane, num_bytes, seconds)
+
+    def stats(self) -> Stats:
+        """How it stands, and what happened since the start."""
+        histogram = score_histogram(
+            [one.score for one in self.candidates(self._books.clock()) if one.score > 0]
+        )
+        with self._books.lock:
+            by_precision = self._books.catalog.bytes_by_precision
+            return Stats(
+                variants=len(self._books.catalog),
+                disk_bytes=self._books.disk.used_bytes,
+                disk_capacity_bytes=self._books.disk.capacity_bytes,
+                memory_bytes=self._books.memory.used_bytes,
+                memory_capacity_bytes=self._books.memory.capacity_bytes,
+                hits=dict(self._books.counters.hits),
+                misses_by_reason={f"{miss}": n for miss, n in self._books.counters.misses.items()},
+                corrupt=self._books.counters.corrupt,
+                puts=self._books.counters.puts,
+                evictions=dict(self._books.counters.evictions),
+                bytes_by_precision={f"{name}": size for name, size in by_precision.items()},
+                bytes_by_lane=dict(self._books.counters.bytes_by_lane),
+                leases=len(self._books.leases),
+                tombstones=len(self._books.tombstones),
+                score_histogram=histogram,
+            )
+
+    # For who keeps it: precision, placement, replicas
+
+    def candidates(self, now: float) -> Iterator[Candidate]:
+        """Everything held and visible, as it is while this is read."""
+        with self._books.lock:
+            holdings = list(self._books.catalog)
+        for start in range(0, len(holdings), 256):
+            with self._books.lock:  # again and again, so that nobody waits long
+                held = [
+                    one for one in holdings[start : start + 256] if self._books.catalog.holds(one)
+                ]
+            for holding in held:
+                yield Candidate(
+                    key=holding.key,
+                    identity=holding.identity,
+                    info=holding.info,
+                    shape=holding.shape,
+                    parts=holding.parts,
+                    value_format=holding.value_format,
+                    tier=holding.tier,
+                    reads=holding.reads,
+                    score=holding.score(now),
+                    wanted_better=holding.wanted_better,
+                )
+
+    def read(self, key: VariantKey, identity: int) -> bytearray | None:
+        """A copy of a value as held; None if that record is gone or corrupt. Counts as no use."""
+        with self._books.lock:
+            holding = self._books.catalog.get(key)
+        if holding is None or holding.identity != identity:
+            return None
+        return self._mover.copy_out(holding)
+
+    def export(self, key: VariantKey) -> tuple[NewVariant, memoryview] | None:
+        """A copy of a value and what a put of it needs; None if not held. Counts as no use."""
+        with self._books.lock:
+            holding = self._books.catalog.get(key)
+        value = None if holding is None else self._mover.copy_out(holding)
+        if holding is None or value is None:
+            return None
+        new = NewVariant(
+            key=key,
+            info=holding.info,
+            parts=holding.parts,
+            origin=holding.origin,
+            shape=holding.shape,
+            value_format=holding.value_format,
+        )
+        return new, memoryview(value)
+
+    def swap(
+        self,
+        key: VariantKey,
+        identity: int,
+        precision: Precision,
+        parts: Sequence[Part],
+        views: Sequence[memoryview],
+    ) -> bool:
+        """Hold a value in another encoding, if that record is still held and nobody reads it.
+
+        views: one for each part. False: nothing was changed.
+        """
+        return self._mover.swap(key, identity, precision, parts, views)
+
+    def want_better(self, key: VariantKey, wanted: bool) -> None:
+        """Say in lookups whether a variant deserves better than it is held with."""
+        with self._books.lock:
+            holding = self._books.catalog.get(key)
+            if holding is not None:
+                holding.wanted_better = wanted
+
+    def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
+        """Other shards that hold a variant, for lookups to tell; forgotten when it goes."""
+        with self._books.lock:
+            if shards and self._books.catalog.get(key) is not None:
+                self._books.replicas[key] = shards
+            else:
+                self._books.replicas.pop(key, None)
+
+    def take_served(self) -> Mapping[VariantKey, int]:
+        """Bytes served of each variant since the last call."""
+        with self._books.lock:
+            served, self._books.served = self._books.served, {}
+            return served
+
+    def flush(self) -> None:
+        """Return when everything accepted so far that is to be written has been."""
+        self._mover.writer.flush()
+
+    def check(self) -> None:
+        """Raise AssertionError if the books do not balance. For tests."""
+        with self._books.lock:
+            self._books.check()
+
+    # Within
+
+    def _load(self) -> None:
+        """Take up what the folder holds; nothing if it was away for longer than deletes live."""
+        now_ms, now = self._wall_ms(), self._books.clock()
+        away_ms = now_ms - self._records.last_alive_ms
+        if self._records.last_alive_ms and away_ms > LIFETIME_MS:
+            log.warning("starting empty: away for %.0f h, deletes may be missed", away_ms / 3.6e6)
+            self._records.clear()
+        with contextlib.suppress(Unavailable):  # a full disk: it may still be read
+            self._records.note_alive(now_ms)
+        self._books.tombstones = Tombstones(
+            self._records.tombstones(), last_sequence=self._records.delete_sequence
+        )
+        for key, record in self._records.load(self.value_file.allocator):
+            copy = Copy(record.extents, record.info.num_bytes)
+            self._books.next_identity = max(self._books.next_identity, record.put_order + 1)
+            self._mover.found(key, copy)
+            if self._books.tombstones.covers(key, record.origin, record.delete_sequence):
+                self._books.graves.append(Grave(key, copy))
+                continue
+            holding = Holding(
+                key=key,
+                identity=record.put_order,
+                info=record.info,
+                parts=record.parts,
+                origin=record.origin,
+                shape=record.shape,
+                value_format=record.value_format,
+                delete_sequence=record.delete_sequence,
+                put_at=now,
+                disk=copy,
+            )
+            self._books.catalog.add(holding)
+            self._books.disk.policy.add(key, holding.candidate, now)
+        self._mover.bury()
+
+    def _open(
+        self, key: VariantKey, exact: bool, domain: str, now: float, cold: list[Holding]
+    ) -> Lease | Miss:
+        holding = self._books.catalog.get(key)
+        miss = self._books.why(key) if holding is None else refusal(holding, exact, domain)
+        if holding is None or miss is not None:
+            assert miss is not None
+            self._books.counters.misses[miss] += 1
+            return miss
+        tier, copy = self._books.best(holding)
+        holding.note_read(now)
+        self._books.memory.policy.touch(key, now)
+        self._books.disk.policy.touch(key, now)
+        self._books.counters.hits[tier] += 1
+        if key in self._books.served or len(self._books.served) < SERVED_CAPACITY:
+            self._books.served[key] = self._books.served.get(key, 0) + holding.info.num_bytes
+        if tier is Tier.DISK and self._books.promotable(holding):
+            cold.append(holding)
+        elif holding.disk is None and holding.job is None and self._books.admitted(holding, now):
+            holding.job = self._mover.writer.submit(holding, urgent=False)
+        return self._books.leases.grant(holding, tier, copy, now)
+
+    def _check_arriving(self, num_bytes: int) -> None:
+        bound = self._books.memory.capacity_bytes * ARRIVING_SHARE
+        if self._books.arriving_bytes and self._books.arriving_bytes + num_bytes > bound:
+            raise Unavailable(
+                "cachestore", "too many values are arriving at once", retry_after_s=RETRY_AFTER_S
+            )
+
+    def _written(self, holding: Holding) -> Job | None:
+        """The job to wait for until a holding is on disk, which is made urgent; None if it is."""
+        if holding.disk is not None:
+            return None
+        if holding.job is None:
+            holding.job = self._mover.writer.submit(holding, urgent=True)
+        else:
+            self._mover.writer.hurry(holding.job)
+        return holding.job
+
+    def _accept(self, arrival: Arrival, ack: Ack) -> PutOutcome:
+        """Show an arrival, unless a delete or another put was faster."""
+        now, new = self._books.clock(), arrival.new
+        with self._books.lock:
+            self._books.arriving_bytes -= new.info.num_bytes
+            held = self._books.catalog.get(new.key)
+            deleted = self._books.tombstones.covers(new.key, new.origin, arrival.delete_sequence)
+            if deleted or (held is not None and not replaces(new.info, held)):
+                self._books.memory.let_go(arrival.copy)
+                self._books.room.notify_all()
+                return PutOutcome.DELETED if deleted else PutOutcome.HELD_ALREADY
+            holding = Holding(
+                key=new.key,
+                identity=self._books.next_identity,
+                info=new.info,
+                parts=new.parts,
+                origin=new.origin,
+                shape=new.shape,
+                value_format=new.value_format,
+                delete_sequence=self._books.tombstones.last_sequence,
+                put_at=now,
+                memory=arrival.copy,
+            )
+            self._books.next_identity += 1
+            if held is not None:
+                holding.continues(held)
+            self._books.install(holding, held, now)
+            self._books.counters.puts += 1
+            # What a restart would find of a replaced value is to give way to the new one.
+            if ack is Ack.DURABLE or holding.superseded is not None:
+                self._written(holding)
+            elif self._books.admitted(holding, now):
+                holding.job = self._mover.writer.submit(holding, urgent=False)
+            parent = self._books.catalog.get(new.origin.parent) if new.origin.parent else None
+            if self._leaves_only and parent is not None and parent.memory is None:
+                self._mover.promotions.submit(parent)
+            if self._books.memory.excess_pages():
+                self._sweeper.wake()
+        return PutOutcome.STORED
+
+    def _check_size(self, info: VariantInfo, ack: Ack) -> None:
+        if info.num_bytes > self.max_value_bytes:
+            raise TooLarge(
+                "header.info.num_bytes",
+                f"is {info.num_bytes}",
+                f"send at most {self.max_value_bytes} bytes, or raise RAGCACHE_MEMORY_BYTES",
+            )
+        if ack is Ack.DURABLE and info.num_bytes > self._books.disk.capacity_bytes:
+            raise TooLarge(
+                "header.info.num_bytes",
+                f"{info.num_bytes} is more than the whole disk tier holds",
+                "raise RAGCACHE_DISK_BYTES, or put it without waiting for the disk",
+            )
+
+    def sweep(self) -> None:
+        """End what is over, and evict down to the low watermarks. Raises Unavailable."""
+        with self._books.lock:
+            self._books.expire()
+            if excess := self._books.memory.excess_pages():
+                self._books.evict_from_memory(excess)
+            if excess := self._books.disk.excess_pages():
+                self._books.evict_from_disk(excess)
+            self._books.room.notify_all()
+        if self._books.graves:
+            self._mover.bury()
+
+    def _note_alive(self) -> None:
+        self.value_file.punch_free(self._books.lock)
+        self._records.note_alive(self._wall_ms())
+
+    def forget_tombstones(self) -> None:
+        """Forget deletes that are too old to matter. Raises Unavailable."""
+        before_ms = self._wall_ms() - LIFETIME_MS
+        with self._delete_lock:
+            self._records.sync()  # what they covered must be gone for good before they are
+            self._records.drop_tombstones(before_ms)
+            with self._books.lock:
+                self._books.tombstones.forget(before_ms)
+
+    def _levels(self) -> Levels:
+        stats = self.stats()
+        return Levels(
+            variants=stats.variants,
+            memory_bytes=stats.memory_bytes,
+            memory_capacity_bytes=stats.memory_capacity_bytes,
+            disk_bytes=stats.disk_bytes,
+            disk_capacity_bytes=stats.disk_capacity_bytes,
+            leases=stats.leases,
+            tombstones=stats.tombstones,
+            bytes_by_precision=stats.bytes_by_precision,
+            score_histogram=stats.score_histogram,
+        )

@@ -31,7 +31,7 @@ from ragcache_engine.scheduler_side import SchedulerSide
 from ragcache_engine.transfer import StepJobs, StepReport
 from ragcache_engine.worker_side import WorkerSide
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.sharded_store import ShardedStore
+from ragcache_kv.store.sharded import ShardedStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,31 +13,16 @@ import torch
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import KVSpace
+from ragcache_core.variant import Miss
+from ragcache_engine.records import reason
 from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
-from ragcache_kv.value import FORMAT, checksum, value_bytes
-from ragcache_wire.cachestore_client import StoredValue
-from ragcache_wire.sharded_store import ShardedStore
+from ragcache_engine.values import decode
+from ragcache_kv.store.sharded import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
 Write = Callable[[LoadJob, torch.Tensor, int], None]
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor | None:
-    """Value as [num_layers, 2, num_tokens, num_kv_heads, head_dim]; None if it is not whole.
-
-    The checksum is verified here although the store did so too: this is the last place before the
-    bytes become somebody's answer.
-    """
-    if stored.value_format != FORMAT or len(stored.value) != value_bytes(space, num_tokens):
-        return None
-    if checksum(stored.value) != stored.checksum:
-        return None
-    flat = torch.frombuffer(stored.value, dtype=_DTYPES[space.dtype])
-    return flat.view(space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
 
 
 @dataclass(slots=True)
@@ -75,7 +60,12 @@ class Loader:
         self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
-        self._pool.submit(client.connect, deadline_s)
+        self._pool.submit(self._connect)
+
+    def _connect(self) -> None:
+        self._client.connect(self._deadline_s)
+        for shard, lane in self._client.lanes().items():
+            log.info("values of shard %s come over the %s lane", shard, lane)
 
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""
@@ -159,18 +149,23 @@ class Loader:
         if load.cancelled.is_set() or left_s <= 0:
             return
         try:
-            keys = [span.variant for span in spans]
-            for span, (key, stored) in zip(spans, self._client.get(keys, left_s), strict=False):
+            values = self._client.get(
+                [span.variant for span in spans],
+                left_s,
+                exact=True,
+                domain=load.job.domain,
+            )
+            for span, (key, stored) in zip(spans, values, strict=False):
                 if load.cancelled.is_set():
                     return
                 if key != span.variant:
                     raise RagCacheError("the store answered in another order")
-                if stored is None:
-                    load.arrivals.put(_Arrival(span, None, reason="evicted, deleted or corrupt"))
+                if isinstance(stored, Miss):
+                    load.arrivals.put(_Arrival(span, None, reason=reason(stored)))
                     return
                 value = decode(stored, span.end - span.start, self._space)
                 if value is None:
-                    load.arrivals.put(_Arrival(span, None, reason="corrupt"))
+                    load.arrivals.put(_Arrival(span, None, reason="other layout"))
                     return
                 load.arrivals.put(_Arrival(span, value, num_bytes=len(stored.value)))
                 done += 1

@@ -50,6 +50,11 @@ class PagedCache:
         """Number of attention layers."""
         return len(self._layers)
 
+    def wait(self) -> None:
+        """Return once the device has done all that it was told to."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slot of each token in [start, end) of a request with this block table; int64 [T]."""
         positions = torch.arange(start, end)

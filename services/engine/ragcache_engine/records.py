@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from ragcache_core.errors import NotFound
+from ragcache_core.variant import Miss
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
@@ -32,6 +33,11 @@ class Record:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     miss: str = ""
+
+
+def reason(miss: Miss) -> str:
+    """Why a variant was not served, in the words of a record."""
+    return miss.value.replace("_", " ")
 
 
 class RecordBook:

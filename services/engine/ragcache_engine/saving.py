@@ -8,11 +8,14 @@ import threading
 import torch
 
 from ragcache_core.errors import RagCacheError
-from ragcache_core.keys import VariantKey
-from ragcache_core.reuse import VariantInfo
+from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.storing import NewVariant, PutOutcome
+from ragcache_core.variant import Origin
 from ragcache_engine.threads import side_pool
-from ragcache_kv.value import FORMAT, checksum
-from ragcache_wire.sharded_store import ShardedStore
+from ragcache_engine.transfer import SaveJob
+from ragcache_engine.values import native_bytes, native_parts, shape_of
+from ragcache_kv.store.sharded import ShardedStore
+from ragcache_kv.value import FORMAT
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -20,8 +23,11 @@ log = logging.getLogger("vllm.ragcache")
 class Saver:
     """Puts values in order of arrival; holds at most queue_bytes of them."""
 
-    def __init__(self, client: ShardedStore, deadline_s: float, queue_bytes: int) -> None:
+    def __init__(
+        self, client: ShardedStore, space: KVSpace, deadline_s: float, queue_bytes: int
+    ) -> None:
         self._client = client
+        self._space = space
         self._deadline_s = deadline_s
         self._queue_bytes = queue_bytes
         self._pool = side_pool(1, "ragcache-save")
@@ -34,24 +40,35 @@ class Saver:
             room = sum(self._pending.values()) + num_bytes <= self._queue_bytes
             return room and key not in self._pending
 
-    def save(self, key: VariantKey, info: VariantInfo, value: torch.Tensor) -> None:
+    def save(self, job: SaveJob, origin: Origin, value: torch.Tensor) -> None:
         """Take a contiguous CPU tensor to send; returns at once."""
         with self._lock:
-            self._pending[key] = info.num_bytes
-        self._pool.submit(self._put, key, info, value)
+            self._pending[job.span.variant] = job.info.num_bytes
+        self._pool.submit(self._put, job, origin, value)
 
     def close(self) -> None:
         """Drop what has not been sent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _put(self, key: VariantKey, info: VariantInfo, value: torch.Tensor) -> None:
+    def _put(self, job: SaveJob, origin: Origin, value: torch.Tensor) -> None:
+        num_tokens = job.info.num_tokens
         try:
-            raw = memoryview(value.view(torch.uint8).numpy().data).cast("B")
-            self._client.put(key, info, raw, checksum(raw), FORMAT, self._deadline_s)
+            raw = native_bytes(value)
+            variant = NewVariant(
+                key=job.span.variant,
+                info=job.info,
+                origin=origin,
+                shape=shape_of(self._space),
+                parts=native_parts(raw, self._space, num_tokens),
+                value_format=FORMAT,
+            )
+            outcome = self._client.put(variant, raw, self._deadline_s, as_of=job.as_of)
+            if outcome is PutOutcome.DELETED:
+                log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
         except RagCacheError as error:
-            log.warning("a variant of %d tokens was not saved: %s", info.num_tokens, error)
+            log.warning("a variant of %d tokens was not saved: %s", num_tokens, error)
         except Exception:
-            log.exception("a variant of %d tokens was not saved", info.num_tokens)
+            log.exception("a variant of %d tokens was not saved", num_tokens)
         finally:
             with self._lock:
-                del self._pending[key]
+                del self._pending[job.span.variant]

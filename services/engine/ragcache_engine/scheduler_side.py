@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -13,18 +13,14 @@ from enum import Enum, auto
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.reuse import (
-    NamedSegment,
-    Provenance,
-    VariantInfo,
-    checked_segments,
-    longest_exact_chain,
-)
+from ragcache_core.reuse import NamedSegment, checked_segments, longest_exact_chain
+from ragcache_core.storing import AsOf, Held, Want
+from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.records import Record, RecordBook
-from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, Span, StepJobs
+from ragcache_engine.records import Record, RecordBook, reason
+from ragcache_engine.transfer import Computing, LoadJob, LoadOutcome, SaveJob, Span, StepJobs
+from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_kv.value import value_bytes
-from ragcache_wire.sharded_store import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -46,9 +42,11 @@ class _Request:
     plan: ReusePlan
     token_ids: Sequence[int]
     segments: tuple[NamedSegment, ...]
-    lookup: Future[dict[VariantKey, VariantInfo]] | None
+    lookup: Future[ShardedAnswer] | None
     arrived: float
-    stored: dict[VariantKey, VariantInfo] | None = None
+    stored: dict[VariantKey, Held] | None = None
+    misses: dict[VariantKey, Miss] = field(default_factory=dict)
+    as_of: Mapping[str, AsOf] = field(default_factory=dict)
     saved: set[VariantKey] = field(default_factory=set)
     load_failed: bool = False
     pending_load: tuple[int, int] | None = None  # [first, end) promised to vLLM
@@ -96,7 +94,7 @@ class SchedulerSide:
             log.exception("plan of request %s is dropped", request_id)
             return
         now = time.monotonic()
-        lookup = self._pool.submit(self._lookup, segments) if segments else None
+        lookup = self._pool.submit(self._lookup, segments, plan.domain) if segments else None
         request = _Request(plan, token_ids, segments, lookup, now, phase_since=now)
         request.record.prompt_tokens = len(token_ids)
         if len(segments) < len(plan.segments):
@@ -122,7 +120,7 @@ class SchedulerSide:
             return 0
         if request.stored is None and not self._finish_lookup(request):
             return None
-        chain = longest_exact_chain(request.segments, request.stored or {})
+        chain = _chain(request)
         # The last token is always computed: its output is the first token of the answer.
         end = min(chain[-1].segment.end if chain else 0, len(request.token_ids) - 1)
         if end - num_local < self._config.min_load_tokens:
@@ -146,7 +144,8 @@ class SchedulerSide:
             for named in request.segments
             if named.segment.end > first and named.segment.start < end
         )
-        self._loads.append(LoadJob(request_id, spans, first, end, tuple(blocks)))
+        domain = request.plan.domain
+        self._loads.append(LoadJob(request_id, spans, first, end, tuple(blocks), domain))
         request.pending_load = None
         self._enter(request, _Phase.LOADING)
 
@@ -177,7 +176,10 @@ class SchedulerSide:
         runs in it. blocks_of: block table of such a request.
         """
         saves: list[SaveJob] = []
+        computing: list[Computing] = []
+        num_tokens = 0
         for request_id, computed, scheduled in progress:
+            num_tokens += scheduled
             request = self._requests.get(request_id)
             if request is None:
                 continue
@@ -190,10 +192,13 @@ class SchedulerSide:
                 due = self._due(request, computed + scheduled)
                 if due:
                     blocks = tuple(blocks_of(request_id))
-                    saves += [self._save_job(named, blocks) for named in due]
+                    saves += [self._save_job(request_id, request, at, blocks) for at in due]
+                if self._may_save(request, computed):
+                    end = min(computed + scheduled, len(request.token_ids))
+                    computing.append(Computing(request_id, computed, end))
         self._wait_left_s = self._config.lookup_wait_s
         loads, self._loads = self._loads, []
-        return StepJobs(tuple(loads), tuple(saves))
+        return StepJobs(tuple(loads), tuple(saves), tuple(computing), num_tokens)
 
     def on_finished(self, request_id: str) -> None:
         """The request ended, was aborted or failed."""
@@ -211,18 +216,18 @@ class SchedulerSide:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _lookup(self, segments: Sequence[NamedSegment]) -> dict[VariantKey, VariantInfo]:
-        keys = [named.variant for named in segments]
+    def _lookup(self, segments: Sequence[NamedSegment], domain: str) -> ShardedAnswer:
+        wants = [Want.of(named.variant) for named in segments]
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = _LOOKUP_SHARE * self._config.lookup_deadline_s
-        return self._client.lookup(keys, timeout_s=timeout_s)
+        return self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=domain)
 
     def _finish_lookup(self, request: _Request) -> bool:
         """Take over the store's answer; False while there is none and it is not late."""
         assert request.lookup is not None
         asked = time.monotonic()
         try:
-            request.stored = request.lookup.result(timeout=max(0.0, self._wait_left_s))
+            answer = request.lookup.result(timeout=max(0.0, self._wait_left_s))
         except FutureTimeoutError:
             self._wait_left_s -= time.monotonic() - asked
             if time.monotonic() - request.arrived < self._config.lookup_deadline_s:
@@ -233,26 +238,45 @@ class SchedulerSide:
             # An outage is the ordinary case; whatever it was, vLLM would end on an exception.
             log.warning("the store could not be asked: %s", error)
             request.stored, request.record.miss = {}, "store unavailable"
-        if len(longest_exact_chain(request.segments, request.stored)) < len(request.segments):
-            request.record.miss = request.record.miss or "not stored"
+        else:
+            request.stored, request.as_of = answer.held(), answer.as_of
+            request.misses = {
+                named.variant: variants.miss
+                for named, variants in zip(request.segments, answer.variants, strict=True)
+                if variants.miss is not None
+            }
+        missing = request.segments[len(_chain(request)) :]
+        if missing and not request.record.miss:
+            # Of the first one that is missing: what comes after it could not be used anyway.
+            miss = request.misses.get(missing[0].variant, Miss.NEVER_STORED)
+            request.record.miss = reason(miss)
         return True
 
     @staticmethod
-    def _due(request: _Request, computed: int) -> list[NamedSegment]:
-        """Variants that are whole after this step and that the store does not hold."""
+    def _due(request: _Request, computed: int) -> list[int]:
+        """Places of the variants that are whole after this step and that the store wants."""
         due = []
-        for named in request.segments:
-            segment, key = named.segment, named.variant
-            if segment.end > computed:
+        for place, named in enumerate(request.segments):
+            if named.segment.end > computed:
                 break
-            held = (request.stored or {}).get(key)
-            if key in request.saved or (held is not None and held.provenance.exact):
-                continue
-            request.saved.add(key)
-            due.append(named)
+            if _is_wanted(request, named.variant):
+                request.saved.add(named.variant)
+                due.append(place)
         return due
 
-    def _save_job(self, named: NamedSegment, blocks: tuple[int, ...]) -> SaveJob:
+    @staticmethod
+    def _may_save(request: _Request, computed: int) -> bool:
+        """Whether what is computed from here on may be of a variant that is saved."""
+        return any(
+            named.segment.end > computed
+            and (named.variant in request.saved or _is_wanted(request, named.variant))
+            for named in request.segments
+        )
+
+    def _save_job(
+        self, request_id: str, request: _Request, place: int, blocks: tuple[int, ...]
+    ) -> SaveJob:
+        before, named = request.segments[:place], request.segments[place]
         start, end = named.segment.start, named.segment.end
         info = VariantInfo(
             num_tokens=end - start,
@@ -262,7 +286,14 @@ class SchedulerSide:
             # cache, which this connector fills with exact KV only.
             provenance=Provenance(exact=True),
         )
-        return SaveJob(Span(named.variant, start, end), info, blocks)
+        origin = Origin(
+            prefix_chunks=tuple(one.segment.chunk for one in before),
+            parent=before[-1].variant if before else None,
+            domain=request.plan.domain,
+            document=named.segment.document,
+        )
+        span = Span(named.variant, start, end)
+        return SaveJob(request_id, span, info, origin, request.as_of, blocks)
 
     def _forget_from(self, request: _Request, missing: VariantKey) -> None:
         """Treat missing and what follows as not stored, so that it is saved anew."""
@@ -291,3 +322,16 @@ class SchedulerSide:
                 case _Phase.DECODE:
                     pass
         request.phase, request.phase_since = phase, now
+
+
+def _chain(request: _Request) -> tuple[NamedSegment, ...]:
+    stored = {key: held.info for key, held in (request.stored or {}).items()}
+    return longest_exact_chain(request.segments, stored)
+
+
+def _is_wanted(request: _Request, key: VariantKey) -> bool:
+    """Whether the store would be better off with what this request computes."""
+    held = (request.stored or {}).get(key)
+    if key in request.saved:
+        return False
+    return held is None or not held.info.serves_exact or held.wanted_better

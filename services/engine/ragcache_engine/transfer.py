@@ -6,10 +6,12 @@ which vLLM pickles and carries, are all they share.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ragcache_core.keys import VariantKey
-from ragcache_core.reuse import VariantInfo
+from ragcache_core.storing import AsOf
+from ragcache_core.variant import Origin, VariantInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class LoadJob:
 
     spans: the variants that hold them, ascending; fetched whole, of the first and the last one
     maybe only a part is written. blocks: the request's block table, at least up to ``end``.
+    domain: access domain of the plan.
     """
 
     request_id: str
@@ -34,23 +37,45 @@ class LoadJob:
     first: int
     end: int
     blocks: tuple[int, ...]
+    domain: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Save one variant from a request's blocks after this step's forward pass."""
+    """Save one variant from a request's blocks after this step's forward pass.
 
+    origin: all but its cost, which the worker measures. as_of: the deletes that the lookup knew of
+    which the computation was planned on, by the shard's address.
+    """
+
+    request_id: str
     span: Span
     info: VariantInfo
+    origin: Origin
+    as_of: Mapping[str, AsOf]
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Computing:
+    """A request's prompt tokens [first, end) that the step's forward pass computes."""
+
+    request_id: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepJobs:
-    """Scheduler to worker."""
+    """Scheduler to worker.
+
+    computing: of requests with a plan. num_tokens: of every request that runs in the step.
+    """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
+    computing: tuple[Computing, ...] = ()
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

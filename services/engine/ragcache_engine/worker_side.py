@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from ragcache_core.keys import KVSpace
 from ragcache_engine.config import EngineConfig
+from ragcache_engine.costs import ComputeCosts
 from ragcache_engine.loading import Loader
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.saving import Saver
 from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, StepJobs, StepReport
-from ragcache_wire.sharded_store import ShardedStore
+from ragcache_kv.store.sharded import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -27,25 +29,39 @@ class WorkerSide:
     """
 
     def __init__(
-        self, config: EngineConfig, space: KVSpace, cache: PagedCache, client: ShardedStore
+        self,
+        config: EngineConfig,
+        space: KVSpace,
+        cache: PagedCache,
+        client: ShardedStore,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
+        self._costs = ComputeCosts()
+        self._pass_began: float | None = None
         self._cache = cache
         self._client = client
         self._loader = Loader(self._client, space, config.load_deadline_s)
-        self._saver = Saver(self._client, config.save_deadline_s, config.save_queue_bytes)
+        self._saver = Saver(self._client, space, config.save_deadline_s, config.save_queue_bytes)
         self._jobs: dict[str, LoadJob] = {}
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
         self._report = StepReport()
 
     def start_loads(self, jobs: StepJobs) -> None:
-        """Begin this step's loads."""
+        """Begin this step's loads; its forward pass comes next."""
         for job in jobs.loads:
             self._jobs[job.request_id] = job
             self._loader.start(job)
+        self._pass_began = self._clock()
 
     def save(self, jobs: StepJobs) -> None:
         """Copy this step's new variants out of the cache and queue them for the store."""
+        if self._pass_began is not None and jobs.computing:
+            self._cache.wait()
+            seconds = self._clock() - self._pass_began
+            self._costs.add(jobs.computing, jobs.num_tokens, seconds)
+        self._pass_began = None
         for job in jobs.saves:
             try:
                 self._save(job)
@@ -56,6 +72,7 @@ class WorkerSide:
         """Write what has arrived. finished: requests that ended, whose loads nobody wants."""
         for request_id in finished:
             self._loader.cancel(request_id)
+            self._costs.forget(request_id)
         for outcome in self._loader.advance(self._write):
             job = self._jobs.pop(outcome.request_id)
             self._received.add(outcome.request_id)
@@ -93,7 +110,8 @@ class WorkerSide:
     def _save(self, job: SaveJob) -> None:
         if self._saver.wants(job.span.variant, job.info.num_bytes):
             value = self._cache.read(job.blocks, job.span.start, job.span.end)
-            self._saver.save(job.span.variant, job.info, value)
+            cost_s = self._costs.cost_s(job.request_id, job.span)
+            self._saver.save(job, replace(job.origin, cost_s=cost_s), value)
 
     def _recomputed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
         """Report what did not come as bad blocks; returns the outcome without what they take along.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.keys import KVSpace
+from ragcache_core.plan import document_name
 from ragcache_core.prompt import plan_compute, plan_exact
 from ragcache_gateway.chat import (
     AnswerMessage,
@@ -191,7 +192,14 @@ class Answerer:
         )
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         off = options.reuse == "off"
-        plan = (plan_compute if off else plan_exact)(prompt.prompt, self._space, DOMAIN, request_id)
+        if off:
+            plan = plan_compute(prompt.prompt, self._space, DOMAIN, request_id)
+        else:
+            documents = [
+                document_name(options.collection, passage.chunk.document_id)
+                for passage in prompt.passages
+            ]
+            plan = plan_exact(prompt.prompt, self._space, DOMAIN, request_id, documents)
         body = completion_body(
             request,
             model=self._model,

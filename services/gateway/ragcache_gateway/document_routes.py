@@ -126,7 +126,7 @@ async def delete_document(
 ) -> DocumentDeleted:
     """Delete a document and the stored KV of its chunks."""
     reply = await parts.retriever.delete_document(collection, id)
-    removed = await parts.variants.drop(reply.removed_chunks)
+    removed = await parts.variants.drop_document(collection, id, reply.removed_chunks)
     return DocumentDeleted(collection=collection, id=id, removed_variants=removed)
 
 

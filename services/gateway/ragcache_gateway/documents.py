@@ -88,7 +88,7 @@ class DocumentWritten(DocumentInfo):
 
     changed: bool = Field(description="False: it was there already, just like this.")
     removed_variants: int | None = Field(
-        description="Stored KV dropped with its old chunks; null if the cache store is away."
+        description="Stored KV dropped with its old chunks; null: later, the cache store is away."
     )
 
 
@@ -100,7 +100,7 @@ class DocumentDeleted(BaseModel):
     id: str
     deleted: Literal[True] = True
     removed_variants: int | None = Field(
-        description="Stored KV dropped with its chunks; null if the cache store is away."
+        description="Stored KV dropped with its chunks; null: later, the cache store is away."
     )
 
 

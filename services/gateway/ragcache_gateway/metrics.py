@@ -74,6 +74,17 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.deletes_waiting = Gauge(
+            "ragcache_gateway_deletes_waiting",
+            "Deletes that no shard of the cache store has acknowledged yet.",
+            registry=self.registry,
+        )
+        self.deletes_lost = Counter(
+            "ragcache_gateway_deletes_lost_total",
+            "Deletes given up without a shard's acknowledgement.",
+            registry=self.registry,
+        )
+
     def forget_engine(self, address: str) -> None:
         """Show an engine that is gone no more: its address is another's soon, or nobody's."""
         self.engine_in_flight.remove(address)

@@ -16,14 +16,15 @@ from ragcache_gateway.answer import DOMAIN, Answerer
 from ragcache_gateway.completion import probe_body
 from ragcache_gateway.config import Config
 from ragcache_gateway.conversation import Conversation
+from ragcache_gateway.deletions import Deletions
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.readiness import Readiness
 from ragcache_gateway.variants import StoredVariants
+from ragcache_kv.store.sharded import AsyncShardedStore
 from ragcache_wire.health_client import HealthClient
 from ragcache_wire.retriever_client import RetrieverClient
-from ragcache_wire.sharded_store import AsyncShardedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ async def connected(
         stack.push_async_callback(health.close)
         store = AsyncShardedStore(config.cachestore)
         stack.push_async_callback(store.close)
+        deletions = Deletions(store, metrics)
+        deletions.start()
+        stack.push_async_callback(deletions.close)
         tokenizing = ThreadPoolExecutor(1, "tokenizing")
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
 
@@ -75,12 +79,11 @@ async def connected(
                 metrics=metrics,
             ),
             variants=StoredVariants(
-                store=store,
+                deletions=deletions,
                 prompts=prompts,
                 tokenizing=tokenizing,
                 space=space,
                 domain=DOMAIN,
-                metrics=metrics,
             ),
             readiness=Readiness(engines, health),
         )

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import ChunkKey, KVSpace, chunk_key
-from ragcache_gateway.metrics import Metrics
+from ragcache_core.plan import document_name
+from ragcache_gateway.deletions import Deletions
 from ragcache_gateway.prompt import PromptBuilder
-from ragcache_wire.cachestore_client import PART
-from ragcache_wire.sharded_store import AsyncShardedStore
-
-log = logging.getLogger(__name__)
 
 BATCH = 64
 """Chunks per call: between two batches of a large document, questions get their turn at the
@@ -22,45 +17,51 @@ tokenizer."""
 
 
 class StoredVariants:
-    """Tells the cache store which chunks are gone."""
+    """Tells the cache store which chunks and documents are gone."""
 
     def __init__(
         self,
         *,
-        store: AsyncShardedStore,
+        deletions: Deletions,
         prompts: PromptBuilder,
         tokenizing: Executor,
         space: KVSpace,
         domain: str,
-        metrics: Metrics,
     ) -> None:
-        self._store = store
+        self._deletions = deletions
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._space = space
         self._domain = domain
-        self._metrics = metrics
 
     async def drop(self, chunk_texts: Sequence[str]) -> int | None:
         """Drop every variant of the chunks; returns how many there were.
 
-        None if a shard does not answer: their text is gone from the retriever, so no prompt names
-        them again, and the store evicts what nobody asks for.
+        None if no shard has acknowledged all of it yet: it is tried again in the background.
         """
+        return await self._drop(chunk_texts, ())
+
+    async def drop_document(
+        self, collection: str, document: str, chunk_texts: Sequence[str]
+    ) -> int | None:
+        """Drop a document that is gone: its chunks, as ``drop`` does, and all that was stored in
+        its name, such as chunks that it was cut into before."""
+        return await self._drop(chunk_texts, [document_name(collection, document)])
+
+    async def _drop(self, chunk_texts: Sequence[str], documents: Sequence[str]) -> int | None:
         loop = asyncio.get_running_loop()
         removed: int | None = 0
-        for start in range(0, len(chunk_texts), BATCH):
-            texts = chunk_texts[start : start + BATCH]
+        left, documents_left = list(chunk_texts), list(documents)
+        while left or documents_left:
+            texts, left = left[:BATCH], left[BATCH:]
             keys = await loop.run_in_executor(self._tokenizing, self._keys, texts)
-            try:
-                dropped = await self._store.delete_chunks(keys)
-            except RagCacheError as error:
-                # What shards there are have dropped theirs, and the next batch may go better.
-                self._metrics.upstream_failures.labels(PART).inc()
-                log.warning("variants of %d removed chunks may stay stored: %s", len(keys), error)
-                removed = None
-            else:
-                removed = None if removed is None else removed + dropped
+            dropped = await self._deletions.delete(
+                chunks=keys,
+                documents=documents_left,
+                domain=self._domain if documents_left else "",
+            )
+            removed = None if removed is None or dropped is None else removed + dropped
+            documents_left = []
         return removed
 
     def _keys(self, texts: Sequence[str]) -> list[ChunkKey]:

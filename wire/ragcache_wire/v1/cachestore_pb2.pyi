@@ -19,6 +19,25 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Ack:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ack.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACCEPTED: _Ack.ValueType  # 0
+    """visible in memory"""
+    DURABLE: _Ack.ValueType  # 1
+    """survives the end of the process at any instant"""
+
+class Ack(_Ack, metaclass=_AckEnumTypeWrapper): ...
+
+ACCEPTED: Ack.ValueType  # 0
+"""visible in memory"""
+DURABLE: Ack.ValueType  # 1
+"""survives the end of the process at any instant"""
+Global___Ack: _TypeAlias = Ack  # noqa: Y015
+
 class _Miss:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -27,15 +46,23 @@ class _MissEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Miss.ValueType],
     DESCRIPTOR: _descriptor.EnumDescriptor
     MISS_UNSPECIFIED: _Miss.ValueType  # 0
     MISS_NEVER_STORED: _Miss.ValueType  # 1
-    MISS_CORRUPT: _Miss.ValueType  # 2
-    """the checksum did not hold; the value has been dropped"""
+    MISS_EVICTED: _Miss.ValueType  # 2
+    MISS_DELETED: _Miss.ValueType  # 3
+    MISS_CORRUPT: _Miss.ValueType  # 4
+    MISS_TAINTED: _Miss.ValueType  # 5
+    MISS_OTHER_PRECISION: _Miss.ValueType  # 6
+    MISS_OTHER_DOMAIN: _Miss.ValueType  # 7
 
 class Miss(_Miss, metaclass=_MissEnumTypeWrapper): ...
 
 MISS_UNSPECIFIED: Miss.ValueType  # 0
 MISS_NEVER_STORED: Miss.ValueType  # 1
-MISS_CORRUPT: Miss.ValueType  # 2
-"""the checksum did not hold; the value has been dropped"""
+MISS_EVICTED: Miss.ValueType  # 2
+MISS_DELETED: Miss.ValueType  # 3
+MISS_CORRUPT: Miss.ValueType  # 4
+MISS_TAINTED: Miss.ValueType  # 5
+MISS_OTHER_PRECISION: Miss.ValueType  # 6
+MISS_OTHER_DOMAIN: Miss.ValueType  # 7
 Global___Miss: _TypeAlias = Miss  # noqa: Y015
 
 @_typing.final
@@ -63,6 +90,58 @@ class VariantKey(_message.Message):
 Global___VariantKey: _TypeAlias = VariantKey  # noqa: Y015
 
 @_typing.final
+class ValueShape(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    num_kv_heads: _builtins.int
+    head_dim: _builtins.int
+    dtype: _builtins.str
+    """"bfloat16", "float16" or "float32" """
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueShape: _TypeAlias = ValueShape  # noqa: Y015
+
+@_typing.final
+class ValuePart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    checksum: _builtins.int
+    """XXH3-64"""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValuePart: _TypeAlias = ValuePart  # noqa: Y015
+
+@_typing.final
 class VariantInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -70,15 +149,16 @@ class VariantInfo(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     BASE_POSITION_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
+    PRECISION_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_bytes: _builtins.int
+    """as held"""
     base_position: _builtins.int
     exact: _builtins.bool
     """provenance: computed in full over an exact prefix"""
-    checksum: _builtins.int
-    """XXH3-64 of the value"""
+    precision: _builtins.str
+    """"key/value" of ragcache_core.variant.Precision; empty: native"""
     format: _builtins.int
     """version of the value's layout (ragcache_kv.value.FORMAT)"""
     def __init__(
@@ -88,16 +168,77 @@ class VariantInfo(_message.Message):
         num_bytes: _builtins.int = ...,
         base_position: _builtins.int = ...,
         exact: _builtins.bool = ...,
-        checksum: _builtins.int = ...,
+        precision: _builtins.str = ...,
         format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_position", b"base_position", "checksum", b"checksum", "exact", b"exact", "format", b"format", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_position", b"base_position", "exact", b"exact", "format", b"format", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "precision", b"precision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VariantInfo: _TypeAlias = VariantInfo  # noqa: Y015
+
+@_typing.final
+class Origin(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_CHUNKS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    DOCUMENT_FIELD_NUMBER: _builtins.int
+    COST_S_FIELD_NUMBER: _builtins.int
+    domain: _builtins.str
+    document: _builtins.str
+    cost_s: _builtins.float
+    @_builtins.property
+    def prefix_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16 bytes each, first to last"""
+
+    @_builtins.property
+    def parent(self) -> Global___VariantKey: ...
+    def __init__(
+        self,
+        *,
+        prefix_chunks: _abc.Iterable[_builtins.bytes] | None = ...,
+        parent: Global___VariantKey | None = ...,
+        domain: _builtins.str = ...,
+        document: _builtins.str = ...,
+        cost_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "document", b"document", "domain", b"domain", "parent", b"parent", "prefix_chunks", b"prefix_chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Origin: _TypeAlias = Origin  # noqa: Y015
+
+@_typing.final
+class AsOf(_message.Message):
+    """The deletes that a put's KV may not have seen: those after `sequence` of store `store`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    store: _builtins.bytes
+    """HelloReply.store"""
+    sequence: _builtins.int
+    """LookupReply.delete_sequence"""
+    def __init__(
+        self,
+        *,
+        store: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AsOf: _TypeAlias = AsOf  # noqa: Y015
 
 @_typing.final
 class PutHeader(_message.Message):
@@ -105,19 +246,40 @@ class PutHeader(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    ACK_FIELD_NUMBER: _builtins.int
+    AS_OF_FIELD_NUMBER: _builtins.int
+    ack: Global___Ack.ValueType
     @_builtins.property
     def key(self) -> Global___VariantKey: ...
     @_builtins.property
     def info(self) -> Global___VariantInfo: ...
+    @_builtins.property
+    def origin(self) -> Global___Origin: ...
+    @_builtins.property
+    def shape(self) -> Global___ValueShape: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValuePart]:
+        """their sizes add up to info.num_bytes"""
+
+    @_builtins.property
+    def as_of(self) -> Global___AsOf: ...
     def __init__(
         self,
         *,
         key: Global___VariantKey | None = ...,
         info: Global___VariantInfo | None = ...,
+        origin: Global___Origin | None = ...,
+        shape: Global___ValueShape | None = ...,
+        parts: _abc.Iterable[Global___ValuePart] | None = ...,
+        ack: Global___Ack.ValueType = ...,
+        as_of: Global___AsOf | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "parts", b"parts", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -152,17 +314,39 @@ Global___PutPart: _TypeAlias = PutPart  # noqa: Y015
 class PutReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    STORED_FIELD_NUMBER: _builtins.int
-    stored: _builtins.bool
-    """false: it was there already, or a delete of its key overtook it"""
+    class _Outcome:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PutReply._Outcome.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STORED: PutReply._Outcome.ValueType  # 0
+        HELD_ALREADY: PutReply._Outcome.ValueType  # 1
+        """as good or better"""
+        DELETED: PutReply._Outcome.ValueType  # 2
+        """a delete overtook it"""
+        NOT_ADMITTED: PutReply._Outcome.ValueType  # 3
+        """not worth what would have to go for it"""
+
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+    STORED: PutReply.Outcome.ValueType  # 0
+    HELD_ALREADY: PutReply.Outcome.ValueType  # 1
+    """as good or better"""
+    DELETED: PutReply.Outcome.ValueType  # 2
+    """a delete overtook it"""
+    NOT_ADMITTED: PutReply.Outcome.ValueType  # 3
+    """not worth what would have to go for it"""
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    outcome: Global___PutReply.Outcome.ValueType
     def __init__(
         self,
         *,
-        stored: _builtins.bool = ...,
+        outcome: Global___PutReply.Outcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,16 +357,28 @@ class GetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    BY_LAYER_FIELD_NUMBER: _builtins.int
+    exact: _builtins.bool
+    """serve only what may stand for a computation"""
+    domain: _builtins.str
+    """serve only variants of it; empty: any"""
+    by_layer: _builtins.bool
+    """on the socket lane: layer by layer over all values, not value by value"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
     def __init__(
         self,
         *,
         keys: _abc.Iterable[Global___VariantKey] | None = ...,
+        exact: _builtins.bool = ...,
+        domain: _builtins.str = ...,
+        by_layer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_layer", b"by_layer", "domain", b"domain", "exact", b"exact", "keys", b"keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,28 +389,36 @@ class GetHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
-    INFO_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """into GetRequest.keys"""
     miss: Global___Miss.ValueType
-    """set: there is no value, and no parts follow"""
+    """set: there is no value, and nothing else follows"""
     tier: _builtins.str
     """"memory" or "disk" """
     @_builtins.property
     def info(self) -> Global___VariantInfo: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValuePart]: ...
+    @_builtins.property
+    def shape(self) -> Global___ValueShape: ...
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
-        info: Global___VariantInfo | None = ...,
         miss: Global___Miss.ValueType = ...,
+        info: Global___VariantInfo | None = ...,
+        parts: _abc.Iterable[Global___ValuePart] | None = ...,
+        shape: Global___ValueShape | None = ...,
         tier: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "info", b"info", "miss", b"miss", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "info", b"info", "miss", b"miss", "parts", b"parts", "shape", b"shape", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,7 +450,153 @@ class GetPart(_message.Message):
 Global___GetPart: _TypeAlias = GetPart  # noqa: Y015
 
 @_typing.final
+class Want(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    prefix: _builtins.bytes
+    """empty: every variant of the chunk"""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.bytes = ...,
+        prefix: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Want: _TypeAlias = Want  # noqa: Y015
+
+@_typing.final
 class LookupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTS_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    exact: _builtins.bool
+    domain: _builtins.str
+    @_builtins.property
+    def wants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Want]: ...
+    def __init__(
+        self,
+        *,
+        wants: _abc.Iterable[Global___Want] | None = ...,
+        exact: _builtins.bool = ...,
+        domain: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "exact", b"exact", "wants", b"wants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+
+@_typing.final
+class Held(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    PREFIX_CHUNKS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    WANTED_BETTER_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    load_s: _builtins.float
+    """predicted, from its tier to the caller"""
+    wanted_better: _builtins.bool
+    """hot, and held with less than the precision it deserves"""
+    @_builtins.property
+    def key(self) -> Global___VariantKey: ...
+    @_builtins.property
+    def info(self) -> Global___VariantInfo: ...
+    @_builtins.property
+    def prefix_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of its origin, where every variant was asked for"""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """other shards that hold it too"""
+
+    def __init__(
+        self,
+        *,
+        key: Global___VariantKey | None = ...,
+        info: Global___VariantInfo | None = ...,
+        tier: _builtins.str = ...,
+        load_s: _builtins.float = ...,
+        prefix_chunks: _abc.Iterable[_builtins.bytes] | None = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
+        wanted_better: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "replicas", b"replicas", "tier", b"tier", "wanted_better", b"wanted_better"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
+
+@_typing.final
+class Variants(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    miss: Global___Miss.ValueType
+    """where nothing is held"""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
+    def __init__(
+        self,
+        *,
+        held: _abc.Iterable[Global___Held] | None = ...,
+        miss: Global___Miss.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "miss", b"miss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Variants: _TypeAlias = Variants  # noqa: Y015
+
+@_typing.final
+class LookupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIANTS_FIELD_NUMBER: _builtins.int
+    DELETE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    delete_sequence: _builtins.int
+    """for AsOf"""
+    @_builtins.property
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Variants]:
+        """one for each want, in order"""
+
+    def __init__(
+        self,
+        *,
+        variants: _abc.Iterable[Global___Variants] | None = ...,
+        delete_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delete_sequence", b"delete_sequence", "variants", b"variants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
+
+@_typing.final
+class PrefetchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
@@ -263,75 +613,168 @@ class LookupRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
 
 @_typing.final
-class LookupReply(_message.Message):
+class PrefetchReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENTRIES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupEntry]:
-        """One entry per key asked, in order; found is false where nothing is stored."""
-
+    STARTED_FIELD_NUMBER: _builtins.int
+    started: _builtins.int
     def __init__(
         self,
         *,
-        entries: _abc.Iterable[Global___LookupEntry] | None = ...,
+        started: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
+Global___PrefetchReply: _TypeAlias = PrefetchReply  # noqa: Y015
 
 @_typing.final
-class LookupEntry(_message.Message):
+class PinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    FOUND_FIELD_NUMBER: _builtins.int
-    INFO_FIELD_NUMBER: _builtins.int
-    TIER_FIELD_NUMBER: _builtins.int
-    found: _builtins.bool
-    tier: _builtins.str
+    KEYS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """at most 3,600"""
     @_builtins.property
-    def info(self) -> Global___VariantInfo: ...
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
     def __init__(
         self,
         *,
-        found: _builtins.bool = ...,
-        info: Global___VariantInfo | None = ...,
-        tier: _builtins.str = ...,
+        keys: _abc.Iterable[Global___VariantKey] | None = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "info", b"info", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LookupEntry: _TypeAlias = LookupEntry  # noqa: Y015
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.int
+    def __init__(
+        self,
+        *,
+        pinned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[Global___VariantKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNPINNED_FIELD_NUMBER: _builtins.int
+    unpinned: _builtins.int
+    def __init__(
+        self,
+        *,
+        unpinned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unpinned", b"unpinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinReply: _TypeAlias = UnpinReply  # noqa: Y015
+
+@_typing.final
+class Deletion(_message.Message):
+    """What one delete names. A shard applies an id once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    VARIANTS_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    MADE_AT_MS_FIELD_NUMBER: _builtins.int
+    id: _builtins.bytes
+    """16 random bytes; empty: the shard makes one"""
+    domain: _builtins.str
+    """with no documents: everything of it"""
+    made_at_ms: _builtins.int
+    """Unix time"""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of domain"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.bytes = ...,
+        chunks: _abc.Iterable[_builtins.bytes] | None = ...,
+        variants: _abc.Iterable[Global___VariantKey] | None = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        domain: _builtins.str = ...,
+        made_at_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "documents", b"documents", "domain", b"domain", "id", b"id", "made_at_ms", b"made_at_ms", "variants", b"variants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Deletion: _TypeAlias = Deletion  # noqa: Y015
 
 @_typing.final
 class DeleteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHUNKS_FIELD_NUMBER: _builtins.int
-    VARIANTS_FIELD_NUMBER: _builtins.int
+    DELETION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    @_builtins.property
-    def variants(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
+    def deletion(self) -> Global___Deletion: ...
     def __init__(
         self,
         *,
-        chunks: _abc.Iterable[_builtins.bytes] | None = ...,
-        variants: _abc.Iterable[Global___VariantKey] | None = ...,
+        deletion: Global___Deletion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deletion", b"deletion"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletion", b"deletion"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,6 +800,372 @@ class DeleteReply(_message.Message):
 Global___DeleteReply: _TypeAlias = DeleteReply  # noqa: Y015
 
 @_typing.final
+class TombstonesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    since_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since_ms", b"since_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TombstonesRequest: _TypeAlias = TombstonesRequest  # noqa: Y015
+
+@_typing.final
+class ChangeReplicaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
+    shard: _builtins.str
+    """"host:port" of the shard that is to hold it, or not any more"""
+    drop: _builtins.bool
+    @_builtins.property
+    def key(self) -> Global___VariantKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___VariantKey | None = ...,
+        shard: _builtins.str = ...,
+        drop: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "key", b"key", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeReplicaRequest: _TypeAlias = ChangeReplicaRequest  # noqa: Y015
+
+@_typing.final
+class ChangeReplicaReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeReplicaReply: _TypeAlias = ChangeReplicaReply  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    """with after: go on there, if that is still remembered"""
+    after: _builtins.int
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "boot", b"boot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Event._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STORED: Event._Kind.ValueType  # 0
+        MOVED: Event._Kind.ValueType  # 1
+        """to tier"""
+        REPLACED: Event._Kind.ValueType  # 2
+        """by another precision"""
+        DROPPED: Event._Kind.ValueType  # 3
+        SNAPSHOT_BEGIN: Event._Kind.ValueType  # 4
+        """forget what was known; STORED follow"""
+        SNAPSHOT_END: Event._Kind.ValueType  # 5
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    STORED: Event.Kind.ValueType  # 0
+    MOVED: Event.Kind.ValueType  # 1
+    """to tier"""
+    REPLACED: Event.Kind.ValueType  # 2
+    """by another precision"""
+    DROPPED: Event.Kind.ValueType  # 3
+    SNAPSHOT_BEGIN: Event.Kind.ValueType  # 4
+    """forget what was known; STORED follow"""
+    SNAPSHOT_END: Event.Kind.ValueType  # 5
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    sequence: _builtins.int
+    """ascends by one; a gap means a new snapshot"""
+    kind: Global___Event.Kind.ValueType
+    tier: _builtins.str
+    @_builtins.property
+    def key(self) -> Global___VariantKey: ...
+    @_builtins.property
+    def info(self) -> Global___VariantInfo: ...
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+        kind: Global___Event.Kind.ValueType = ...,
+        key: Global___VariantKey | None = ...,
+        tier: _builtins.str = ...,
+        info: Global___VariantInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "info", b"info", "key", b"key", "kind", b"kind", "sequence", b"sequence", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class HelloRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
+
+@_typing.final
+class HelloReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    MAX_VALUE_BYTES_FIELD_NUMBER: _builtins.int
+    LANE_SOCKET_FIELD_NUMBER: _builtins.int
+    LANE_PORT_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    """16 bytes, new at every start"""
+    store: _builtins.bytes
+    """16 bytes, of the data folder"""
+    max_value_bytes: _builtins.int
+    lane_socket: _builtins.str
+    """path of a Unix socket; a client that can connect shares memory"""
+    lane_port: _builtins.int
+    """TCP, on the host of this call; 0: not offered"""
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        store: _builtins.bytes = ...,
+        max_value_bytes: _builtins.int = ...,
+        lane_socket: _builtins.str = ...,
+        lane_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "lane_port", b"lane_port", "lane_socket", b"lane_socket", "max_value_bytes", b"max_value_bytes", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
+
+@_typing.final
+class LaneExtent(_message.Message):
+    """The data lane's own messages: ragcache_kv.store.lane_protocol frames them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISK_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    disk: _builtins.bool
+    """in the file of values, not in the arena"""
+    offset: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        disk: _builtins.bool = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneExtent: _TypeAlias = LaneExtent  # noqa: Y015
+
+@_typing.final
+class LaneFound(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    EXTENTS_FIELD_NUMBER: _builtins.int
+    lease: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___GetHeader: ...
+    @_builtins.property
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneExtent]:
+        """of the whole value, parts one after another"""
+
+    def __init__(
+        self,
+        *,
+        header: Global___GetHeader | None = ...,
+        lease: _builtins.int = ...,
+        extents: _abc.Iterable[Global___LaneExtent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "header", b"header", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneFound: _TypeAlias = LaneFound  # noqa: Y015
+
+@_typing.final
+class LaneGetReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneFound]: ...
+    def __init__(
+        self,
+        *,
+        found: _abc.Iterable[Global___LaneFound] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneGetReply: _TypeAlias = LaneGetReply  # noqa: Y015
+
+@_typing.final
+class LaneGrant(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANTED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    EXTENTS_FIELD_NUMBER: _builtins.int
+    granted: _builtins.bool
+    outcome: Global___PutReply.Outcome.ValueType
+    """where not granted"""
+    @_builtins.property
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneExtent]:
+        """in the arena, to write the value to"""
+
+    def __init__(
+        self,
+        *,
+        granted: _builtins.bool = ...,
+        outcome: Global___PutReply.Outcome.ValueType = ...,
+        extents: _abc.Iterable[Global___LaneExtent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "granted", b"granted", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneGrant: _TypeAlias = LaneGrant  # noqa: Y015
+
+@_typing.final
+class LaneRelease(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def corrupt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """leases whose bytes did not match their checksums"""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[_builtins.int] | None = ...,
+        corrupt: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneRelease: _TypeAlias = LaneRelease  # noqa: Y015
+
+@_typing.final
+class LaneError(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    FIX_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    type: _builtins.str
+    """as ragcache_wire.status writes them"""
+    field: _builtins.str
+    problem: _builtins.str
+    fix: _builtins.str
+    retry_after_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        type: _builtins.str = ...,
+        field: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        fix: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "fix", b"fix", "problem", b"problem", "retry_after_s", b"retry_after_s", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneError: _TypeAlias = LaneError  # noqa: Y015
+
+@_typing.final
 class StatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -375,17 +1184,106 @@ Global___StatsRequest: _TypeAlias = StatsRequest  # noqa: Y015
 class StatsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MissesByReasonEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EvictionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class BytesByPrecisionEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class BytesByLaneEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     VARIANTS_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     HITS_MEMORY_FIELD_NUMBER: _builtins.int
     HITS_DISK_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    MISSES_BY_REASON_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     PUTS_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    BYTES_BY_PRECISION_FIELD_NUMBER: _builtins.int
+    BYTES_BY_LANE_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
+    SCORE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     variants: _builtins.int
     disk_bytes: _builtins.int
+    disk_capacity_bytes: _builtins.int
     memory_bytes: _builtins.int
     memory_capacity_bytes: _builtins.int
     hits_memory: _builtins.int
@@ -393,22 +1291,48 @@ class StatsReply(_message.Message):
     misses: _builtins.int
     corrupt: _builtins.int
     puts: _builtins.int
+    leases: _builtins.int
+    tombstones: _builtins.int
+    @_builtins.property
+    def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def evictions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by tier"""
+
+    @_builtins.property
+    def bytes_by_precision(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def bytes_by_lane(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """sent and received"""
+
+    @_builtins.property
+    def score_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """counts per power of ten of saved seconds per GiB"""
+
     def __init__(
         self,
         *,
         variants: _builtins.int = ...,
         disk_bytes: _builtins.int = ...,
+        disk_capacity_bytes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         memory_capacity_bytes: _builtins.int = ...,
         hits_memory: _builtins.int = ...,
         hits_disk: _builtins.int = ...,
         misses: _builtins.int = ...,
+        misses_by_reason: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         corrupt: _builtins.int = ...,
         puts: _builtins.int = ...,
+        evictions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        bytes_by_precision: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        bytes_by_lane: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        leases: _builtins.int = ...,
+        tombstones: _builtins.int = ...,
+        score_histogram: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "puts", b"puts", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_lane", b"bytes_by_lane", "bytes_by_precision", b"bytes_by_precision", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

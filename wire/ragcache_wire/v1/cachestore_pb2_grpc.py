@@ -27,6 +27,9 @@ if _version_not_supported:
 
 class CacheStoreStub:
     """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+
+    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    socket, or, where neither can be had, Get and Put below.
     """
 
     def __init__(self, channel):
@@ -35,6 +38,16 @@ class CacheStoreStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Hello = channel.unary_unary(
+                '/ragcache.v1.CacheStore/Hello',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.HelloRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.HelloReply.FromString,
+                _registered_method=True)
+        self.Lookup = channel.unary_unary(
+                '/ragcache.v1.CacheStore/Lookup',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupReply.FromString,
+                _registered_method=True)
         self.Put = channel.stream_unary(
                 '/ragcache.v1.CacheStore/Put',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PutPart.SerializeToString,
@@ -45,15 +58,40 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.FromString,
                 _registered_method=True)
-        self.Lookup = channel.unary_unary(
-                '/ragcache.v1.CacheStore/Lookup',
-                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupReply.FromString,
+        self.Prefetch = channel.unary_unary(
+                '/ragcache.v1.CacheStore/Prefetch',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/ragcache.v1.CacheStore/Pin',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/ragcache.v1.CacheStore/Unpin',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinReply.FromString,
                 _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/ragcache.v1.CacheStore/Delete',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteReply.FromString,
+                _registered_method=True)
+        self.Tombstones = channel.unary_stream(
+                '/ragcache.v1.CacheStore/Tombstones',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Deletion.FromString,
+                _registered_method=True)
+        self.ChangeReplica = channel.unary_unary(
+                '/ragcache.v1.CacheStore/ChangeReplica',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaReply.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/ragcache.v1.CacheStore/Watch',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.WatchRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Event.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/ragcache.v1.CacheStore/Stats',
@@ -64,34 +102,84 @@ class CacheStoreStub:
 
 class CacheStoreServicer:
     """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+
+    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    socket, or, where neither can be had, Get and Put below.
     """
 
-    def Put(self, request_iterator, context):
-        """First message: header; then value parts in order. Visible to every call only once whole and
-        its checksum holds; durable when the reply comes. An exact value replaces one that is not;
-        otherwise what is there stays.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Get(self, request, context):
-        """Values of many variants, in the order asked, each as header then value parts.
+    def Hello(self, request, context):
+        """Who this is, and which lanes it offers. The first call of every client.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """What is stored of many variants, without their values.
+        """What is stored of many chunks, without values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Put(self, request_iterator, context):
+        """First message: header; then data in order. Visible to every call only once whole and every
+        part's checksum holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Get(self, request, context):
+        """Values of many variants, in the order asked, each as header then data.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Bring variants from disk into memory, in the background.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keep variants from eviction for some seconds; pinning again starts anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Delete(self, request, context):
-        """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
-        that began before then leaves nothing.
+        """Removes what it names and every variant computed after a chunk of it. Durable when the reply
+        comes. A put whose KV was planned before then leaves nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tombstones(self, request, context):
+        """Deletes that this shard knows of, oldest first, for a shard that was away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeReplica(self, request, context):
+        """Make or drop a copy of a variant on another shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """What is stored, moved and dropped from now on, after a snapshot if asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +194,16 @@ class CacheStoreServicer:
 
 def add_CacheStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Hello': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hello,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.HelloRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.HelloReply.SerializeToString,
+            ),
+            'Lookup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lookup,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupReply.SerializeToString,
+            ),
             'Put': grpc.stream_unary_rpc_method_handler(
                     servicer.Put,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PutPart.FromString,
@@ -116,15 +214,40 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.GetPart.SerializeToString,
             ),
-            'Lookup': grpc.unary_unary_rpc_method_handler(
-                    servicer.Lookup,
-                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.LookupReply.SerializeToString,
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinReply.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteReply.SerializeToString,
+            ),
+            'Tombstones': grpc.unary_stream_rpc_method_handler(
+                    servicer.Tombstones,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Deletion.SerializeToString,
+            ),
+            'ChangeReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeReplica,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.WatchRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.Event.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -141,7 +264,64 @@ def add_CacheStoreServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class CacheStore:
     """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+
+    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    socket, or, where neither can be had, Get and Put below.
     """
+
+    @staticmethod
+    def Hello(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/Hello',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.HelloRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.HelloReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lookup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/Lookup',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.LookupRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.LookupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Put(request_iterator,
@@ -198,7 +378,7 @@ class CacheStore:
             _registered_method=True)
 
     @staticmethod
-    def Lookup(request,
+    def Prefetch(request,
             target,
             options=(),
             channel_credentials=None,
@@ -211,9 +391,63 @@ class CacheStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ragcache.v1.CacheStore/Lookup',
-            ragcache__wire_dot_v1_dot_cachestore__pb2.LookupRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.LookupReply.FromString,
+            '/ragcache.v1.CacheStore/Prefetch',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/Pin',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.PinRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/Unpin',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -241,6 +475,87 @@ class CacheStore:
             '/ragcache.v1.CacheStore/Delete',
             ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tombstones(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/Tombstones',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.Deletion.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/ChangeReplica',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.ChangeReplicaReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/Watch',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.WatchRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.Event.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,49 +27,101 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CacheStoreStub:
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error."""
+    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+
+    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    socket, or, where neither can be had, Get and Put below.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheStoreAsyncStub: ...
+    Hello: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.HelloRequest, _cachestore_pb2.HelloReply]
+    """Who this is, and which lanes it offers. The first call of every client."""
+    Lookup: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]
+    """What is stored of many chunks, without values."""
     Put: _grpc.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]
-    """First message: header; then value parts in order. Visible to every call only once whole and
-    its checksum holds; durable when the reply comes. An exact value replaces one that is not;
-    otherwise what is there stays.
+    """First message: header; then data in order. Visible to every call only once whole and every
+    part's checksum holds.
     """
     Get: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]
-    """Values of many variants, in the order asked, each as header then value parts."""
-    Lookup: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]
-    """What is stored of many variants, without their values."""
+    """Values of many variants, in the order asked, each as header then data."""
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]
+    """Bring variants from disk into memory, in the background."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinReply]
+    """Keep variants from eviction for some seconds; pinning again starts anew."""
+    Unpin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinReply]
     Delete: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]
-    """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
-    that began before then leaves nothing.
+    """Removes what it names and every variant computed after a chunk of it. Durable when the reply
+    comes. A put whose KV was planned before then leaves nothing.
     """
+    Tombstones: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.Deletion]
+    """Deletes that this shard knows of, oldest first, for a shard that was away."""
+    ChangeReplica: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]
+    """Make or drop a copy of a variant on another shard."""
+    Watch: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]
+    """What is stored, moved and dropped from now on, after a snapshot if asked for."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]
 
 @_typing.type_check_only
 class CacheStoreAsyncStub(CacheStoreStub):
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error."""
+    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+
+    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    socket, or, where neither can be had, Get and Put below.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Hello: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.HelloRequest, _cachestore_pb2.HelloReply]  # type: ignore[assignment]
+    """Who this is, and which lanes it offers. The first call of every client."""
+    Lookup: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]  # type: ignore[assignment]
+    """What is stored of many chunks, without values."""
     Put: _aio.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]  # type: ignore[assignment]
-    """First message: header; then value parts in order. Visible to every call only once whole and
-    its checksum holds; durable when the reply comes. An exact value replaces one that is not;
-    otherwise what is there stays.
+    """First message: header; then data in order. Visible to every call only once whole and every
+    part's checksum holds.
     """
     Get: _aio.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]  # type: ignore[assignment]
-    """Values of many variants, in the order asked, each as header then value parts."""
-    Lookup: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]  # type: ignore[assignment]
-    """What is stored of many variants, without their values."""
+    """Values of many variants, in the order asked, each as header then data."""
+    Prefetch: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]  # type: ignore[assignment]
+    """Bring variants from disk into memory, in the background."""
+    Pin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinReply]  # type: ignore[assignment]
+    """Keep variants from eviction for some seconds; pinning again starts anew."""
+    Unpin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinReply]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]  # type: ignore[assignment]
-    """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
-    that began before then leaves nothing.
+    """Removes what it names and every variant computed after a chunk of it. Durable when the reply
+    comes. A put whose KV was planned before then leaves nothing.
     """
+    Tombstones: _aio.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.Deletion]  # type: ignore[assignment]
+    """Deletes that this shard knows of, oldest first, for a shard that was away."""
+    ChangeReplica: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]  # type: ignore[assignment]
+    """Make or drop a copy of a variant on another shard."""
+    Watch: _aio.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]  # type: ignore[assignment]
+    """What is stored, moved and dropped from now on, after a snapshot if asked for."""
     Stats: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]  # type: ignore[assignment]
 
 class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error."""
+    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+
+    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    socket, or, where neither can be had, Get and Put below.
+    """
+
+    @_abc_1.abstractmethod
+    def Hello(
+        self,
+        request: _cachestore_pb2.HelloRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.HelloReply, _abc.Awaitable[_cachestore_pb2.HelloReply]]:
+        """Who this is, and which lanes it offers. The first call of every client."""
+
+    @_abc_1.abstractmethod
+    def Lookup(
+        self,
+        request: _cachestore_pb2.LookupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.LookupReply, _abc.Awaitable[_cachestore_pb2.LookupReply]]:
+        """What is stored of many chunks, without values."""
 
     @_abc_1.abstractmethod
     def Put(
@@ -77,9 +129,8 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cachestore_pb2.PutPart],
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PutReply, _abc.Awaitable[_cachestore_pb2.PutReply]]:
-        """First message: header; then value parts in order. Visible to every call only once whole and
-        its checksum holds; durable when the reply comes. An exact value replaces one that is not;
-        otherwise what is there stays.
+        """First message: header; then data in order. Visible to every call only once whole and every
+        part's checksum holds.
         """
 
     @_abc_1.abstractmethod
@@ -88,15 +139,30 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.GetPart], _abc.AsyncIterator[_cachestore_pb2.GetPart]]:
-        """Values of many variants, in the order asked, each as header then value parts."""
+        """Values of many variants, in the order asked, each as header then data."""
 
     @_abc_1.abstractmethod
-    def Lookup(
+    def Prefetch(
         self,
-        request: _cachestore_pb2.LookupRequest,
+        request: _cachestore_pb2.PrefetchRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cachestore_pb2.LookupReply, _abc.Awaitable[_cachestore_pb2.LookupReply]]:
-        """What is stored of many variants, without their values."""
+    ) -> _typing.Union[_cachestore_pb2.PrefetchReply, _abc.Awaitable[_cachestore_pb2.PrefetchReply]]:
+        """Bring variants from disk into memory, in the background."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _cachestore_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.PinReply, _abc.Awaitable[_cachestore_pb2.PinReply]]:
+        """Keep variants from eviction for some seconds; pinning again starts anew."""
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _cachestore_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.UnpinReply, _abc.Awaitable[_cachestore_pb2.UnpinReply]]: ...
 
     @_abc_1.abstractmethod
     def Delete(
@@ -104,9 +170,33 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.DeleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.DeleteReply, _abc.Awaitable[_cachestore_pb2.DeleteReply]]:
-        """Removes every variant of the chunks, and the variants named. Durable when the reply comes; a put
-        that began before then leaves nothing.
+        """Removes what it names and every variant computed after a chunk of it. Durable when the reply
+        comes. A put whose KV was planned before then leaves nothing.
         """
+
+    @_abc_1.abstractmethod
+    def Tombstones(
+        self,
+        request: _cachestore_pb2.TombstonesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.Deletion], _abc.AsyncIterator[_cachestore_pb2.Deletion]]:
+        """Deletes that this shard knows of, oldest first, for a shard that was away."""
+
+    @_abc_1.abstractmethod
+    def ChangeReplica(
+        self,
+        request: _cachestore_pb2.ChangeReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.ChangeReplicaReply, _abc.Awaitable[_cachestore_pb2.ChangeReplicaReply]]:
+        """Make or drop a copy of a variant on another shard."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _cachestore_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.Event], _abc.AsyncIterator[_cachestore_pb2.Event]]:
+        """What is stored, moved and dropped from now on, after a snapshot if asked for."""
 
     @_abc_1.abstractmethod
     def Stats(

@@ -1,0 +1,227 @@
+"""What each codec of KV costs and keeps.
+
+Error: on KV of the bundled model and on heavy-tailed random numbers, the root mean square of what
+coding changes, and how far it moves the output of attention. Speed: encoding and decoding on one
+core, in bytes of bf16 for each second, as a share of copying those bytes (``np.copyto``). The
+buffers are far larger than any cache, every codec runs next to a copy in every round, and shares
+are medians over the rounds of a codec's time beside the copy's. Decoding writes to memory in use;
+encoding includes the fresh memory that it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
+from bench.kv_samples import (
+    Sample,
+    attention,
+    from_bfloat16,
+    heavy_tailed_sample,
+    real_samples,
+    to_bfloat16,
+)
+from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_kv.codecs import decode_value, encode_value, warm_up
+
+LAYER = ValueShape(1, 8, 128, "bfloat16")
+PART_TOKENS = 256
+"""A part of the speed runs: 1 MiB, as one layer of a chunk of an 8-billion model has it."""
+MIXED = Precision(Codec.INT8, Codec.INT4)
+PRECISIONS = [Precision(codec, codec) for codec in Codec] + [MIXED]
+PAPER_ORDER = ["int8", "e4m3", "e5m2", "gse8"]
+"""HA-RAG Fig. 9, least error first."""
+PAPER_GSE_BEST = "gse8"  # §III-B1: 1+4+3 has the least error of the three
+
+Report = dict[str, float]
+
+
+def errors(precision: Precision, samples: list[Sample]) -> Report:
+    """Compression and error over all samples.
+
+    rmse: absolute. rmse_share: of the numbers' own root mean square. median_relative: of |error| /
+    |number|. attention_share: root mean square of what changes in attention's output, of the
+    output's own.
+    """
+    native = held = 0
+    squared = own = moved = output = 0.0
+    count = 0
+    relative = []
+    for sample in samples:
+        parts = encode_value(sample.value, sample.shape, sample.num_tokens, precision)
+        result = decode_value(parts, sample.shape, sample.num_tokens, precision)
+        native += sample.value.size
+        held += sum(part.size for part in parts)
+        before = from_bfloat16(sample.value).astype(np.float64)
+        error = from_bfloat16(result) - before
+        squared += float(np.sum(error**2))
+        own += float(np.sum(before**2))
+        count += before.size
+        relative.append(np.abs(error[before != 0] / before[before != 0]))
+        exact = attention(sample.value, sample)
+        moved += float(np.sum((attention(result, sample) - exact) ** 2, dtype=np.float64))
+        output += float(np.sum(exact**2, dtype=np.float64))
+    return {
+        "ratio": native / held,
+        "rmse": (squared / count) ** 0.5,
+        "rmse_share": (squared / own) ** 0.5,
+        "median_relative": float(np.median(np.concatenate(relative))),
+        "attention_share": (moved / output) ** 0.5,
+    }
+
+
+def speeds(buffer_mib: int, decode_rounds: int, encode_rounds: int) -> dict[str, Report]:
+    """Shares of copying, by precision."""
+    shape = ValueShape(buffer_mib, LAYER.num_kv_heads, LAYER.head_dim, LAYER.dtype)
+    value = _numbers(buffer_mib)
+    out = np.zeros_like(value)
+    parts = {
+        precision: encode_value(value, shape, PART_TOKENS, precision) for precision in PRECISIONS
+    }
+
+    def decoder(precision: Precision) -> Callable[[], object]:
+        return lambda: decode_value(parts[precision], shape, PART_TOKENS, precision, out)
+
+    def encoder(precision: Precision) -> Callable[[], object]:
+        return lambda: encode_value(value, shape, PART_TOKENS, precision)
+
+    def copy() -> None:
+        np.copyto(out, value)
+
+    decode = _beside(copy, {p: decoder(p) for p in PRECISIONS}, decode_rounds)
+    encode = _beside(copy, {p: encoder(p) for p in PRECISIONS}, encode_rounds)
+    return {
+        str(precision): {
+            "decode_over_memcpy": statistics.median(c / t for t, c in decode[precision]),
+            "decode_gb_s": value.size / statistics.median(t for t, _ in decode[precision]) / 1e9,
+            "memcpy_gb_s": value.size / statistics.median(c for _, c in decode[precision]) / 1e9,
+            "encode_over_memcpy": statistics.median(c / t for t, c in encode[precision]),
+            "encode_gb_s": value.size / statistics.median(t for t, _ in encode[precision]) / 1e9,
+        }
+        for precision in PRECISIONS
+    }
+
+
+def _numbers(buffer_mib: int) -> np.ndarray:
+    """Layers of 1 MiB of bf16 that differ: one of normal numbers, turned and scaled."""
+    layer = np.random.default_rng(0).standard_normal(1 << 19).astype(np.float32)
+    layers = [to_bfloat16(np.roll(layer, 997 * i) * (1 + i / 7)) for i in range(buffer_mib)]
+    return np.concatenate(layers)
+
+
+def _beside(
+    copy: Callable[[], object], tasks: dict[Precision, Callable[[], object]], rounds: int
+) -> dict[Precision, list[tuple[float, float]]]:
+    """Seconds of each task and of a copy right after it, round by round, all in turn."""
+    taken: dict[Precision, list[tuple[float, float]]] = {precision: [] for precision in tasks}
+    for _ in range(rounds):
+        for precision, task in tasks.items():
+            taken[precision].append((_seconds(task), _seconds(copy)))
+    return taken
+
+
+def _seconds(task: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    task()
+    return time.perf_counter() - start
+
+
+def device_speeds(buffer_mib: int, rounds: int) -> Report | None:
+    """Decoding on the GPU as a share of copying there; None without one.
+
+    A copy reads and writes as many bytes as decoding writes; both are on the device.
+    """
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        return None
+    from ragcache_kv.codecs import device  # noqa: PLC0415
+
+    num_tokens = PART_TOKENS * buffer_mib
+    native = torch.from_numpy(_numbers(buffer_mib)).cuda().view(torch.bfloat16)
+    copied = torch.empty_like(native)
+    out = native.view(2, num_tokens, LAYER.num_kv_heads, LAYER.head_dim).clone()
+    shares: Report = {}
+    for precision in PRECISIONS:
+        if not precision.lossless:
+            value = native.view(torch.uint8).cpu().numpy()
+            encoded = encode_value(value, LAYER, num_tokens, precision)[0]
+            held = torch.from_numpy(encoded).cuda()
+            ratios = []
+            for _ in range(rounds + 1):
+                started, decoded, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+                started.record()
+                device.decode_part(held, LAYER, num_tokens, precision, out)
+                decoded.record()
+                copied.copy_(native)
+                ended.record()
+                ended.synchronize()
+                ratios.append(decoded.elapsed_time(ended) / started.elapsed_time(decoded))
+            shares[str(precision)] = statistics.median(ratios[1:])  # the first one compiles
+    return shares
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and texts")
+    quick = parser.parse_args().quick
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, for copies too
+
+    compiled = {}
+    for precision in PRECISIONS:
+        start = time.process_time()
+        warm_up(precision, LAYER)
+        compiled[str(precision)] = round(time.process_time() - start, 3)
+    samples = {
+        "real": real_samples(texts=1 if quick else 8, tokens=1000),
+        "heavy_tailed": [heavy_tailed_sample(i, 500) for i in range(1 if quick else 4)],
+    }
+    found = {name: {str(p): errors(p, some) for p in PRECISIONS} for name, some in samples.items()}
+    for name, reports in found.items():
+        print(f"{name}: ratio, RMSE, share of RMS, median relative, attention output")
+        for precision, report in reports.items():
+            print(f"  {precision:10s}", *(f"{number:10.6f}" for number in report.values()))
+    buffer_mib = 256 if quick else 512
+    speed = speeds(buffer_mib, decode_rounds=5 if quick else 25, encode_rounds=1 if quick else 7)
+    print("decode/copy, GB/s, copy's GB/s, encode/copy, GB/s")
+    for precision, report in speed.items():
+        print(f"  {precision:10s}", *(f"{number:8.2f}" for number in report.values()))
+
+    def order(sample: str, names: list[str], measure: str) -> list[str]:
+        return sorted(names, key=lambda name: found[sample][name][measure])
+
+    gse = [str(codec) for codec in (Codec.GSE8, Codec.GSE8_134, Codec.GSE8_125)]
+    result = {
+        **{
+            f"{name}_decode_over_memcpy": round(speed[name]["decode_over_memcpy"], 3)
+            for name in PAPER_ORDER
+        },
+        "decode_over_memcpy": {p: round(r["decode_over_memcpy"], 3) for p, r in speed.items()},
+        "encode_over_memcpy": {p: round(r["encode_over_memcpy"], 3) for p, r in speed.items()},
+        "memcpy_gb_s": round(statistics.median(r["memcpy_gb_s"] for r in speed.values()), 2),
+        "buffer_mib": buffer_mib,
+        "errors": found,
+        "error_order": order("real", PAPER_ORDER, "rmse"),
+        "error_order_heavy_tailed": order("heavy_tailed", PAPER_ORDER, "rmse"),
+        "error_order_in_paper": PAPER_ORDER,
+        "gse_order_by_rmse": order("real", gse, "rmse"),
+        "gse_order_by_median_relative": order("real", gse, "median_relative"),
+        "gse_best_in_paper": PAPER_GSE_BEST,
+        "compile_cpu_s": compiled,
+        "device_decode_over_copy": device_speeds(buffer_mib, 20),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Stores that bench/store.py compares, each in a process of its own (worker.py)."""

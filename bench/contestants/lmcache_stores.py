@@ -1,0 +1,191 @@
+"""LMCache's own stores: its two servers, and the native file adapter.
+
+The clients follow LMCache's (``lm_connector``, ``native_connector_l2_adapter``) with its own
+message classes and its own native client, less what surrounds them.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.contestants.contestant import Absent, Contestant
+from bench.contestants.servers import Server, free_port
+
+_TOKENS = 256
+"""Of the one chunk that a value of the multi-process server is."""
+
+_BLOCKS = 16
+
+
+class LMCacheServer(Contestant):
+    """``lmcache_server``: values in the memory of a Python process, over one TCP socket."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import torch  # noqa: PLC0415
+            from lmcache.utils import CacheEngineKey  # noqa: PLC0415
+            from lmcache.v1.memory_management import MemoryFormat  # noqa: PLC0415
+            from lmcache.v1.protocol import (  # noqa: PLC0415
+                ClientCommand,
+                ClientMetaMessage,
+                ServerMetaMessage,
+            )
+        except ImportError as error:
+            raise Absent(f"lmcache cannot be imported: {error}") from error
+        self._command, self._reply = ClientCommand, ServerMetaMessage
+
+        def message(command: object, number: int, num_bytes: int) -> bytes:
+            key = CacheEngineKey(
+                model_name="m", world_size=1, worker_id=0, chunk_hash=number, dtype=torch.uint8
+            )
+            shape = torch.Size([num_bytes, 0, 0, 0])
+            said: bytes = ClientMetaMessage(
+                command, key, num_bytes, MemoryFormat.BINARY, torch.uint8, shape
+            ).serialize()
+            return said
+
+        self._message = message
+        port = free_port()
+        argv = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
+        self._server = Server(argv, port)
+        self._socket = socket.create_connection(("127.0.0.1", port))
+
+    def put(self, number: int, value: memoryview) -> None:
+        """See Contestant. The server does not answer a put, so it is asked whether it has it."""
+        self._socket.sendall(self._message(self._command.PUT, number, len(value)))
+        self._socket.sendall(value)
+        self._socket.sendall(self._message(self._command.EXIST, number, 0))
+        self._receive(memoryview(bytearray(self._reply.packlength())))
+
+    def get(self, number: int, buffer: memoryview) -> None:
+        """See Contestant."""
+        self._socket.sendall(self._message(self._command.GET, number, 0))
+        self._receive(memoryview(bytearray(self._reply.packlength())))
+        self._receive(buffer)
+
+    def close(self) -> None:
+        """See Contestant."""
+        self._socket.close()
+        self._server.end()
+
+    def _receive(self, buffer: memoryview) -> None:
+        received = 0
+        while received < len(buffer):
+            received += self._socket.recv_into(buffer[received:])
+
+
+class MultiProcess(Contestant):
+    """``lmcache server``, with which engines share memory, by the client of its own benchmark.
+
+    A value is one chunk, in one block of one layer of the caller's paged KV. Only STORE and
+    RETRIEVE are timed; the LOOKUP that every RETRIEVE needs before it is not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from lmcache.cli.commands.bench.server_bench.client import (  # noqa: PLC0415
+                ServerBenchClient,
+            )
+            from lmcache.cli.commands.bench.server_bench.config import (  # noqa: PLC0415
+                BenchConfig,
+            )
+        except ImportError as error:
+            raise Absent(f"lmcache cannot be imported: {error}") from error
+        port, http = free_port(), free_port()
+        argv = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
+        argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
+        argv += ["--chunk-size", str(_TOKENS), "--l1-size-gb", "1", "--eviction-policy", "LRU"]
+        argv += ["--supported-transfer-mode", "engine_driven"]
+        self._server = Server([*argv, "--disable-observability"], http)
+        self._config = BenchConfig(
+            rpc_url=f"tcp://127.0.0.1:{port}",
+            http_url=f"http://127.0.0.1:{http}",
+            mode="cpu",
+            transfer_mode="engine_driven",
+            tp_size=1,
+            use_mla=True,
+            num_tokens=_TOKENS - 1,
+            kvcache_shape_spec="",
+            num_blocks=_BLOCKS,
+            block_size=_TOKENS,
+        )
+        self._make = ServerBenchClient
+        self._client: Any = None
+        self._value_bytes = 0
+
+    def prepare(self, number: int, value: memoryview) -> None:
+        """See Contestant: bring the value into the block, look it up."""
+        if len(value) != self._value_bytes:
+            if self._client is not None:
+                self._client.close()
+            self._value_bytes = len(value)
+            spec = f"(1,{_BLOCKS},{_TOKENS},1,{len(value) // _TOKENS}):uint8:1"
+            self._client = self._make(
+                replace(self._config, kvcache_shape_spec=spec), lambda _: None
+            )
+            self._client.start()
+            [self._layer] = self._client._workers[0].kv_caches.values()
+        self._request = self._client.create_request(
+            number, f"request-{number}-{id(value)}", "bench"
+        )
+        block = self._layer[self._request.block_offset]
+        self._block = memoryview(block.view(-1).numpy()).cast("B")
+        if self._client.lookup(self._request).hit_chunks == 0:
+            self._block[:] = value
+
+    def put(self, number: int, value: memoryview) -> None:
+        """See Contestant."""
+        if not self._client.store(self._request, 0, _TOKENS).succeeded:
+            raise OSError("lmcache refused a store")
+
+    def get(self, number: int, buffer: memoryview) -> memoryview:
+        """See Contestant."""
+        if not self._client.retrieve(self._request, 0, _TOKENS).succeeded:
+            raise OSError("lmcache retrieved nothing")
+        return self._block
+
+    def close(self) -> None:
+        """See Contestant."""
+        if self._client is not None:
+            self._client.close()
+        self._server.end()
+
+
+class FsNative(Contestant):
+    """The ``fs_native`` adapter's C++ client: one file per value, four workers."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from lmcache.lmcache_fs import LMCacheFSClient  # noqa: PLC0415
+        except ImportError as error:
+            raise Absent(f"lmcache cannot be imported: {error}") from error
+        self._client = LMCacheFSClient(str(folder), 4, "", False, 0)
+        self._done = select.poll()
+        self._done.register(self._client.event_fd(), select.POLLIN)
+
+    def put(self, number: int, value: memoryview) -> None:
+        """See Contestant."""
+        # Its binding asks for a writable buffer even of what it only reads.
+        self._finish(self._client.submit_batch_set([f"m@0@0@{number:016x}"], [value]))
+
+    def get(self, number: int, buffer: memoryview) -> None:
+        """See Contestant."""
+        self._finish(self._client.submit_batch_get([f"m@0@0@{number:016x}"], [buffer]))
+
+    def close(self) -> None:
+        """See Contestant."""
+        self._client.close()
+
+    def _finish(self, future: int) -> None:
+        while True:
+            self._done.poll(5000)
+            for done, ok, error, *_ in self._client.drain_completions():
+                if done == future:
+                    if not ok:
+                        raise OSError(error)
+                    return

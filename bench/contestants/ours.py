@@ -1,0 +1,112 @@
+"""This project's store: its own process, and the client that engines use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+from ragcache_kv.store.client import StoreClient
+
+from bench.contestants.contestant import Contestant
+from bench.contestants.servers import START_S, Server, free_port
+from ragcache_core.keys import VariantKey
+from ragcache_core.storing import Ack, NewVariant, PutOutcome
+from ragcache_core.variant import Origin, Part, Provenance, Tier, VariantInfo
+from ragcache_kv.value import FORMAT, checksum
+
+TIMEOUT_S = 30.0
+_PART_BYTES = 1 << 20
+"""A value of 8 MiB has eight parts, as KV of eight layers has."""
+
+
+class RagCache(Contestant):
+    """One shard. lane: how its values travel; ack: what a put waits for."""
+
+    verifies = True
+    lane = "shared"
+    ack = Ack.ACCEPTED
+    admission = "second-touch"
+    """As the peers that have no disk: what is got twice is written to it, and nothing was yet."""
+    memory_bytes = 320 << 20
+    disk_bytes = 4 << 30
+
+    def __init__(self, folder: Path) -> None:
+        port, lane_port = free_port(), free_port()
+        environment = {
+            **os.environ,
+            "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+            "RAGCACHE_LANE_LISTEN": f"127.0.0.1:{lane_port}",
+            "RAGCACHE_LANE_SOCKET": str(folder / "lane.sock"),
+            "RAGCACHE_DATA_DIR": str(folder / "data"),
+            "RAGCACHE_MEMORY_BYTES": str(self.memory_bytes),
+            "RAGCACHE_DISK_BYTES": str(self.disk_bytes),
+            "RAGCACHE_ADMISSION": self.admission,
+            "RAGCACHE_LOG_LEVEL": "warning",
+        }
+        argv = [sys.executable, "-m", "ragcache_cachestore"]
+        self._server = Server(argv, port, environment)
+        self._client = StoreClient(f"127.0.0.1:{port}", lanes=(self.lane,))
+        self._client.stats(START_S)
+        self._puts: Counter[int] = Counter()
+
+    def put(self, number: int, value: memoryview) -> None:
+        """See Contestant."""
+        parts = tuple(
+            Part(len(part), checksum(part))
+            for part in (value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES))
+        )
+        info = VariantInfo(256, len(value), 0, Provenance(exact=True))
+        self._puts[number] += 1
+        new = NewVariant(self._key(number), info, Origin(cost_s=0.01), None, parts, FORMAT)
+        if self._client.put(new, value, TIMEOUT_S, ack=self.ack) is not PutOutcome.STORED:
+            raise OSError("the store refused a put")
+
+    def get(self, number: int, buffer: memoryview) -> None:
+        """See Contestant."""
+        ((_, found),) = self._client.get([self._key(number)], TIMEOUT_S, allocate=lambda _: buffer)
+        self.note(found.tier)
+
+    def note(self, tier: Tier) -> None:
+        """Where a value came from."""
+
+    def _key(self, number: int) -> VariantKey:
+        # A variant does not change: other bytes are another variant, for which an old one goes.
+        return VariantKey(number.to_bytes(16), self._puts[number].to_bytes(16))
+
+    def close(self) -> None:
+        """See Contestant."""
+        self._client.close()
+        self._server.end()
+
+
+class RagCacheSocket(RagCache):
+    """Over a TCP socket, as between machines."""
+
+    lane = "socket"
+
+
+class RagCacheGrpc(RagCache):
+    """Inside gRPC, where nothing else can be had."""
+
+    lane = "grpc"
+
+
+class RagCacheDurable(RagCache):
+    """A put that is back has survived kill -9."""
+
+    ack = Ack.DURABLE
+    admission = "always"
+    disk_bytes = 320 << 20
+
+
+class RagCacheDisk(RagCacheDurable):
+    """Values that memory has no room for: gets from the disk tier, page cache warm."""
+
+    memory_bytes = 48 << 20
+    disk_bytes = 1 << 30
+
+    def note(self, tier: Tier) -> None:
+        """See RagCache."""
+        self.counts = tier is Tier.DISK

@@ -1,0 +1,168 @@
+"""Mooncake's store over TCP, and NIXL over shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.contestants.contestant import Absent, Contestant
+from bench.contestants.servers import Server, free_port
+
+_SEGMENT_BYTES = 768 << 20
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
+
+
+def _whole(buffer: memoryview) -> tuple[int, int]:
+    """Address and size of the array that buffer is a window of.
+
+    It is made known to the library once, as an engine does with its memory.
+    """
+    whole: Any = np.frombuffer(buffer, dtype=np.uint8)
+    while isinstance(whole, np.ndarray) and whole.base is not None:
+        whole = whole.base.obj if isinstance(whole.base, memoryview) else whole.base
+    array = np.asarray(whole)
+    return int(array.__array_interface__["data"][0]), int(array.nbytes)
+
+
+def _mooncake(master: str, segment_bytes: int) -> Any:
+    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
+
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        f"127.0.0.1:{free_port()}", "P2PHANDSHAKE", segment_bytes, 64 << 20, "tcp", "", master
+    )
+    if code:
+        raise Absent(f"mooncake does not start: setup gave {code}")
+    return store
+
+
+def _hold_mooncake(master: str, ready: Connection) -> None:
+    store = _mooncake(master, _SEGMENT_BYTES)
+    ready.send(True)
+    ready.recv()
+    store.close()
+
+
+class Mooncake(Contestant):
+    """Mooncake's store: a master, a process that lends memory, and a client without any."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import mooncake  # noqa: PLC0415
+        except ImportError as error:
+            raise Absent(f"mooncake cannot be imported: {error}") from error
+        master = Path(mooncake.__file__).parent / "mooncake_master"
+        port, metrics = free_port(), free_port()
+        argv = [str(master), f"--rpc_port={port}", f"--metrics_port={metrics}"]
+        if shutil.which(argv[0]) is None:
+            os.chmod(argv[0], 0o755)
+        self._server = Server(argv, port)
+        context = multiprocessing.get_context("spawn")
+        self._holder, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_hold_mooncake, args=(f"127.0.0.1:{port}", theirs), daemon=True
+        )
+        self._process.start()
+        if not self._holder.poll(30):
+            self.close()
+            raise Absent("mooncake's holder of memory does not start")
+        self._store = _mooncake(f"127.0.0.1:{port}", 0)
+        self._registered: list[tuple[int, int]] = []
+
+    def put(self, number: int, value: memoryview) -> None:
+        """See Contestant."""
+        if self._store.put(f"{number}", value):
+            raise OSError("mooncake refused a put")
+
+    def get(self, number: int, buffer: memoryview) -> None:
+        """See Contestant."""
+        if (whole := _whole(buffer)) not in self._registered:
+            self._store.register_buffer(*whole)
+            self._registered.append(whole)
+        found = self._store.get_into(f"{number}", _address(buffer), len(buffer))
+        if found != len(buffer):
+            raise OSError(f"mooncake gave {found}")
+
+    def close(self) -> None:
+        """See Contestant."""
+        self._process.terminate()
+        self._process.join(10)
+        self._server.end()
+
+
+def _nixl_agent(name: str) -> Any:
+    try:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
+    except ImportError as error:
+        raise Absent(f"nixl cannot be imported: {error}") from error
+    try:
+        return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+    except Exception as error:
+        raise Absent(f"nixl does not start: {error}") from error
+
+
+def _hold_nixl(pipe: Connection) -> None:
+    memory = np.zeros(_SEGMENT_BYTES, dtype=np.uint8)
+    agent = _nixl_agent("holder")
+    agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+    pipe.send((agent.get_agent_metadata(), memory.ctypes.data))
+    pipe.recv()
+
+
+class Nixl(Contestant):
+    """One-sided reads and writes of another process's registered memory, by UCX."""
+
+    def __init__(self, folder: Path) -> None:
+        self._agent = _nixl_agent("client")
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_hold_nixl, args=(theirs,), daemon=True)
+        self._process.start()
+        if not self._pipe.poll(30):
+            self.close()
+            raise Absent("nixl's holder of memory does not start")
+        metadata, self._remote = self._pipe.recv()
+        self._peer = self._agent.add_remote_agent(metadata)
+        self._registered: list[tuple[int, int]] = []
+
+    def put(self, number: int, value: memoryview) -> None:
+        """See Contestant."""
+        self._move("WRITE", number, value)
+
+    def get(self, number: int, buffer: memoryview) -> None:
+        """See Contestant."""
+        self._move("READ", number, buffer)
+
+    def close(self) -> None:
+        """See Contestant."""
+        self._process.terminate()
+        self._process.join(10)
+
+    def _move(self, how: str, number: int, buffer: memoryview) -> None:
+        start, num_bytes = _address(buffer), len(buffer)
+        self._register(buffer)
+        slots = _SEGMENT_BYTES // num_bytes
+        remote = self._remote + number % slots * num_bytes
+        local = self._agent.get_xfer_descs([(start, num_bytes, 0)], "DRAM")
+        far = self._agent.get_xfer_descs([(remote, num_bytes, 0)], "DRAM")
+        handle = self._agent.initialize_xfer(how, local, far, self._peer)
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+        self._agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise OSError(f"nixl ended a transfer as {state}")
+
+    def _register(self, buffer: memoryview) -> None:
+        if (whole := _whole(buffer)) not in self._registered:
+            self._agent.register_memory([(*whole, 0, "")], "DRAM")
+            self._registered.append(whole)

@@ -1,0 +1,107 @@
+"""Run one contestant: a line of JSON in, a line of JSON out. Started by bench/store.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bench.contestants.contestant import Absent, Contestant, Values
+
+
+class Measure:
+    """Times puts and gets of one store and checks what comes back."""
+
+    def __init__(self, store: Contestant) -> None:
+        self._store = store
+        self._values = Values(1, seed=1)
+        self._numbers: list[int] = []
+        self._generation = 0
+        self._checksums: dict[int, int] = {}
+
+    def begin(self, num_bytes: int, first: int, count: int) -> dict[str, Any]:
+        """Take values of a size from now on."""
+        self._values = Values(num_bytes, seed=1)
+        self._numbers = list(range(first, first + count))
+        self._generation = 0
+        return {}
+
+    def put(self) -> dict[str, Any]:
+        """Seconds for a put of new bytes under every number, one after another."""
+        self._generation += 1
+        taken = 0.0
+        for number in self._numbers:
+            value = self._value(number)
+            # Reads every byte: no store pays for a page that was not touched for long.
+            self._checksums[number] = xxhash.xxh3_64_intdigest(value)
+            self._store.prepare(number, value)
+            begin = time.perf_counter()
+            self._store.put(number, value)
+            taken += time.perf_counter() - begin
+        return {"seconds": taken, "count": len(self._numbers)}
+
+    def get(self) -> dict[str, Any]:
+        """Seconds for gets until every byte is in the caller's buffer and its checksum compared.
+
+        Everything is got once before, untimed: what was not touched while the others had their turn
+        is slow to touch again, whoever it belongs to.
+        """
+        self._get_all()
+        return self._get_all()
+
+    def _get_all(self) -> dict[str, Any]:
+        taken, count = 0.0, 0
+        for place, number in enumerate(random.sample(self._numbers, len(self._numbers))):
+            value, wanted = self._value(number), self._checksums[number]
+            buffer = self._values.buffer(place)
+            self._store.prepare(number, value)
+            begin = time.perf_counter()
+            buffer = self._store.get(number, buffer) or buffer
+            found = wanted if self._store.verifies else xxhash.xxh3_64_intdigest(buffer)
+            seconds = time.perf_counter() - begin
+            # What verifies by itself is not taken at its word either, outside the time.
+            if found != wanted or buffer != value:
+                raise ValueError(f"value {number} came back changed")
+            if self._store.counts:
+                taken, count = taken + seconds, count + 1
+        return {"seconds": taken, "count": count}
+
+    def _value(self, number: int) -> memoryview:
+        return self._values.value(number + self._generation * len(self._numbers))
+
+    def settle(self) -> dict[str, Any]:
+        """Finish what puts left to the background."""
+        self._store.settle()
+        return {}
+
+
+def main() -> int:
+    """Entry point: worker.py MODULE CLASS FOLDER."""
+    module, name, folder = sys.argv[1:4]
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a store prints must not be taken for an answer
+    try:
+        store = getattr(importlib.import_module(f"bench.contestants.{module}"), name)(Path(folder))
+    except (Absent, ImportError) as reason:
+        print(json.dumps({"absent": f"{reason}"}), file=answers)
+        return 0
+    print(json.dumps({}), file=answers)
+    measure = Measure(store)
+    try:
+        for line in sys.stdin:
+            words = json.loads(line)
+            print(json.dumps(getattr(measure, words.pop("do"))(**words)), file=answers)
+    finally:
+        store.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

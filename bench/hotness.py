@@ -1,0 +1,385 @@
+"""Loading time and TTFT with mixed precision and placement by hotness, against bf16 on disk.
+
+The baseline is HA-RAG's (§III-A): TurboRAG, which keeps every chunk's KV in bf16 on disk and loads
+what a prompt needs. Arms, all over the same values, queries and memory for the caller's buffers:
+
+``ha_rag``    mixed precision (Algorithm 1) and placement (Algorithm 2), thresholds of §III-B2
+``mp_only``   mixed precision alone, all on disk
+``dp_only``   placement alone, in bf16
+``score``     our assignment: no more error, as readers meet it, than HA-RAG's mixture, and no more
+              memory than HA-RAG's placement takes; bytes saved by error added, placed by score
+
+Chunks are ranked by the first half of the queries, and queries of the second half are measured:
+steady state, where what a placement wants in memory is there. Arms take turns within each query,
+and a query's time is the median of its rounds. Reads bypass the page cache (O_DIRECT; where there
+is none it is emptied before each read), which leaves whatever the device under a virtual disk
+caches. Every part's checksum is verified, and every value that an arm delivers is compared with
+what its precision decodes to.
+
+TTFT = loading + decoding + prefill of the question over the loaded KV by a real computation: a
+Llama of random weights (``transformers``; keys and values as many as heads, as in LLaMA-2). Its
+prefill, on one core, is the same in all arms. Gains are ratios of mean times.
+
+On a GPU, placement has its four memories: device, pinned, pageable, disk; bytes cross the bus as
+they are held and are decoded there. Without one, the three memories are one, and figures are the
+CPU's: no bus is crossed and prefill takes far longer than on a GPU, so TTFT gains less.
+
+Errors are of attention's output, on the bundled model's KV (``bench/codecs.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
+import numpy as np
+import torch
+
+from bench.codecs import errors
+from bench.device_shelf import DeviceLoader
+from bench.kv_samples import real_samples
+from bench.question import Question
+from bench.shelf import Encoded, Loader, ValueRegion
+from ragcache_core.hotness.assignment import (
+    Assignment,
+    FixedAssignment,
+    HaRagAssignment,
+    K,
+    Observation,
+    Placement,
+)
+from ragcache_core.hotness.counts import DecayedCounts
+from ragcache_core.hotness.score import Grade, Memory, ScoreAssignment, read_error
+from ragcache_core.variant import Precision, ValueShape
+from ragcache_kv.codecs import (
+    decode_part,
+    encode_part,
+    encoded_part_bytes,
+    native_part_bytes,
+    warm_up,
+)
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+RETRIEVED = DATA / "psirag_retrieved" / "multihoprag_summary.json"
+CHUNKS_PER_QUERY = 5
+SHAPE = ValueShape(num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
+CHUNK_TOKENS = 256  # 4 MiB of bf16
+READERS = 2
+BASES = 6
+NO_GPU = "none here: device and pinned memory, and decoding there, not measured"
+ROUNDS = 3  # of every query; others may use the machine meanwhile
+HALF_LIFE_QUERIES = 1000.0
+BASELINE = "bf16_disk"
+QUICKLY_MEASURED = tuple(
+    map(Precision.parse, ("int8", "e4m3", "e5m2", "gse8", "int8/int4", "int4"))
+)
+MEASURED = (
+    *QUICKLY_MEASURED,
+    *map(Precision.parse, ("gse8-125", "gse8-134", "e4m3/int4", "gse8/int4")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accesses:
+    """Chunks of each query, in rank order. source: where they are from."""
+
+    source: str
+    queries: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """precision and memory of each chunk."""
+
+    name: str
+    precision: Mapping[int, Precision]
+    placement: Mapping[int, Placement]
+
+    def in_memory(self, chunk: int) -> bool:
+        return self.placement[chunk] is not Placement.DISK
+
+
+def access_sequence(seed: int) -> Accesses:
+    """What a real retriever returned to 1,000 queries, or as skewed a sequence that is made up."""
+    if RETRIEVED.exists():
+        retrieved = json.loads(RETRIEVED.read_text())["retrieved_docs"]
+        names: dict[str, int] = {}
+        queries = [[names.setdefault(text, len(names)) for text in query] for query in retrieved]
+        return Accesses("psirag multihoprag", queries)
+    rng = random.Random(seed)
+    num_chunks = 2400
+    weights = [1 / (rank + 1) ** 0.8 for rank in range(num_chunks)]
+    queries = []
+    for _ in range(1000):
+        drawn = dict.fromkeys(rng.choices(range(num_chunks), weights, k=4 * CHUNKS_PER_QUERY))
+        queries.append(list(drawn)[:CHUNKS_PER_QUERY])
+    return Accesses("seeded zipf 0.8", queries)
+
+
+def observe(sequence: Accesses, until: int, native_bytes: int) -> list[Observation[int]]:
+    """What a store would know after so many queries, one a second."""
+    counts: DecayedCounts[int] = DecayedCounts(HALF_LIFE_QUERIES)
+    for second, query in enumerate(sequence.queries[:until]):
+        for chunk in query:
+            counts.add(chunk, float(second))
+    chunks = sorted({chunk for query in sequence.queries for chunk in query})
+    return [
+        Observation(chunk, accesses, native_bytes, score=accesses / native_bytes)
+        for chunk in chunks
+        for accesses in [counts.count(chunk, float(until))]
+    ]
+
+
+def measured_grades(precisions: Sequence[Precision]) -> tuple[Grade, ...]:
+    """Errors on real KV, sizes of ours."""
+    samples = real_samples(1, 512)
+    native = native_part_bytes(SHAPE, 1)
+    return tuple(
+        Grade(
+            precision,
+            encoded_part_bytes(SHAPE, 1, precision) / native,
+            errors(precision, samples)["attention_share"],
+        )
+        for precision in precisions
+    )
+
+
+class OnDisk(Assignment):
+    """Another's precision, and everything on disk."""
+
+    def __init__(self, precision: Assignment) -> None:
+        self._precision = precision
+
+    def assign(self, observations: Sequence[Observation[K]]) -> dict[K, Precision]:
+        return self._precision.assign(observations)
+
+    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+        return dict.fromkeys((one.key for one in observations), Placement.DISK)
+
+
+def make_arms(observed: list[Observation[int]], grades: tuple[Grade, ...]) -> list[Arm]:
+    """All arms; ours gets the error and the memory of HA-RAG's."""
+    ha_rag = HaRagAssignment()
+    precision, placement = ha_rag.assign(observed), ha_rag.place(observed)
+    sizes = {grade.precision: grade.size for grade in grades}
+    taken = dict.fromkeys(Placement, 0)
+    for one in observed:
+        taken[placement[one.key]] += round(one.native_bytes * sizes[precision[one.key]])
+    memory = Memory(taken[Placement.GPU], taken[Placement.PINNED], taken[Placement.PAGEABLE])
+    assignments: dict[str, Assignment] = {
+        BASELINE: OnDisk(FixedAssignment()),
+        "ha_rag": ha_rag,
+        "mp_only": OnDisk(ha_rag),
+        "dp_only": FixedAssignment(),
+        "score": ScoreAssignment(grades, read_error(observed, precision, grades), memory),
+    }
+    return [
+        Arm(name, assignment.assign(observed), assignment.place(observed))
+        for name, assignment in assignments.items()
+    ]
+
+
+class Values:
+    """The KV of chunks: a few heavy-tailed random values, of which each chunk has one."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        layers = (SHAPE.num_layers, 2, CHUNK_TOKENS, SHAPE.num_kv_heads, SHAPE.head_dim)
+        self._native = []
+        for _ in range(BASES):
+            wide = rng.standard_normal(layers, np.float32)
+            wide *= np.exp(rng.standard_normal(layers[-2:])).astype(np.float32)
+            bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
+            self._native.append(bits.reshape(SHAPE.num_layers, -1).view(np.uint8))
+        self._encoded: dict[tuple[int, Precision], Encoded] = {}
+        self._decoded: dict[tuple[int, Precision], np.ndarray] = {}
+
+    @property
+    def native_bytes(self) -> int:
+        return int(self._native[0].nbytes)
+
+    def encoded(self, chunk: int, precision: Precision) -> Encoded:
+        """A chunk's value in a precision."""
+        name = chunk % BASES, precision
+        if name not in self._encoded:
+            parts = [
+                encode_part(layer, SHAPE, CHUNK_TOKENS, precision)
+                for layer in self._native[name[0]]
+            ]
+            self._encoded[name] = Encoded.of(precision, parts)
+            self._decoded[name] = np.concatenate(
+                [decode_part(part, SHAPE, CHUNK_TOKENS, precision) for part in parts]
+            )
+        return self._encoded[name]
+
+    def decoded(self, chunk: int, precision: Precision) -> np.ndarray:
+        """What a reader of it must get."""
+        return self._decoded[chunk % BASES, precision]
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of each query, the median of its rounds."""
+
+    loading: list[float]
+    ttft: list[float]
+
+
+def run(
+    queries: list[list[int]], arms: list[Arm], values: Values, folder: Path, device: str
+) -> tuple[dict[str, Times], str]:
+    """Measure every arm on every query; arms take turns, another one first each time."""
+    chunks = sorted({chunk for query in queries for chunk in query})
+    sizes = (SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
+    loader = Loader(*sizes) if device == "cpu" else DeviceLoader(*sizes, device)
+    regions: dict[tuple[Precision, ...], ValueRegion] = {}
+    held: dict[str, dict[int, Encoded]] = {}
+    region_of: dict[str, ValueRegion] = {}
+    for arm in arms:
+        encoded = {chunk: values.encoded(chunk, arm.precision[chunk]) for chunk in chunks}
+        alike = tuple(arm.precision[chunk] for chunk in chunks)
+        if alike not in regions:
+            regions[alike] = ValueRegion(folder / f"{arm.name}.values", encoded)
+        region_of[arm.name] = regions[alike]
+        # An entry of its own for each chunk, and what lies in memory as large as it would be.
+        held[arm.name] = {chunk: replace(one) for chunk, one in encoded.items()}
+        for chunk, one in held[arm.name].items():
+            loader.keep(one, arm.placement[chunk])
+    question = Question(SHAPE, CHUNK_TOKENS, device)
+    times = {arm.name: Times([], []) for arm in arms}
+    for turn, query in enumerate([queries[0], *queries]):
+        rounds = {arm.name: Times([], []) for arm in arms}
+        for _ in range(ROUNDS):
+            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+                region = region_of[arm.name]
+                if not region.direct:
+                    region.drop()
+                begun = time.perf_counter()
+                loader.load(query, held[arm.name], region)
+                loaded = time.perf_counter()
+                question.first_token(loader.outs[: len(query)])
+                rounds[arm.name].ttft.append(time.perf_counter() - begun)
+                rounds[arm.name].loading.append(loaded - begun)
+                for place, chunk in enumerate(query):
+                    out = loader.delivered(place)
+                    if not np.array_equal(out, values.decoded(chunk, arm.precision[chunk])):
+                        raise AssertionError(f"{arm.name} delivered something else")
+        if turn > 0:  # the first only warms up
+            for name, taken in rounds.items():
+                times[name].loading.append(statistics.median(taken.loading))
+                times[name].ttft.append(statistics.median(taken.ttft))
+    resident = max(region.resident_share() for region in regions.values())
+    direct = all(region.direct for region in regions.values())
+    loader.close()
+    for region in regions.values():
+        region.close()
+    how = "bypassed (O_DIRECT)" if direct else "emptied before each read (posix_fadvise)"
+    return times, f"{how}; share of the files in it afterwards (mincore): {resident:.3f}"
+
+
+def gain(times: Mapping[str, Times], arm: str, what: Callable[[Times], list[float]]) -> float:
+    """How much less time an arm takes than the baseline, by mean times."""
+    return statistics.mean(what(times[BASELINE])) / statistics.mean(what(times[arm]))
+
+
+def report(
+    times: Mapping[str, Times], arms: list[Arm], queries: list[list[int]], grades: tuple[Grade, ...]
+) -> dict[str, object]:
+    """Figures of every arm, and the gains that are asked for."""
+    reads = [chunk for query in queries for chunk in query]
+    error_of = {Precision(): 0.0} | {grade.precision: grade.error for grade in grades}
+    figures: dict[str, object] = {}
+    for arm in arms:
+        held = [arm.precision[chunk] for chunk in reads]
+        loading, ttft = times[arm.name].loading, times[arm.name].ttft
+        figures[arm.name] = {
+            "loading_ms": round(1e3 * statistics.mean(loading), 2),
+            "ttft_ms": round(1e3 * statistics.mean(ttft), 2),
+            "loading_gain": round(gain(times, arm.name, lambda one: one.loading), 3),
+            "ttft_gain": round(gain(times, arm.name, lambda one: one.ttft), 3),
+            "mean_of_query_gains": round(
+                statistics.mean(
+                    base / own for base, own in zip(times[BASELINE].loading, loading, strict=True)
+                ),
+                3,
+            ),
+            "reads_from_memory": round(statistics.mean(map(arm.in_memory, reads)), 3),
+            "read_error": round(statistics.mean(error_of[one] for one in held), 5),
+            "precisions_read": {
+                str(one): round(held.count(one) / len(held), 3)
+                for one in sorted(set(held), key=str)
+            },
+        }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="few queries: under a minute")
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="where the values go (a disk, not memory)")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # threads that wait for each other measure who else is computing
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    grades = measured_grades(QUICKLY_MEASURED if args.quick else MEASURED)
+    for grade in grades:
+        print(f"{grade.precision!s:>10}  size {grade.size:.4f}  error {grade.error:.5f}")
+    sequence = access_sequence(args.seed)
+    half = len(sequence.queries) // 2
+    values = Values(args.seed)
+    observed = observe(sequence, half, values.native_bytes)
+    arms = make_arms(observed, grades)
+    for precision in {one for arm in arms for one in arm.precision.values()}:
+        warm_up(precision, SHAPE)
+    queries = sequence.queries[half : half + (8 if args.quick else 100)]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        times, page_cache = run(queries, arms, values, Path(folder), device)
+    figures = report(times, arms, queries, grades)
+    for name, figure in figures.items():
+        print(name, json.dumps(figure))
+    by_name = {arm.name: arm for arm in arms}
+    print(
+        json.dumps(
+            {
+                "bench": "hotness",
+                "device": device,
+                "gpu": torch.cuda.get_device_name() if device == "cuda" else NO_GPU,
+                "mean_gain_over_bf16_disk": round(
+                    gain(times, "ha_rag", lambda one: one.loading), 3
+                ),
+                "ttft_gain_over_bf16_disk": round(gain(times, "ha_rag", lambda one: one.ttft), 3),
+                "mp_only_gain": round(gain(times, "mp_only", lambda one: one.loading), 3),
+                "dp_only_gain": round(gain(times, "dp_only", lambda one: one.loading), 3),
+                "score_gain_over_bf16_disk": round(
+                    gain(times, "score", lambda one: one.loading), 3
+                ),
+                "score_ttft_gain_over_bf16_disk": round(
+                    gain(times, "score", lambda one: one.ttft), 3
+                ),
+                "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
+                "score_error": read_error(observed, by_name["score"].precision, grades),
+                "page_cache": page_cache,
+                "accesses": sequence.source,
+                "queries": len(queries),
+                "chunk_bytes": values.native_bytes,
+                "arms": figures,
+                "grades": {str(g.precision): [round(g.size, 4), round(g.error, 5)] for g in grades},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

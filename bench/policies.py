@@ -1,0 +1,242 @@
+"""Replacement policies and admissions on fixed sequences of requests, 1 to 50 % of the footprint.
+
+Every sequence is cut in two: settings were tuned on the first half, figures are of the second
+(``--half first`` shows the other). Both start with an empty tier. The classes are those that the
+store runs. Modes: ``exact`` (nodes of a knowledge tree; a hit needs all parents, only leaves go)
+and ``blend`` (each chunk by itself).
+
+gap_closed: share of the way from LRU to a clairvoyant policy that may leave things unstored (see
+``clairvoyant``), by saved prefill seconds: per sequence and mode the ways of all capacities are
+added up before dividing (a capacity with a narrow gap would else drown the others in noise), then
+sequences and modes count alike. Where even an infinite tier would save less than 1 % there is no
+way to go, and the pair is left out. pgdsf_over_*: ratios of the mean share of prefill seconds saved
+in ``exact``, geometric mean over the sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
+from bench.clairvoyant import Intervals, clairvoyant
+from bench.prefill_profile import PrefillProfile
+from bench.replay import Replay, Tally
+from bench.traces import DATA, Trace, load_traces
+from ragcache_core.admission import ADMISSION_NAMES, default_admission, make_admission
+from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES, make_policy
+
+CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+QUICK_CAPACITIES = (0.01, 0.05, 0.2, 0.5)
+WORTH_A_LOOK = 0.01  # share that an infinite tier saves
+
+Runs = dict[str, list[Tally]]
+"""By name (of a policy, or of an admission before the default policy): one tally per capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one sequence in one mode. best_*: the clairvoyant's shares, one per capacity."""
+
+    trace: Trace
+    policies: Runs
+    admissions: Runs
+    best_by_compute: list[float]
+    best_by_tokens: list[float]
+    bound_by_compute: list[float]
+    infinite_by_compute: float
+
+
+def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
+    """One policy with one admission at one capacity."""
+    capacity_bytes = int(trace.footprint_bytes() * share)
+    made = make_policy(policy, leaves_only=trace.exact)
+    return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
+
+
+def measure(trace: Trace, capacities: Sequence[float]) -> Result:
+    """Every policy, every admission, and the clairvoyant."""
+    intervals = Intervals(trace)
+    policies: Runs = {}
+    for name in POLICY_NAMES:
+        policies[name] = [replay(trace, name, "always", share) for share in capacities]
+    admissions: Runs = {}
+    for name in ADMISSION_NAMES:
+        if name == "always":
+            admissions[name] = policies[DEFAULT_POLICY]
+            continue
+        admissions[name] = [replay(trace, DEFAULT_POLICY, name, share) for share in capacities]
+    tokens, cost_s = policies["lru"][0].tokens, policies["lru"][0].cost_s
+    footprint = trace.footprint_bytes()
+    by_compute = [
+        clairvoyant(intervals, intervals.cost_s, int(footprint * share)) for share in capacities
+    ]
+    by_tokens = [
+        clairvoyant(intervals, intervals.tokens, int(footprint * share)) for share in capacities
+    ]
+    return Result(
+        trace=trace,
+        policies=policies,
+        admissions=admissions,
+        best_by_compute=[choice.gain / cost_s for choice in by_compute],
+        best_by_tokens=[choice.gain / tokens for choice in by_tokens],
+        bound_by_compute=[choice.bound / cost_s for choice in by_compute],
+        infinite_by_compute=float(intervals.cost_s.sum()) / cost_s,
+    )
+
+
+def way_gone(ours: Sequence[float], lru: Sequence[float], best: Sequence[float]) -> float:
+    """Share of the way from LRU to the clairvoyant, over all capacities."""
+    return (sum(ours) - sum(lru)) / (sum(best) - sum(lru))
+
+
+def gap_closed(results: Sequence[Result], runs: Sequence[Sequence[Tally]]) -> float:
+    """Mean over sequences and modes of the way gone by runs, by saved prefill seconds."""
+    return statistics.mean(
+        way_gone(
+            [tally.by_compute for tally in tallies],
+            [tally.by_compute for tally in result.policies["lru"]],
+            result.best_by_compute,
+        )
+        for result, tallies in zip(results, runs, strict=True)
+    )
+
+
+def ratio(results: Sequence[Result], above: str, below: str) -> float:
+    """Saved prefill seconds of one policy over those of another in ``exact``."""
+    return statistics.geometric_mean(
+        statistics.mean(tally.by_compute for tally in result.policies[above])
+        / statistics.mean(tally.by_compute for tally in result.policies[below])
+        for result in results
+        if result.trace.exact
+    )
+
+
+def summary(results: Sequence[Result], capacities: Sequence[float]) -> dict[str, Any]:
+    """The JSON object: see the module."""
+    told = [result for result in results if result.infinite_by_compute >= WORTH_A_LOOK]
+    by_policy = {
+        name: gap_closed(told, [result.policies[name] for result in told]) for name in POLICY_NAMES
+    }
+    by_admission = {
+        name: gap_closed(told, [result.admissions[name] for result in told])
+        for name in ADMISSION_NAMES
+    }
+    by_default = [
+        result.admissions[default_admission(leaves_only=result.trace.exact)] for result in told
+    ]
+    return {
+        "default_policy": DEFAULT_POLICY,
+        "default_admission": {
+            "exact": default_admission(leaves_only=True),
+            "blend": default_admission(leaves_only=False),
+        },
+        "gap_closed": rounded(by_policy),
+        "default_gap_closed": round(gap_closed(told, by_default), 4),
+        "pgdsf_over_lru": round(ratio(told, "pgdsf", "lru"), 3),
+        "pgdsf_over_lfu": round(ratio(told, "pgdsf", "lfu"), 3),
+        "pgdsf_over_gdsf": round(ratio(told, "pgdsf", "gdsf"), 3),
+        "pgdsf_ratios_of": "share of prefill seconds saved, exact mode",
+        "admission_gap_closed": rounded(by_admission),
+        "admission_written_bytes": rounded(written(told)),
+        "best_named_policy": max(by_policy, key=by_policy.__getitem__),
+        "clairvoyant_beaten": beaten(results),
+        "clairvoyant_over_bound": round(
+            statistics.mean(
+                best / bound
+                for result in told
+                for best, bound in zip(result.best_by_compute, result.bound_by_compute, strict=True)
+            ),
+            4,
+        ),
+        "capacities": list(capacities),
+        "sequences": [label(result.trace) for result in told],
+        "left_out": [label(result.trace) for result in results if result not in told],
+    }
+
+
+def written(results: Sequence[Result]) -> dict[str, float]:
+    """Bytes written under each admission, as a share of those under ``always``."""
+    return {
+        name: statistics.mean(
+            ours.written_bytes / all_of_it.written_bytes
+            for result in results
+            for ours, all_of_it in zip(
+                result.admissions[name], result.admissions["always"], strict=True
+            )
+        )
+        for name in ADMISSION_NAMES
+    }
+
+
+def beaten(results: Sequence[Result]) -> int:
+    """How often a run saved more than the clairvoyant found, whose choice is then not the best."""
+    return sum(
+        tally.by_compute > best + 1e-9
+        for result in results
+        for tallies in (*result.policies.values(), *result.admissions.values())
+        for tally, best in zip(tallies, result.best_by_compute, strict=True)
+    )
+
+
+def rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(figure, 4) for name, figure in figures.items()}
+
+
+def label(trace: Trace) -> str:
+    return f"{trace.name}/{'exact' if trace.exact else 'blend'}"
+
+
+def print_table(result: Result, capacities: Sequence[float]) -> None:
+    """Shares saved of prefill seconds (and of tokens), in percent, one column per capacity."""
+    trace = result.trace
+    print(
+        f"\n{label(trace)}: {len(trace.requests)} requests, footprint "
+        f"{trace.footprint_bytes() / 2**30:.0f} GiB, an infinite tier saves "
+        f"{100 * result.infinite_by_compute:.1f} %"
+    )
+    print(f"{'':22}" + "".join(f"{share:>15.0%}" for share in capacities))
+    for name, tallies in result.policies.items():
+        print_row(name, tallies)
+    for name, tallies in result.admissions.items():
+        print_row(f"{DEFAULT_POLICY}, {name}", tallies)
+    pairs = zip(result.best_by_compute, result.best_by_tokens, strict=True)
+    print(f"{'clairvoyant':22}" + "".join(f"{100 * c:8.2f} ({100 * t:4.1f})" for c, t in pairs))
+
+
+def print_row(name: str, tallies: Sequence[Tally]) -> None:
+    cells = (f"{100 * tally.by_compute:8.2f} ({100 * tally.by_tokens:4.1f})" for tally in tallies)
+    print(f"{name:22}" + "".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="without the largest sequence")
+    parser.add_argument("--half", choices=["first", "second"], default="second")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the public data")
+    arguments = parser.parse_args()
+    capacities = QUICK_CAPACITIES if arguments.quick else CAPACITIES
+    halves = [
+        trace.halves()[arguments.half == "second"]
+        for trace in load_traces(arguments.data, arguments.quick, PrefillProfile())
+    ]
+    results = []
+    with ProcessPoolExecutor() as pool:
+        # The largest come last, in both modes: begin with them.
+        runs = [pool.submit(measure, half, capacities) for half in reversed(halves)]
+        for run in reversed(runs):
+            results.append(run.result())
+            print_table(results[-1], capacities)
+    print(json.dumps(summary(results, capacities)))
+
+
+if __name__ == "__main__":
+    main()

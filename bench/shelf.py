@@ -1,0 +1,179 @@
+"""Where an arm of ``bench/hotness.py`` keeps its values: a file past the page cache, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache_core.hotness.assignment import Placement
+from ragcache_core.variant import Part, Precision, ValueShape
+from ragcache_kv.codecs import decode_part, native_part_bytes
+from ragcache_kv.value import checksum
+
+PAGE_BYTES = 65536
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One value as an arm holds it."""
+
+    precision: Precision
+    parts: tuple[Part, ...]
+    raw: Bytes
+
+    @classmethod
+    def of(cls, precision: Precision, parts: list[Bytes]) -> Encoded:
+        described = tuple(Part(part.nbytes, checksum(memoryview(part))) for part in parts)
+        return cls(precision, described, np.concatenate(parts))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.raw.nbytes)
+
+
+def aligned(num_bytes: int) -> Bytes:
+    """Memory that begins at a page and is there already, as a store's arena is."""
+    whole = np.frombuffer(mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES), np.uint8)
+    whole[:] = 0
+    return whole
+
+
+class ValueRegion:
+    """Values in one file, each from a page on, read past the page cache (O_DIRECT).
+
+    Where the file system has no O_DIRECT, ``drop`` empties the page cache of the file instead.
+    """
+
+    def __init__(self, path: Path, values: Mapping[int, Encoded]) -> None:
+        self._offsets: dict[int, int] = {}
+        with path.open("wb") as file:
+            for name, value in values.items():
+                self._offsets[name] = file.tell()
+                file.write(value.raw)
+                file.write(bytes(-value.num_bytes % PAGE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        self.direct = True
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            self.direct = False
+            self._fd = os.open(path, os.O_RDONLY)
+        self.drop()
+
+    def drop(self) -> None:
+        """Take the file out of the page cache."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def resident_share(self) -> float:
+        """Share of the file that the page cache holds (mincore)."""
+        return resident_share(self._fd)
+
+    def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
+        """Read a value into buffer, which begins at a page and has room for whole pages."""
+        wanted = -(-num_bytes // 4096) * 4096
+        read = os.preadv(self._fd, [memoryview(buffer)[:wanted]], self._offsets[name])
+        if read < num_bytes:
+            raise OSError(f"{read} of {num_bytes} bytes read")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def resident_share(fd: int) -> float:
+    """Share of a file that is in the page cache."""
+    size = os.fstat(fd).st_size
+    with contextlib.closing(mmap.mmap(fd, size, prot=mmap.PROT_READ)) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(
+            ctypes.c_void_p(view.ctypes.data),
+            ctypes.c_size_t(size),
+            pages.ctypes.data_as(ctypes.c_void_p),
+        )
+        del view
+        if failed:
+            raise OSError(ctypes.get_errno(), "mincore")
+    return float(np.mean(pages & 1))
+
+
+class Loader:
+    """Brings the values of a prompt's chunks, decoded, into the caller's buffers.
+
+    What is on disk is read by some threads at once, what is in memory is taken where it lies;
+    checksums are verified, then values decoded, by the calling thread as they come.
+    """
+
+    def __init__(self, shape: ValueShape, num_tokens: int, most_chunks: int, threads: int) -> None:
+        self._shape = shape
+        self._num_tokens = num_tokens
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self._native = native_part_bytes(shape, num_tokens)
+        whole = shape.num_layers * self._native
+        self.outs = [aligned(whole)[:whole] for _ in range(most_chunks)]
+        self._staging = [aligned(whole) for _ in range(most_chunks)]
+        self._kept: dict[int, Bytes] = {}
+
+    def keep(self, value: Encoded, memory: Placement) -> None:
+        """Put a value, as held, into memory: without a GPU there is but one kind."""
+        if memory is not Placement.DISK:
+            self._kept[id(value)] = value.raw.copy()
+
+    def load(self, chunks: list[int], values: Mapping[int, Encoded], region: ValueRegion) -> None:
+        """Fill ``outs`` with the chunks' native values, in order."""
+        coming: dict[Future[None], int] = {}
+        for place, chunk in enumerate(chunks):
+            value = values[chunk]
+            if id(value) not in self._kept:
+                buffer = (self.outs if value.precision.lossless else self._staging)[place]
+                coming[self._pool.submit(region.read, chunk, value.num_bytes, buffer)] = place
+        for place, chunk in enumerate(chunks):
+            kept = self._kept.get(id(values[chunk]))
+            if kept is not None:
+                self._deliver(values[chunk], kept, self.outs[place])
+        for read in as_completed(coming):
+            read.result()
+            place = coming[read]
+            value = values[chunks[place]]
+            buffer = (self.outs if value.precision.lossless else self._staging)[place]
+            self._deliver(value, buffer, self.outs[place])
+
+    def delivered(self, place: int) -> Bytes:
+        """A value in ``outs``."""
+        return self.outs[place]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _deliver(self, value: Encoded, source: Bytes, out: Bytes) -> None:
+        verify(value, source)
+        if value.precision.lossless:
+            if source is not out:
+                out[:] = source
+            return
+        start = 0
+        for layer, part in enumerate(value.parts):
+            raw = source[start : start + part.num_bytes]
+            start += part.num_bytes
+            native = out[layer * self._native : (layer + 1) * self._native]
+            decode_part(raw, self._shape, self._num_tokens, value.precision, out=native)
+
+
+def verify(value: Encoded, raw: Bytes) -> None:
+    """Check every part's checksum, as a client does. raw: the value, and perhaps more."""
+    start = 0
+    for part in value.parts:
+        if checksum(memoryview(raw[start : start + part.num_bytes])) != part.checksum:
+            raise AssertionError("a part came back damaged")
+        start += part.num_bytes

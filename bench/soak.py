@@ -1,0 +1,318 @@
+"""Minutes of puts, gets and deletes under a memory limit: memory stays bounded and flat.
+
+A cache store with a small memory tier and a disk tier that has to evict is driven by a storm of
+putters, by getters and a deleter, on all three lanes; beside them are readers so slow that they
+never finish: on the socket lane and on gRPC they ask for many values and take some KiB a second.
+
+Memory of the store's process is RssAnon + RssFile of /proc, and every page of its shared memory,
+whoever touched it. It may take the tier's limit plus 10 %, plus what the process takes by itself
+(interpreter, libraries, threads), which is measured after a few calls on each lane, without the
+shared memory, and printed as process_mib. memory_over_limit: the most that was seen over that sum.
+slope: a straight line through all samples after warm-up, the first half of the time (the tiers fill
+and the store gets to know all keys there).
+
+A put or get that is told to come back later (Unavailable) counts as refused, not as an error: that
+is how the store keeps to its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import xxhash
+
+from bench.processes import running_cachestore
+from ragcache_core.errors import Unavailable
+from ragcache_core.keys import VariantKey
+from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, Want
+from ragcache_core.variant import Miss, Origin, Part, Provenance, VariantInfo
+from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.lane_protocol import Channel, Kind
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.v1 import cachestore_pb2_grpc
+
+MIB = 1 << 20
+SIZES = (64 << 10, 300_000, MIB, 3 * MIB)
+MEMORY_BYTES = 512 * MIB
+DISK_BYTES = 1024 * MIB
+KEYS = 4000
+"""Keys in use: their values are about 4.4 GB, more than the tiers hold."""
+
+PUTTERS = 12
+GETTERS = 3
+SLOW_READERS = 8
+SLOW_BYTES_PER_S = 16 << 10
+TIMEOUT_S = 30.0
+LANES = ("shared", "socket", "grpc")
+
+
+@dataclass
+class Tally:
+    """What happened, by name; and the errors as texts. Under lock."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, name: str) -> None:
+        """Count one."""
+        with self.lock:
+            self.counts[name] += 1
+
+    def fail(self, error: object) -> None:
+        """Keep an error."""
+        with self.lock:
+            self.errors.append(repr(error))
+
+
+def key(number: int) -> VariantKey:
+    """Key of a variant by its number."""
+    return VariantKey(number.to_bytes(16), bytes(16))
+
+
+class Values:
+    """One value of each size; what a number has is decided by the number alone."""
+
+    def __init__(self) -> None:
+        source = np.random.default_rng(1)
+        self._raw = [memoryview(source.bytes(size)) for size in SIZES]
+        self._sums = [xxhash.xxh3_64_intdigest(raw) for raw in self._raw]
+
+    def of(self, number: int) -> memoryview:
+        """The bytes."""
+        return self._raw[number % len(SIZES)]
+
+    def variant(self, number: int, as_of: AsOf) -> NewVariant:
+        """What is told of them."""
+        size, digest = SIZES[number % len(SIZES)], self._sums[number % len(SIZES)]
+        return NewVariant(
+            key(number),
+            VariantInfo(256, size, 0, Provenance(exact=True)),
+            Origin(document=f"document {number}", cost_s=0.01 * (1 + number % 7)),
+            None,
+            (Part(size, digest),),
+            as_of=as_of,
+        )
+
+
+class Soak:
+    """Clients of the store at address."""
+
+    def __init__(self, address: str) -> None:
+        self.tally = Tally()
+        self._address = address
+        self._values = Values()
+        self._over = threading.Event()
+        self._clients = {lane: StoreClient(address, (lane,)) for lane in LANES}
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start all clients."""
+        for number in range(PUTTERS):
+            self._begin(self._put, number)
+        for number in range(GETTERS):
+            self._begin(self._get, number)
+        self._begin(self._delete, 0)
+        for number in range(SLOW_READERS):
+            slow = self._read_slowly_by_socket if number % 2 else self._read_slowly_by_grpc
+            self._begin(slow, number)
+
+    def warm_up(self) -> None:
+        """Put and get some values on each lane, so that all is loaded that is loaded once."""
+        rng = random.Random(0)
+        for client in self._clients.values():
+            for _ in range(8):
+                self._put(client, rng)
+                self._get(client, rng)
+
+    def stop(self) -> None:
+        """End them."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(2 * TIMEOUT_S)
+            if thread.is_alive():
+                self.tally.fail(f"{thread.name} does not end")
+        for client in self._clients.values():
+            client.close()
+
+    def _begin(self, step: Callable[[StoreClient, random.Random], None], number: int) -> None:
+        client = self._clients[LANES[number % len(LANES)]]
+        rng = random.Random(f"{step.__name__} {number}")
+
+        def run() -> None:
+            while not self._over.is_set():
+                try:
+                    step(client, rng)
+                except Unavailable:
+                    self.tally.note("refused")
+                    self._over.wait(0.05)
+                except Exception as error:
+                    self.tally.fail(f"{step.__name__} on {client.lane}: {error!r}")
+                    self._over.wait(0.5)
+
+        thread = threading.Thread(target=run, name=f"{step.__name__} {number}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _put(self, client: StoreClient, rng: random.Random) -> None:
+        number = rng.randrange(KEYS)
+        ack = Ack.DURABLE if rng.random() < 0.2 else Ack.ACCEPTED
+        # As an engine does: look first, so that what was deleted before may be put again.
+        as_of = client.lookup([Want.of(key(number))], TIMEOUT_S).as_of
+        variant, value = self._values.variant(number, as_of), self._values.of(number)
+        outcome = client.put(variant, value, TIMEOUT_S, ack)
+        self.tally.note(f"put {outcome}")
+
+    def _get(self, client: StoreClient, rng: random.Random) -> None:
+        # Half of what is asked for is a tenth of the keys.
+        numbers = [rng.randrange(KEYS // 10 if rng.random() < 0.5 else KEYS) for _ in range(8)]
+        found = client.get([key(number) for number in numbers], TIMEOUT_S)
+        for number, (_, answer) in zip(numbers, found, strict=True):
+            if answer is Miss.CORRUPT:
+                self.tally.fail(f"{number} was corrupt, on the lane {client.lane}")
+            elif isinstance(answer, Miss):
+                self.tally.note(f"miss {answer}")
+            elif answer.value != self._values.of(number):
+                self.tally.fail(f"{number} has wrong bytes")
+            else:
+                self.tally.note("hit")
+
+    def _delete(self, client: StoreClient, rng: random.Random) -> None:
+        number = rng.randrange(KEYS)
+        deletion = Deletion(
+            rng.randbytes(16),
+            documents=(f"document {number}",),
+            domain=Origin().domain,
+            made_at_ms=time.time_ns() // 1_000_000,
+        )
+        client.delete(deletion, TIMEOUT_S)
+        self.tally.note("delete")
+        self._over.wait(0.2)
+
+    def _read_slowly_by_socket(self, client: StoreClient, rng: random.Random) -> None:
+        client.connect(TIMEOUT_S)
+        hello = client.hello
+        assert hello is not None
+        host = self._address.rpartition(":")[0]
+        keys = [key(rng.randrange(KEYS)) for _ in range(64)]
+        request = pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
+        with socket.create_connection((host, hello.lane_port), TIMEOUT_S) as connection:
+            channel = Channel(connection)
+            channel.deadline = time.monotonic() + TIMEOUT_S
+            channel.send(Kind.GET, request)
+            while not self._over.wait(1.0):
+                connection.settimeout(TIMEOUT_S)
+                try:
+                    if not connection.recv(SLOW_BYTES_PER_S):
+                        break
+                except OSError:
+                    break
+        self.tally.note("slow reader let go")
+
+    def _read_slowly_by_grpc(self, client: StoreClient, rng: random.Random) -> None:
+        keys = [key(rng.randrange(KEYS)) for _ in range(64)]
+        request = pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
+        with grpc.insecure_channel(
+            self._address, options=[("grpc.max_receive_message_length", 64 * MIB)]
+        ) as channel:
+            stub = cachestore_pb2_grpc.CacheStoreStub(channel)
+            call: Any = stub.Get(request, timeout=TIMEOUT_S)
+            try:
+                for _ in call:
+                    if self._over.wait(5.0):
+                        call.cancel()
+                        break
+            except grpc.RpcError:
+                pass
+        self.tally.note("slow reader let go")
+
+
+def memory_bytes_of(pid: int) -> tuple[int, int]:
+    """Memory of a store's process: its own, and all pages of its arena."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    own = sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
+    shared = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:ragcache-arena" in os.readlink(path):
+                shared = path.stat().st_blocks * 512
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return own, shared
+
+
+def main() -> None:
+    """Run and print the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="30 s instead of 10 minutes")
+    arguments = parser.parse_args()
+    duration_s, every_s = (30.0, 0.25) if arguments.quick else (600.0, 1.0)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_cachestore(Path(folder), memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES) as store,
+    ):
+        soak = Soak(store.address)
+        soak.warm_up()
+        process, _ = memory_bytes_of(store.service.pid)
+        soak.start()
+        began = time.monotonic()
+        samples: list[tuple[float, int]] = []
+        most_own = 0
+        while (elapsed := time.monotonic() - began) < duration_s:
+            own, shared = memory_bytes_of(store.service.pid)
+            most_own = max(most_own, own)
+            samples.append((elapsed, own + shared))
+            time.sleep(every_s)
+        soak.stop()
+        stats = StoreClient(store.address).stats(TIMEOUT_S)
+        log = store.service.log.read_text(errors="replace").splitlines()
+        complaints = [line for line in log if " ERROR " in line or "Error" in line][:10]
+    warm = [sample for sample in samples if sample[0] >= duration_s / 2]
+    times, sizes = np.array([t for t, _ in warm]), np.array([b / MIB for _, b in warm])
+    slope = float(np.polyfit(times / 60, sizes, 1)[0])
+    most = max(num_bytes for _, num_bytes in samples)
+    allowed = 1.1 * MEMORY_BYTES + process
+    for name, count in sorted(soak.tally.counts.items()):
+        print(f"{name:<24} {count}")
+    for error in soak.tally.errors[:10]:
+        print("error:", error)
+    for line in complaints:
+        print("store:", line)
+    print(
+        json.dumps(
+            {
+                "memory_over_limit": round(most / allowed, 4),
+                "slope_mib_per_minute": round(slope, 3),
+                "operations": sum(soak.tally.counts.values()),
+                "errors": len(soak.tally.errors),
+                "refused": soak.tally.counts["refused"],
+                "seconds": duration_s,
+                "limit_mib": MEMORY_BYTES / MIB,
+                "process_mib": round(process / MIB, 1),
+                "most_of_process_mib": round(most_own / MIB, 1),
+                "most_mib": round(most / MIB, 1),
+                "last_mib": round(samples[-1][1] / MIB, 1),
+                "store_memory_mib": round(stats.memory_bytes / MIB, 1),
+                "store_disk_mib": round(stats.disk_bytes / MIB, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

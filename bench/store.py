@@ -1,0 +1,251 @@
+"""The cache store beside what a vLLM user could pick instead: puts and gets of KV-sized values.
+
+Every store runs in a process of its own with the server processes it needs; all of them take turns
+within one run. A get counts until every byte is in the caller's own buffer and its checksum has
+been compared; then the bytes are compared themselves, outside the time. Values together are larger
+than the CPU's cache, and buffers take turns over as many bytes. The page cache is warm: what a
+store wrote to files is read from the kernel's memory, as is whatever was stored a moment ago.
+
+Caches are full nearly always, so puts are measured in stores that have been filled before: a put
+takes the place of an older value, ours by evicting it, the others by overwriting it.
+
+Peers that are not installed are reported as absent. Many cannot live in the project's environment;
+``--peers PYTHON`` names the Python of one that has them (lmcache, nixl-cu12,
+mooncake-transfer-engine-non-cuda, redis, pymemcache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, MIB, 8 * MIB)
+TOTAL_BYTES = 64 * MIB
+"""Of the values of one size: twice a large CPU cache. They are put again and again."""
+
+FILL_ROUNDS = 5
+"""Puts of everything that fill the stores, which hold five times TOTAL_BYTES."""
+
+_NUMBERS_PER_SIZE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A store that takes part. kind: ours, floor, shm (shared memory or files) or net."""
+
+    name: str
+    kind: str
+    module: str
+    cls: str
+
+
+ENTRANTS = (
+    Entrant("shared", "ours", "ours", "RagCache"),
+    Entrant("socket", "ours", "ours", "RagCacheSocket"),
+    Entrant("grpc-lane", "ours", "ours", "RagCacheGrpc"),
+    Entrant("durable", "ours", "ours", "RagCacheDurable"),
+    Entrant("disk", "ours", "ours", "RagCacheDisk"),
+    Entrant("memcpy", "floor", "floors", "Memcpy"),
+    Entrant("file per value", "floor", "floors", "Files"),
+    Entrant("gRPC bytes", "net", "floors", "GrpcBytes"),
+    Entrant("rocksdict", "shm", "rocks", "RocksDict"),
+    Entrant("LMCache multi-process", "shm", "lmcache_stores", "MultiProcess"),
+    Entrant("LMCache fs_native", "shm", "lmcache_stores", "FsNative"),
+    Entrant("NIXL", "shm", "transfer_libraries", "Nixl"),
+    Entrant("lmcache_server", "net", "lmcache_stores", "LMCacheServer"),
+    Entrant("Mooncake TCP", "net", "transfer_libraries", "Mooncake"),
+    Entrant("Redis", "net", "networked", "Redis"),
+    Entrant("memcached", "net", "networked", "Memcached"),
+)
+
+
+@dataclass(slots=True)
+class Runner:
+    """A contestant's process."""
+
+    entrant: Entrant
+    process: subprocess.Popen[str]
+    rates: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def ask(self, **words: Any) -> dict[str, Any]:
+        """One exchange. Raises RuntimeError if the process has ended."""
+        self.tell(**words)
+        return self.hear()
+
+    def tell(self, **words: Any) -> None:
+        """Send a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Its answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.entrant.name} has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def measure(self, do: str, num_bytes: int, *, count: bool) -> None:
+        """Put or get everything; note GB/s if they count."""
+        answer = self.ask(do=do)
+        if count and answer["count"]:
+            rate = answer["count"] * num_bytes / answer["seconds"] / 1e9
+            self.rates[do, num_bytes].append(rate)
+
+    def median(self, do: str, num_bytes: int) -> float | None:
+        """Median GB/s; None if there was nothing to measure."""
+        rates = self.rates[do, num_bytes]
+        return statistics.median(rates) if rates else None
+
+
+@contextmanager
+def running(entrants: Sequence[Entrant], peers: Path, folder: Path) -> Iterator[list[Runner]]:
+    """Start every entrant at once; those that are absent are told and left out."""
+    with ExitStack() as stack:
+        runners = []
+        for entrant in entrants:
+            own = folder / entrant.cls
+            own.mkdir()
+            python = Path(sys.executable) if entrant.kind in {"ours", "floor"} else peers
+            argv = [str(python), "-m", "bench.contestants.worker", entrant.module, entrant.cls]
+            process = subprocess.Popen(
+                [*argv, str(own)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("BENCH_LOUD") else subprocess.DEVNULL,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_LOG_LEVEL": "ERROR"},
+            )
+            stack.callback(_end, process)
+            runners.append(Runner(entrant, process))
+        yield [runner for runner in runners if _present(runner)]
+
+
+def _present(runner: Runner) -> bool:
+    try:
+        reason = runner.hear().get("absent")
+    except RuntimeError as error:
+        reason = f"{error}"
+    if reason:
+        print(f"absent: {runner.entrant.name}: {reason}")
+    return reason is None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
+    """Put values until every store is full, put more, then get them; the stores take turns."""
+    order = random.Random(num_bytes)
+    first = SIZES.index(num_bytes) * _NUMBERS_PER_SIZE
+    for runner in runners:
+        runner.tell(do="begin", num_bytes=num_bytes, first=first, count=TOTAL_BYTES // num_bytes)
+    for runner in runners:
+        runner.hear()
+    for do, fill in (("put", FILL_ROUNDS), ("get", 0)):
+        for place in range(fill + rounds):
+            for runner in order.sample(runners, len(runners)):
+                runner.measure(do, num_bytes, count=place >= fill)
+        for runner in runners:
+            runner.ask(do="settle")
+
+
+def report(runners: Sequence[Runner]) -> None:
+    """Print GB/s of every store."""
+    heads = [f"{do} {_name(size)}" for size in SIZES for do in ("put", "get")]
+    print(f"{'GB/s (median)':24}" + "".join(f"{head:>13}" for head in heads))
+    for runner in runners:
+        rates = [runner.median(do, size) for size in SIZES for do in ("put", "get")]
+        cells = "".join(f"{'-' if rate is None else f'{rate:.2f}':>13}" for rate in rates)
+        print(f"{runner.entrant.name:24}{cells}")
+
+
+def ratios(runners: Sequence[Runner]) -> dict[str, Any]:
+    """The figures that are asked for; None where a side of one is absent."""
+    by_name = {runner.entrant.name: runner for runner in runners}
+
+    def rate(name: str, do: str, size: int) -> float | None:
+        return by_name[name].median(do, size) if name in by_name else None
+
+    def best(kind: str, do: str, size: int) -> float | None:
+        peers = [runner for runner in runners if runner.entrant.kind == kind]
+        return max((r for peer in peers if (r := peer.median(do, size))), default=None)
+
+    def over(ours: float | None, theirs: float | None) -> float | None:
+        return None if ours is None or not theirs else round(ours / theirs, 3)
+
+    eight = 8 * MIB
+    net_get_8mib = best("net", "get", eight)
+    net_put_8mib = best("net", "put", eight)
+    rocks_put, rocks_get = rate("rocksdict", "put", eight), rate("rocksdict", "get", eight)
+    shared_8mib, shared_1mib = rate("shared", "get", eight), rate("shared", "get", MIB)
+    return {
+        "shm_get_8mib_over_memcpy": over(shared_8mib, rate("memcpy", "get", eight)),
+        "shm_get_1mib_over_best_shm_peer": over(shared_1mib, best("shm", "get", MIB)),
+        "shm_get_8mib_over_best_shm_peer": over(shared_8mib, best("shm", "get", eight)),
+        "socket_get_1mib_over_best_net_peer": over(
+            rate("socket", "get", MIB), best("net", "get", MIB)
+        ),
+        "socket_get_8mib_over_best_net_peer": over(rate("socket", "get", eight), net_get_8mib),
+        "put_accepted_8mib_over_best_net_peer": over(rate("socket", "put", eight), net_put_8mib),
+        "put_durable_8mib_over_rocksdict": over(rate("durable", "put", eight), rocks_put),
+        "disk_get_8mib_over_rocksdict": over(rate("disk", "get", eight), rocks_get),
+        "peers": [r.entrant.name for r in runners if r.entrant.kind in {"shm", "net"}],
+    }
+
+
+def _name(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--peers", type=Path, default=Path(sys.executable), help="Python that has the peers"
+    )
+    parser.add_argument("--only", nargs="*", help="names of the stores that take part")
+    given = parser.parse_args(arguments)
+    entrants = [e for e in ENTRANTS if not given.only or e.name in given.only]
+    rounds = 3 if given.quick else 12
+    folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
+    try:
+        with running(entrants, given.peers, folder) as runners:
+            for size in SIZES:
+                compete(runners, size, rounds)
+            report(runners)
+            found = {**ratios(runners), "page_cache": "warm", "quick": given.quick}
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()

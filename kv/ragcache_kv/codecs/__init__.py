@@ -1,0 +1,25 @@
+"""Encoders and decoders of KV (``ragcache_core.variant.Codec``), keys and values apart.
+
+``part`` codes one layer and whole values on the CPU; ``device`` decodes on a GPU. Of the codecs,
+``grouped`` has INT8, FP8 and INT4, ``gse`` HA-RAG's GSE-8, ``packed`` the lossless one.
+"""
+
+from ragcache_kv.codecs.part import (
+    decode_part,
+    decode_value,
+    encode_part,
+    encode_value,
+    encoded_part_bytes,
+    native_part_bytes,
+    warm_up,
+)
+
+__all__ = [
+    "decode_part",
+    "decode_value",
+    "encode_part",
+    "encode_value",
+    "encoded_part_bytes",
+    "native_part_bytes",
+    "warm_up",
+]

@@ -1,0 +1,160 @@
+"""One part of a value, which is one layer, held with a chosen precision (format 2 of ``value``).
+
+A native part is the layer's KV as it is, [2, tokens, kv_heads, head_dim] in C order. An encoded
+part is its keys, encoded, and then its values, encoded; nothing between them and nothing around.
+Which codecs those are, the shape and the number of tokens are known from the variant's record.
+
+Every function here lets go of the GIL in its loops, so parts can be coded in several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import cache
+
+import numpy as np
+
+from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_kv.codecs.coder import Coder, Native
+from ragcache_kv.codecs.numbers import NUMBERS, Bits, Bytes, Number
+
+
+def native_part_bytes(shape: ValueShape, num_tokens: int) -> int:
+    """Size of one layer as it is computed. Raises ValueError for a dtype that is no KV's."""
+    return 2 * num_tokens * shape.num_kv_heads * shape.head_dim * _number(shape).num_bytes
+
+
+def encoded_part_bytes(shape: ValueShape, num_tokens: int, precision: Precision) -> int:
+    """Size of one encoded layer. Raises ValueError for ``packed``, whose size depends on its KV."""
+    rows, number = num_tokens * shape.num_kv_heads, _number(shape)
+    return sum(
+        _coder(codec).num_bytes(rows, shape.head_dim, number)
+        for codec in (precision.key, precision.value)
+    )
+
+
+def encode_part(part: Bytes, shape: ValueShape, num_tokens: int, precision: Precision) -> Bytes:
+    """Encode one native layer; part: its bytes. Raises ValueError if they are not as many."""
+    number = _number(shape)
+    bits = _numbers(_checked(part, native_part_bytes(shape, num_tokens)), number)
+    keys, values = np.split(bits, 2)
+    coded_keys = _coder(precision.key).encode(keys, shape.head_dim, number)
+    coded_values = _coder(precision.value).encode(values, shape.head_dim, number)
+    return np.concatenate([coded_keys, coded_values])
+
+
+def decode_part(
+    encoded: Bytes,
+    shape: ValueShape,
+    num_tokens: int,
+    precision: Precision,
+    out: Bytes | None = None,
+) -> Bytes:
+    """The native layer that encoded stands for, in out if given.
+
+    Raises ValueError for bytes that encode_part cannot have written, and if out has another size.
+    """
+    number, dim, rows = _number(shape), shape.head_dim, num_tokens * shape.num_kv_heads
+    native_bytes = native_part_bytes(shape, num_tokens)
+    result = np.empty(native_bytes, np.uint8) if out is None else _checked(out, native_bytes)
+    key_coder, value_coder = _coder(precision.key), _coder(precision.value)
+    key_bytes = key_coder.held_bytes(encoded, rows, dim, number)
+    value_bytes = value_coder.held_bytes(encoded[key_bytes:], rows, dim, number)
+    _checked(encoded, key_bytes + value_bytes)
+    bits = _numbers(result, number)
+    keys, values = np.split(bits, 2)
+    key_coder.decode(encoded[:key_bytes], keys, dim, number)
+    value_coder.decode(encoded[key_bytes:], values, dim, number)
+    if not np.shares_memory(bits, result):
+        result[:] = bits.view(np.uint8)
+    return result
+
+
+def encode_value(
+    value: Bytes,
+    shape: ValueShape,
+    num_tokens: int,
+    precision: Precision,
+    pool: Executor | None = None,
+) -> list[Bytes]:
+    """The encoded parts of a native value, layer by layer; pool: codes them at the same time."""
+    part_bytes = native_part_bytes(shape, num_tokens)
+    layers = _checked(value, shape.num_layers * part_bytes).reshape(shape.num_layers, part_bytes)
+
+    def encode(layer: Bytes) -> Bytes:
+        return encode_part(layer, shape, num_tokens, precision)
+
+    return list(map(encode, layers) if pool is None else pool.map(encode, layers))
+
+
+def decode_value(
+    parts: Sequence[Bytes],
+    shape: ValueShape,
+    num_tokens: int,
+    precision: Precision,
+    out: Bytes | None = None,
+    pool: Executor | None = None,
+) -> Bytes:
+    """The native value of parts, in out if given. Raises ValueError as decode_part does."""
+    if len(parts) != shape.num_layers:
+        raise ValueError(f"{len(parts)} parts where there are {shape.num_layers} layers")
+    part_bytes = native_part_bytes(shape, num_tokens)
+    total = shape.num_layers * part_bytes
+    result = np.empty(total, np.uint8) if out is None else _checked(out, total)
+    layers = result.reshape(shape.num_layers, part_bytes)
+
+    def decode(part: Bytes, layer: Bytes) -> Bytes:
+        return decode_part(part, shape, num_tokens, precision, layer)
+
+    for _ in map(decode, parts, layers) if pool is None else pool.map(decode, parts, layers):
+        pass
+    return result
+
+
+def warm_up(precision: Precision, shape: ValueShape) -> None:
+    """Compile what this precision needs; about half a second for each codec and direction."""
+    part = np.zeros(native_part_bytes(shape, 1), np.uint8)
+    decode_part(encode_part(part, shape, 1, precision), shape, 1, precision)
+
+
+@cache
+def _coder(codec: Codec) -> Coder:
+    if codec is Codec.NATIVE:
+        return Native()
+    # Imported here: whoever only moves native values does without numba.
+    from ragcache_kv.codecs import grouped, gse, packed  # noqa: PLC0415
+
+    coders: dict[Codec, Coder] = {
+        Codec.PACKED: packed.PACKED,
+        Codec.INT8: grouped.INT8,
+        Codec.INT4: grouped.INT4,
+        Codec.E4M3: grouped.E4M3,
+        Codec.E5M2: grouped.E5M2,
+        Codec.GSE8: gse.GSE8,
+        Codec.GSE8_125: gse.GSE8_125,
+        Codec.GSE8_134: gse.GSE8_134,
+    }
+    return coders[codec]
+
+
+def _number(shape: ValueShape) -> Number:
+    try:
+        return NUMBERS[shape.dtype]
+    except KeyError:
+        raise ValueError(f"dtype {shape.dtype!r} is not one of {', '.join(NUMBERS)}") from None
+
+
+def _checked(held: Bytes, num_bytes: int) -> Bytes:
+    """Held itself. Raises ValueError if it is not num_bytes contiguous bytes."""
+    if held.dtype != np.uint8 or held.ndim != 1 or not held.flags.c_contiguous:
+        raise ValueError("not a row of bytes (a contiguous uint8 array of one dimension)")
+    if held.size != num_bytes:
+        raise ValueError(f"{held.size} bytes where there should be {num_bytes}")
+    return held
+
+
+def _numbers(native: Bytes, number: Number) -> Bits:
+    """Bit patterns of a native part; a copy where it does not lie as its numbers should."""
+    aligned = native.ctypes.data % number.num_bytes == 0
+    return (native if aligned else native.copy()).view(number.bits)

@@ -1,0 +1,224 @@
+"""What the lanes with frames of their own share: connections, and asking over one of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_kv.store.lane import PART, Lane
+from ragcache_kv.store.lane_protocol import (
+    MAX_REPLY_BYTES,
+    Broken,
+    Channel,
+    Kind,
+    TimedOut,
+    from_error,
+    parse,
+)
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+MAX_CONNECTIONS = 8
+"""Connections of one client to one store; further calls wait for one, within their deadlines."""
+
+OWED_S = 0.05
+"""How long what is owed to a store waits for a call that it can go with."""
+
+C = TypeVar("C", bound=Channel)
+M = TypeVar("M", bound=Message)
+
+
+class Pool(Generic[C]):
+    """At most MAX_CONNECTIONS connections, each for one call at a time. Safe for threads."""
+
+    def __init__(self, connect: Callable[[float], C]) -> None:
+        """connect: makes a connection by a deadline. Raises Broken."""
+        self._connect = connect
+        # Reentrant, because a call that is let go of ends wherever Python frees it.
+        self._changed = threading.Condition(threading.RLock())
+        self._idle: list[C] = []
+        self._used: set[C] = set()
+        self._connecting = 0
+        self._closed = False
+        self._owing = threading.Event()
+        self._payer: threading.Thread | None = None
+
+    def take(self, deadline: float) -> C:
+        """A connection for one call, to be given back or dropped. Raises Broken, TimedOut."""
+        with self._changed:
+            while len(self._used) + self._connecting >= MAX_CONNECTIONS and not self._closed:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise TimedOut(f"{MAX_CONNECTIONS} calls are being made already")
+            if self._closed:
+                raise Broken("the client is closed")
+            if self._idle:
+                connection = self._idle.pop()
+                self._used.add(connection)
+                return connection
+            self._connecting += 1
+        try:
+            connection = self._connect(deadline)
+        except BaseException:
+            with self._changed:
+                self._connecting -= 1
+                self._changed.notify()
+            raise
+        with self._changed:
+            self._connecting -= 1
+            self._used.add(connection)
+        return connection
+
+    def give(self, connection: C) -> None:
+        """Nothing more is to come on connection: another call may use it."""
+        with self._changed:
+            self._used.discard(connection)
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+                if connection.owed:
+                    self._owe()
+            self._changed.notify()
+
+    def drop(self, connection: C) -> None:
+        """End a connection whose call did not end well."""
+        connection.close()
+        with self._changed:
+            self._used.discard(connection)
+            self._changed.notify()
+
+    def drop_idle(self) -> None:
+        """End every connection that no call uses: when one broke they probably have too."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def close(self) -> None:
+        """End every connection."""
+        with self._changed:
+            self._closed = True
+            for connection in self._used:
+                connection.interrupt()  # whoever uses it closes it
+            self._changed.notify_all()
+            self._owing.set()
+        self.drop_idle()
+
+    def _owe(self) -> None:
+        """See to it that what idle connections owe is sent soon. Under the lock."""
+        self._owing.set()
+        if self._payer is None:
+            self._payer = threading.Thread(target=self._pay, name="store releases", daemon=True)
+            self._payer.start()
+
+    def _pay(self) -> None:
+        while True:
+            self._owing.wait()
+            self._owing.clear()
+            time.sleep(OWED_S)
+            with self._changed:
+                if self._closed:
+                    return
+                owing = [connection for connection in self._idle if connection.owed]
+                self._idle = [connection for connection in self._idle if not connection.owed]
+                self._used.update(owing)
+            for connection in owing:
+                connection.deadline = time.monotonic() + OWED_S
+                try:
+                    connection.send_owed()
+                except Broken:
+                    self.drop(connection)
+                else:
+                    self.give(connection)
+
+
+class Asked(Generic[C, M]):
+    """A call that was answered but is not over: its connection is nobody else's.
+
+    Whoever lets go of it without ``done`` ends the connection, and with it the call's leases.
+    asked_at: no lease of the reply was granted before.
+    """
+
+    def __init__(self, pool: Pool[C], connection: C, reply: M, asked_at: float) -> None:
+        self.connection = connection
+        self.reply = reply
+        self.asked_at = asked_at
+        self._pool: Pool[C] | None = pool
+
+    def done(self) -> None:
+        """Everything has come."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.give(self.connection)
+
+    def drop(self) -> None:
+        """End the connection, unless done."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.drop(self.connection)
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+class FramedLane(Lane, Generic[C]):
+    """A lane over connections of its own. connect: makes one by a deadline; raises Broken."""
+
+    def __init__(self, connect: Callable[[float], C]) -> None:
+        self.pool = Pool(connect)
+
+    def close(self) -> None:
+        """End every connection; calls in flight end too."""
+        self.pool.close()
+
+    def ask(
+        self, kind: Kind, message: Message, wanted: Kind, reply_type: type[M], deadline: float
+    ) -> Asked[C, M]:
+        """Send a message and wait for the answer.
+
+        Raises Broken; and what the store has raised, after which the connection goes on.
+        """
+        connection = self.pool.take(deadline)
+        asked_at = time.monotonic()
+        try:
+            connection.deadline = deadline
+            connection.send(kind, message)
+            reply = answer(connection, wanted, reply_type)
+        except RagCacheError:
+            self.pool.give(connection)
+            raise
+        except BaseException:
+            self.pool.drop(connection)
+            raise
+        return Asked(self.pool, connection, reply, asked_at)
+
+    def end_put(self, asked: Asked[C, pb.LaneGrant]) -> pb.PutReply:
+        """Wait for what becomes of a put. Raises Broken; and what the store has raised."""
+        try:
+            reply = answer(asked.connection, Kind.PUT_DONE, pb.PutReply)
+        except RagCacheError:
+            asked.done()
+            raise
+        asked.done()
+        return reply
+
+
+def answer(connection: Channel, wanted: Kind, reply_type: type[M]) -> M:
+    """The next frame, of kind wanted. Raises Broken; and what the store has raised."""
+    kind, payload = connection.receive(MAX_REPLY_BYTES)
+    if kind == wanted:
+        return _parse(reply_type, payload)
+    if kind == Kind.ERROR:
+        raise from_error(PART, _parse(pb.LaneError, payload))
+    raise Broken(f"a frame of kind {kind} where {wanted.name} was due")
+
+
+def _parse(message_type: type[M], payload: memoryview) -> M:
+    try:
+        return parse(message_type, payload)
+    except InvalidInput as error:
+        raise Broken(str(error)) from error

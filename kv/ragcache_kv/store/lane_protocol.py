@@ -1,0 +1,264 @@
+"""Frames of the data lanes: small messages over a Unix or a TCP socket, for both ends.
+
+A frame is a header (``HEADER``) and a protobuf message. A connection carries one call at a time, so
+an answer needs no number to be told from another; releases are not answered.
+
+    client                            server
+                                      WELCOME (HelloReply); on a Unix socket with two fds, the
+                                      memory tier (read and write) and the file of values (read)
+    GET (GetRequest)                  GOT (LaneGetReply); on the socket lane then the values, in
+                                      the order asked, or layer by layer if that was asked
+    RELEASE (LaneRelease)             nothing
+    PUT (PutHeader)                   GRANT (LaneGrant)
+      shared: COMMIT, or ABORT        PUT_DONE (PutReply), or nothing
+      socket: the value's bytes       PUT_DONE (PutReply)
+                                      ERROR (LaneError) instead of any answer
+
+What one end has not heard of for too long it lets go: a call that breaks off in the middle ends the
+connection, and with it go its leases and its arrivals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from enum import IntEnum
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+HEADER = struct.Struct("<IBxxx")
+"""Bytes of the message that follows, and its kind."""
+
+MAX_REQUEST_BYTES = 1 << 20
+"""Bound of a client's message: MAX_KEYS keys, or the header of a put with all it may name."""
+
+MAX_REPLY_BYTES = 64 << 20
+"""Bound of a store's message: MAX_KEYS values of MAX_PARTS parts would just fit."""
+
+READ_BYTES = 16 << 10
+"""How much is read ahead, which makes most frames one system call."""
+
+SOCKET_BUFFER_BYTES = 4 << 20
+"""What the kernel may hold of a TCP connection, so that verifying and sending overlap."""
+
+M = TypeVar("M", bound=Message)
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    GET = 1
+    RELEASE = 2
+    PUT = 3
+    COMMIT = 4
+    ABORT = 5
+    WELCOME = 64
+    GOT = 65
+    GRANT = 66
+    PUT_DONE = 67
+    ERROR = 68
+
+
+class Broken(Exception):
+    """The connection ended, or what came over it makes no sense; nothing can follow on it."""
+
+
+class TimedOut(Broken):
+    """The other end let too much time pass."""
+
+
+class Channel:
+    """One end of a connection. Not for two threads at once.
+
+    Every call has its deadline (on time.monotonic's clock) as the kernel's own time limit of the
+    socket, which costs nothing while bytes flow: a transfer is one system call however long.
+
+    owed: frames without an answer, which go with the next frame: by themselves they would wake the
+    other end for nothing that anybody waits for.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.deadline = 0.0
+        self.owed = b""
+        self._ahead = bytearray(READ_BYTES)
+        self._view = memoryview(self._ahead)
+        self._start = self._end = 0
+        self._limits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        sock.setblocking(True)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.socket.close()
+
+    def interrupt(self) -> None:
+        """End the connection while another thread uses it: that one notices, and closes it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, kind: Kind, message: Message | None = None) -> None:
+        """Send a frame, and what is owed. Raises Broken."""
+        mine, owed, self.owed = frame(kind, message), self.owed, b""
+        # What is owed need not delay an answer; but after PUT there is to be nothing but its value.
+        self.send_raw(owed + mine if kind == Kind.PUT else mine + owed)
+
+    def send_owed(self) -> None:
+        """Send what is owed. Raises Broken."""
+        data, self.owed = self.owed, b""
+        if data:
+            self.send_raw(data)
+
+    def send_raw(self, data: bytes | memoryview) -> None:
+        """Send bytes that are no frame. Raises Broken."""
+        try:
+            self._limit(socket.SO_SNDTIMEO)
+            sent = self.socket.send(data)
+            if sent < len(data):
+                rest = memoryview(data)[sent:]
+                while rest:
+                    self._limit(socket.SO_SNDTIMEO)
+                    rest = rest[self.socket.send(rest) :]
+        except OSError as error:
+            raise _broken(error) from error
+
+    def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Send bytes of a file. Raises Broken."""
+        while num_bytes:
+            self._limit(socket.SO_SNDTIMEO)
+            try:
+                sent = os.sendfile(self.socket.fileno(), fd, offset, num_bytes)
+            except OSError as error:
+                raise _broken(error) from error
+            if not sent:
+                raise Broken("the file ends early")
+            offset += sent
+            num_bytes -= sent
+
+    def receive(self, most: int) -> tuple[int, memoryview]:
+        """Kind and message of the next frame; the message is valid until the next call.
+
+        Raises Broken, also for a message of more than most bytes.
+        """
+        while self._end - self._start < HEADER.size:
+            self._read_ahead()
+        size, kind = HEADER.unpack_from(self._ahead, self._start)
+        if size > most:
+            raise Broken(f"a frame of {size} bytes")
+        self._start += HEADER.size
+        if size <= READ_BYTES:
+            while self._end - self._start < size:
+                self._read_ahead()
+            message = self._view[self._start : self._start + size]
+            self._start += size
+            return kind, message
+        message = memoryview(bytearray(size))
+        self.receive_into(message)
+        return kind, message
+
+    def receive_into(self, target: memoryview) -> None:
+        """Fill target with bytes that are no frame. Raises Broken."""
+        done = min(self._end - self._start, len(target))
+        if done:
+            target[:done] = self._view[self._start : self._start + done]
+            self._start += done
+        while done < len(target):
+            done += self._receive(target[done:] if done else target, socket.MSG_WAITALL)
+
+    def _read_ahead(self) -> None:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
+            kept = bytes(self._view[self._start : self._end])
+            self._view[: len(kept)] = kept
+            self._start, self._end = 0, len(kept)
+        self._end += self._receive(self._view[self._end :], 0)
+
+    def _receive(self, target: memoryview, flags: int) -> int:
+        self._limit(socket.SO_RCVTIMEO)
+        try:
+            count = self.socket.recv_into(target, 0, flags)
+        except OSError as error:
+            raise _broken(error) from error
+        if not count:
+            raise Broken("the connection was closed")
+        return count
+
+    def _limit(self, option: int) -> None:
+        """Let the next system call wait no longer than until the deadline. Raises TimedOut."""
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimedOut("the deadline has passed")
+        # Most calls have as long as those before: setting it anew would cost more than slack does.
+        if not left_s <= self._limits_s[option] <= left_s * 1.1:
+            self._limits_s[option] = limit_s = left_s * 1.05
+            value = struct.pack("ll", *divmod(int(limit_s * 1e6) + 1, 1_000_000))
+            try:
+                self.socket.setsockopt(socket.SOL_SOCKET, option, value)
+            except OSError as error:
+                raise _broken(error) from error
+
+
+def frame(kind: Kind, message: Message | None = None) -> bytes:
+    """A frame as bytes."""
+    if message is None:
+        return HEADER.pack(0, kind)
+    payload = message.SerializeToString()
+    return HEADER.pack(len(payload), kind) + payload
+
+
+def parse(message_type: type[M], payload: memoryview) -> M:
+    """A message. Raises InvalidInput if payload is none."""
+    try:
+        return message_type.FromString(payload)  # type: ignore[arg-type]
+    except DecodeError as error:
+        raise InvalidInput(
+            "message", f"is no {message_type.DESCRIPTOR.name}", "send what the proto says"
+        ) from error
+
+
+def to_error(error: RagCacheError) -> pb.LaneError:
+    """An error as it crosses a lane."""
+    match error:
+        case TooLarge() | InvalidInput():
+            kind = "too_large" if isinstance(error, TooLarge) else "invalid"
+            return pb.LaneError(type=kind, field=error.field, problem=error.problem, fix=error.fix)
+        case NotFound():
+            return pb.LaneError(
+                type="not_found", field=error.kind, problem=error.name, fix=error.fix
+            )
+        case Unavailable():
+            return pb.LaneError(
+                type="unavailable", problem=str(error), retry_after_s=error.retry_after_s
+            )
+        case _:
+            return pb.LaneError(type="internal", problem=str(error))
+
+
+def from_error(part: str, message: pb.LaneError) -> RagCacheError:
+    """The core error that part sent."""
+    match message.type:
+        case "too_large":
+            return TooLarge(message.field, message.problem, message.fix)
+        case "invalid":
+            return InvalidInput(message.field, message.problem, message.fix)
+        case "not_found":
+            return NotFound(message.field, message.problem, message.fix)
+        case "unavailable":
+            return Unavailable(part, message.problem, message.retry_after_s)
+        case _:
+            return RagCacheError(f"the {part} failed: {message.problem}")
+
+
+def _broken(error: OSError) -> Broken:
+    if isinstance(error, (BlockingIOError, TimeoutError)):
+        return TimedOut("the deadline has passed")
+    return Broken(str(error))

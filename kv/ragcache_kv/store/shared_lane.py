@@ -1,0 +1,303 @@
+"""The lane through shared memory: the store says where a value is, the client copies it itself.
+
+At connect the store passes its memory tier, which is mapped here once for each start of the store,
+and its file of values, of which values on disk are read straight. A lease keeps a value where it is
+meanwhile; should a client outstay it, the checksums tell.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.storing import LEASE_S, Ack, NewVariant, PutOutcome
+from ragcache_core.variant import Miss, Part
+from ragcache_kv.store.buffers import copy_verified, cut, read_verified, scatter, write_from
+from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
+from ragcache_kv.store.lane import Asking, no_answer
+from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut, frame
+from ragcache_kv.store.messages import (
+    from_hello,
+    from_outcome,
+    to_get_request,
+    to_put_header,
+)
+from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+KEYS_PER_CALL = 64
+"""Values that one call holds leases of. More are asked for when these have been copied."""
+
+
+class Mapped:
+    """What a store shares, from one of its starts. memory: its memory tier. file: of values."""
+
+    def __init__(self, memory_fd: int, file_fd: int) -> None:
+        """Takes both descriptors."""
+        self.file = file_fd
+        self._memory_fd = memory_fd
+        weakref.finalize(self, os.close, file_fd)
+        weakref.finalize(self, os.close, memory_fd)
+        size = os.fstat(memory_fd).st_size
+        self.memory = memoryview(mmap.mmap(memory_fd, size) if size else b"")
+
+    def views(self, extents: Sequence[pb.LaneExtent]) -> list[memoryview]:
+        """The memory of extents. Raises Broken for what is not in it."""
+        views = []
+        for extent in extents:
+            view = self.memory[extent.offset : extent.offset + extent.num_bytes]
+            if extent.disk or len(view) != extent.num_bytes:
+                raise Broken("an extent that is not in the shared memory")
+            views.append(view)
+        return views
+
+    def write(self, extents: Sequence[pb.LaneExtent], value: memoryview) -> None:
+        """Copy a value to extents. Raises Broken."""
+        start = 0
+        for extent, view in zip(extents, self.views(extents), strict=True):
+            piece = value[start : start + len(view)]
+            end = extent.offset + extent.num_bytes
+            try:
+                if os.lseek(self._memory_fd, extent.offset, os.SEEK_HOLE) >= end:
+                    scatter(piece, [view])
+                else:  # never written to: so the kernel need not fill pages with zeros before
+                    write_from(piece, self._memory_fd, extent.offset)
+            except OSError as error:
+                raise Broken(f"the shared memory cannot be written to: {error}") from error
+            start += len(view)
+
+
+class SharedConnection(Channel):
+    """A connection over which mapped was passed."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        super().__init__(sock)
+        self.deadline = deadline
+        self.mapped: Mapped
+
+
+class SharedLane(FramedLane[SharedConnection]):
+    """Shares the memory of the store whose Unix socket is at path."""
+
+    name = "shared"
+
+    def __init__(self, path: str, boot: bytes) -> None:
+        """boot: what the store has said; another one at path is Broken."""
+        super().__init__(self._open)
+        self._path = path
+        self._boot = boot
+        self._lock = threading.Lock()
+        self._mapped: Mapped | None = None
+
+    def get(self, asking: Asking) -> Iterator[Answer]:
+        """See Lane."""
+        return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL))
+
+    def get_layers(self, asking: Asking) -> Layers:
+        """See Lane. Holds leases of all values until the last layer."""
+        asked = self._ask(asking, 0, len(asking.keys))
+        copies = _copies(asking, asked)
+        return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
+
+    def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
+        """See Lane."""
+        deadline = min(deadline, time.monotonic() + LEASE_S)
+        header = to_put_header(variant, ack)
+        asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline)
+        grant = asked.reply
+        if not grant.granted:
+            asked.done()
+            return from_outcome(grant.outcome)
+        asked.connection.mapped.write(grant.extents, value)
+        if time.monotonic() > deadline:
+            asked.connection.send(Kind.ABORT)
+            asked.done()
+            raise no_answer(TimedOut("the deadline has passed"))
+        asked.connection.send(Kind.COMMIT)
+        return from_outcome(self.end_put(asked).outcome)
+
+    def _ask(
+        self, asking: Asking, start: int, count: int
+    ) -> Asked[SharedConnection, pb.LaneGetReply]:
+        keys = asking.keys[start : start + count]
+        request = to_get_request(keys, asking.exact, asking.domain)
+        asked = self.ask(Kind.GET, request, Kind.GOT, pb.LaneGetReply, asking.deadline)
+        if len(asked.reply.found) != len(keys):
+            raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")
+        return asked
+
+    def _values(
+        self, asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply]
+    ) -> Iterator[Answer]:
+        start = 0
+        while True:
+            copies = _copies(asking, asked)
+            for copied in copies:
+                _check(asking.deadline)
+                copied.copy()
+                if copied is copies[-1]:  # before whoever asked takes its time
+                    _release(asked, copies)
+                yield copied.answer
+            start += KEYS_PER_CALL
+            if start >= len(asking.keys):
+                return
+            try:
+                asked = self._ask(asking, start, KEYS_PER_CALL)
+            except Broken as error:
+                raise no_answer(error) from error
+
+    def _layers(
+        self,
+        asking: Asking,
+        asked: Asked[SharedConnection, pb.LaneGetReply],
+        copies: list[_Copied],
+    ) -> Iterator[list[memoryview | Miss]]:
+        last = num_layers([copied.answer for copied in copies]) - 1
+        if last < 0:
+            _release(asked, copies)
+        for layer in range(last + 1):
+            _check(asking.deadline)
+            parts = [copied.copy_layer(layer) for copied in copies]
+            if layer == last:
+                _release(asked, copies)
+            yield parts
+
+    def _open(self, deadline: float) -> SharedConnection:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = SharedConnection(sock, deadline)
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+            sock.connect(self._path)
+            _, fds, _, _ = socket.recv_fds(sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
+            sock.setblocking(True)
+            self._welcome(connection, fds)
+        except (OSError, InvalidInput) as error:
+            sock.close()
+            raise Broken(f"{self._path}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+    def _welcome(self, connection: SharedConnection, fds: list[int]) -> None:
+        try:
+            hello = from_hello(answer(connection, Kind.WELCOME, pb.HelloReply))
+            if hello.boot != self._boot:
+                raise Broken(f"another store is at {self._path}")
+            if len(fds) != 2:
+                raise Broken("the store passed no memory")
+            with self._lock:
+                if self._mapped is None:
+                    memory_fd, file_fd = fds
+                    fds.clear()
+                    self._mapped = Mapped(memory_fd, file_fd)
+                connection.mapped = self._mapped
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+class _Copied:
+    """One value of a reply, while it is copied to where it was asked for.
+
+    lease: 0 for a miss. corrupt: whether the store is to be told that its bytes are not right.
+    """
+
+    def __init__(
+        self, found: pb.LaneFound, asking: Asking, mapped: Mapped, leased_until: float
+    ) -> None:
+        self.answer: Answer = announced(found.header, asking.allocate)
+        self.lease = found.lease
+        self.corrupt = False
+        self._leased_until = leased_until
+        self._file = mapped.file
+        self._extents = found.extents
+        self._views: list[memoryview] | None = None
+        if not isinstance(self.answer, StoredValue):
+            return
+        if sum([e.num_bytes for e in self._extents]) != self.answer.info.num_bytes:
+            raise Broken("extents that are not the value's")
+        if not self._extents[0].disk:
+            self._views = mapped.views(self._extents)
+            return
+        for extent in self._extents:  # the disk starts on all of them now
+            os.posix_fadvise(self._file, extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def copy(self) -> None:
+        """Copy and verify the whole value."""
+        value = self.answer
+        if isinstance(value, StoredValue) and not self._copied(value.value, 0, value.parts):
+            self._reject()
+
+    def copy_layer(self, layer: int) -> memoryview | Miss:
+        """Copy and verify one part; empty beyond the last."""
+        value = self.answer
+        if not isinstance(value, StoredValue):
+            return value
+        target = value.part(layer)
+        if not target:
+            return target
+        if self._copied(target, value.start_of(layer), value.parts[layer : layer + 1]):
+            return target
+        return self._reject()
+
+    def _reject(self) -> Miss:
+        # What outstayed its lease may have been overwritten rightly.
+        late = time.monotonic() > self._leased_until
+        self.corrupt = not late
+        self.answer = miss = Miss.LATE if late else Miss.CORRUPT
+        return miss
+
+    def _copied(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+        if self._views is not None:
+            return copy_verified(target, cut(self._views, start, len(target)), parts)
+        places = _cut_places(self._extents, start, len(target))
+        try:
+            return read_verified(target, self._file, places, parts)
+        except OSError:
+            return False
+
+
+def _cut_places(
+    extents: Sequence[pb.LaneExtent], start: int, num_bytes: int
+) -> Iterator[tuple[int, int]]:
+    for extent in extents:
+        step = min(extent.num_bytes - start, num_bytes)
+        if step > 0:
+            yield extent.offset + start, step
+            num_bytes -= step
+        start = max(0, start - extent.num_bytes)
+
+
+def _copies(asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply]) -> list[_Copied]:
+    mapped, leased_until = asked.connection.mapped, asked.asked_at + LEASE_S
+    try:
+        return [_Copied(found, asking, mapped, leased_until) for found in asked.reply.found]
+    except Broken as error:
+        raise no_answer(error) from error
+
+
+def _release(asked: Asked[SharedConnection, pb.LaneGetReply], copies: Sequence[_Copied]) -> None:
+    """Let go of all leases, and of the connection."""
+    leases = [copied.lease for copied in copies if copied.lease]
+    if leases:
+        corrupt = [copied.lease for copied in copies if copied.corrupt]
+        asked.connection.owed += frame(Kind.RELEASE, pb.LaneRelease(leases=leases, corrupt=corrupt))
+        if corrupt:
+            try:
+                asked.connection.send_owed()
+            except Broken:
+                asked.drop()  # and with it the leases
+                return
+    asked.done()
+
+
+def _check(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise no_answer(TimedOut("the deadline has passed"))

@@ -1,0 +1,177 @@
+"""The lane over TCP: values as plain bytes behind a small frame, received where they will stay.
+
+The store sends straight from its memory or its file, and while later bytes are on their way those
+that have come are verified here.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.storing import Ack, NewVariant, PutOutcome
+from ragcache_core.variant import Miss
+from ragcache_kv.store.buffers import Verifier
+from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
+from ragcache_kv.store.lane import Asking, no_answer
+from ragcache_kv.store.lane_protocol import SOCKET_BUFFER_BYTES, Broken, Channel, Kind, frame
+from ragcache_kv.store.messages import (
+    from_hello,
+    from_outcome,
+    to_get_request,
+    to_put_header,
+)
+from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+KEYS_PER_CALL = 64
+"""Values that one call holds leases of. More are asked for when these have come."""
+
+PIECE_BYTES = 512 << 10
+"""How much is received before it is verified: still in the cache, and worth a system call."""
+
+
+class SocketLane(FramedLane[Channel]):
+    """Receives from the store whose lane listens on host and port."""
+
+    name = "socket"
+
+    def __init__(self, host: str, port: int, boot: bytes) -> None:
+        """boot: what the store has said; another one at the port is Broken."""
+        super().__init__(self._open)
+        self._address = (host, port)
+        self._boot = boot
+
+    def get(self, asking: Asking) -> Iterator[Answer]:
+        """See Lane."""
+        return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL, by_layer=False))
+
+    def get_layers(self, asking: Asking) -> Layers:
+        """See Lane. Holds leases of all values until the last layer."""
+        asked = self._ask(asking, 0, len(asking.keys), by_layer=True)
+        values = _announced(asking, asked)
+        return Layers(list(values), _layers(asked, values))
+
+    def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
+        """See Lane."""
+        header = to_put_header(variant, ack)
+        asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline)
+        grant = asked.reply
+        if not grant.granted:
+            asked.done()
+            return from_outcome(grant.outcome)
+        asked.connection.send_raw(value)
+        return from_outcome(self.end_put(asked).outcome)
+
+    def _ask(
+        self, asking: Asking, start: int, count: int, by_layer: bool
+    ) -> Asked[Channel, pb.LaneGetReply]:
+        keys = asking.keys[start : start + count]
+        request = to_get_request(keys, asking.exact, asking.domain, by_layer)
+        asked = self.ask(Kind.GET, request, Kind.GOT, pb.LaneGetReply, asking.deadline)
+        if len(asked.reply.found) != len(keys):
+            raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")
+        return asked
+
+    def _values(self, asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> Iterator[Answer]:
+        start = 0
+        while True:
+            values = _announced(asking, asked)
+            for index, value in enumerate(values):
+                if isinstance(value, StoredValue):
+                    verifier = Verifier(value.parts)
+                    _receive(asked.connection, value.value, verifier)
+                    if not verifier.good:
+                        values[index] = Miss.CORRUPT
+                if index == len(values) - 1:  # before whoever asked takes its time
+                    _release(asked, values)
+                yield values[index]
+            start += KEYS_PER_CALL
+            if start >= len(asking.keys):
+                return
+            try:
+                asked = self._ask(asking, start, KEYS_PER_CALL, by_layer=False)
+            except Broken as error:
+                raise no_answer(error) from error
+
+    def _open(self, deadline: float) -> Channel:
+        left_s = deadline - time.monotonic()
+        try:
+            sock = socket.create_connection(self._address, timeout=max(left_s, 1e-3))
+        except OSError as error:
+            raise Broken(f"{self._address[0]}:{self._address[1]}: {error}") from error
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+            connection = Channel(sock)
+            connection.deadline = deadline
+            hello = from_hello(answer(connection, Kind.WELCOME, pb.HelloReply))
+            if hello.boot != self._boot:
+                raise Broken(f"another store is at {self._address[0]}:{self._address[1]}")
+        except (OSError, InvalidInput) as error:
+            sock.close()
+            raise Broken(str(error)) from error
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+
+def _layers(
+    asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]
+) -> Iterator[list[memoryview | Miss]]:
+    last = num_layers(values) - 1
+    if last < 0:
+        _release(asked, values)
+    sent = list(values)  # what is corrupt comes all the same
+    for layer in range(last + 1):
+        given: list[memoryview | Miss] = []
+        for index, value in enumerate(sent):
+            if isinstance(value, Miss):
+                given.append(value)
+                continue
+            part = value.part(layer)
+            if part:
+                verifier = Verifier(value.parts[layer : layer + 1])
+                _receive(asked.connection, part, verifier)
+                if not verifier.good:
+                    values[index] = Miss.CORRUPT
+            given.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
+        if layer == last:
+            _release(asked, values)
+        yield given
+
+
+def _announced(asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> list[Answer]:
+    return [announced(found.header, asking.allocate) for found in asked.reply.found]
+
+
+def _receive(connection: Channel, target: memoryview, verifier: Verifier) -> None:
+    try:
+        for start in range(0, len(target), PIECE_BYTES):
+            piece = target[start : start + PIECE_BYTES]
+            connection.receive_into(piece)
+            verifier.add(piece)
+    except Broken as error:
+        raise no_answer(error) from error
+
+
+def _release(asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]) -> None:
+    """Let go of all leases, and of the connection."""
+    found = asked.reply.found
+    leases = [one.lease for one in found if one.lease]
+    if leases:
+        corrupt = [
+            one.lease
+            for one, value in zip(found, values, strict=True)
+            if one.lease and value is Miss.CORRUPT
+        ]
+        asked.connection.owed += frame(Kind.RELEASE, pb.LaneRelease(leases=leases, corrupt=corrupt))
+        if corrupt:
+            try:
+                asked.connection.send_owed()
+            except Broken:
+                asked.drop()  # and with it the leases
+                return
+    asked.done()

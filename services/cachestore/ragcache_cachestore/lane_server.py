@@ -1,0 +1,403 @@
+"""The data lanes' end at the store: values as frames over Unix and TCP sockets.
+
+One thread for each connection, blocking: a round trip is two system calls and no event loop. On the
+Unix socket only the place of a value is told, for clients on this machine, which share the
+memory tier and read the file of values themselves. Over TCP values go straight from either.
+``ragcache_kv.store.lane_protocol`` says what is sent when.
+
+What a connection holds, leases and arrivals, goes with it; and it goes when its client is slower
+than a lease lasts, or silent for IDLE_S.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ragcache_cachestore.arrival import Arrival
+from ragcache_cachestore.leases import Lease
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.extents import Extent
+from ragcache_core.keys import VariantKey
+from ragcache_core.storing import LEASE_S, MAX_KEYS, Ack, Hello, NewVariant, PutOutcome
+from ragcache_core.variant import Miss, Part, Tier
+from ragcache_kv.store.buffers import cut
+from ragcache_kv.store.lane_protocol import (
+    MAX_REQUEST_BYTES,
+    SOCKET_BUFFER_BYTES,
+    Broken,
+    Channel,
+    Kind,
+    frame,
+    parse,
+    to_error,
+)
+from ragcache_kv.store.messages import (
+    from_get_request,
+    from_put_header,
+    to_hello,
+    to_miss,
+    to_outcome,
+    to_value_header,
+)
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+"""Bound of connections, and so of threads; an engine has a handful."""
+
+IDLE_S = 600.0
+"""How long a connection may be silent. A client that needs it again makes another."""
+
+MAX_HEADERS = 4096
+"""Values whose headers are kept encoded; a few MiB with as many layers as models have."""
+
+GREETING_S = 5.0
+RETRY_AFTER_S = 1.0
+SOCKET_MODE: Final = 0o660
+"""Who may connect to the Unix socket may write to the memory tier."""
+
+
+class LaneServer:
+    """Serves store's values on a Unix socket at path and on TCP; None: not offered.
+
+    listen: (host, port); port 0 takes a free one, found in ``port``.
+    """
+
+    def __init__(self, store: Store, path: Path | None, listen: tuple[str, int] | None) -> None:
+        """Raises InvalidInput if path or listen cannot be had."""
+        self._store = store
+        self._path = path
+        self._headers = _Headers()
+        self._lock = threading.Lock()
+        self._connections: set[_Connection] = set()
+        self._closed = False
+        self._listeners: list[socket.socket] = []
+        self.port = 0
+        try:
+            if path is not None:
+                self._listeners.append(_listen_unix(path))
+            if listen is not None:
+                self._listeners.append(_listen_tcp(*listen))
+                self.port = self._listeners[-1].getsockname()[1]
+        except BaseException:
+            for listener in self._listeners:
+                listener.close()
+            raise
+        self._threads = [
+            threading.Thread(target=self._accept, args=[listener], name="lanes", daemon=True)
+            for listener in self._listeners
+        ]
+
+    def hello(self) -> Hello:
+        """Who the store is, and which lanes there are."""
+        return Hello(
+            boot=self._store.boot,
+            store=self._store.store_id,
+            max_value_bytes=self._store.max_value_bytes,
+            lane_socket="" if self._path is None else str(self._path.absolute()),
+            lane_port=self.port,
+        )
+
+    def start(self) -> None:
+        """Accept connections."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End every connection; returns when nothing uses the store any more."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            listener.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        for connection in connections:
+            connection.channel.interrupt()
+        for connection in connections:
+            connection.join()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("a connection could not be taken: %s", error)
+                time.sleep(0.1)  # no descriptors left: some will be
+                continue
+            connection = _Connection(self._store, sock, self.hello(), self._headers, self._ended)
+            with self._lock:
+                room = len(self._connections) < MAX_CONNECTIONS and not self._closed
+                if room:
+                    self._connections.add(connection)
+            if room:
+                connection.start()
+            else:
+                connection.refuse()
+
+    def _ended(self, connection: _Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+
+class _Headers:
+    """What is said of values in every reply, encoded once. Safe for threads.
+
+    A value is known by its very tuple of parts, which a replaced one does not share.
+    """
+
+    def __init__(self) -> None:
+        self._encoded: dict[VariantKey, tuple[tuple[Part, ...], Tier, bytes]] = {}
+
+    def of(self, lease: Lease) -> bytes:
+        """A LaneFound with nothing but the header."""
+        known = self._encoded.get(lease.key)
+        if known is not None and known[0] is lease.parts and known[1] is lease.tier:
+            return known[2]
+        # Which value it is of a request is told by its place among the answers.
+        header = to_value_header(
+            0, lease.info, lease.parts, lease.shape, lease.value_format, lease.tier
+        )
+        encoded = pb.LaneFound(header=header).SerializeToString()
+        if len(self._encoded) >= MAX_HEADERS:
+            self._encoded.clear()
+        self._encoded[lease.key] = (lease.parts, lease.tier, encoded)
+        return encoded
+
+
+class _Connection(threading.Thread):
+    """One client's calls, one after another."""
+
+    def __init__(
+        self,
+        store: Store,
+        sock: socket.socket,
+        hello: Hello,
+        headers: _Headers,
+        ended: Callable[[_Connection], None],
+    ) -> None:
+        super().__init__(name="lane", daemon=True)
+        self.channel = Channel(sock)
+        self._store = store
+        self._hello = hello
+        self._headers = headers
+        self._ended = ended
+        self._shared = sock.family == socket.AF_UNIX
+        self._lane = "shared" if self._shared else "socket"
+        self._leases: dict[int, tuple[Lease, float]] = {}
+
+    def refuse(self) -> None:
+        """Say that there are too many, to a client that may not even listen."""
+        error = Unavailable("cachestore", "it has too many connections", RETRY_AFTER_S)
+        greeting = b"\0" if self._shared else b""
+        with contextlib.suppress(OSError):
+            self.channel.socket.setblocking(False)
+            self.channel.socket.send(greeting + frame(Kind.ERROR, to_error(error)))
+        self.channel.close()
+
+    def run(self) -> None:
+        """Serve until the client goes."""
+        try:
+            self._greet()
+            while True:
+                self.channel.deadline = time.monotonic() + IDLE_S
+                kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
+                self.channel.deadline = time.monotonic() + LEASE_S
+                try:
+                    self._serve(kind, payload)
+                except RagCacheError as error:
+                    if kind == Kind.RELEASE:  # whose sender would take it for the next answer
+                        raise Broken(f"a release failed: {error}") from error
+                    self.channel.deadline = time.monotonic() + LEASE_S
+                    self.channel.send(Kind.ERROR, to_error(error))
+        except Broken as error:
+            log.debug("a %s lane ended: %s", self._lane, error)
+        except Exception:
+            log.exception("a %s lane failed", self._lane)
+        finally:
+            self.channel.close()
+            try:
+                self._store.release(self._leases)
+            except RagCacheError as error:
+                log.warning("leases of a %s lane end by themselves: %s", self._lane, error)
+            self._ended(self)
+
+    def _greet(self) -> None:
+        self.channel.deadline = time.monotonic() + GREETING_S
+        if self._shared:
+            fds = [self._store.arena.fd, self._store.value_file.reader_fd]
+            try:
+                socket.send_fds(self.channel.socket, [b"\0"], fds)
+            except OSError as error:
+                raise Broken(str(error)) from error
+        self.channel.send(Kind.WELCOME, to_hello(self._hello))
+
+    def _serve(self, kind: int, payload: memoryview) -> None:
+        match kind:
+            case Kind.GET:
+                self._get(parse(pb.GetRequest, payload))
+            case Kind.RELEASE:
+                self._release(parse(pb.LaneRelease, payload))
+            case Kind.PUT:
+                self._put(parse(pb.PutHeader, payload))
+            case _:
+                raise Broken(f"a frame of kind {kind} where a call was due")
+
+    def _get(self, request: pb.GetRequest) -> None:
+        keys, exact, domain = from_get_request(request)
+        if len(self._leases) > MAX_KEYS:
+            raise Broken("its client does not release what it has read")
+        now = time.monotonic()
+        answers = self._store.open(keys, exact, domain)
+        leases = [one for one in answers if not isinstance(one, Miss)]
+        self._leases.update([(lease.id, (lease, now)) for lease in leases])
+        reply = pb.LaneGetReply()
+        for one in answers:
+            self._add(reply, one)
+        self.channel.send(Kind.GOT, reply)
+        if not self._shared:
+            self._send_values(leases, request.by_layer)
+
+    def _add(self, reply: pb.LaneGetReply, one: Lease | Miss) -> None:
+        found = reply.found.add()
+        if isinstance(one, Miss):
+            found.header.miss = to_miss(one)
+            return
+        found.MergeFromString(self._headers.of(one))
+        found.lease = one.id
+        if self._shared:
+            for extent in one.extents:
+                found.extents.add(
+                    disk=one.on_disk, offset=extent.offset, num_bytes=extent.num_bytes
+                )
+
+    def _send_values(self, leases: Sequence[Lease], by_layer: bool) -> None:
+        if not by_layer:
+            for lease in leases:
+                self._send(lease, 0, lease.info.num_bytes)
+            return
+        starts = [0] * len(leases)
+        for layer in range(max([len(lease.parts) for lease in leases], default=0)):
+            for i, lease in enumerate(leases):
+                if layer < len(lease.parts):
+                    self._send(lease, starts[i], lease.parts[layer].num_bytes)
+                    starts[i] += lease.parts[layer].num_bytes
+
+    def _send(self, lease: Lease, start: int, num_bytes: int) -> None:
+        if not lease.on_disk:
+            # Not by sendfile, whose page by page halves the speed on memory.
+            for view in cut(self._store.arena.views(lease.extents), start, num_bytes):
+                self.channel.send_raw(view)
+            return
+        for extent in lease.extents:
+            step = min(extent.num_bytes - start, num_bytes)
+            if step > 0:
+                self.channel.send_file(self._store.value_file.fd, extent.offset + start, step)
+                num_bytes -= step
+            start = max(0, start - extent.num_bytes)
+
+    def _release(self, message: pb.LaneRelease) -> None:
+        # Only its own: a client cannot end what another one holds.
+        held = [self._leases[one] for one in message.leases if one in self._leases]
+        corrupt = set(message.corrupt)
+        ids = [lease.id for lease, _ in held]
+        self._store.release(ids, [lease_id for lease_id in ids if lease_id in corrupt])
+        now = time.monotonic()
+        for lease, since in held:
+            self._leases.pop(lease.id, None)
+            if lease.id not in corrupt:
+                self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, now - since)
+
+    def _put(self, header: pb.PutHeader) -> None:
+        since = time.monotonic()
+        new, ack = from_put_header("header", header, self._store.max_value_bytes)
+        arrival = self._store.begin_put(new, ack)
+        if isinstance(arrival, PutOutcome):
+            self._note_put(arrival, ack, new, since)
+            self.channel.send(Kind.GRANT, pb.LaneGrant(granted=False, outcome=to_outcome(arrival)))
+            return
+        with arrival:
+            if not self._receive(arrival):
+                return
+            outcome = arrival.commit(ack)
+        self._note_put(outcome, ack, new, since)
+        self.channel.deadline = time.monotonic() + LEASE_S
+        self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
+
+    def _receive(self, arrival: Arrival) -> bool:
+        """Let the client write to an arrival; whether it is to be committed."""
+        if self._shared:
+            try:
+                self.channel.send(Kind.GRANT, _grant(arrival.extents))
+                kind, _ = self.channel.receive(MAX_REQUEST_BYTES)
+            except Broken:
+                arrival.abort(quiet_s=LEASE_S)  # its client may write on, unaware
+                raise
+            if kind not in {Kind.COMMIT, Kind.ABORT}:
+                raise Broken(f"a frame of kind {kind} where COMMIT was due")
+            return kind == Kind.COMMIT
+        self.channel.send(Kind.GRANT, _grant(()))
+        for view in arrival.views:
+            self.channel.receive_into(view)
+        return True
+
+    def _note_put(self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float) -> None:
+        seconds = time.monotonic() - since
+        self._store.note_put(outcome, ack, self._lane, new.info.num_bytes, seconds)
+
+
+def _grant(extents: Sequence[Extent]) -> pb.LaneGrant:
+    return pb.LaneGrant(
+        granted=True,
+        extents=[pb.LaneExtent(offset=e.offset, num_bytes=e.num_bytes) for e in extents],
+    )
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # of a store that was killed
+        listener.bind(str(path))
+        os.chmod(path, SOCKET_MODE)
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise InvalidInput(
+            "RAGCACHE_LANE_SOCKET", f"{path}: {error}", "name a path of up to 107 bytes to create"
+        ) from error
+    return listener
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections take it over; set later it would not count for the TCP window.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        listener.bind((host.strip("[]"), port))
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise InvalidInput(
+            "RAGCACHE_LANE_LISTEN", f"{host}:{port}: {error}", "name an address of this machine"
+        ) from error
+    return listener

@@ -1,0 +1,75 @@
+"""Chunks' KV between tensors and the bytes that a store holds."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ragcache_core.keys import KVSpace
+from ragcache_core.variant import Part, Precision, ValueShape
+from ragcache_kv.store.buffers import parts_of
+from ragcache_kv.store.stored_value import StoredValue
+from ragcache_kv.value import FORMAT, value_bytes, value_parts
+
+log = logging.getLogger("vllm.ragcache")
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def shape_of(space: KVSpace) -> ValueShape:
+    """Shape of one token's KV."""
+    return ValueShape(space.num_layers, space.num_kv_heads, space.head_dim, space.dtype)
+
+
+def native_bytes(value: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, where they lie."""
+    return _bytes(value).data.cast("B")
+
+
+def native_parts(raw: memoryview, space: KVSpace, num_tokens: int) -> tuple[Part, ...]:
+    """The parts of a native value, one for each layer."""
+    return parts_of(raw, value_parts(space, num_tokens))
+
+
+def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor | None:
+    """Value as [num_layers, 2, num_tokens, num_kv_heads, head_dim]; None if it is no such value.
+
+    Its checksums have been verified where its bytes came in. A native value is used where it lies.
+    """
+    shape = shape_of(space)
+    if stored.value_format != FORMAT or stored.shape != shape:
+        return None
+    if stored.info.num_tokens != num_tokens:
+        return None
+    dims = (space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
+    if stored.info.precision != Precision():
+        return _decoded(stored, shape, dims)
+    if len(stored.value) != value_bytes(space, num_tokens):
+        return None
+    return torch.frombuffer(stored.value, dtype=_DTYPES[space.dtype]).view(dims)
+
+
+def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> torch.Tensor | None:
+    """A value that is held in another form, layer by layer."""
+    # Its loops are compiled when they are first needed, and most engines never need them.
+    from ragcache_kv.codecs import decode_part  # noqa: PLC0415
+
+    if len(stored.parts) != shape.num_layers:
+        return None
+    value = torch.empty(dims, dtype=_DTYPES[shape.dtype])
+    try:
+        for layer, out in enumerate(value):
+            encoded = np.frombuffer(stored.part(layer), np.uint8)
+            decode_part(encoded, shape, dims[2], stored.info.precision, out=_bytes(out).reshape(-1))
+    except ValueError as error:
+        log.warning("a value held as %s cannot be read: %s", stored.info.precision, error)
+        return None
+    return value
+
+
+def _bytes(value: torch.Tensor) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = value.view(torch.uint8).numpy()
+    return array

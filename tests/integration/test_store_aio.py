@@ -1,0 +1,87 @@
+"""The async client of one store: its calls do what the blocking client's do."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import Unavailable
+from ragcache_core.storing import Deletion, EventKind, PutOutcome, Want
+from ragcache_core.variant import Miss
+from ragcache_kv.store.aio import AsyncStoreClient
+from ragcache_kv.store.sharded import AsyncShardedStore
+from ragcache_wire.members import FixedMembers
+from tests.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant
+
+RAW = value(300_000)
+
+
+async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
+    with serving(tmp_path, lanes=("shared", "socket")) as served:
+        client = AsyncStoreClient(served.address)
+        assert client.lane == ""
+        new = variant(key(1), RAW, num_parts=3)
+        assert await client.put(new, memoryview(RAW), TIMEOUT_S) is PutOutcome.STORED
+        assert client.lane == "shared"
+        found = await client.get([key(1), key(2)], TIMEOUT_S)
+        assert [bytes(one.value) if not isinstance(one, Miss) else one for one in found] == [
+            RAW,
+            Miss.NEVER_STORED,
+        ]
+        answer = await client.lookup([Want.of(key(1))])
+        assert answer.variants[0].held[0].info.num_bytes == len(RAW)
+        assert answer.as_of.store == served.store.store_id
+        assert await client.pin([key(1), key(2)], 30.0) == 1
+        assert await client.unpin([key(1)]) == 1
+        assert await client.prefetch([key(1)]) == 0, "it is in memory"
+        deletion = Deletion(os.urandom(16), (key(1).chunk,), made_at_ms=time.time_ns() // 10**6)
+        assert await client.delete(deletion) == 1
+        assert (await client.stats()).tombstones == 1
+        await client.close()
+
+
+async def test_a_watch_begins_with_what_is_held_and_goes_on(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        put_value(served.client, key(1), RAW)
+        client = AsyncStoreClient(served.address)
+        seen = []
+        async with aclosing(client.watch()) as events:
+            async for event in events:
+                seen.append((event.kind, event.key))
+                if event.kind is EventKind.SNAPSHOT_END:
+                    put_value(served.client, key(2), RAW)
+                if event.key == key(2):
+                    break
+        assert seen[:3] == [
+            (EventKind.SNAPSHOT_BEGIN, None),
+            (EventKind.STORED, key(1)),
+            (EventKind.SNAPSHOT_END, None),
+        ]
+        assert seen[-1] == (EventKind.STORED, key(2))
+        await client.close()
+
+
+async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
+    client = AsyncStoreClient("127.0.0.1:9")
+    for call in (client.stats(), client.lookup([Want.of(key(1))]), client.get([key(1)], 1.0)):
+        with pytest.raises(Unavailable):
+            await call
+    with pytest.raises(Unavailable):
+        await anext(client.watch())
+    await client.close()
+
+
+async def test_a_prefetch_goes_to_the_shards_that_own_the_chunks(tmp_path: Path) -> None:
+    with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
+        addresses = (one.address, other.address, "127.0.0.1:9")
+        store = AsyncShardedStore(FixedMembers(addresses))
+        for served in (one, other):
+            for number in range(8):
+                put_value(served.client, key(number), value(1000, number))
+        assert await store.prefetch([key(number) for number in range(8)]) == 0
+        assert await store.prefetch([]) == 0
+        await store.close()

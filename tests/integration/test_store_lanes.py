@@ -1,0 +1,683 @@
+"""All lanes to a store carry the same values, hold what is read, and end in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from ragcache_cachestore.lane_server import LaneServer
+from ragcache_cachestore.service import SERVICE, CacheStoreService
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
+from ragcache_core.keys import VariantKey
+from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
+from ragcache_core.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
+from ragcache_kv.store import framed_lane
+from ragcache_kv.store.aio import AsyncStoreClient
+from ragcache_kv.store.buffers import parts_of
+from ragcache_kv.store.client import LANES, StoreClient
+from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
+from ragcache_kv.store.messages import to_get_request, to_put_header
+from ragcache_kv.store.stored_value import StoredValue
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+TIMEOUT_S = 20.0
+MIB = 1 << 20
+
+R = TypeVar("R")
+
+
+def key(number: int) -> VariantKey:
+    return VariantKey(hashlib.blake2b(b"%d" % number, digest_size=16).digest(), bytes(16))
+
+
+def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, memoryview]:
+    """A variant with parts of sizes, of random bytes that depend on number."""
+    value = memoryview(np.random.default_rng(number).bytes(sum(sizes)))
+    info = VariantInfo(8, len(value), 3, Provenance(exact=exact))
+    origin = Origin(domain="public", document="d")
+    shape = ValueShape(len(sizes), 1, 4, "bfloat16")
+    return NewVariant(key(number), info, origin, shape, parts_of(value, sizes), 7), value
+
+
+class Served:
+    """A store and both its faces, in this process."""
+
+    def __init__(self, folder: Path, memory_bytes: int, disk_bytes: int) -> None:
+        self.store = Store(folder / "data", memory_bytes, disk_bytes)
+        self.lanes = LaneServer(self.store, folder / "lane.sock", ("127.0.0.1", 0))
+        self.lanes.start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._service = CacheStoreService(self.store, self.lanes.hello())
+        self._server = self._run(self._start())
+        self.address = f"127.0.0.1:{self._server.port}"
+
+    async def _start(self) -> GrpcServer:
+        server = GrpcServer("127.0.0.1:0", [SERVICE], self._service.register)
+        await server.start()
+        return server
+
+    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.lanes.close()
+        self._service.end_watches()
+        self._run(self._server.stop())
+        self._service.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.store.close()
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with contextlib.ExitStack() as ends:
+
+        def start(memory_bytes: int = 64 * MIB, disk_bytes: int = 256 * MIB) -> Served:
+            served = Served(tmp_path, memory_bytes, disk_bytes)
+            ends.callback(served.close)
+            return served
+
+        yield start
+
+
+@pytest.fixture
+def served(serve: Serve) -> Served:
+    return serve()
+
+
+@contextlib.contextmanager
+def client_of(address: str, lane: str) -> Iterator[StoreClient]:
+    client = StoreClient(address, [lane])
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture(params=LANES)
+def client(request: pytest.FixtureRequest, served: Served) -> Iterator[StoreClient]:
+    with client_of(served.address, request.param) as client:
+        yield client
+
+
+def only(client: StoreClient, number: int, **options: object) -> StoredValue | Miss:
+    [(found_key, found)] = client.get([key(number)], TIMEOUT_S, **options)  # type: ignore[arg-type]
+    assert found_key == key(number)
+    return found
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+SIZES = [
+    [1],
+    [70_000, 1, 65_536],
+    [3 * MIB + 17],
+    [300_000] * 8,
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> None:
+    variant, value = new(1, sizes)
+    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.HELD_ALREADY
+    found = only(client, 1)
+    assert isinstance(found, StoredValue)
+    assert found.value == value
+    assert (found.info, found.parts, found.shape, found.value_format) == (
+        variant.info,
+        variant.parts,
+        variant.shape,
+        variant.value_format,
+    )
+    assert found.tier is Tier.MEMORY
+
+
+def test_a_value_lands_in_the_callers_own_memory(client: StoreClient) -> None:
+    variant, value = new(1, [100_000, 50_000])
+    client.put(variant, value, TIMEOUT_S)
+    memory = np.zeros(75_000, np.uint16)  # of another type than bytes
+    found = only(client, 1, allocate=lambda info: memory.data)
+    assert isinstance(found, StoredValue)
+    assert memory.tobytes() == value
+
+
+def test_too_little_memory_is_refused(client: StoreClient) -> None:
+    variant, value = new(1, [1000])
+    client.put(variant, value, TIMEOUT_S)
+    with pytest.raises(InvalidInput, match="allocate"):
+        only(client, 1, allocate=lambda info: memoryview(bytearray(999)))
+    assert isinstance(only(client, 1), StoredValue)
+
+
+def test_values_come_in_order_and_misses_say_why(client: StoreClient, served: Served) -> None:
+    for number, exact in ((1, True), (2, False), (3, True)):
+        variant, value = new(number, [10_000 * number], exact)
+        client.put(variant, value, TIMEOUT_S)
+    client.delete(Deletion(bytes(range(16)), chunks=(key(3).chunk,)))
+    keys = [key(number) for number in (4, 2, 3, 1)]
+    found = dict(client.get(keys, TIMEOUT_S, exact=True))
+    assert list(found) == keys
+    assert found[key(4)] is Miss.NEVER_STORED
+    assert found[key(2)] is Miss.TAINTED
+    assert found[key(3)] is Miss.DELETED
+    one = found[key(1)]
+    assert isinstance(one, StoredValue)
+    assert one.value == new(1, [10_000])[1]
+    assert only(client, 1, domain="other") is Miss.OTHER_DOMAIN
+
+
+def test_more_keys_than_one_call_takes(client: StoreClient) -> None:
+    for number in range(0, 150, 3):
+        variant, value = new(number, [100 + number])
+        client.put(variant, value, TIMEOUT_S)
+    keys = [key(number) for number in range(150)]
+    for number, (found_key, found) in enumerate(client.get(keys, TIMEOUT_S)):
+        assert found_key == keys[number]
+        if number % 3:
+            assert found is Miss.NEVER_STORED
+        else:
+            assert isinstance(found, StoredValue)
+            assert found.value == new(number, [100 + number])[1]
+
+
+def test_layers_come_in_order_over_all_values(client: StoreClient) -> None:
+    sizes = {1: [70_000] * 4, 2: [10], 3: [200_000] * 3}
+    values = {}
+    for number, parts in sizes.items():
+        variant, values[number] = new(number, parts)
+        client.put(variant, values[number], TIMEOUT_S)
+    layers = client.get_layers([key(n) for n in (1, 2, 9, 3)], TIMEOUT_S)
+    infos = [v if isinstance(v, Miss) else v.info.num_bytes for v in layers.values]
+    assert infos == [280_000, 10, Miss.NEVER_STORED, 600_000]
+    seen = []
+    for layer, given in layers:
+        seen.append(layer)
+        for number, part in zip((1, 2, 9, 3), given, strict=True):
+            if number == 9:
+                assert part is Miss.NEVER_STORED
+                continue
+            size = sizes[number][0]
+            assert part == values[number][layer * size : (layer + 1) * size]
+    assert seen == [0, 1, 2, 3]
+    assert list(client.get_layers([key(9)], TIMEOUT_S)) == []
+    assert list(client.get_layers([], TIMEOUT_S)) == []
+    assert list(client.get([], TIMEOUT_S)) == []
+
+
+def test_values_on_disk_come_too(client: StoreClient, served: Served) -> None:
+    for number in range(12):  # more than memory holds
+        variant, value = new(number, [4 * MIB, 4 * MIB])
+        assert client.put(variant, value, TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+    tiers = set()
+    for number in range(12):
+        found = only(client, number)
+        assert isinstance(found, StoredValue)
+        assert found.value == new(number, [4 * MIB, 4 * MIB])[1]
+        tiers.add(found.tier)
+    assert tiers == {Tier.MEMORY, Tier.DISK}
+    layers = client.get_layers([key(n) for n in range(12)], TIMEOUT_S)
+    for layer, parts in layers:
+        for number, part in enumerate(parts):
+            assert part == new(number, [4 * MIB, 4 * MIB])[1][layer * 4 * MIB :][: 4 * MIB]
+
+
+def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Served) -> None:
+    for number in (1, 2):
+        variant, value = new(number, [100_000, 100_000])
+        client.put(variant, value, TIMEOUT_S)
+    [lease] = served.store.open([key(1)])
+    assert not isinstance(lease, Miss)
+    served.store.arena.views(lease.extents)[-1][-1] ^= 1
+    served.store.release([lease.id])
+    layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
+    seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
+    # Over gRPC the first layer comes when all have.
+    assert seen == [[client.lane == "grpc", False], [True, False]]
+    eventually(lambda: served.store.stats().corrupt == 1)
+    found = only(client, 1)  # from disk, if it was there already
+    assert isinstance(found, Miss) or found.value == new(1, [100_000, 100_000])[1]
+    assert isinstance(only(client, 2), StoredValue)
+
+
+def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
+    variant, value = new(1, [100_000])
+    wrong = memoryview(bytearray(value))
+    wrong[5] ^= 1
+    with pytest.raises(InvalidInput, match="checksum"):
+        client.put(variant, wrong, TIMEOUT_S)
+    assert only(client, 1) is Miss.NEVER_STORED
+    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_mistakes_are_the_same_on_every_lane(client: StoreClient) -> None:
+    variant, value = new(1, [100])
+    with pytest.raises(InvalidInput, match="value: has 99 bytes"):
+        client.put(variant, value[:99], TIMEOUT_S)
+    with pytest.raises(TooLarge) as many:
+        client.get_layers([key(1)] * 5000, TIMEOUT_S)
+    assert many.value.field == "keys"
+    with pytest.raises(InvalidInput) as unnamed:
+        client.put(replace(variant, origin=Origin(domain="")), value, TIMEOUT_S)
+    assert unnamed.value.field == "header.origin.domain"
+    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
+    variant, value = new(1, [100])
+    as_of = client.lookup([Want.of(key(1))]).as_of
+    client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,)))
+    for seen in (as_of, AsOf()):
+        planned = replace(variant, as_of=seen)
+        assert client.put(planned, value, TIMEOUT_S) is PutOutcome.DELETED
+    planned = replace(variant, as_of=client.lookup([Want.of(key(1))]).as_of)
+    assert client.put(planned, value, TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_threads_share_a_client(client: StoreClient) -> None:
+    for number in range(8):
+        variant, value = new(number, [200_000])
+        client.put(variant, value, TIMEOUT_S)
+    failures: list[object] = []
+
+    def read(seed: int) -> None:
+        for step in range(20):
+            number = (seed + step) % 8
+            found = only(client, number)
+            if not isinstance(found, StoredValue) or found.value != new(number, [200_000])[1]:
+                failures.append(found)
+
+    threads = [threading.Thread(target=read, args=[i]) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_best_lane_is_picked_and_said(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO, "ragcache.store"):
+        client = StoreClient(served.address)
+        assert client.lane == ""
+        client.connect()
+        assert client.lane == "shared"
+        assert "over the shared lane" in caplog.text
+        client.close()
+        (served.lanes._path or Path()).unlink()
+        client = StoreClient(served.address)
+        client.connect()
+        assert client.lane == "socket"
+        client.close()
+
+
+def test_another_stores_socket_is_not_used(serve: Serve, tmp_path: Path) -> None:
+    served = serve()
+    (tmp_path / "other").mkdir()
+    other = Served(tmp_path / "other", MIB, MIB)
+    try:
+        path = tmp_path / "lane.sock"
+        path.unlink()
+        (tmp_path / "other" / "lane.sock").rename(path)
+        client = StoreClient(served.address)
+        client.connect()
+        assert client.lane == "socket"
+        client.close()
+    finally:
+        other.close()
+
+
+def test_leases_end_soon_after_reading(served: Served) -> None:
+    for lane in ("shared", "socket"):
+        with client_of(served.address, lane) as client:
+            variant, value = new(1, [100_000])
+            client.put(variant, value, TIMEOUT_S)
+            assert isinstance(only(client, 1), StoredValue)
+            eventually(lambda: served.store.stats().leases == 0)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_what_is_being_read_is_not_overwritten(serve: Serve, lane: str) -> None:
+    served = serve(memory_bytes=8 * MIB, disk_bytes=MIB)  # the disk holds none of these
+    with client_of(served.address, lane) as client:
+        values = {}
+        for number in (1, 2):
+            variant, values[number] = new(number, [MIB, MIB])
+            client.put(variant, values[number], TIMEOUT_S)
+        layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
+        assert next(layers) == (0, [values[1][:MIB], values[2][:MIB]])
+        for number in range(10, 30):
+            variant, value = new(number, [2 * MIB])
+            with contextlib.suppress(Unavailable):
+                client.put(variant, value, TIMEOUT_S)
+        assert list(layers) == [(1, [values[1][MIB:], values[2][MIB:]])]
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_reader_that_stops_early_holds_nothing(served: Served, lane: str) -> None:
+    with client_of(served.address, lane) as client:
+        for number in range(4):
+            variant, value = new(number, [4 * MIB])
+            client.put(variant, value, TIMEOUT_S)
+        values = client.get([key(n) for n in range(4)], TIMEOUT_S)
+        next(values)
+        assert served.store.stats().leases
+        del values
+        eventually(lambda: served.store.stats().leases == 0)
+        assert isinstance(only(client, 3), StoredValue)
+        unused = client.get([key(0)], TIMEOUT_S)
+        del unused
+        eventually(lambda: served.store.stats().leases == 0)
+
+
+def connect(served: Served, lane: str) -> Channel:
+    """A client of its own making, greeted."""
+    if lane == "shared":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(served.lanes.hello().lane_socket)
+        _, fds, _, _ = socket.recv_fds(sock, 1, 2)
+        for fd in fds:
+            os.close(fd)
+    else:
+        sock = socket.create_connection(("127.0.0.1", served.lanes.port))
+    channel = Channel(sock)
+    channel.deadline = time.monotonic() + TIMEOUT_S
+    assert channel.receive(MIB)[0] == Kind.WELCOME
+    return channel
+
+
+def begin_put(channel: Channel, number: int) -> memoryview:
+    variant, value = new(number, [4 * MIB])
+    channel.send(Kind.PUT, to_put_header(variant, Ack.ACCEPTED))
+    kind, payload = channel.receive(MIB)
+    assert kind == Kind.GRANT
+    assert pb.LaneGrant.FromString(bytes(payload)).granted
+    return value
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, lane: str) -> None:
+    channel = connect(served, lane)
+    value = begin_put(channel, 1)
+    if lane == "socket":
+        channel.send_raw(value[: 2 * MIB])
+    channel.close()
+    with client_of(served.address, lane) as client:
+        eventually(lambda: not served.lanes._connections or client.lane == "")
+        assert only(client, 1) is Miss.NEVER_STORED
+        variant, value = new(1, [4 * MIB])
+        assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+    assert served.store.stats().variants == 1
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_slow_client_is_let_go(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_cachestore.lane_server.LEASE_S", 0.3)
+    with client_of(served.address, lane) as client:
+        for number in range(8):
+            variant, value = new(number, [4 * MIB])
+            client.put(variant, value, TIMEOUT_S)
+    writer, reader = connect(served, lane), connect(served, lane)
+    begin_put(writer, 100)  # and nothing more
+    reader.send(Kind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
+    if lane == "socket":  # which reads nothing of it; over shared memory leases just expire
+        eventually(lambda: served.store.stats().leases == 0)
+        eventually(lambda: not served.lanes._connections)
+    else:
+        eventually(lambda: len(served.lanes._connections) == 1)
+    assert served.store.open([key(100)]) == [Miss.NEVER_STORED]
+    writer.close()
+    reader.close()
+
+
+def test_too_many_connections_are_told_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_cachestore.lane_server.MAX_CONNECTIONS", 1)
+    for lane in ("shared", "socket"):
+        with client_of(served.address, lane) as first:
+            first.connect()
+            with client_of(served.address, lane) as second:
+                with pytest.raises(Unavailable, match="too many connections") as refused:
+                    second.connect()
+                assert refused.value.retry_after_s == 1.0
+        eventually(lambda: not served.lanes._connections)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_calls_wait_for_a_connection_within_their_deadline(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_lane, "MAX_CONNECTIONS", 1)
+    with client_of(served.address, lane) as client:
+        for number in (1, 2):
+            variant, value = new(number, [MIB])
+            client.put(variant, value, TIMEOUT_S)
+        values = client.get([key(1), key(2)], TIMEOUT_S)
+        next(values)
+        with pytest.raises(Unavailable, match="already"):
+            list(client.get([key(1)], 0.05))
+        next(values)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+def test_a_child_process_cannot_use_its_parents_client(served: Served) -> None:
+    with client_of(served.address, "shared") as client:
+        client.connect()
+        client._pid += 1  # as if forked
+        with pytest.raises(Unavailable, match="forked"):
+            client.get([key(1)], TIMEOUT_S)
+        client._pid -= 1
+
+
+async def test_the_async_client_does_the_same(served: Served) -> None:
+    client = AsyncStoreClient(served.address)
+    variant, value = new(1, [100_000])
+    assert await client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+    assert client.lane == "shared"
+    [found, missing] = await client.get([key(1), key(2)], TIMEOUT_S)
+    assert isinstance(found, StoredValue)
+    assert found.value == value
+    assert missing is Miss.NEVER_STORED
+    answer = await client.lookup([Want.of(key(1))])
+    assert answer.variants[0].held[0].info == variant.info
+    assert await client.prefetch([key(1)]) == 0
+    assert (await client.stats()).variants == 1
+    assert await client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,))) == 1
+    await client.close()
+
+
+def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
+    rng = np.random.default_rng(0)
+    with client_of(served.address, "shared") as client:
+        variant, value = new(1, [1000])
+        client.put(variant, value, TIMEOUT_S)
+        for lane in ("shared", "socket"):
+            for kind in (0, 1, 2, 3, 4, 5, 64, 255):
+                channel = connect(served, lane)
+                junk = rng.bytes(int(rng.integers(0, 300)))
+                header = len(junk).to_bytes(4, "little") + bytes((kind, 0, 0, 0))
+                with contextlib.suppress(Broken):
+                    channel.send_raw(header + junk)
+                    channel.deadline = time.monotonic() + 0.2
+                    answered, _ = channel.receive(MIB)
+                    assert answered in {Kind.ERROR, Kind.GOT, Kind.GRANT}
+                channel.close()
+            channel = connect(served, lane)
+            channel.send_raw(b"\xff" * 64)  # a frame of four gigabytes
+            with pytest.raises(Broken, match=r"closed|reset"):
+                channel.receive(MIB)
+            channel.close()
+        assert isinstance(only(client, 1), StoredValue)
+        eventually(lambda: len(served.lanes._connections) == 1)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_release_that_fails_is_not_the_next_answer(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, failures = served.store.release, [Unavailable("cachestore", "its disk is full")]
+
+    def fail_once(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        release(*args)
+
+    monkeypatch.setattr(served.store, "release", fail_once)
+    with client_of(served.address, lane) as client:
+        for number in (1, 2):
+            client.put(*new(number, [1000]), TIMEOUT_S)
+        for number in (1, 2, 1, 2):
+            found = only(client, number)
+            assert isinstance(found, StoredValue)
+            assert found.value == new(number, [1000])[1]
+        eventually(lambda: not failures)
+        eventually(lambda: served.store.stats().leases == 0)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+def test_a_frame_may_come_in_pieces(served: Served) -> None:
+    channel = connect(served, "socket")
+    for byte in frame(Kind.GET, to_get_request([key(5)], exact=False, domain="")):
+        channel.send_raw(bytes((byte,)))
+    kind, payload = channel.receive(MIB)
+    assert kind == Kind.GOT
+    reply = pb.LaneGetReply.FromString(bytes(payload))
+    assert [found.header.miss for found in reply.found] == [pb.MISS_NEVER_STORED]
+    channel.close()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A store as a process, killed afterwards."""
+    environment = os.environ | {
+        "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+        "RAGCACHE_DATA_DIR": str(folder / "data"),
+        "RAGCACHE_MEMORY_BYTES": str(128 * MIB),
+        "RAGCACHE_DISK_BYTES": str(512 * MIB),
+        "RAGCACHE_LANE_LISTEN": "127.0.0.1:0",
+        "RAGCACHE_LANE_SOCKET": str(folder / "lane.sock"),
+        "RAGCACHE_LOG_LEVEL": "warning",
+    }
+    running = subprocess.Popen([sys.executable, "-m", "ragcache_cachestore"], env=environment)
+    try:
+        yield running
+    finally:
+        running.send_signal(signal.SIGCONT)
+        running.kill()
+        running.wait()
+
+
+def wait_for(client: StoreClient) -> None:
+    give_up = time.monotonic() + 2 * TIMEOUT_S
+    while True:
+        with contextlib.suppress(Unavailable):
+            client.connect()
+            return
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_store_that_is_killed_costs_one_call_at_most(
+    tmp_path: Path, port: int, lane: str
+) -> None:
+    with client_of(f"127.0.0.1:{port}", lane) as client:
+        variant, value = new(1, [16 * MIB])
+        with process(tmp_path, port) as running:
+            wait_for(client)
+            assert client.put(variant, value, TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+            values = client.get([key(1)] * 8, TIMEOUT_S)
+            next(values)
+            running.kill()
+            running.wait()
+            started = time.monotonic()
+            if lane == "shared":  # what it has a lease of stays where it is, whoever is gone
+                assert all(isinstance(found, StoredValue) for _, found in values)
+            else:
+                with pytest.raises(Unavailable):
+                    list(values)
+            with pytest.raises(Unavailable):
+                list(client.get([key(1)], TIMEOUT_S))
+            assert time.monotonic() - started < TIMEOUT_S / 2
+        with process(tmp_path, port):
+            wait_for(client)
+            found = only(client, 1)
+            assert isinstance(found, StoredValue)
+            assert found.value == value
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, lane: str) -> None:
+    with client_of(f"127.0.0.1:{port}", lane) as client:
+        variant, value = new(1, [MIB])
+        with process(tmp_path, port):
+            wait_for(client)
+            client.put(variant, value, TIMEOUT_S, Ack.DURABLE)
+        with process(tmp_path, port):
+            with client_of(f"127.0.0.1:{port}", lane) as other:
+                wait_for(other)
+            time.sleep(1.1)  # gRPC waits as long between two tries to connect
+            found = only(client, 1)
+            assert isinstance(found, StoredValue)
+            assert found.value == value
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_store_that_stands_still_is_unavailable_in_time(
+    tmp_path: Path, port: int, lane: str
+) -> None:
+    with client_of(f"127.0.0.1:{port}", lane) as client, process(tmp_path, port) as running:
+        wait_for(client)
+        variant, value = new(1, [MIB])
+        client.put(variant, value, TIMEOUT_S)
+        running.send_signal(signal.SIGSTOP)
+        os.waitpid(running.pid, os.WUNTRACED)  # until it does
+        started = time.monotonic()
+        with pytest.raises(RagCacheError, match="deadline"):
+            list(client.get([key(1)], 0.3))
+        with pytest.raises(RagCacheError, match="deadline"):
+            client.put(*new(2, [MIB]), 0.3)
+        with pytest.raises(RagCacheError, match="deadline"):
+            client.lookup([Want.of(key(1))], 0.3)
+        assert time.monotonic() - started < TIMEOUT_S / 2
+        running.send_signal(signal.SIGCONT)
+        assert isinstance(only(client, 1), StoredValue)

@@ -1,0 +1,84 @@
+"""An OpenTelemetry collector for tests: OTLP over HTTP, kept as it came."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+@dataclass
+class Collector:
+    """What came in. bodies: by path."""
+
+    url: str
+    bodies: dict[str, list[bytes]]
+
+    def metrics(self) -> list[ExportMetricsServiceRequest]:
+        """Every export of metrics, in order."""
+        return [
+            ExportMetricsServiceRequest.FromString(body)
+            for body in self.bodies.get("/v1/metrics", ())
+        ]
+
+    def spans(self) -> list[Any]:
+        """Every span."""
+        return [
+            span
+            for body in self.bodies.get("/v1/traces", ())
+            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            for of_scope in of_resource.scope_spans
+            for span in of_scope.spans
+        ]
+
+    def figures(self) -> dict[tuple[str, frozenset[tuple[str, str | int]]], float]:
+        """The last value of every sum and gauge, by name and attributes."""
+        return {
+            (metric.name, frozenset(_attributes(point))): point.as_double or point.as_int
+            for export in self.metrics()
+            for of_resource in export.resource_metrics
+            for of_scope in of_resource.scope_metrics
+            for metric in of_scope.metrics
+            for point in (*metric.sum.data_points, *metric.gauge.data_points)
+        }
+
+
+def _attributes(point: Any) -> Iterator[tuple[str, str | int]]:
+    for attribute in point.attributes:
+        yield attribute.key, attribute.value.string_value or attribute.value.int_value
+
+
+@contextmanager
+def collector() -> Iterator[Collector]:
+    """One that listens on a port of its own."""
+    bodies: dict[str, list[bytes]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.headers["content-type"] == "application/x-protobuf"
+            body = self.rfile.read(int(self.headers["content-length"]))
+            bodies.setdefault(self.path, []).append(body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield Collector(f"http://127.0.0.1:{server.server_address[1]}", bodies)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,78 @@
+"""The arena: shared, sealed, and no more memory than what was written."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from ragcache_cachestore.arena import Arena
+from ragcache_core.errors import InvalidInput
+from ragcache_core.extents import PAGE_BYTES, Extent
+
+
+def test_what_is_written_is_seen_by_who_maps_the_descriptor() -> None:
+    arena = Arena(8 * PAGE_BYTES)
+    extents = (Extent(2 * PAGE_BYTES, PAGE_BYTES), Extent(5 * PAGE_BYTES, 3))
+    first, second = arena.views(extents)
+    first[:] = b"a" * PAGE_BYTES
+    second[:] = b"xyz"
+    with mmap.mmap(arena.fd, 8 * PAGE_BYTES) as other:
+        assert other[2 * PAGE_BYTES : 3 * PAGE_BYTES] == b"a" * PAGE_BYTES
+        assert other[5 * PAGE_BYTES : 5 * PAGE_BYTES + 4] == b"xyz\0"
+        other[0:5] = b"hello"
+    assert bytes(arena.views((Extent(0, 5),))[0]) == b"hello"
+    arena.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, PAGE_BYTES, 100 * PAGE_BYTES])
+def test_nobody_can_change_its_length(num_bytes: int) -> None:
+    arena = Arena(8 * PAGE_BYTES)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, num_bytes)
+    arena.close()
+
+
+def test_only_pages_written_take_memory() -> None:
+    arena = Arena(1 << 30)
+    assert os.fstat(arena.fd).st_blocks == 0
+    arena.views((Extent(512 << 20, PAGE_BYTES),))[0][:] = bytes(PAGE_BYTES)
+    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= 4 << 20  # a huge page at most
+    arena.close()
+
+
+@pytest.mark.parametrize("capacity", [0, PAGE_BYTES - 1])
+def test_a_capacity_of_no_page_holds_nothing(capacity: int) -> None:
+    arena = Arena(capacity)
+    assert arena.allocator.allocate(1) is None
+    assert arena.views(()) == []
+    arena.close()
+
+
+def test_its_length_is_whole_pages() -> None:
+    arena = Arena(3 * PAGE_BYTES + 17)
+    assert os.fstat(arena.fd).st_size == 3 * PAGE_BYTES == arena.allocator.free_bytes
+    arena.close()
+
+
+def test_closing_leaves_views_that_are_out_usable() -> None:
+    arena = Arena(PAGE_BYTES)
+    (view,) = arena.views((Extent(0, 4),))
+    arena.close()
+    view[:] = b"last"
+    assert bytes(view) == b"last"
+
+
+def test_more_than_the_system_gives_is_refused_with_the_setting_named() -> None:
+    with pytest.raises(InvalidInput, match="RAGCACHE_MEMORY_BYTES"):
+        Arena(1 << 62)
+
+
+def test_a_system_without_memfd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    with pytest.raises(InvalidInput, match="memfd_create allowed"):
+        Arena(PAGE_BYTES)

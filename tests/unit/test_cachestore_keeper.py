@@ -1,0 +1,578 @@
+"""The keeper over a store in a dictionary, whose bytes are real."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ragcache_cachestore.arrival import Arrival
+from ragcache_cachestore.keeper import Allowance, Candidate, Keeper, Pace
+from ragcache_cachestore.leases import Lease
+from ragcache_cachestore.recoding import native_bytes
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import Unavailable
+from ragcache_core.hotness.assignment import (
+    HA_RAG_SCHEMES,
+    Assignment,
+    FixedAssignment,
+    HaRagAssignment,
+    RankPlacement,
+)
+from ragcache_core.hotness.score import Grade, ScoreAssignment
+from ragcache_core.keys import VariantKey
+from ragcache_core.storing import Ack, NewVariant, PutOutcome, Want
+from ragcache_core.variant import (
+    Codec,
+    Miss,
+    Origin,
+    Part,
+    Precision,
+    Provenance,
+    Tier,
+    ValueShape,
+    VariantInfo,
+)
+from ragcache_kv.codecs import decode_part
+from ragcache_kv.value import FORMAT, checksum
+
+SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+TOKENS = 4
+NATIVE_BYTES = 2 * 2 * TOKENS * 2 * 64 * 2
+INT8 = Precision(Codec.INT8, Codec.INT8)
+MIXED = Precision(Codec.INT8, Codec.INT4)
+PACE = Pace(look_s=10, half_life_s=100, settle_s=30, looks=3, encode_bytes_per_s=1e9)
+
+
+def key(name: int) -> VariantKey:
+    return VariantKey(name.to_bytes(16, "big"), bytes(16))
+
+
+def numbers(seed: int) -> np.ndarray:
+    """A native value as float32, of which bfloat16 keeps all."""
+    rng = np.random.default_rng(seed)
+    wide = rng.standard_normal(NATIVE_BYTES // 2).astype(np.float32)
+    return (wide.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def bfloat16(wide: np.ndarray) -> bytes:
+    return (wide.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def widened(raw: np.ndarray) -> np.ndarray:
+    return (np.frombuffer(raw.tobytes(), np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Record:
+    candidate: Candidate
+    value: bytes
+    busy: bool = False
+
+
+class DictStore:
+    """A KeptStore without tiers, threads or bounds."""
+
+    def __init__(self) -> None:
+        self.held: dict[VariantKey, Record] = {}
+        self.prefetched: list[VariantKey] = []
+        self.down = False
+        self._identities = itertools.count()
+
+    def put(self, name: int, *, shape: ValueShape | None = SHAPE, tier: Tier = Tier.MEMORY) -> None:
+        value = bfloat16(numbers(name))
+        half = len(value) // 2
+        info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
+        parts = tuple(Part(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
+        self.held[key(name)] = Record(
+            Candidate(
+                key(name), next(self._identities), info, shape, FORMAT, parts, tier, 0, 0.0, False
+            ),
+            value,
+        )
+
+    def use(self, name: int, times: int = 1) -> None:
+        record = self.held[key(name)]
+        record.candidate = replace(record.candidate, reads=record.candidate.reads + times)
+
+    def precision(self, name: int) -> Precision:
+        return self.held[key(name)].candidate.info.precision
+
+    def decoded(self, name: int) -> np.ndarray:
+        record = self.held[key(name)]
+        start, layers = 0, []
+        for part in record.candidate.parts:
+            raw = record.value[start : start + part.num_bytes]
+            assert checksum(raw) == part.checksum
+            start += part.num_bytes
+            encoded = np.frombuffer(bytearray(raw), np.uint8)
+            native = decode_part(encoded, SHAPE, TOKENS, self.precision(name))
+            layers.append(widened(native))
+        return np.concatenate(layers)
+
+    def candidates(self, now: float) -> Iterator[Candidate]:
+        if self.down:
+            raise Unavailable("disk", "is full")
+        return iter([record.candidate for record in self.held.values()])
+
+    def read(self, key: VariantKey, identity: int) -> bytearray | None:
+        record = self.held.get(key)
+        if record is None or record.candidate.identity != identity:
+            return None
+        return bytearray(record.value)
+
+    def swap(
+        self,
+        key: VariantKey,
+        identity: int,
+        precision: Precision,
+        parts: Sequence[Part],
+        views: Sequence[memoryview],
+    ) -> bool:
+        record = self.held.get(key)
+        if record is None or record.busy or record.candidate.identity != identity:
+            return False
+        record.value = b"".join(views)
+        info = replace(record.candidate.info, precision=precision, num_bytes=len(record.value))
+        record.candidate = replace(
+            record.candidate, identity=next(self._identities), info=info, parts=tuple(parts)
+        )
+        return True
+
+    def want_better(self, key: VariantKey, wanted: bool) -> None:
+        if (record := self.held.get(key)) is not None:
+            record.candidate = replace(record.candidate, wanted_better=wanted)
+
+    def prefetch(self, keys: Sequence[VariantKey]) -> int:
+        self.prefetched.extend(keys)
+        for record in (self.held[one] for one in keys if one in self.held):
+            record.candidate = replace(record.candidate, tier=Tier.MEMORY)
+        return len(keys)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(keeper: Keeper, clock: Clock, seconds: float) -> None:
+    """What its thread would do in that time."""
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.now = min(until, clock.now + max(keeper.step(clock.now), 1e-3))
+
+
+def make(assignment: Assignment, pace: Pace = PACE) -> tuple[DictStore, Keeper, Clock]:
+    store, clock = DictStore(), Clock()
+    return store, Keeper(store, assignment, pace, clock), clock
+
+
+def test_by_default_what_is_exact_stays_exact() -> None:
+    store, keeper, clock = make(FixedAssignment())
+    for name in range(10):
+        store.put(name)
+    run(keeper, clock, 200)
+    assert keeper.counters.looks >= 19
+    assert keeper.counters.re_encoded == 0
+    assert all(record.candidate.info.serves_exact for record in store.held.values())
+
+
+def test_ha_rag_gives_each_rank_its_scheme_in_real_bytes() -> None:
+    store, keeper, clock = make(HaRagAssignment())
+    for name in range(20):
+        store.put(name)
+        store.use(name, times=20 - name)
+    run(keeper, clock, 200)
+    assert [store.precision(name) for name in range(20)] == [
+        scheme
+        for scheme, times in zip(HA_RAG_SCHEMES, (2, 2, 2, 14), strict=True)
+        for _ in range(times)
+    ]
+    for name in range(20):
+        error = store.decoded(name) - numbers(name)
+        assert np.sqrt(np.mean(error**2)) < 0.1
+    saved = sum(NATIVE_BYTES - record.candidate.info.num_bytes for record in store.held.values())
+    assert keeper.counters.bytes_saved == saved > 0.4 * 20 * NATIVE_BYTES
+    assert not any(record.candidate.info.serves_exact for record in store.held.values())
+
+
+def test_our_assignment_keeps_what_is_read_exact_and_makes_the_rest_small() -> None:
+    grades = (Grade(INT8, 0.53, 0.005), Grade(MIXED, 0.41, 0.03))
+    store, keeper, clock = make(ScoreAssignment(grades, max_error=0.001))
+    for name in range(10):
+        store.put(name)
+    store.use(0, times=1000)
+    store.use(1, times=3)
+    run(keeper, clock, 100)
+    assert store.precision(0) == Precision()
+    assert store.precision(9) == MIXED
+
+
+def test_nothing_is_judged_young_or_by_one_look() -> None:
+    store, keeper, clock = make(FixedAssignment(INT8), replace(PACE, settle_s=35))
+    store.put(0)
+    run(keeper, clock, 40)  # looks at 10, 20, 30: seen for 20 s
+    assert store.precision(0) == Precision()
+    run(keeper, clock, 9.9)  # 30 s, and four looks
+    assert store.precision(0) == Precision()
+    run(keeper, clock, 1)
+    assert store.precision(0) == INT8
+
+
+def test_encoding_keeps_to_its_rate() -> None:
+    store, keeper, clock = make(
+        FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 4)
+    )
+    for name in range(30):
+        store.put(name)
+    run(keeper, clock, 40)
+    begun = clock.now
+    for _ in range(20):
+        run(keeper, clock, 4)
+        assert keeper.counters.re_encoded <= 1 + (clock.now - begun) / 4
+    assert keeper.counters.re_encoded >= 19
+
+
+def test_the_coldest_goes_first() -> None:
+    store, keeper, clock = make(
+        FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 1000)
+    )
+    for name in range(5):
+        store.put(name)
+        store.use(name, times=1 + (name - 3) ** 2)
+    run(keeper, clock, 100)
+    assert [name for name in range(5) if store.precision(name) == INT8] == [3]
+
+
+def test_what_turns_hot_is_wanted_better_until_it_is_computed_anew() -> None:
+    store, keeper, clock = make(HaRagAssignment(percents=(50, 0, 0)))
+    for name in range(2):
+        store.put(name)
+    store.use(0, times=10)
+    run(keeper, clock, 100)
+    assert (store.precision(0), store.precision(1)) == (HA_RAG_SCHEMES[0], HA_RAG_SCHEMES[3])
+    before = store.held[key(1)].value
+    store.use(1, times=1000)
+    run(keeper, clock, 100)
+    assert store.held[key(1)].candidate.wanted_better
+    assert keeper.counters.wanted_better == 1
+    assert store.held[key(1)].value == before
+    store.put(1)
+    store.use(1, times=1000)
+    run(keeper, clock, 100)
+    assert store.precision(1) == HA_RAG_SCHEMES[0]
+    assert not store.held[key(1)].candidate.wanted_better
+    assert np.abs(store.decoded(1) - numbers(1)).max() < 0.05
+
+
+def test_what_is_coarser_than_a_fixed_precision_is_wanted_better_and_left() -> None:
+    store, keeper, clock = make(FixedAssignment(MIXED))
+    store.put(0)
+    run(keeper, clock, 100)
+    assert store.precision(0) == MIXED
+    exact = Keeper(store, FixedAssignment(), PACE, clock)
+    run(exact, clock, 100)
+    assert store.precision(0) == MIXED
+    assert store.held[key(0)].candidate.wanted_better
+
+
+def test_a_coarser_wish_is_met_from_what_is_held() -> None:
+    store, keeper, clock = make(FixedAssignment(INT8))
+    store.put(0)
+    run(keeper, clock, 100)
+    coarser = Keeper(store, FixedAssignment(MIXED), PACE, clock)
+    run(coarser, clock, 100)
+    assert store.precision(0) == MIXED
+    assert np.sqrt(np.mean((store.decoded(0) - numbers(0)) ** 2)) < 0.15
+
+
+def test_damaged_bytes_get_no_good_checksum() -> None:
+    store, keeper, clock = make(FixedAssignment(INT8))
+    store.put(0)
+    record = store.held[key(0)]
+    record.value = bytes([record.value[0] ^ 1]) + record.value[1:]
+    before = record.value
+    run(keeper, clock, 60)
+    assert keeper.counters.corrupt >= 1
+    assert record.value == before
+
+
+def test_what_is_being_read_is_tried_again() -> None:
+    store, keeper, clock = make(FixedAssignment(INT8))
+    store.put(0)
+    store.held[key(0)].busy = True
+    run(keeper, clock, 60)
+    assert keeper.counters.refused >= 1
+    assert store.precision(0) == Precision()
+    store.held[key(0)].busy = False
+    run(keeper, clock, 20)
+    assert store.precision(0) == INT8
+
+
+def test_opaque_values_are_left_alone() -> None:
+    store, keeper, clock = make(FixedAssignment(INT8))
+    store.put(0, shape=None)
+    store.put(1, shape=replace(SHAPE, dtype="float8"))
+    store.put(2, shape=replace(SHAPE, num_layers=7))
+    store.put(3)
+    record = store.held[key(3)]
+    record.candidate = replace(record.candidate, value_format=FORMAT + 1)
+    run(keeper, clock, 100)
+    assert keeper.counters.re_encoded == 0
+
+
+def test_the_hot_are_brought_into_memory_at_a_rate_and_not_again_at_once() -> None:
+    placement = RankPlacement(gpu_percent=10, pinned_percent=10, pageable_percent=20)
+    store, keeper, clock = make(
+        FixedAssignment(placement=placement), replace(PACE, move_bytes_per_s=NATIVE_BYTES / 2)
+    )
+    for name in range(10):
+        store.put(name, tier=Tier.DISK)
+        store.use(name, times=10 - name)
+    run(keeper, clock, 15)
+    assert store.prefetched == [key(0), key(1), key(2)]
+    run(keeper, clock, 10)
+    assert store.prefetched == [key(0), key(1), key(2), key(3)]
+    record = store.held[key(0)]
+    record.candidate = replace(record.candidate, tier=Tier.DISK)
+    run(keeper, clock, 40)
+    assert len(store.prefetched) == 4
+    run(keeper, clock, 40)
+    assert store.prefetched[4:] == [key(0)]
+
+
+def test_what_was_never_read_is_not_brought() -> None:
+    store, keeper, clock = make(FixedAssignment(placement=RankPlacement(50, 50, 0)))
+    store.put(0, tier=Tier.DISK)
+    run(keeper, clock, 50)
+    assert store.prefetched == []
+
+
+def test_its_thread_outlives_a_store_that_fails() -> None:
+    store = DictStore()
+    store.put(0)
+    store.down = True
+    looked = threading.Event()
+    swapped = threading.Event()
+
+    class Watched(DictStore):
+        def candidates(self, now: float) -> Iterator[Candidate]:
+            looked.set()
+            return store.candidates(now)
+
+        def swap(self, *args: object) -> bool:
+            swapped.set()
+            return store.swap(*args)  # type: ignore[arg-type]
+
+        def read(self, key: VariantKey, identity: int) -> bytearray | None:
+            return store.read(key, identity)
+
+    pace = replace(PACE, look_s=1e-3, settle_s=0)
+    keeper = Keeper(Watched(), FixedAssignment(INT8), pace, time.monotonic)
+    keeper.start()
+    try:
+        assert looked.wait(20)
+        store.down = False
+        assert swapped.wait(20)
+    finally:
+        keeper.close()
+    assert store.precision(0) == INT8
+
+
+def test_an_allowance_lets_the_large_through_and_then_waits() -> None:
+    allowance = Allowance(100, now=0)
+    assert allowance.wait_s(0) == 0
+    allowance.take(1000, 5)
+    assert allowance.wait_s(5) == 10
+    assert allowance.wait_s(15) == 0
+    with pytest.raises(ValueError, match="bytes_per_s"):
+        Allowance(0, 0)
+
+
+def test_the_size_of_a_value_as_computed() -> None:
+    assert native_bytes(SHAPE, TOKENS) == NATIVE_BYTES
+    assert native_bytes(replace(SHAPE, dtype="int3"), TOKENS) is None
+
+
+# The real store
+
+
+def put_for_real(store: Store, name: int) -> None:
+    value = bfloat16(numbers(name))
+    half = len(value) // 2
+    parts = tuple(Part(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
+    info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
+    arrival = store.begin_put(
+        NewVariant(key(name), info, Origin(cost_s=1.0), SHAPE, parts, FORMAT), Ack.DURABLE
+    )
+    assert isinstance(arrival, Arrival)
+    with arrival:
+        start = 0
+        for view in arrival.views:
+            view[:] = value[start : start + len(view)]
+            start += len(view)
+        assert arrival.commit(Ack.DURABLE) is PutOutcome.STORED
+
+
+def read_for_real(store: Store, name: int) -> np.ndarray:
+    """Decoded numbers of a value, read as a client does."""
+    (lease,) = store.open([key(name)])
+    assert isinstance(lease, Lease)
+    store.release([lease.id])
+    held = next(one for one in store.candidates(0.0) if one.key == key(name))
+    value = store.read(key(name), held.identity)
+    assert value is not None
+    start, layers = 0, []
+    for part in held.parts:
+        encoded = np.frombuffer(value, np.uint8)[start : start + part.num_bytes]
+        start += part.num_bytes
+        layers.append(widened(decode_part(encoded, SHAPE, TOKENS, held.info.precision)))
+    return np.concatenate(layers)
+
+
+def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path: Path) -> None:
+    clock = Clock()
+    store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+    keeper = Keeper(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
+    try:
+        for name in range(4):
+            put_for_real(store, name)
+        for name, times in ((0, 9), (1, 4)):
+            for _ in range(times):
+                read_for_real(store, name)
+        store.flush()
+        for _ in range(30):  # what the store is still writing is not swapped, but tried again
+            run(keeper, clock, 10)
+            store.flush()
+        held = {one.key: one.info for one in store.candidates(clock.now)}
+        assert [held[key(name)].precision for name in range(4)] == [
+            HA_RAG_SCHEMES[0],
+            HA_RAG_SCHEMES[1],
+            HA_RAG_SCHEMES[3],
+            HA_RAG_SCHEMES[3],
+        ]
+        assert store.open([key(3)], exact=True) == [Miss.OTHER_PRECISION]
+        for name in range(4):
+            assert np.sqrt(np.mean((read_for_real(store, name) - numbers(name)) ** 2)) < 0.1
+        for _ in range(500):
+            read_for_real(store, 3)
+        run(keeper, clock, 20)
+        (found,) = store.lookup([Want.of(key(3))]).variants
+        assert found.held[0].wanted_better
+        assert found.held[0].info.precision == HA_RAG_SCHEMES[3]
+    finally:
+        store.close()
+    reopened = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+    try:
+        after = {one.key: one.info for one in reopened.candidates(clock.now)}
+        assert after == held
+        for name in range(4):
+            assert np.sqrt(np.mean((read_for_real(reopened, name) - numbers(name)) ** 2)) < 0.1
+    finally:
+        reopened.close()
+
+
+def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
+    clock = Clock()
+    store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+    for name in range(4):
+        put_for_real(store, name)
+    store.close()
+    store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+
+    class Counted:
+        """The store, as if one variant had been read."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def candidates(self, now: float) -> Iterator[Candidate]:
+            for one in store.candidates(now):
+                yield replace(one, reads=5) if one.key == key(2) else one
+
+    try:
+        assert {one.tier for one in store.candidates(0.0)} == {Tier.DISK}
+        placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
+        keeper = Keeper(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
+        run(keeper, clock, 15)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            tiers = {one.key: one.tier for one in store.candidates(0.0)}
+            if tiers[key(2)] is Tier.MEMORY:
+                break
+            time.sleep(0.01)
+        assert [tiers[key(name)] for name in range(4)] == [
+            Tier.DISK,
+            Tier.DISK,
+            Tier.MEMORY,
+            Tier.DISK,
+        ]
+    finally:
+        store.close()
+
+
+class KeptStoreMachine(RuleBasedStateMachine):
+    """Whatever happens around it, precision never rises and every value stays what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store, self.keeper, self.clock = make(
+            HaRagAssignment(percents=(30, 20, 10)), replace(PACE, looks=1, settle_s=0)
+        )
+        self.bytes: dict[int, int] = {}
+        self.names = itertools.count()
+
+    @rule(tier=st.sampled_from(Tier))
+    def put(self, tier: Tier) -> None:
+        name = next(self.names)
+        self.store.put(name, tier=tier)
+        self.bytes[name] = NATIVE_BYTES
+
+    @precondition(lambda self: self.bytes)
+    @rule(data=st.data(), times=st.integers(1, 50))
+    def use(self, data: st.DataObject, times: int) -> None:
+        self.store.use(data.draw(st.sampled_from(sorted(self.bytes))), times)
+
+    @precondition(lambda self: self.bytes)
+    @rule(data=st.data())
+    def put_anew(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.bytes)))
+        self.store.put(name)
+        self.bytes[name] = NATIVE_BYTES
+
+    @precondition(lambda self: self.bytes)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.bytes)))
+        del self.store.held[key(name)]
+        del self.bytes[name]
+
+    @rule(seconds=st.sampled_from((0.5, 10.0, 35.0)))
+    def wait(self, seconds: float) -> None:
+        run(self.keeper, self.clock, seconds)
+
+    @invariant()
+    def nothing_grows_and_nothing_is_garbled(self) -> None:
+        for name, before in self.bytes.items():
+            now = self.store.held[key(name)].candidate.info.num_bytes
+            assert now <= before
+            self.bytes[name] = now
+            assert np.sqrt(np.mean((self.store.decoded(name) - numbers(name)) ** 2)) < 0.1
+
+
+KeptStoreMachine.TestCase.settings = settings(
+    max_examples=15, stateful_step_count=25, deadline=None
+)
+test_random_use = KeptStoreMachine.TestCase

@@ -1,0 +1,210 @@
+"""The file of values: bytes go where they belong, and a full disk is a clean refusal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_cachestore.value_file import FREE_RESERVE_BYTES, LOW_BYTES, ValueFile
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.extents import PAGE_BYTES, Extent
+
+PLENTY = 100 * LOW_BYTES
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[ValueFile]:
+    found = ValueFile(tmp_path / "values", 64 * PAGE_BYTES)
+    yield found
+    found.close()
+
+
+def views(raw: bytes, *cuts: int) -> list[memoryview]:
+    """Raw in pieces that end at cuts."""
+    edges = [0, *sorted(cuts), len(raw)]
+    return [memoryview(raw)[a:b] for a, b in pairwise(edges)]
+
+
+def read(file: ValueFile, extents: tuple[Extent, ...]) -> bytes:
+    """The bytes of extents."""
+    buffer = bytearray(sum(extent.num_bytes for extent in extents))
+    assert file.read_into(extents, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+SCATTERED = (
+    Extent(7 * PAGE_BYTES, 2 * PAGE_BYTES),
+    Extent(0, PAGE_BYTES),
+    Extent(30 * PAGE_BYTES, 77),
+)
+NUM_BYTES = 3 * PAGE_BYTES + 77
+
+
+@given(st.lists(st.integers(0, NUM_BYTES), max_size=5), st.lists(st.integers(0, NUM_BYTES)))
+@settings(max_examples=40, deadline=None)
+def test_a_value_comes_back_however_it_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, in_cuts: list[int], out_cuts: list[int]
+) -> None:
+    file = ValueFile(tmp_path_factory.mktemp("file") / "values", 64 * PAGE_BYTES)
+    raw = random.Random(1).randbytes(NUM_BYTES)
+    file.write(SCATTERED, views(raw, *in_cuts))
+    buffer = bytearray(NUM_BYTES)
+    edges = [0, *sorted(out_cuts), NUM_BYTES]
+    out = [memoryview(buffer)[a:b] for a, b in pairwise(edges)]
+    assert file.read_into(SCATTERED, out)
+    assert buffer == raw
+    file.close()
+
+
+def test_extents_do_not_touch_their_neighbours(file: ValueFile) -> None:
+    whole = (Extent(0, 4 * PAGE_BYTES),)
+    file.write(whole, [memoryview(b"a" * 4 * PAGE_BYTES)])
+    file.write((Extent(PAGE_BYTES, 10),), [memoryview(b"b" * 10)])
+    raw = read(file, whole)
+    assert raw == b"a" * PAGE_BYTES + b"b" * 10 + b"a" * (3 * PAGE_BYTES - 10)
+
+
+def test_views_of_any_number_and_type(file: ValueFile) -> None:
+    raw = random.Random(2).randbytes(6000)
+    extents = (Extent(0, 6000),)
+    many = [memoryview(raw)[i : i + 1] for i in range(6000)]  # more than one call takes
+    file.write(extents, many)
+    assert read(file, extents) == raw
+    numbers = memoryview(bytearray(6000)).cast("I", (50, 30))
+    assert file.read_into(extents, [numbers])
+    assert numbers.tobytes() == raw
+
+
+def test_totals_that_differ_are_an_error(file: ValueFile) -> None:
+    with pytest.raises(ValueError, match="differ"):
+        file.write((Extent(0, 5),), [memoryview(b"four")])
+    with pytest.raises(ValueError, match="differ"):
+        file.read_into((Extent(0, 5),), [memoryview(bytearray(4))])
+
+
+def test_short_writes_and_reads_are_continued(
+    file: ValueFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, b, o: pwritev(fd, [b[0][:1000]], o))
+    monkeypatch.setattr(os, "preadv", lambda fd, b, o: preadv(fd, [b[0][:777]], o))
+    raw = random.Random(3).randbytes(10_000)
+    extents = (Extent(PAGE_BYTES, 10_000),)
+    file.write(extents, views(raw, 1500, 1500, 9000))
+    assert read(file, extents) == raw
+
+
+def test_what_is_not_there_is_not_read(file: ValueFile) -> None:
+    file.write((Extent(0, 10),), [memoryview(b"0123456789")])
+    assert not file.read_into((Extent(0, 11),), [memoryview(bytearray(11))])
+    os.close(file.fd)
+    assert not file.read_into((Extent(0, 10),), [memoryview(bytearray(10))])
+    file.fd = os.open(os.devnull, os.O_RDONLY)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_refuses_is_unavailable_for_now(
+    file: ValueFile, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with pytest.raises(Unavailable, match=os.strerror(number)) as caught:
+        file.write((Extent(0, 1),), [memoryview(b"x")])
+    assert caught.value.retry_after_s > 1
+
+
+def test_a_write_leaves_room_for_the_records(tmp_path: Path) -> None:
+    free = [FREE_RESERVE_BYTES + 10]
+    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
+    file.write((Extent(0, 10),), [memoryview(bytes(10))])
+    with pytest.raises(Unavailable, match="disk is full"):
+        file.write((Extent(PAGE_BYTES, 11),), [memoryview(bytes(11))])
+    assert os.fstat(file.fd).st_size == 10
+    free[0] = PLENTY
+    file.write((Extent(PAGE_BYTES, 11),), [memoryview(bytes(11))])
+    file.close()
+
+
+def test_blocks_that_are_there_are_written_to_on_a_full_volume(tmp_path: Path) -> None:
+    free = [PLENTY]
+    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
+    here, hole = (Extent(0, 2 * PAGE_BYTES),), (Extent(PAGE_BYTES, 2 * PAGE_BYTES),)
+    file.write(here, [memoryview(bytes(2 * PAGE_BYTES))])
+    file.write((Extent(9 * PAGE_BYTES, 1),), [memoryview(b"x")])
+    free[0] = 0
+    file.write(here, [memoryview(b"y" * 2 * PAGE_BYTES)])
+    assert read(file, here) == b"y" * 2 * PAGE_BYTES
+    with pytest.raises(Unavailable):
+        file.write(hole, [memoryview(bytes(2 * PAGE_BYTES))])
+    file.close()
+
+
+def test_room_comes_back_when_the_volume_is_low(tmp_path: Path) -> None:
+    free = [PLENTY]
+    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
+    kept, dropped = (Extent(0, PAGE_BYTES),), (Extent(PAGE_BYTES, 8 * PAGE_BYTES),)
+    file.write(kept, [memoryview(b"k" * PAGE_BYTES)])
+    file.write(dropped, [memoryview(b"d" * 8 * PAGE_BYTES)])
+    file.punch(dropped)
+    assert os.fstat(file.fd).st_blocks * 512 >= 9 * PAGE_BYTES  # there is plenty: nothing to do
+    free[0] = LOW_BYTES - 1
+    file.punch(dropped)
+    assert os.fstat(file.fd).st_blocks * 512 <= 2 * PAGE_BYTES
+    assert read(file, kept) == b"k" * PAGE_BYTES
+    file.close()
+
+
+def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> None:
+    free = [PLENTY]
+    file = ValueFile(tmp_path / "values", 8 * PAGE_BYTES, free_bytes=lambda: free[0])
+    held = []
+    for number in range(8):
+        extents = file.allocator.allocate(PAGE_BYTES)
+        assert extents is not None
+        file.write(extents, [memoryview(bytes([number]) * PAGE_BYTES)])
+        held.append(extents)
+    for extents in held[::2]:
+        file.allocator.free(extents)
+    file.punch_free(threading.Lock())
+    assert os.fstat(file.fd).st_blocks * 512 >= 8 * PAGE_BYTES  # there is plenty: nothing to do
+    free[0] = LOW_BYTES - 1
+    file.punch_free(threading.Lock())
+    assert os.fstat(file.fd).st_blocks * 512 <= 4 * PAGE_BYTES + PAGE_BYTES
+    assert file.allocator.free_bytes == 4 * PAGE_BYTES
+    file.allocator.check()
+    for number in range(1, 8, 2):
+        assert read(file, held[number]) == bytes([number]) * PAGE_BYTES
+    file.close()
+
+
+def test_a_lower_capacity_cuts_the_file(tmp_path: Path) -> None:
+    file = ValueFile(tmp_path / "values", 8 * PAGE_BYTES)
+    file.write((Extent(0, 8 * PAGE_BYTES),), [memoryview(bytes(8 * PAGE_BYTES))])
+    file.close()
+    file = ValueFile(tmp_path / "values", 3 * PAGE_BYTES + 5)
+    assert os.fstat(file.fd).st_size == 3 * PAGE_BYTES
+    file.close()
+
+
+def test_the_descriptor_for_readers_cannot_write(file: ValueFile) -> None:
+    file.write((Extent(0, 3),), [memoryview(b"abc")])
+    assert os.pread(file.reader_fd, 3, 0) == b"abc"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(file.reader_fd, b"x", 0)
+
+
+def test_a_file_that_does_not_open_is_refused_with_the_setting_named(tmp_path: Path) -> None:
+    (tmp_path / "values").mkdir()
+    with pytest.raises(InvalidInput, match="RAGCACHE_DATA_DIR"):
+        ValueFile(tmp_path / "values", PAGE_BYTES)

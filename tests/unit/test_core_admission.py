@@ -1,0 +1,100 @@
+"""What is written at all: everything, what is asked for twice, or what beats what would go."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.admission import ADMISSION_NAMES, ByScore, default_admission, make_admission
+from ragcache_core.policies import Candidate, make_policy
+from ragcache_core.policies import ghosts as ghosts_module
+from ragcache_core.policies.ghosts import Ghosts
+from ragcache_core.policies.score import Score
+
+CANDIDATE: Candidate[str] = Candidate(num_bytes=1, num_tokens=1, cost_s=1.0)
+
+
+def score() -> Score[str]:
+    return Score(leaves_only=False)
+
+
+def test_always_admits() -> None:
+    assert make_admission("always", score()).admits("a", CANDIDATE, 0.0, 1e9)
+
+
+def test_second_touch_admits_what_is_offered_again() -> None:
+    admission = make_admission("second-touch", score())
+    assert not admission.admits("a", CANDIDATE, 0.0, None)
+    assert not admission.admits("b", CANDIDATE, 1.0, None)
+    assert admission.admits("a", CANDIDATE, 2.0, None)
+    assert admission.admits("a", CANDIDATE, 3.0, None)
+
+
+def test_second_touch_forgets_what_was_offered_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ghosts_module, "MIN_GHOSTS", 2)
+    admission = make_admission("second-touch", score())
+    for key in "abc":
+        assert not admission.admits(key, CANDIDATE, 0.0, None)
+    assert not admission.admits("a", CANDIDATE, 1.0, None)
+    assert admission.admits("c", CANDIDATE, 1.0, None)
+
+
+def test_by_score_admits_anything_while_there_is_room() -> None:
+    assert make_admission("score", score()).admits("a", CANDIDATE, 0.0, None)
+
+
+def test_by_score_refuses_what_is_worth_less_than_what_would_go() -> None:
+    policy = score()
+    policy.add("popular", CANDIDATE, 0.0)
+    policy.touch("popular", 1.0)
+    policy.touch("popular", 1.0)
+    admission = ByScore(policy)
+    assert not admission.admits("new", CANDIDATE, 2.0, policy.worth("popular", 2.0))
+    assert not admission.admits("new", CANDIDATE, 3.0, policy.worth("popular", 3.0))
+    # Refusals are remembered: the third use in a row beats three older ones.
+    assert admission.admits("new", CANDIDATE, 4.0, policy.worth("popular", 4.0))
+
+
+def test_by_score_lets_the_costly_in_at_once() -> None:
+    policy = score()
+    policy.add("cheap", CANDIDATE, 0.0)
+    policy.touch("cheap", 0.0)
+    costly: Candidate[str] = Candidate(num_bytes=1, num_tokens=1, cost_s=100.0)
+    assert ByScore(policy).admits("costly", costly, 0.0, policy.worth("cheap", 0.0))
+
+
+@given(uses=st.integers(0, 5), cost_s=st.floats(0.0, 10.0), gap_s=st.floats(0.0, 1e5))
+def test_an_appraisal_is_the_worth_after_an_add(uses: int, cost_s: float, gap_s: float) -> None:
+    policy = score()
+    candidate: Candidate[str] = Candidate(3, 2, cost_s)
+    for number in range(uses):
+        policy.refuse("a", number * gap_s)
+    now = uses * gap_s
+    appraised = policy.appraise("a", candidate, now)
+    half_life_s = policy.half_life_s
+    policy.add("a", candidate, now)
+    if policy.half_life_s == half_life_s:  # else all ranks were made anew, with another
+        assert policy.worth("a", now) == pytest.approx(appraised, abs=1e-6)
+
+
+def test_names_are_checked() -> None:
+    assert {default_admission(leaves_only=flag) for flag in (True, False)} <= set(ADMISSION_NAMES)
+    with pytest.raises(ValueError, match="no admission 'never'"):
+        make_admission("never", score())
+    with pytest.raises(ValueError, match="needs policy 'score'"):
+        make_admission("score", make_policy("lru", leaves_only=False))
+
+
+@given(st.lists(st.integers(0, 30), max_size=200), st.integers(0, 3))
+def test_ghosts_are_bounded_and_forget_the_oldest(keys: list[int], held: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ghosts_module, "MIN_GHOSTS", 4)
+        ghosts: Ghosts[int, int] = Ghosts()
+        for number, key in enumerate(keys):
+            ghosts.put(key, number, held)
+        newest = list(dict.fromkeys(reversed(keys)))[: max(4, 2 * held)]
+        assert len(ghosts) == len(newest)
+        assert all(ghosts.get(key) is not None for key in newest)

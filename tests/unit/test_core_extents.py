@@ -1,0 +1,214 @@
+"""Places of values: no two overlap, the books are exact, and free room can always be used."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ragcache_core.extents import PAGE_BYTES, Extent, ExtentAllocator
+
+PAGES = 24
+
+
+def pages_of(extents: tuple[Extent, ...]) -> list[int]:
+    """The pages that extents lie in."""
+    return [
+        page
+        for extent in extents
+        for page in range(
+            extent.offset // PAGE_BYTES,
+            (extent.offset + extent.num_bytes + PAGE_BYTES - 1) // PAGE_BYTES,
+        )
+    ]
+
+
+def checkerboard(pages: int) -> tuple[ExtentAllocator, list[tuple[Extent, ...]]]:
+    """An allocator in which every other page is free, and what is held in it."""
+    allocator = ExtentAllocator(pages * PAGE_BYTES)
+    single = [allocated(allocator, 1) for _ in range(pages)]
+    for extents in single[::2]:
+        allocator.free(extents)
+    return allocator, single[1::2]
+
+
+def allocated(allocator: ExtentAllocator, num_bytes: int) -> tuple[Extent, ...]:
+    """What allocate gives, which must be something."""
+    extents = allocator.allocate(num_bytes)
+    assert extents is not None
+    return extents
+
+
+class Books(RuleBasedStateMachine):
+    """Random use beside a plain model: which pages are in use, by a list of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = ExtentAllocator(PAGES * PAGE_BYTES + 100)
+        self.held: list[tuple[Extent, ...]] = []
+
+    def used(self) -> list[int]:
+        return [page for extents in self.held for page in pages_of(extents)]
+
+    @rule(num_bytes=st.integers(0, 9 * PAGE_BYTES))
+    def allocate(self, num_bytes: int) -> None:
+        free = sorted(set(range(PAGES)) - set(self.used()))
+        extents = self.allocator.allocate(num_bytes)
+        needed = -(-num_bytes // PAGE_BYTES)
+        assert (extents is not None) == (needed <= len(free))
+        if extents is None:
+            return
+        assert sum(extent.num_bytes for extent in extents) == num_bytes
+        assert set(pages_of(extents)) <= set(free)
+        assert len(extents) == fewest_runs(free, needed)
+        assert all(extent.num_bytes % PAGE_BYTES == 0 for extent in extents[:-1])
+        self.held.append(extents)
+
+    @rule(index=st.integers(0, 1000))
+    def free(self, index: int) -> None:
+        if self.held:
+            self.allocator.free(self.held.pop(index % len(self.held)))
+
+    @rule(page=st.integers(0, PAGES), num_bytes=st.integers(1, 4 * PAGE_BYTES))
+    def take(self, page: int, num_bytes: int) -> None:
+        extents = (Extent(page * PAGE_BYTES, num_bytes),)
+        wanted = pages_of(extents)
+        possible = max(wanted) < PAGES and not set(wanted) & set(self.used())
+        assert self.allocator.take(extents) == possible
+        if possible:
+            self.held.append(extents)
+
+    @invariant()
+    def balanced(self) -> None:
+        used = self.used()
+        assert len(used) == len(set(used)), "two values overlap"
+        self.allocator.check()
+        assert self.allocator.used_pages == len(used)
+        assert self.allocator.used_bytes == sum(e.num_bytes for held in self.held for e in held)
+        assert self.allocator.free_bytes == (PAGES - len(used)) * PAGE_BYTES
+        free = pages_of(self.allocator.free_extents())
+        assert sorted(free + used) == list(range(PAGES))
+
+
+def fewest_runs(free: list[int], needed: int) -> int:
+    """How many runs of free pages a value of needed pages takes at best."""
+    runs: list[int] = []
+    for index, page in enumerate(free):
+        if index and free[index - 1] == page - 1:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+    count = 0
+    for length in sorted(runs, reverse=True):
+        if needed <= 0:
+            break
+        needed -= length
+        count += 1
+    return count
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.integers(1, 5 * PAGE_BYTES), max_size=40), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_full_then_free_then_full_again(sizes: list[int], random: Random) -> None:
+    allocator = ExtentAllocator(PAGES * PAGE_BYTES)
+    for _ in range(2):
+        held = [extents for size in sizes if (extents := allocator.allocate(size)) is not None]
+        rest = allocated(allocator, allocator.free_bytes)
+        assert allocator.allocate(1) is None
+        assert allocator.used_pages == PAGES
+        random.shuffle(held)
+        for extents in (rest, *held):
+            allocator.free(extents)
+        assert (allocator.used_bytes, allocator.used_pages) == (0, 0)
+        assert allocator.free_extents() == (Extent(0, PAGES * PAGE_BYTES),)
+
+
+def test_one_run_is_preferred_and_the_shortest_that_is_long_enough() -> None:
+    allocator = ExtentAllocator(10 * PAGE_BYTES)
+    held = [allocated(allocator, size * PAGE_BYTES) for size in (3, 1, 2, 1, 3)]
+    for index in (0, 2):
+        allocator.free(held[index])
+    assert allocated(allocator, 2 * PAGE_BYTES) == held[2]
+    assert allocated(allocator, 2 * PAGE_BYTES) == (Extent(0, 2 * PAGE_BYTES),)
+
+
+def test_what_fits_into_free_pages_is_never_refused() -> None:
+    allocator, _ = checkerboard(4000)
+    extents = allocated(allocator, 2000 * PAGE_BYTES)
+    assert len(extents) == 2000
+    allocator.check()
+    assert allocator.free_bytes == 0
+
+
+def test_thousands_of_runs_come_and_go() -> None:
+    allocator, held = checkerboard(20_000)
+    big = [allocated(allocator, 8 << 20) for _ in range(50)]
+    for extents in (*big, *held):
+        allocator.free(extents)
+    assert allocator.free_extents() == (Extent(0, 20_000 * PAGE_BYTES),)
+
+
+def test_the_last_extent_ends_where_the_value_does() -> None:
+    allocator = ExtentAllocator(4 * PAGE_BYTES)
+    extents = allocated(allocator, PAGE_BYTES + 5)
+    assert extents == (Extent(0, PAGE_BYTES + 5),)
+    assert (allocator.used_bytes, allocator.used_pages) == (PAGE_BYTES + 5, 2)
+    assert allocated(allocator, 1) == (Extent(2 * PAGE_BYTES, 1),)
+
+
+def test_a_capacity_is_rounded_down() -> None:
+    allocator = ExtentAllocator(2 * PAGE_BYTES - 1)
+    assert allocator.num_pages == 1
+    assert allocator.allocate(PAGE_BYTES + 1) is None
+    assert ExtentAllocator(0).allocate(1) is None
+    assert ExtentAllocator(0).allocate(0) == ()
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [
+        Extent(1, PAGE_BYTES),
+        Extent(-PAGE_BYTES, PAGE_BYTES),
+        Extent(0, 0),
+        Extent(0, -1),
+        Extent(3 * PAGE_BYTES, PAGE_BYTES + 1),
+        Extent(4 * PAGE_BYTES, 1),
+        Extent(2 * PAGE_BYTES, PAGE_BYTES),
+    ],
+)
+def test_what_cannot_be_taken_changes_nothing(extent: Extent) -> None:
+    allocator = ExtentAllocator(4 * PAGE_BYTES)
+    assert allocator.take((Extent(2 * PAGE_BYTES, 1),))
+    assert not allocator.take((Extent(0, PAGE_BYTES), extent))
+    assert (allocator.used_bytes, allocator.used_pages) == (1, 1)
+    allocator.check()
+
+
+def test_the_same_page_twice_in_one_value_is_refused() -> None:
+    allocator = ExtentAllocator(4 * PAGE_BYTES)
+    assert not allocator.take((Extent(0, PAGE_BYTES), Extent(0, 1)))
+    assert allocator.used_pages == 0
+
+
+@pytest.mark.parametrize("extent", [Extent(0, PAGE_BYTES), Extent(PAGE_BYTES, 2 * PAGE_BYTES)])
+def test_freeing_what_is_free_is_an_error(extent: Extent) -> None:
+    allocator = ExtentAllocator(4 * PAGE_BYTES)
+    allocator.take((Extent(PAGE_BYTES, PAGE_BYTES),))
+    with pytest.raises(ValueError, match="free already"):
+        allocator.free((extent,))
+    with pytest.raises(ValueError, match="no place"):
+        allocator.free((Extent(5, 1),))
+
+
+def test_less_than_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="capacity"):
+        ExtentAllocator(-1)
+    with pytest.raises(ValueError, match="room"):
+        ExtentAllocator(1).allocate(-1)

@@ -1,0 +1,336 @@
+"""Hotness: decayed counts, HA-RAG's two algorithms, our assignment, and lost precision."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.hotness.assignment import (
+    HA_RAG_SCHEMES,
+    FixedAssignment,
+    HaRagAssignment,
+    Observation,
+    Placement,
+    RankPlacement,
+)
+from ragcache_core.hotness.counts import DecayedCounts
+from ragcache_core.hotness.fidelity import BITS, FINEST_FIRST, settle
+from ragcache_core.hotness.score import (
+    NATIVE_GRADE,
+    Grade,
+    Memory,
+    ScoreAssignment,
+    convex_hull,
+    read_error,
+    read_weights,
+)
+from ragcache_core.variant import Codec, Precision
+
+INT8 = Precision(Codec.INT8, Codec.INT8)
+MIXED = Precision(Codec.INT8, Codec.INT4)
+INT4 = Precision(Codec.INT4, Codec.INT4)
+GRADES = (Grade(INT8, 0.53, 0.005), Grade(MIXED, 0.41, 0.03), Grade(INT4, 0.28, 0.11))
+COARSENESS = {Precision(): 0, INT8: 1, MIXED: 2, INT4: 3}
+
+
+def observations(accesses: list[float], num_bytes: int = 1000) -> list[Observation[int]]:
+    return [
+        Observation(key, count, num_bytes, score=count / num_bytes)
+        for key, count in enumerate(accesses)
+    ]
+
+
+counts = st.lists(st.floats(0, 1e6), max_size=60)
+variants = st.lists(
+    st.builds(
+        Observation,
+        key=st.integers(),
+        accesses=st.floats(0, 1e6),
+        native_bytes=st.integers(1, 1 << 30),
+        score=st.floats(0, 1e6),
+    ),
+    max_size=60,
+    unique_by=lambda one: one.key,
+)
+codecs = st.sampled_from(Codec)
+precisions = st.builds(Precision, codecs, codecs)
+
+
+# Decayed counts
+
+
+def test_an_access_weighs_half_after_a_half_life() -> None:
+    hotness: DecayedCounts[str] = DecayedCounts(half_life_s=10)
+    hotness.add("a", now=100, times=4)
+    assert hotness.count("a", now=110) == pytest.approx(2)
+    hotness.add("a", now=120)
+    assert hotness.count("a", now=120) == pytest.approx(2)
+    assert hotness.count("never seen", now=120) == 0
+
+
+def test_counts_of_what_is_gone_are_forgotten() -> None:
+    hotness: DecayedCounts[int] = DecayedCounts(half_life_s=10)
+    for key in range(5):
+        hotness.add(key, now=0)
+    hotness.keep(lambda key: key == 3)
+    assert len(hotness) == 1
+    assert hotness.count(3, now=0) == 1
+
+
+@given(
+    times=st.lists(st.floats(0, 1e5), min_size=1, max_size=20).map(sorted),
+    later=st.floats(0, 1e5),
+)
+def test_decay_keeps_the_order_of_counts(times: list[float], later: float) -> None:
+    hotness: DecayedCounts[str] = DecayedCounts(half_life_s=3600)
+    for now in times:
+        hotness.add("often", now)
+        hotness.add("often", now)
+        hotness.add("seldom", now)
+    now = times[-1] + later
+    assert hotness.count("often", now) == pytest.approx(2 * hotness.count("seldom", now))
+
+
+def test_a_half_life_is_positive() -> None:
+    with pytest.raises(ValueError, match="half_life_s"):
+        DecayedCounts(0)
+
+
+# HA-RAG
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 9, 10, 19, 20, 29, 100, 123])
+def test_algorithm_1_cuts_exactly(total: int) -> None:
+    ranks = list(range(total))
+    random.Random(total).shuffle(ranks)
+    assigned = HaRagAssignment().assign(
+        [Observation(key, float(total - rank), 1) for key, rank in enumerate(ranks)]
+    )
+    tenth = total // 10
+    by_rank = sorted(assigned, key=lambda key: ranks[key])
+    assert [assigned[key] for key in by_rank] == [
+        *[HA_RAG_SCHEMES[0]] * tenth,
+        *[HA_RAG_SCHEMES[1]] * tenth,
+        *[HA_RAG_SCHEMES[2]] * tenth,
+        *[HA_RAG_SCHEMES[3]] * (total - 3 * tenth),
+    ]
+
+
+@pytest.mark.parametrize("total", [0, 1, 19, 20, 40, 99, 100])
+def test_algorithm_2_cuts_exactly(total: int) -> None:
+    placed = HaRagAssignment().place(observations([float(total - key) for key in range(total)]))
+    gpu, pinned, pageable = total * 5 // 100, total * 5 // 100, total * 10 // 100
+    assert [placed[key] for key in range(total)] == [
+        *[Placement.GPU] * gpu,
+        *[Placement.PINNED] * pinned,
+        *[Placement.PAGEABLE] * pageable,
+        *[Placement.DISK] * (total - gpu - pinned - pageable),
+    ]
+
+
+def test_an_index_is_cut_by_whole_percents_not_by_floats() -> None:
+    # int(0.29 * 100) is 28
+    placement = RankPlacement(gpu_percent=29, pinned_percent=0, pageable_percent=0)
+    placed = placement.place(observations([1.0] * 100))
+    assert sum(memory is Placement.GPU for memory in placed.values()) == 29
+
+
+@given(counts=counts)
+def test_the_hotter_never_gets_the_worse(counts: list[float]) -> None:
+    seen = observations(counts)
+    assigned, placed = HaRagAssignment().assign(seen), HaRagAssignment().place(seen)
+    for hot in seen:
+        for cold in seen:
+            if hot.accesses > cold.accesses:
+                assert HA_RAG_SCHEMES.index(assigned[hot.key]) <= HA_RAG_SCHEMES.index(
+                    assigned[cold.key]
+                )
+                assert list(Placement).index(placed[hot.key]) <= list(Placement).index(
+                    placed[cold.key]
+                )
+
+
+@given(seen=variants, seed=st.integers())
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        HaRagAssignment(),
+        FixedAssignment(INT8),
+        ScoreAssignment(GRADES, max_error=0.01, memory=Memory(1 << 28, 1 << 29, 1 << 30)),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_answers_do_not_depend_on_the_order_of_observations(
+    assignment: HaRagAssignment | FixedAssignment | ScoreAssignment,
+    seen: list[Observation[int]],
+    seed: int,
+) -> None:
+    shuffled = list(seen)
+    random.Random(seed).shuffle(shuffled)
+    assert assignment.assign(shuffled) == assignment.assign(seen)
+    assert assignment.place(shuffled) == assignment.place(seen)
+    assert set(assignment.assign(seen)) == set(assignment.place(seen)) == {o.key for o in seen}
+
+
+# Our assignment
+
+
+@given(seen=variants, max_error=st.floats(0, 0.2), prior=st.sampled_from((0.0, 0.5, 10.0)))
+def test_the_quality_bound_holds(
+    seen: list[Observation[int]], max_error: float, prior: float
+) -> None:
+    assigned = ScoreAssignment(GRADES, max_error, prior_accesses=prior).assign(seen)
+    assert read_error(seen, assigned, GRADES, prior) <= max_error + 1e-9
+
+
+@given(counts=counts, max_error=st.floats(0, 0.2))
+def test_of_one_size_the_hotter_is_never_held_coarser(
+    counts: list[float], max_error: float
+) -> None:
+    seen = observations(counts)
+    assigned = ScoreAssignment(GRADES, max_error).assign(seen)
+    for hot in seen:
+        for cold in seen:
+            if hot.accesses > cold.accesses:
+                assert COARSENESS[assigned[hot.key]] <= COARSENESS[assigned[cold.key]]
+
+
+@given(seen=variants, tight=st.floats(0, 0.2), loose=st.floats(0, 0.2))
+def test_a_looser_bound_never_takes_more_bytes(
+    seen: list[Observation[int]], tight: float, loose: float
+) -> None:
+    tight, loose = sorted((tight, loose))
+    sizes = {grade.precision: grade.size for grade in (NATIVE_GRADE, *GRADES)}
+
+    def total(bound: float) -> float:
+        assigned = ScoreAssignment(GRADES, bound).assign(seen)
+        return sum(one.native_bytes * sizes[assigned[one.key]] for one in seen)
+
+    assert total(loose) <= total(tight) + 1e-6
+
+
+def test_it_stops_where_everything_fits() -> None:
+    seen = observations([float(10 - key) for key in range(10)])
+    assigned = ScoreAssignment(GRADES, max_error=1, capacity_bytes=9_000).assign(seen)
+    assert list(assigned.values()) == [*[Precision()] * 7, *[INT8] * 3]
+
+
+def test_what_nobody_reads_is_coarse_and_what_everybody_reads_is_exact() -> None:
+    assignment = ScoreAssignment(GRADES, max_error=0.001, prior_accesses=0)
+    assigned = assignment.assign(observations([1000, 1, 0, 0]))
+    assert assigned[0] == Precision()
+    assert assigned[2] == assigned[3] == INT4
+
+
+def test_it_is_within_one_step_of_the_best_there_is() -> None:
+    """Against all 4^6 assignments of six variants."""
+    rng = random.Random(4)
+    sizes = {grade.precision: grade for grade in (NATIVE_GRADE, *GRADES)}
+    for _ in range(5):
+        seen = [Observation(key, rng.random(), rng.randrange(1, 1000)) for key in range(6)]
+        bound = rng.uniform(0.001, 0.1)
+        weights = read_weights(seen)
+        least: dict[float, float] = {0.0: 0.0}  # error: bytes
+        for one in seen:
+            least_next: dict[float, float] = {}
+            for error, num_bytes in least.items():
+                for grade in sizes.values():
+                    more = error + weights[one.key] * grade.error
+                    if more <= bound:
+                        taken = num_bytes + one.native_bytes * grade.size
+                        least_next[more] = min(taken, least_next.get(more, taken))
+            least = least_next
+        assigned = ScoreAssignment(GRADES, bound).assign(seen)
+        taken = sum(one.native_bytes * sizes[assigned[one.key]].size for one in seen)
+        one_step = max(one.native_bytes for one in seen) * (1 - 0.53)
+        assert min(least.values()) - 1e-9 <= taken <= min(least.values()) + one_step
+
+
+def test_error_already_there_is_charged_and_better_is_wanted_for_the_hot() -> None:
+    assignment = ScoreAssignment(GRADES, max_error=0.006)
+    fresh = observations([100, 1, 1, 1])
+    lossy = [replace(fresh[0], held=INT4), *fresh[1:]]
+    assigned = assignment.assign(lossy)
+    assert settle(INT4, assigned[0]).want_better
+    # Nearly all reads meet an error of 0.11 by now, so nobody else may get any.
+    assert [assigned[key] for key in (1, 2, 3)] == [Precision()] * 3
+
+
+def test_what_was_not_read_yet_is_not_thought_free() -> None:
+    seen = observations([3.0] * 5 + [0.0] * 95)
+    free = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0).assign(seen)
+    assert set(list(free.values())[5:]) == {INT4}
+    careful = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0.5).assign(seen)
+    assert list(careful.values()).count(INT4) < 20
+
+
+@given(seen=variants)
+def test_placement_stays_within_its_memories(seen: list[Observation[int]]) -> None:
+    memory = Memory(gpu_bytes=1 << 29, pinned_bytes=1 << 30, pageable_bytes=1 << 31)
+    placed = ScoreAssignment((), max_error=0, memory=memory).place(seen)
+    taken = dict.fromkeys(Placement, 0)
+    for one in seen:
+        taken[placed[one.key]] += one.native_bytes
+    assert taken[Placement.GPU] <= memory.gpu_bytes
+    assert taken[Placement.PINNED] <= memory.pinned_bytes
+    assert taken[Placement.PAGEABLE] <= memory.pageable_bytes
+
+
+def test_a_grade_that_another_beats_is_not_used() -> None:
+    worse = Grade(Precision(Codec.E5M2, Codec.E5M2), 0.53, 0.02)
+    bent = Grade(Precision(Codec.GSE8, Codec.INT4), 0.5, 0.1)
+    hull = convex_hull((NATIVE_GRADE, *GRADES, worse, bent))
+    assert hull == [NATIVE_GRADE, *GRADES]
+
+
+def test_a_lossless_grade_that_is_smaller_takes_the_place_of_native() -> None:
+    packed = Grade(Precision(Codec.PACKED, Codec.PACKED), 0.7, 0.0)
+    assert convex_hull((NATIVE_GRADE, packed))[0] == packed
+
+
+# Precision lost
+
+
+@given(held=precisions, wanted=precisions)
+def test_no_precision_comes_back(held: Precision, wanted: Precision) -> None:
+    settled = settle(held, wanted)
+    after = settled.re_encode or held
+    for before, now, wish in (
+        (held.key, after.key, wanted.key),
+        (held.value, after.value, wanted.value),
+    ):
+        if now is not before:
+            assert now is wish
+            # only towards fewer bits, or from one lossless codec to the other
+            assert before.lossless or (now in BITS and BITS[now] < BITS[before])
+        elif not before.lossless and wish.lossless:
+            assert settled.want_better
+
+
+@given(held=precisions, wanted=precisions)
+def test_settling_twice_changes_nothing_more(held: Precision, wanted: Precision) -> None:
+    once = settle(held, wanted)
+    again = settle(once.re_encode or held, wanted)
+    assert again.re_encode is None
+    assert again.want_better == once.want_better
+
+
+def test_keys_and_values_settle_apart() -> None:
+    settled = settle(Precision(Codec.INT4, Codec.INT8), MIXED)
+    assert settled.re_encode == INT4
+    assert settled.want_better  # the keys
+
+
+def test_lossless_is_as_good_as_lossless() -> None:
+    packed = Precision(Codec.PACKED, Codec.PACKED)
+    assert settle(Precision(), packed).re_encode == packed
+    assert settle(packed, Precision()).re_encode is None
+    assert not settle(packed, Precision()).want_better
+
+
+def test_every_lossy_codec_has_its_place() -> None:
+    assert set(FINEST_FIRST) == {codec for codec in Codec if not codec.lossless} == set(BITS)

@@ -1,0 +1,384 @@
+"""Every policy under one suite, and each against a naive model of what it claims to be."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES, Candidate, Policy, make_policy
+from ragcache_core.policies.score import FIRST_HALF_LIFE_S, Score
+
+MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
+"""Under these a use never makes an entry worth less, whatever came before. PGDSF's window may end
+meanwhile, and the score's half-life may change: they have tests of their own."""
+
+KEYS = tuple(range(12))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call. dt: seconds since the call before. forbidden: keys that are leased."""
+
+    call: str
+    key: int
+    num_bytes: int
+    num_tokens: int
+    cost_s: float
+    parent: int | None
+    dt: float
+    forbidden: frozenset[int]
+
+
+steps = st.lists(
+    st.builds(
+        Step,
+        call=st.sampled_from(["add", "add", "add", "touch", "touch", "evict", "evict", "remove"]),
+        key=st.sampled_from(KEYS),
+        num_bytes=st.integers(1, 9),
+        num_tokens=st.integers(1, 4),
+        cost_s=st.sampled_from([0.0, 0.25, 1.0, 3.0]),
+        # A parent has a lower number, so that there are no circles.
+        parent=st.none() | st.integers(0, 10),
+        dt=st.sampled_from([0.0, 1.0, 50.0, 4000.0]),
+        forbidden=st.frozensets(st.sampled_from(KEYS), max_size=4),
+    ),
+    max_size=80,
+)
+
+
+def candidate_of(step: Step) -> Candidate[int]:
+    parent = step.parent if step.parent is not None and step.parent < step.key else None
+    return Candidate(step.num_bytes, step.num_tokens, step.cost_s, parent)
+
+
+def anything(key: int) -> bool:
+    return True
+
+
+def candidate(num_bytes: int = 1, cost_s: float = 1.0, parent: str | None = None) -> Candidate[str]:
+    return Candidate(num_bytes, 1, cost_s, parent)
+
+
+def victims(policy: Policy[str]) -> list[str]:
+    """Everything, in the order in which it goes."""
+    order = []
+    while (key := policy.evict(lambda _: True)) is not None:
+        order.append(key)
+    return order
+
+
+@pytest.mark.parametrize("leaves_only", [True, False])
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=60)
+@given(script=steps)
+def test_every_policy_keeps_its_promises_under_random_use(
+    name: str, leaves_only: bool, script: list[Step]
+) -> None:
+    policy: Policy[int] = make_policy(name, leaves_only=leaves_only)
+    twin: Policy[int] = make_policy(name, leaves_only=leaves_only)
+    held: dict[int, Candidate[int]] = {}
+    now = 0.0
+    for step in script:
+        now += step.dt
+        if step.call == "add":
+            held[step.key] = candidate_of(step)
+            policy.add(step.key, held[step.key], now)
+            twin.add(step.key, held[step.key], now)
+        elif step.call == "touch":
+            before = policy.worth(step.key, now) if step.key in held else None
+            policy.touch(step.key, now)
+            twin.touch(step.key, now)
+            if before is not None and name in MONOTONE:
+                assert policy.worth(step.key, now) >= before - 1e-9
+        elif step.call == "remove":
+            held.pop(step.key, None)
+            policy.remove(step.key)
+            twin.remove(step.key)
+        else:
+            parents = {c.parent for c in held.values()} if leaves_only else set()
+            free = {key for key in held if key not in step.forbidden and key not in parents}
+            expected = policy.cheapest(lambda key: key not in step.forbidden)  # noqa: B023
+            assert len(policy) == len(held)
+            victim = policy.evict(lambda key: key not in step.forbidden)  # noqa: B023
+            assert victim == expected  # what it announces is what it does
+            assert victim == twin.evict(lambda key: key not in step.forbidden)  # noqa: B023
+            assert (victim in free) if free else victim is None
+            if victim is not None:
+                del held[victim]
+                assert victim not in policy
+        assert len(policy) == len(held)
+        assert all((key in policy) == (key in held) for key in KEYS)
+        policy.check()
+    drained = []
+    while (key := policy.evict(anything)) is not None:
+        drained.append(key)
+        policy.check()
+    assert sorted(drained) == sorted(held)  # each key once, and nothing is stuck
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_parent_outlives_its_children_even_where_it_was_used_least(name: str) -> None:
+    policy: Policy[str] = make_policy(name, leaves_only=True)
+    policy.add("root", candidate(), 0.0)
+    policy.add("middle", candidate(parent="root"), 1.0)
+    policy.add("leaf", candidate(parent="middle"), 2.0)
+    for now in range(3, 9):
+        policy.touch("leaf", float(now))
+    assert victims(policy) == ["leaf", "middle", "root"]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_child_may_come_before_its_parent(name: str) -> None:
+    policy: Policy[str] = make_policy(name, leaves_only=True)
+    policy.add("leaf", candidate(parent="root"), 0.0)
+    policy.add("root", candidate(), 1.0)
+    assert policy.evict(lambda key: key != "leaf") is None
+    assert victims(policy) == ["leaf", "root"]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_leased_neighbours_do_not_hide_the_only_victim(name: str) -> None:
+    policy: Policy[str] = make_policy(name, leaves_only=False)
+    for number in range(200):
+        policy.add(f"leased {number}", candidate(), float(number))
+    policy.add("free", candidate(cost_s=9.0), 200.0)
+    assert policy.evict(lambda key: key == "free") == "free"
+    assert policy.evict(lambda key: key == "free") is None
+    assert len(policy) == 200
+    policy.check()
+
+
+def test_names_are_checked() -> None:
+    assert DEFAULT_POLICY in POLICY_NAMES
+    with pytest.raises(ValueError, match="no policy 'best'"):
+        make_policy("best", leaves_only=True)
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 1.0), (1, 0, 1.0), (1, 1, -1.0), (1, 1, float("nan"))])
+def test_a_candidate_is_checked(bad: tuple[int, int, float]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        Candidate(*bad)
+
+
+@dataclass
+class Model:
+    """A naive O(n) policy: the lowest rank of all keys that may go. Written from the papers."""
+
+    rank: Callable[[int], float]
+
+    def victim(self, held: dict[int, Candidate[int]], leaves_only: bool) -> float | None:
+        parents = {c.parent for c in held.values()} if leaves_only else set()
+        return min((self.rank(key) for key in held if key not in parents), default=None)
+
+
+@given(script=steps)
+def test_lru_is_an_ordered_dict(script: list[Step]) -> None:
+    policy: Policy[int] = make_policy("lru", leaves_only=False)
+    model: OrderedDict[int, None] = OrderedDict()
+    for step in script:
+        if step.call == "add":
+            policy.add(step.key, candidate_of(step), 0.0)
+            model[step.key] = None
+            model.move_to_end(step.key)
+        elif step.call == "touch":
+            policy.touch(step.key, 0.0)
+            if step.key in model:
+                model.move_to_end(step.key)
+        elif step.call == "remove":
+            policy.remove(step.key)
+            model.pop(step.key, None)
+        else:
+            may = [key for key in model if key not in step.forbidden]
+            assert policy.evict(lambda key: key not in step.forbidden) == next(  # noqa: B023
+                iter(may), None
+            )
+            for key in may[:1]:
+                del model[key]
+
+
+@pytest.mark.parametrize("leaves_only", [True, False])
+@pytest.mark.parametrize("name", ["gdsf", "pgdsf"])
+@given(script=steps)
+def test_greedy_dual_is_algorithm_1_of_ragcache(
+    name: str, leaves_only: bool, script: list[Step]
+) -> None:
+    """Within one window, so that a frequency is a plain count."""
+    policy: Policy[int] = make_policy(name, leaves_only=leaves_only)
+    held: dict[int, Candidate[int]] = {}
+    clock = 0.0
+    frequency: dict[int, int] = {}
+    costs: dict[int, list[float]] = {}
+    priority: dict[int, float] = {}
+
+    def retrieve(key: int) -> None:
+        frequency[key] = frequency.get(key, 0) + 1
+        mean = sum(costs[key]) / len(costs[key]) if name == "pgdsf" else 1.0
+        priority[key] = clock + frequency[key] * mean
+
+    for number, step in enumerate(script):
+        now = float(number)
+        if step.call == "add":
+            entry = candidate_of(step)
+            if step.key not in held:
+                costs.setdefault(step.key, []).append(entry.cost_s / entry.num_tokens)
+            held[step.key] = entry
+            policy.add(step.key, entry, now)
+            retrieve(step.key)
+        elif step.call == "touch":
+            policy.touch(step.key, now)
+            if step.key in held:
+                retrieve(step.key)
+        elif step.call == "remove":
+            policy.remove(step.key)
+            held.pop(step.key, None)
+            frequency.pop(step.key, None)
+            costs.pop(step.key, None)
+        else:
+            lowest = Model(priority.__getitem__).victim(held, leaves_only)
+            victim = policy.evict(anything)
+            assert (victim is None) == (lowest is None)
+            if victim is not None and lowest is not None:
+                # Equal priorities may go in any order; sums of floats differ in their last bits.
+                assert priority[victim] == pytest.approx(lowest, abs=1e-9)
+                clock = max(clock, priority[victim])
+                del held[victim]
+                if name == "gdsf":  # frequencies are of the stay
+                    del frequency[victim]
+        for key in held:
+            assert policy.worth(key, now) == pytest.approx(priority[key], abs=1e-9)
+
+
+def test_pgdsf_counts_uses_in_a_window_only() -> None:
+    policy: Policy[str] = make_policy("pgdsf", leaves_only=False, window_s=10.0)
+    policy.add("once popular", candidate(), 0.0)
+    for _ in range(9):
+        policy.touch("once popular", 1.0)
+    assert policy.worth("once popular", 1.0) == 10.0
+    policy.touch("once popular", 15.0)  # half of the window before is still in sight
+    assert policy.worth("once popular", 15.0) == 6.0
+    policy.touch("once popular", 50.0)
+    assert policy.worth("once popular", 50.0) == 1.0
+
+
+def test_pgdsf_averages_what_its_misses_cost() -> None:
+    """Formula 4: the mean over the requests that did not find it."""
+    policy: Policy[str] = make_policy("pgdsf", leaves_only=False)
+    policy.add("a", Candidate(1, 2, 4.0), 0.0)
+    assert policy.evict(lambda _: True) == "a"
+    policy.add("a", Candidate(1, 2, 8.0), 1.0)
+    clock, frequency, mean = 2.0, 2, 3.0
+    assert policy.worth("a", 1.0) == clock + frequency * mean
+
+
+def test_lfu_evicts_the_least_used() -> None:
+    policy: Policy[str] = make_policy("lfu", leaves_only=False)
+    for key in "abc":
+        policy.add(key, candidate(), 0.0)
+    for key in "aab":
+        policy.touch(key, 1.0)
+    assert victims(policy) == ["c", "b", "a"]
+
+
+def test_fifo_minds_no_use() -> None:
+    policy: Policy[str] = make_policy("fifo", leaves_only=False)
+    for key in "abc":
+        policy.add(key, candidate(), 0.0)
+    policy.touch("a", 1.0)
+    assert victims(policy) == ["a", "b", "c"]
+
+
+def test_s3fifo_lets_a_scan_pass() -> None:
+    policy: Policy[str] = make_policy("s3fifo", leaves_only=False)
+    policy.add("popular", candidate(), 0.0)
+    policy.touch("popular", 0.0)
+    policy.touch("popular", 0.0)
+    for number in range(20):
+        policy.add(f"scan {number}", candidate(), 1.0)
+    gone = [policy.evict(lambda _: True) for _ in range(15)]
+    assert gone == [f"scan {number}" for number in range(15)]
+    policy.add("scan 0", candidate(), 2.0)  # remembered: it goes straight into the main queue
+    assert policy.worth("scan 0", 2.0) > policy.worth("scan 19", 2.0)
+
+
+def test_cachecraft_ranks_by_what_each_use_saved() -> None:
+    policy: Policy[str] = make_policy("cachecraft", leaves_only=False)
+    for key in ("fits", "needs much fixing", "matches"):
+        policy.add(key, candidate(), 0.0)
+    policy.touch("fits", 1.0, fix_overhead=0.25)
+    policy.touch("needs much fixing", 1.0, fix_overhead=1.0)
+    policy.touch("needs much fixing", 1.0, fix_overhead=1.0)
+    policy.touch("matches", 1.0, fix_overhead=0.0)
+    assert policy.worth("fits", 1.0) == 5.0  # 1 + 1 / 0.25
+    assert policy.worth("matches", 1.0) == 21.0  # the floor of 0.05
+    assert victims(policy) == ["needs much fixing", "fits", "matches"]
+
+
+@given(
+    uses=st.lists(st.floats(0.0, 50.0), max_size=30),
+    cost_s=st.floats(0.001, 10.0),
+    num_bytes=st.integers(1, 1 << 40),
+)
+def test_score_and_pgdsf_rise_with_every_use(
+    uses: list[float], cost_s: float, num_bytes: int
+) -> None:
+    """Within a window (PGDSF), and where the half-life stands (the score)."""
+    score: Score[str] = Score(leaves_only=False)
+    pgdsf: Policy[str] = make_policy("pgdsf", leaves_only=False)
+    for policy in (score, pgdsf):
+        policy.add("a", Candidate(num_bytes, 1, cost_s), 0.0)
+    now = 0.0
+    for gap_s in uses:
+        now += gap_s
+        half_life_s = score.half_life_s
+        for policy in (score, pgdsf):
+            before = policy.worth("a", now)
+            policy.touch("a", now)
+            if policy is pgdsf or score.half_life_s == half_life_s:
+                assert policy.worth("a", now) >= before
+
+
+def test_the_score_is_saved_seconds_per_byte_and_falls_with_a_half_life() -> None:
+    score: Score[str] = Score(leaves_only=False)
+    score.add("a", Candidate(num_bytes=8, num_tokens=1, cost_s=2.0), 100.0)
+    assert score.worth("a", 100.0) == pytest.approx(-2.0)  # log2(2 / 8)
+    assert score.worth("a", 100.0 + FIRST_HALF_LIFE_S) == pytest.approx(-3.0)
+
+
+@given(script=steps)
+def test_scores_keep_their_order_as_time_goes_by(script: list[Step]) -> None:
+    """What lets the heap do without the time."""
+    score: Score[int] = Score(leaves_only=False)
+    for number, step in enumerate(script):
+        score.add(step.key, candidate_of(step), float(number))
+    held = [key for key in KEYS if key in score]
+    soon = sorted(held, key=lambda key: (score.worth(key, 100.0), key))
+    late = [score.worth(key, 5000.0) for key in soon]
+    assert all(a <= b + 1e-6 for a, b in pairwise(late))
+
+
+def test_the_score_remembers_what_it_evicted() -> None:
+    score: Policy[str] = make_policy("score", leaves_only=False)
+    score.add("again", candidate(), 0.0)
+    assert score.evict(lambda _: True) == "again"
+    score.add("new", candidate(), 1.0)
+    score.add("again", candidate(), 1.0)
+    assert victims(score) == ["new", "again"]
+
+
+def test_the_half_life_follows_the_traffic() -> None:
+    """Whether uses are a second or an hour apart, it ends near twice their gap."""
+    for gap_s in (1.0, 3600.0):
+        score: Score[int] = Score(leaves_only=False)
+        now = 0.0
+        for _ in range(1500):
+            for key in KEYS:
+                score.add(key, Candidate(1, 1, 1.0), now)
+            now += gap_s
+        score.check()
+        assert 2.0 * gap_s / 1.5 < score.half_life_s < 2.0 * gap_s * 1.5

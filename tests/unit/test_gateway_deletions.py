@@ -1,0 +1,131 @@
+"""Deletes that no shard acknowledges: kept, bounded, and tried again until one does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.storing import Deletion
+from ragcache_gateway.deletions import Deletions
+from ragcache_gateway.metrics import Metrics
+from ragcache_kv.store.sharded import AsyncShardedStore, DeleteResult
+
+AWAY = Unavailable("cachestore", "gone")
+
+
+class FakeStore:
+    """Acknowledges deletes unless told of a problem."""
+
+    def __init__(self) -> None:
+        self.problem: RagCacheError | None = None
+        self.silent: dict[str, str] = {}
+        self.deletions: list[Deletion] = []
+
+    async def delete(self, deletion: Deletion) -> DeleteResult:
+        if self.problem is not None:
+            raise self.problem
+        self.deletions.append(deletion)
+        return DeleteResult(3, ("a:1",), self.silent)
+
+
+class World:
+    """Deletions over a fake store, with a clock that a test moves."""
+
+    def __init__(self, most: int = 3) -> None:
+        self.store, self.metrics, self.now_ms = FakeStore(), Metrics(), 1000
+        self.deletions = Deletions(
+            cast("AsyncShardedStore", self.store),
+            self.metrics,
+            most=most,
+            retry_s=0.001,
+            now_ms=lambda: self.now_ms,
+        )
+
+    def metric(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"ragcache_gateway_{name}")
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if claim():
+            return
+        await asyncio.sleep(0.002)
+    pytest.fail("it did not come about")
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def chunk(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+async def test_a_delete_says_what_it_removed(world: World) -> None:
+    removed = await world.deletions.delete(
+        chunks=[chunk(1)], documents=["default/a"], domain="public"
+    )
+    assert removed == 3
+    (sent,) = world.store.deletions
+    assert (sent.chunks, sent.documents, sent.domain) == ((chunk(1),), ("default/a",), "public")
+    assert (len(sent.id), sent.made_at_ms) == (16, 1000)
+
+
+async def test_a_domain_alone_is_never_deleted(world: World) -> None:
+    """It would be everything that there is."""
+    with pytest.raises(AssertionError):
+        await world.deletions.delete(chunks=[chunk(1)], domain="public")
+
+
+async def test_what_no_shard_acknowledges_waits_and_is_tried_again(world: World) -> None:
+    world.store.problem = AWAY
+    world.deletions.start()
+    assert await world.deletions.delete(chunks=[chunk(1)]) is None
+    assert await world.deletions.delete(chunks=[chunk(2)]) is None
+    assert (world.deletions.waiting, world.metric("deletes_waiting")) == (2, 2)
+    await asyncio.sleep(0.02)
+    world.now_ms, world.store.problem = 9000, None
+    await until(lambda: not world.deletions.waiting)
+    assert [sent.chunks for sent in world.store.deletions] == [(chunk(1),), (chunk(2),)]
+    # Peers ask each other for recent deletes, and of this one they hear now.
+    assert {sent.made_at_ms for sent in world.store.deletions} == {9000}
+    assert world.metric("deletes_waiting") == 0
+    await world.deletions.close()
+
+
+async def test_more_than_fit_lose_the_oldest(world: World) -> None:
+    world.store.problem = AWAY
+    for number in range(5):
+        await world.deletions.delete(chunks=[chunk(number)])
+    assert (world.deletions.waiting, world.metric("deletes_lost_total")) == (3, 2)
+    world.store.problem = None
+    world.deletions.start()
+    await world.deletions.delete(chunks=[chunk(9)])
+    await until(lambda: not world.deletions.waiting)
+    assert {sent.chunks[0] for sent in world.store.deletions} == set(map(chunk, (2, 3, 4, 9)))
+    await world.deletions.close()
+
+
+async def test_one_that_the_store_refuses_holds_up_no_other(world: World) -> None:
+    world.store.problem = AWAY
+    world.deletions.start()
+    await world.deletions.delete(chunks=[chunk(1)])
+    world.store.problem = InvalidInput("deletion.chunks", "is odd", "send others")
+    await until(lambda: not world.deletions.waiting)
+    assert world.metric("deletes_lost_total") == 1
+    world.store.problem = None
+    assert await world.deletions.delete(chunks=[chunk(2)]) == 3
+    await world.deletions.close()
+
+
+async def test_a_silent_shard_is_counted_and_does_not_make_a_delete_wait(world: World) -> None:
+    world.store.silent = {"b:1": "gone"}
+    assert await world.deletions.delete(chunks=[chunk(1)]) == 3
+    assert world.deletions.waiting == 0
+    name = "ragcache_gateway_upstream_failures_total"
+    assert world.metrics.registry.get_sample_value(name, {"part": "cachestore"}) == 1

@@ -1,0 +1,349 @@
+"""Frames and messages come out as they went in; what is none ends the connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core import storing
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.keys import VariantKey
+from ragcache_core.variant import (
+    Codec,
+    Miss,
+    Origin,
+    Part,
+    Precision,
+    Provenance,
+    Tier,
+    ValueShape,
+    VariantInfo,
+)
+from ragcache_kv.store import messages
+from ragcache_kv.store.lane_protocol import (
+    HEADER,
+    READ_BYTES,
+    Broken,
+    Channel,
+    Kind,
+    TimedOut,
+    frame,
+    from_error,
+    parse,
+    to_error,
+)
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+MAX_VALUE_BYTES = 1 << 30
+WAIT_S = 10.0
+
+ids = st.binary(min_size=16, max_size=16)
+keys = st.builds(VariantKey, ids, ids)
+names = st.text(max_size=20)
+infos = st.builds(
+    VariantInfo,
+    num_tokens=st.integers(1, storing.MAX_TOKENS),
+    num_bytes=st.integers(1, MAX_VALUE_BYTES),
+    base_position=st.integers(0, storing.MAX_TOKENS),
+    provenance=st.builds(Provenance, exact=st.booleans()),
+    precision=st.builds(Precision, st.sampled_from(Codec), st.sampled_from(Codec)),
+)
+# Seconds are floats of 32 bits in a message.
+seconds = st.floats(0, 1e6, width=32)
+origins = st.builds(
+    Origin,
+    prefix_chunks=st.lists(ids, max_size=3).map(tuple),
+    parent=st.none() | keys,
+    domain=st.text(min_size=1, max_size=20),
+    document=names,
+    cost_s=seconds,
+)
+parts = st.lists(
+    st.builds(Part, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
+).filter(lambda parts: sum(part.num_bytes for part in parts) > 0)
+sequences = st.integers(0, 2**64 - 1)
+as_ofs = st.builds(storing.AsOf, st.just(b"") | ids, sequences)
+
+
+@st.composite
+def new_variants(draw: st.DrawFn) -> storing.NewVariant:
+    drawn = tuple(draw(parts))
+    info = draw(infos)
+    size = sum(part.num_bytes for part in drawn)
+    shape = draw(st.none() | st.just(ValueShape(len(drawn), 2, 64, "float16")))
+    info = VariantInfo(info.num_tokens, size, info.base_position, info.provenance, info.precision)
+    return storing.NewVariant(
+        draw(keys), info, draw(origins), shape, drawn, draw(st.integers(0, 9)), draw(as_ofs)
+    )
+
+
+held = st.builds(
+    storing.Held,
+    key=keys,
+    info=infos,
+    tier=st.sampled_from(Tier),
+    load_s=seconds,
+    prefix_chunks=st.lists(ids, max_size=3).map(tuple),
+    replicas=st.lists(names, max_size=3).map(tuple),
+    wanted_better=st.booleans(),
+)
+told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.LATE, Miss.LOST}])
+variants = st.builds(
+    storing.Variants, st.lists(held, min_size=1, max_size=3).map(tuple), st.none()
+) | st.builds(storing.Variants, st.just(()), told_misses)
+
+
+@given(new_variants(), st.sampled_from(storing.Ack))
+def test_a_put_crosses_whole(variant: storing.NewVariant, ack: storing.Ack) -> None:
+    raw = messages.to_put_header(variant, ack).SerializeToString()
+    header = pb.PutHeader.FromString(raw)
+    assert messages.from_put_header("header", header, MAX_VALUE_BYTES) == (variant, ack)
+
+
+@given(st.lists(variants, max_size=4).map(tuple), ids, sequences)
+def test_a_lookup_crosses_whole(found: Any, store: bytes, sequence: int) -> None:
+    answer = storing.LookupAnswer(found, storing.AsOf(store, sequence))
+    raw = messages.to_lookup_reply(answer, 3).SerializeToString()
+    assert messages.from_lookup_reply(pb.LookupReply.FromString(raw), store) == answer
+
+
+@given(st.lists(st.builds(storing.Want, ids, st.none() | ids), max_size=4), st.booleans(), names)
+def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
+    raw = messages.to_lookup_request(wants, exact, domain).SerializeToString()
+    request = pb.LookupRequest.FromString(raw)
+    assert messages.from_lookup_request(request) == (wants, exact, domain)
+
+
+@given(
+    st.builds(
+        storing.Deletion,
+        id=st.just(b"") | ids,
+        chunks=st.lists(ids, max_size=3).map(tuple),
+        variants=st.lists(keys, max_size=3).map(tuple),
+        documents=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
+        domain=st.text(min_size=1, max_size=9),
+        made_at_ms=sequences,
+    )
+)
+def test_a_deletion_crosses_whole(deletion: storing.Deletion) -> None:
+    raw = messages.to_deletion(deletion).SerializeToString()
+    assert messages.from_deletion("deletion", pb.Deletion.FromString(raw)) == deletion
+
+
+@given(
+    st.builds(
+        storing.Event,
+        boot=ids,
+        sequence=sequences,
+        kind=st.sampled_from(storing.EventKind),
+        key=st.none() | keys,
+        tier=st.none() | st.sampled_from(Tier),
+        info=st.none() | infos,
+    )
+)
+def test_an_event_crosses_whole(event: storing.Event) -> None:
+    raw = messages.to_event(event).SerializeToString()
+    assert messages.from_event(pb.Event.FromString(raw)) == event
+
+
+@given(st.lists(keys, max_size=4), st.booleans(), names)
+def test_a_get_crosses_whole(wanted: list[VariantKey], exact: bool, domain: str) -> None:
+    raw = messages.to_get_request(wanted, exact, domain).SerializeToString()
+    request = pb.GetRequest.FromString(raw)
+    assert messages.from_get_request(request) == (wanted, exact, domain)
+
+
+@given(new_variants(), st.sampled_from(Tier))
+def test_a_values_header_crosses_whole(new: storing.NewVariant, tier: Tier) -> None:
+    header = messages.to_value_header(3, new.info, new.parts, new.shape, new.value_format, tier)
+    read = messages.from_value_header("f", pb.GetHeader.FromString(header.SerializeToString()))
+    assert read == (new.info, new.parts, new.shape, new.value_format, tier)
+
+
+@pytest.mark.parametrize("outcome", storing.PutOutcome)
+def test_outcomes_cross(outcome: storing.PutOutcome) -> None:
+    assert messages.from_outcome(messages.to_outcome(outcome)) is outcome
+
+
+@pytest.mark.parametrize("miss", [m for m in Miss if m not in {Miss.LATE, Miss.LOST}])
+def test_misses_cross(miss: Miss) -> None:
+    assert messages.from_miss(messages.to_miss(miss)) is miss
+    assert messages.from_miss(pb.MISS_UNSPECIFIED) is None
+
+
+def good_header() -> pb.PutHeader:
+    variant = storing.NewVariant(
+        VariantKey(bytes(16), bytes(16)),
+        VariantInfo(8, 30, 0, Provenance(exact=True)),
+        Origin(),
+        ValueShape(2, 1, 4, "bfloat16"),
+        (Part(10, 1), Part(20, 2)),
+    )
+    return messages.to_put_header(variant, storing.Ack.ACCEPTED)
+
+
+MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
+    ("header.key.chunk", lambda h: setattr(h.key, "chunk", bytes(15))),
+    ("header.key.prefix", lambda h: setattr(h.key, "prefix", b"")),
+    ("header.info.num_tokens", lambda h: setattr(h.info, "num_tokens", 0)),
+    ("header.info.num_tokens", lambda h: setattr(h.info, "num_tokens", 1_000_001)),
+    ("header.info.num_bytes", lambda h: setattr(h.info, "num_bytes", 0)),
+    ("header.info.num_bytes", lambda h: setattr(h.info, "num_bytes", 1 << 31)),
+    ("header.info.base_position", lambda h: setattr(h.info, "base_position", 1 << 31)),
+    ("header.info.precision", lambda h: setattr(h.info, "precision", "int3")),
+    ("header.parts", lambda h: h.ClearField("parts")),
+    ("header.parts", lambda h: setattr(h.parts[0], "num_bytes", 11)),
+    ("header.parts", lambda h: h.parts.extend([pb.ValuePart()] * 2000)),
+    ("header.parts", lambda h: setattr(h.shape, "num_layers", 3)),
+    ("header.shape.num_layers", lambda h: setattr(h.shape, "num_layers", 0)),
+    ("header.shape.head_dim", lambda h: setattr(h.shape, "head_dim", 1 << 30)),
+    ("header.shape.dtype", lambda h: setattr(h.shape, "dtype", "int7")),
+    ("header.origin.domain", lambda h: setattr(h.origin, "domain", "")),
+    ("header.origin.domain", lambda h: setattr(h.origin, "domain", "x" * 600)),
+    ("header.origin.document", lambda h: setattr(h.origin, "document", "x" * 600)),
+    ("header.origin.cost_s", lambda h: setattr(h.origin, "cost_s", -1)),
+    ("header.origin.cost_s", lambda h: setattr(h.origin, "cost_s", float("nan"))),
+    ("header.origin.parent.chunk", lambda h: setattr(h.origin.parent, "chunk", b"x")),
+    ("header.origin.prefix_chunks[0]", lambda h: h.origin.prefix_chunks.append(b"x")),
+    ("header.origin.prefix_chunks", lambda h: h.origin.prefix_chunks.extend([bytes(16)] * 5000)),
+    ("header.as_of.store", lambda h: setattr(h.as_of, "store", b"x")),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), MISTAKES, ids=[field for field, _ in MISTAKES])
+def test_a_mistake_in_a_put_is_named(field: str, spoil: Callable[[pb.PutHeader], object]) -> None:
+    header = good_header()
+    messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    spoil(header)
+    with pytest.raises(InvalidInput) as raised:
+        messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    assert raised.value.field == field
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_make_a_parser_fail_otherwise(raw: bytes) -> None:
+    readers: list[Callable[[], object]] = [
+        lambda: messages.from_get_request(parse(pb.GetRequest, memoryview(raw))),
+        lambda: messages.from_put_header("h", parse(pb.PutHeader, memoryview(raw)), 1 << 20),
+        lambda: messages.from_lookup_request(parse(pb.LookupRequest, memoryview(raw))),
+        lambda: messages.from_deletion("d", parse(pb.Deletion, memoryview(raw))),
+    ]
+    for read in readers:
+        with contextlib.suppress(InvalidInput):
+            read()
+
+
+ERRORS = [
+    InvalidInput("top_k", "is 0", "send 1"),
+    TooLarge("süß\n", "has 9 MiB", "send less"),
+    NotFound("document", "a/b", "list them"),
+    Unavailable("cachestore", "it is full", 2.5),
+    RagCacheError("something else"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_cross_as_themselves(error: RagCacheError) -> None:
+    again = from_error("cachestore", pb.LaneError.FromString(to_error(error).SerializeToString()))
+    assert type(again) is type(error)
+    assert str(error) in str(again)
+    if type(error) is not RagCacheError:
+        assert vars(again) == vars(error)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    one, other = (Channel(sock) for sock in socket.socketpair())
+    one.deadline = other.deadline = time.monotonic() + WAIT_S
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, READ_BYTES - 20, READ_BYTES, READ_BYTES + 1, 300_000])
+def test_frames_and_raw_bytes_come_as_they_went(ends: tuple[Channel, Channel], size: int) -> None:
+    one, other = ends
+    store, raw = bytes(range(256)) * (size // 256) + bytes(size % 256), bytes(range(200)) * 500
+    sent = pb.HelloReply(store=store)
+
+    def send() -> None:
+        for _ in range(3):
+            one.send(Kind.WELCOME, sent)
+            one.send_raw(raw)
+            one.send(Kind.COMMIT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for _ in range(3):
+        kind, payload = other.receive(1 << 20)
+        assert kind == Kind.WELCOME
+        assert parse(pb.HelloReply, payload) == sent
+        target = memoryview(bytearray(len(raw)))
+        other.receive_into(target)
+        assert target == raw
+        assert other.receive(0) == (Kind.COMMIT, memoryview(b""))
+    thread.join()
+
+
+def test_what_is_owed_goes_with_the_next_frame(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.owed += frame(Kind.RELEASE, pb.LaneRelease(leases=[5]))
+    one.send(Kind.GET, pb.GetRequest())
+    assert other.receive(100)[0] == Kind.GET
+    assert other.receive(100)[0] == Kind.RELEASE
+    assert not one.owed
+
+
+def test_a_frame_over_its_bound_is_not_read(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.send_raw(HEADER.pack(101, Kind.GET))
+    with pytest.raises(Broken, match="101 bytes"):
+        other.receive(100)
+
+
+def test_the_end_of_the_other_is_noticed(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.send_raw(HEADER.pack(10, Kind.GET) + b"half")
+    one.close()
+    with pytest.raises(Broken, match="closed"):
+        other.receive(100)
+    with pytest.raises(Broken):
+        other.send_raw(bytes(64 << 20))
+
+
+def test_silence_ends_with_the_deadline(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    other.deadline = time.monotonic() + 0.05
+    with pytest.raises(TimedOut):
+        other.receive(100)
+    one.deadline = time.monotonic() + 0.05
+    with pytest.raises(TimedOut):  # nobody reads
+        one.send_raw(bytes(64 << 20))
+    with pytest.raises(TimedOut):
+        one.send(Kind.GET)
+
+
+def test_bytes_that_trickle_in_do_not_stretch_a_deadline(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(Broken):
+            while not stop.wait(0.02):
+                one.send_raw(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    other.deadline = time.monotonic() + 0.3
+    with pytest.raises(TimedOut):
+        other.receive_into(memoryview(bytearray(1 << 20)))
+    stop.set()
+    thread.join()
