@@ -35,11 +35,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 8 * MIB)
-TOTAL_BYTES = 64 * MIB
-"""Of the values of one size: twice a large CPU cache. They are put again and again."""
+TOTAL_BYTES = 48 * MIB
+"""Of the values of one size: more than a CPU's cache. They are put again and again."""
 
-FILL_ROUNDS = 5
-"""Puts of everything that fill the stores, which hold five times TOTAL_BYTES."""
+FILL_ROUNDS = 4
+"""Puts of everything that fill the stores, which hold at most four times TOTAL_BYTES."""
 
 _NUMBERS_PER_SIZE = 1 << 16
 
@@ -167,7 +167,8 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
         runner.tell(do="begin", num_bytes=num_bytes, first=first, count=TOTAL_BYTES // num_bytes)
     for runner in runners:
         runner.hear()
-    for do, fill in (("put", FILL_ROUNDS), ("get", 0)):
+    filled = 1 if num_bytes > SIZES[0] else FILL_ROUNDS
+    for do, fill in (("put", filled), ("get", 0)):
         for place in range(fill + rounds):
             for runner in order.sample(runners, len(runners)):
                 runner.measure(do, num_bytes, count=place >= fill)
@@ -233,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
     parser.add_argument("--only", nargs="*", help="names of the stores that take part")
     given = parser.parse_args(arguments)
     entrants = [e for e in ENTRANTS if not given.only or e.name in given.only]
-    rounds = 3 if given.quick else 12
+    rounds = 2 if given.quick else 12
     folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
     try:
         with running(entrants, given.peers, folder) as runners:

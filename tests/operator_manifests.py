@@ -444,11 +444,6 @@ _CACHES = (
         "use 64Mi or more, and four times the largest chunk-cache at least",
     ),
     Bad(
-        *("disk for no value", _W, cache(cacheStore={"disk": {"size": "128Mi"}})),
-        *("spec.cacheStore.disk.size", "128Mi is little more than what the store leaves free"),
-        "use 256Mi or more",
-    ),
-    Bad(
         "store's memory limit below its memory tier",
         _W,
         cache(cacheStore={"memory": "2Gi", "resources": {"memoryLimit": "2Gi"}}),

@@ -28,8 +28,11 @@ class Contestant(ABC):
     @abstractmethod
     def __init__(self, folder: Path) -> None: ...
 
-    def prepare(self, number: int, value: memoryview) -> None:  # noqa: B027
-        """Anything that a caller with its data where the store wants it need not do; not timed."""
+    def prepare_put(self, number: int, value: memoryview) -> None:  # noqa: B027
+        """Whatever a caller whose data lies where the store wants it need not do; not timed."""
+
+    def prepare_get(self, number: int) -> None:  # noqa: B027
+        """What goes before a get in the store's own protocol; not timed."""
 
     @abstractmethod
     def put(self, number: int, value: memoryview) -> None:

@@ -6,9 +6,11 @@ message classes and its own native client, less what surrounds them.
 
 from __future__ import annotations
 
+import itertools
 import select
 import socket
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ _TOKENS = 256
 """Of the one chunk that a value of the multi-process server is."""
 
 _BLOCKS = 16
+_MOST_PUTS = 64
 
 
 class LMCacheServer(Contestant):
@@ -117,43 +120,55 @@ class MultiProcess(Contestant):
         self._make = ServerBenchClient
         self._client: Any = None
         self._value_bytes = 0
+        self._puts: Counter[int] = Counter()
+        self._sessions = itertools.count()
 
-    def prepare(self, number: int, value: memoryview) -> None:
-        """See Contestant: bring the value into the block, look it up."""
+    def prepare_put(self, number: int, value: memoryview) -> None:
+        """See Contestant: bring the value into a block."""
         if len(value) != self._value_bytes:
-            if self._client is not None:
-                self._client.close()
-            self._value_bytes = len(value)
-            spec = f"(1,{_BLOCKS},{_TOKENS},1,{len(value) // _TOKENS}):uint8:1"
-            self._client = self._make(
-                replace(self._config, kvcache_shape_spec=spec), lambda _: None
-            )
-            self._client.start()
-            [self._layer] = self._client._workers[0].kv_caches.values()
-        self._request = self._client.create_request(
-            number, f"request-{number}-{id(value)}", "bench"
-        )
-        block = self._layer[self._request.block_offset]
-        self._block = memoryview(block.view(-1).numpy()).cast("B")
-        if self._client.lookup(self._request).hit_chunks == 0:
-            self._block[:] = value
+            self._start(len(value))
+        self._puts[number] += 1
+        self._request = self._request_of(number)
+        self._block()[:] = value
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
+        """See Contestant. What is stored is not stored again: other bytes are another chunk."""
         if not self._client.store(self._request, 0, _TOKENS).succeeded:
             raise OSError("lmcache refused a store")
+
+    def prepare_get(self, number: int) -> None:
+        """See Contestant: the LOOKUP."""
+        self._request = self._request_of(number)
+        self._client.lookup(self._request)
 
     def get(self, number: int, buffer: memoryview) -> memoryview:
         """See Contestant."""
         if not self._client.retrieve(self._request, 0, _TOKENS).succeeded:
             raise OSError("lmcache retrieved nothing")
-        return self._block
+        return self._block()
 
     def close(self) -> None:
         """See Contestant."""
         if self._client is not None:
             self._client.close()
         self._server.end()
+
+    def _start(self, value_bytes: int) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._value_bytes = value_bytes
+        spec = f"(1,{_BLOCKS},{_TOKENS},1,{value_bytes // _TOKENS}):uint8:1"
+        self._client = self._make(replace(self._config, kvcache_shape_spec=spec), lambda _: None)
+        self._client.start()
+        [self._layer] = self._client._workers[0].kv_caches.values()
+
+    def _request_of(self, number: int) -> Any:
+        sequence = number * _MOST_PUTS + self._puts[number]
+        return self._client.create_request(sequence, f"{next(self._sessions)}", "bench")
+
+    def _block(self) -> memoryview:
+        block = self._layer[self._request.block_offset]
+        return memoryview(block.view(-1).numpy()).cast("B")
 
 
 class FsNative(Contestant):
@@ -164,22 +179,34 @@ class FsNative(Contestant):
             from lmcache.lmcache_fs import LMCacheFSClient  # noqa: PLC0415
         except ImportError as error:
             raise Absent(f"lmcache cannot be imported: {error}") from error
+        self._folder = folder
+        self._puts: Counter[int] = Counter()
         self._client = LMCacheFSClient(str(folder), 4, "", False, 0)
         self._done = select.poll()
         self._done.register(self._client.event_fd(), select.POLLIN)
 
     def put(self, number: int, value: memoryview) -> None:
-        """See Contestant."""
-        # Its binding asks for a writable buffer even of what it only reads.
-        self._finish(self._client.submit_batch_set([f"m@0@0@{number:016x}"], [value]))
+        """See Contestant. A file that is there stays as it is: other bytes are another key."""
+        self._puts[number] += 1
+        self._finish(self._client.submit_batch_set([self._key(number)], [value]))
 
     def get(self, number: int, buffer: memoryview) -> None:
         """See Contestant."""
-        self._finish(self._client.submit_batch_get([f"m@0@0@{number:016x}"], [buffer]))
+        self._finish(self._client.submit_batch_get([self._key(number)], [buffer]))
+
+    def settle(self) -> None:
+        """See Contestant: drop what newer values have replaced."""
+        current = {self._key(number).rpartition("@")[2] for number in self._puts}
+        for file in self._folder.iterdir():
+            if file.stem.rpartition("@")[2] not in current:
+                file.unlink()
 
     def close(self) -> None:
         """See Contestant."""
         self._client.close()
+
+    def _key(self, number: int) -> str:
+        return f"m@0@0@{number:012x}{self._puts[number]:04x}"
 
     def _finish(self, future: int) -> None:
         while True:

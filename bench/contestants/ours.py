@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
-
-from ragcache_kv.store.client import StoreClient
 
 from bench.contestants.contestant import Contestant
 from bench.contestants.servers import START_S, Server, free_port
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, NewVariant, PutOutcome
 from ragcache_core.variant import Origin, Part, Provenance, Tier, VariantInfo
+from ragcache_kv.store.client import StoreClient
 from ragcache_kv.value import FORMAT, checksum
 
 TIMEOUT_S = 30.0
@@ -27,10 +27,8 @@ class RagCache(Contestant):
     verifies = True
     lane = "shared"
     ack = Ack.ACCEPTED
-    admission = "second-touch"
-    """As the peers that have no disk: what is got twice is written to it, and nothing was yet."""
-    memory_bytes = 320 << 20
-    disk_bytes = 4 << 30
+    memory_bytes = 192 << 20
+    disk_bytes = 256 << 20
 
     def __init__(self, folder: Path) -> None:
         port, lane_port = free_port(), free_port()
@@ -42,7 +40,8 @@ class RagCache(Contestant):
             "RAGCACHE_DATA_DIR": str(folder / "data"),
             "RAGCACHE_MEMORY_BYTES": str(self.memory_bytes),
             "RAGCACHE_DISK_BYTES": str(self.disk_bytes),
-            "RAGCACHE_ADMISSION": self.admission,
+            # The newest values are asked for here, which a cache by worth may drop for older ones.
+            "RAGCACHE_POLICY": "lru",
             "RAGCACHE_LOG_LEVEL": "warning",
         }
         argv = [sys.executable, "-m", "ragcache_cachestore"]
@@ -67,6 +66,13 @@ class RagCache(Contestant):
         """See Contestant."""
         ((_, found),) = self._client.get([self._key(number)], TIMEOUT_S, allocate=lambda _: buffer)
         self.note(found.tier)
+
+    def settle(self) -> None:
+        """See Contestant: what was accepted is written to disk in the background."""
+        before, now = -1, self._client.stats(TIMEOUT_S).disk_bytes
+        while now != before:
+            time.sleep(0.3)
+            before, now = now, self._client.stats(TIMEOUT_S).disk_bytes
 
     def note(self, tier: Tier) -> None:
         """Where a value came from."""
@@ -97,15 +103,19 @@ class RagCacheDurable(RagCache):
     """A put that is back has survived kill -9."""
 
     ack = Ack.DURABLE
-    admission = "always"
-    disk_bytes = 320 << 20
 
 
 class RagCacheDisk(RagCacheDurable):
     """Values that memory has no room for: gets from the disk tier, page cache warm."""
 
-    memory_bytes = 48 << 20
-    disk_bytes = 1 << 30
+    memory_bytes = 32 << 20
+
+    def settle(self) -> None:
+        """See Contestant: what was accepted is written to disk in the background."""
+        before, now = -1, self._client.stats(TIMEOUT_S).disk_bytes
+        while now != before:
+            time.sleep(0.3)
+            before, now = now, self._client.stats(TIMEOUT_S).disk_bytes
 
     def note(self, tier: Tier) -> None:
         """See RagCache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,17 @@ class Mooncake(Contestant):
             raise Absent("mooncake's holder of memory does not start")
         self._store = _mooncake(f"127.0.0.1:{port}", 0)
         self._registered: list[tuple[int, int]] = []
+        self._puts: Counter[int] = Counter()
+
+    def prepare_put(self, number: int, value: memoryview) -> None:
+        """See Contestant: an object does not change, so the old one goes."""
+        if self._puts[number]:
+            self._store.remove(self._key(number))
+        self._puts[number] += 1
 
     def put(self, number: int, value: memoryview) -> None:
         """See Contestant."""
-        if self._store.put(f"{number}", value):
+        if self._store.put(self._key(number), value):
             raise OSError("mooncake refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:
@@ -88,7 +96,7 @@ class Mooncake(Contestant):
         if (whole := _whole(buffer)) not in self._registered:
             self._store.register_buffer(*whole)
             self._registered.append(whole)
-        found = self._store.get_into(f"{number}", _address(buffer), len(buffer))
+        found = self._store.get_into(self._key(number), _address(buffer), len(buffer))
         if found != len(buffer):
             raise OSError(f"mooncake gave {found}")
 
@@ -97,6 +105,9 @@ class Mooncake(Contestant):
         self._process.terminate()
         self._process.join(10)
         self._server.end()
+
+    def _key(self, number: int) -> str:
+        return f"{number}-{self._puts[number]}"
 
 
 def _nixl_agent(name: str) -> Any:

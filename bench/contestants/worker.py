@@ -41,7 +41,7 @@ class Measure:
             value = self._value(number)
             # Reads every byte: no store pays for a page that was not touched for long.
             self._checksums[number] = xxhash.xxh3_64_intdigest(value)
-            self._store.prepare(number, value)
+            self._store.prepare_put(number, value)
             begin = time.perf_counter()
             self._store.put(number, value)
             taken += time.perf_counter() - begin
@@ -61,7 +61,7 @@ class Measure:
         for place, number in enumerate(random.sample(self._numbers, len(self._numbers))):
             value, wanted = self._value(number), self._checksums[number]
             buffer = self._values.buffer(place)
-            self._store.prepare(number, value)
+            self._store.prepare_get(number)
             begin = time.perf_counter()
             buffer = self._store.get(number, buffer) or buffer
             found = wanted if self._store.verifies else xxhash.xxh3_64_intdigest(buffer)

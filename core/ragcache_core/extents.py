@@ -126,6 +126,21 @@ class ExtentAllocator:
                 start = before
             self._add_run(start, pages)
 
+    def set_aside(self, extent: Extent) -> bool:
+        """Keep free pages from being allocated, without counting them as bytes of values.
+
+        False, and nothing done, if any of them is in use.
+        """
+        if not self._take_one(extent):
+            return False
+        self.used_bytes -= extent.num_bytes
+        return True
+
+    def put_back(self, extent: Extent) -> None:
+        """Undo set_aside."""
+        self.used_bytes += extent.num_bytes
+        self.free((extent,))
+
     def free_extents(self) -> tuple[Extent, ...]:
         """The free runs, in order of place."""
         return tuple(

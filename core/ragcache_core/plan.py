@@ -50,11 +50,14 @@ class ReusePlan:
 
     request: the gateway's own id of the request, under which the engine keeps its record.
     domain: access domain of every segment (who may share their KV).
+    planned_at_ms: Unix time before which nobody had looked for the segments' chunks; KV of one that
+    is deleted after it is not stored. 0: nobody knows.
     """
 
     request: str
     domain: str
     segments: tuple[Segment, ...]
+    planned_at_ms: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of this plan; ``from_json`` reads it back."""
@@ -63,6 +66,7 @@ class ReusePlan:
             "request": self.request,
             "domain": self.domain,
             "segments": [_to_json(segment) for segment in self.segments],
+            "planned_at_ms": self.planned_at_ms,
         }
 
     @classmethod
@@ -77,6 +81,7 @@ class ReusePlan:
             request=_text("ragcache.request", plan.get("request")),
             domain=_text("ragcache.domain", plan.get("domain")),
             segments=segments,
+            planned_at_ms=_unix_ms("ragcache.planned_at_ms", plan.get("planned_at_ms", 0)),
         )
 
 
@@ -154,6 +159,12 @@ def _segment(path: str, value: object) -> Segment:
 def _mapping(path: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidInput(path, "is not an object", "send a JSON object")
+    return value
+
+
+def _unix_ms(path: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise InvalidInput(path, f"is {value!r}", "send milliseconds of Unix time")
     return value
 
 

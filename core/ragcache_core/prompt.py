@@ -52,14 +52,21 @@ def assemble(
 
 
 def plan_exact(
-    prompt: Prompt, space: KVSpace, domain: str, request: str, documents: Sequence[str] = ()
+    prompt: Prompt,
+    space: KVSpace,
+    domain: str,
+    request: str,
+    documents: Sequence[str] = (),
+    planned_at_ms: int = 0,
 ) -> ReusePlan:
     """Plan that reuses and stores the head and every chunk as exact variants.
 
     documents: name of each chunk's document (``document_name``); none if nobody knows.
+    planned_at_ms: Unix time before the chunks were looked for; 0 if nobody knows.
     The head (system prompt) is a segment too: without its KV no chunk behind it could be exact.
     """
-    return ReusePlan(request, domain, _segments(prompt, space, domain, Action.EXACT, documents))
+    segments = _segments(prompt, space, domain, Action.EXACT, documents)
+    return ReusePlan(request, domain, segments, planned_at_ms)
 
 
 def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:

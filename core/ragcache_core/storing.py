@@ -65,7 +65,6 @@ class PutOutcome(StrEnum):
     STORED = "stored"
     HELD_ALREADY = "held_already"  # as good or better
     DELETED = "deleted"  # a delete overtook it
-    NOT_ADMITTED = "not_admitted"  # not worth what would have to go for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +109,18 @@ class Variants:
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """The deletes that a computation may have missed: those after sequence of the store.
+    """The deletes that a computation may have missed.
 
-    store: id of a data folder (ID_BYTES). A put that was planned on a lookup carries the lookup's,
-    so that a delete in between is not undone.
+    Those after sequence of the store, and those that it applied since planned_at_ms. store: id of a
+    data folder (ID_BYTES). A put that was planned on a lookup carries the lookup's, so that a
+    delete in between is not undone. planned_at_ms: Unix time at which the chunks were chosen, where
+    that was before the lookup: one that was deleted in between is not brought back; 0: no such
+    time.
     """
 
     store: bytes = b""
     sequence: int = 0
+    planned_at_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,9 @@ class NewVariant:
 class Deletion:
     """What one delete names; a store applies an id once.
 
-    documents: ids of documents of domain. domain with no documents: everything of it; "" names no
-    domain. Everything computed after a chunk that is named goes too. made_at_ms: Unix time.
+    documents: ids of documents of domain. domain with no documents: everything of it, and then
+    nothing else is named; "" names no domain. Something is named. Everything computed after a chunk
+    that is named goes too. made_at_ms: Unix time.
     """
 
     id: bytes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from bench.processes import free_port
 from ragcache_cachestore.rejoin import Rejoin
 from ragcache_cachestore.replication import HALF_LIFE_S, Replication
+from ragcache_cachestore.tombstones import AWAY_MS
 from ragcache_core.errors import Unavailable
 from ragcache_core.replication import Thresholds
 from ragcache_core.sharding import Rendezvous
@@ -44,9 +46,11 @@ def shards(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
 
 
 @contextmanager
-def rejoining(shard: Served, *peers: str, every_s: float = 60.0) -> Iterator[Rejoin]:
+def rejoining(
+    shard: Served, *peers: str, every_s: float = 60.0, first_s: float = TIMEOUT_S
+) -> Iterator[Rejoin]:
     members = FixedMembers((shard.address, *peers))
-    rejoin = Rejoin(shard.store, members, shard.address, pull_every_s=every_s)
+    rejoin = Rejoin(shard.store, members, shard.address, pull_every_s=every_s, first_pull_s=first_s)
     try:
         rejoin.start()
         yield rejoin
@@ -91,20 +95,99 @@ def test_a_peer_that_is_away_holds_up_no_start_and_is_asked_later(
     port = free_port()
     with (
         caplog.at_level("INFO"),
-        rejoining(one, f"127.0.0.1:{port}", every_s=0.05),
+        rejoining(one, f"127.0.0.1:{port}", every_s=0.05, first_s=0.1),
     ):
         assert "did not tell its deletes" in caplog.text
         assert get(one.store, KEY) == RAW
         with serving(tmp_path / "late", port=port) as late:
             late.store.delete(deletion())
             eventually(lambda: get(one.store, KEY) is Miss.DELETED)
-        # Said once, however often it is tried.
-        assert caplog.text.count("did not tell its deletes") == 1
+            # Said once, however often it is tried.
+            assert caplog.text.count("did not tell its deletes") == 1
+
+
+def test_shards_that_start_together_hear_each_other(
+    tmp_path: Path, shards: tuple[Served, Served]
+) -> None:
+    one, _ = shards
+    put(one.store, KEY, RAW)
+    port = free_port()
+    members = FixedMembers((one.address, f"127.0.0.1:{port}"))
+    said: list[str] = []
+    rejoin = Rejoin(one.store, members, one.address, progress=said.append)
+    starting = threading.Thread(target=rejoin.start)
+    starting.start()
+    eventually(lambda: len(said) >= 2)
+    assert "0 of 1 have answered" in said[-1]
+    with serving(tmp_path / "late") as before:
+        before.store.delete(deletion())
+    with serving(tmp_path / "late", port=port):
+        starting.join(TIMEOUT_S)
+        assert get(one.store, KEY) is Miss.DELETED
+        rejoin.close()
+
+
+def test_what_cannot_be_applied_keeps_it_from_serving(
+    shards: tuple[Served, Served],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = shards
+    other.store.delete(deletion())
+    broken = threading.Event()
+    apply = one.store.delete_many
+
+    def delete_many(batch: Sequence[Deletion]) -> int:
+        if not broken.is_set():
+            raise Unavailable("cachestore", "its disk is full")
+        return apply(batch)
+
+    monkeypatch.setattr(one.store, "delete_many", delete_many)
+    rejoin = Rejoin(
+        one.store, FixedMembers((one.address, other.address)), one.address, first_pull_s=0.0
+    )
+    starting = threading.Thread(target=rejoin.start)
+    starting.start()
+    eventually(lambda: "cannot be applied" in caplog.text)
+    assert starting.is_alive(), "its own disk is no silence of a peer's"
+    broken.set()
+    starting.join(TIMEOUT_S)
+    rejoin.close()
+    assert len(one.store.tombstones_since(0)) == 1
+
+
+def test_a_peer_that_was_silent_for_a_day_costs_everything(
+    shards: tuple[Served, Served],
+) -> None:
+    one, _ = shards
+    put(one.store, KEY, RAW)
+    now_ms = [time.time_ns() // 1_000_000]
+    members = FixedMembers((one.address, f"127.0.0.1:{free_port()}"))
+    rejoin = Rejoin(
+        one.store,
+        members,
+        one.address,
+        now_ms=lambda: now_ms[0],
+        first_pull_s=0.0,
+        pull_every_s=0.02,
+    )
+    rejoin.start()
+    now_ms[0] += AWAY_MS - 60_000
+    time.sleep(0.1)
+    assert get(one.store, KEY) == RAW
+    now_ms[0] += 120_000
+    eventually(lambda: get(one.store, KEY) is Miss.EVICTED)
+    rejoin.close()
 
 
 def test_an_only_shard_asks_nobody(shards: tuple[Served, Served]) -> None:
-    rejoin = Rejoin(shards[0].store, None, shards[0].address)
+    told: list[str] = []
+    before = set(threading.enumerate())
+    rejoin = Rejoin(shards[0].store, None, shards[0].address, progress=told.append)
     rejoin.start()
+    # It neither asks now nor goes on in the background.
+    assert told == []
+    assert not [one for one in set(threading.enumerate()) - before if "rejoin" in one.name]
     rejoin.close()
 
 
@@ -194,9 +277,9 @@ def test_a_shard_that_cannot_take_a_copy_ends_nothing(
             look_every_s=0.01,
         )
         wanted = next(
-            key(n)
+            key(n << 96)
             for n in range(1, 99)
-            if Rendezvous((pair.owner.address, "127.0.0.1:9")).owners([key(n).chunk])
+            if Rendezvous((pair.owner.address, "127.0.0.1:9")).owners([key(n << 96).chunk])
             == [pair.owner.address]
         )
         assert put(pair.owner.store, wanted, RAW) is PutOutcome.STORED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ragcache_cachestore import service
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.service import MAX_WATCHERS, SERVICE
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
@@ -166,7 +168,8 @@ def test_deletes_and_their_tombstones(served: Served) -> None:
     assert late is PutOutcome.DELETED
     (told,) = served.client.tombstones(0)
     assert (told.id, told.chunks) == (deletion.id, deletion.chunks)
-    assert served.client.tombstones(told.made_at_ms + 1) == []
+    later_ms = time.time_ns() // 1_000_000 + 1000
+    assert list(served.client.tombstones(later_ms)) == []
 
 
 def test_pins_and_prefetches_are_counted(served: Served) -> None:
@@ -307,6 +310,56 @@ def test_a_client_that_stops_reading_frees_what_was_held_for_it(served: Served) 
     assert get_value(served.client, key(3)) == value(4 * MIB, 3)
 
 
+def test_a_put_that_stalls_holds_its_room_no_longer_than_a_lease_lasts(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LEASE_S", 0.2)
+    over = threading.Event()
+
+    def parts() -> Iterator[pb.PutPart]:
+        yield header(value(3 * MIB))
+        over.wait(TIMEOUT_S)
+
+    call = served.stub.Put.future(parts(), timeout=TIMEOUT_S)
+    with pytest.raises(grpc.RpcError, match="too slowly"):
+        call.result()
+    over.set()
+    assert served.store.stats().memory_bytes == 0
+
+
+def test_readers_that_have_stopped_hold_up_no_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.service._gets = asyncio.Semaphore(1)
+    put_value(served.client, key(1), value(32 * MIB))
+    put_value(served.client, key(2), value(10))
+    monkeypatch.setattr(service, "LEASE_S", 0.2)
+    stopped = served.stub.Get(pb.GetRequest(keys=[to_key(key(1))]), timeout=TIMEOUT_S)
+    next(stopped)
+    assert get_value(served.client, key(2)) == value(10)
+    stopped.cancel()
+    eventually(lambda: not served.store.stats().leases)
+    assert "ExecuteBatchError" not in caplog.text
+
+
+def test_before_it_is_open_it_says_and_hears_what_was_deleted_and_nothing_else(
+    served: Served,
+) -> None:
+    put_value(served.client, key(1), value(10))
+    served.service._gated = True
+    with pytest.raises(Unavailable, match="asking the other shards"):
+        served.client.lookup([Want.of(key(1))])
+    with pytest.raises(Unavailable, match="asking the other shards"):
+        get_value(served.client, key(1))
+    with pytest.raises(Unavailable, match="asking the other shards"):
+        put_value(served.client, key(2), value(10))
+    assert served.client.stats().variants == 1
+    assert served.client.delete(Deletion(os.urandom(16), (key(1).chunk,))) == 1
+    assert len(list(served.client.tombstones(0))) == 1
+    served.service.open()
+    assert served.client.lookup([Want.of(key(1))]).variants[0].miss is Miss.DELETED
+
+
 def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:
     with serving(tmp_path, free_bytes=lambda: 0) as served:
         assert put_value(served.client, key(1), b"x") is PutOutcome.STORED
@@ -377,7 +430,7 @@ def test_names_of_another_length_are_refused(served: Served) -> None:
     want = pb.Want(chunk=b"short")
     assert refusal(lambda: call(pb.LookupRequest(wants=[want]))).field == "wants[0].chunk"
     assert refusal(lambda: served.stub.Pin(pb.PinRequest(keys=[bad]))).field == "keys[0].chunk"
-    deletion = pb.Deletion(id=b"short")
+    deletion = pb.Deletion(id=b"short", chunks=[bytes(16)])
     assert (
         refusal(lambda: served.stub.Delete(pb.DeleteRequest(deletion=deletion))).field
         == "deletion.id"

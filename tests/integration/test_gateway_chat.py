@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,7 @@ async def test_a_whole_answer_has_text_citations_timing_and_cache(gateway: World
 
 
 async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> None:
+    before_ms = time.time_ns() // 1_000_000
     await gateway.ask()
     sent = gateway.engine.requests[0]
     plan = ReusePlan.from_json(sent["kv_transfer_params"]["ragcache"])
@@ -67,6 +69,8 @@ async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> Non
     # Head, two chunks of billing.md in document order, one of search.md.
     assert len(checked_segments(plan, sent["prompt"], space)) == len(plan.segments) == 4
     assert plan.domain == "public"
+    # What is deleted after that must not be stored again.
+    assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
     documents = [segment.document for segment in plan.segments]
     assert documents == ["", *["default/billing.md"] * 2, "default/search.md"]
     assert "cache_salt" not in sent

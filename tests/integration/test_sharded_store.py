@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,6 +230,19 @@ def test_a_lost_shard_that_comes_back_is_asked_again(
             assert late.client.lookup([Want.of(orphan)]).variants[0].held
 
 
+def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
+    shards: list[Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
+        store.lookup(WANTS)
+        with suppress(Unavailable):
+            list(store.get(KEYS, 1e-6))
+        assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
+        assert "is lost" not in caplog.text
+
+
 def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
     addresses = [shard.address for shard in shards]
     with opened(*addresses) as store:
@@ -372,7 +385,7 @@ def test_a_replica_that_is_gone_is_asked_of_the_owner(shards: list[Served]) -> N
             assert bytes(stored.value) == raw
 
 
-async def test_a_delete_reaches_every_shard_and_waits_for_no_dead_one(tmp_path: Path) -> None:
+async def test_a_delete_goes_to_the_shard_that_is_named(tmp_path: Path) -> None:
     with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
         members = ChangingMembers(one.address, other.address)
         store = AsyncShardedStore(members)
@@ -384,26 +397,19 @@ async def test_a_delete_reaches_every_shard_and_waits_for_no_dead_one(tmp_path: 
             other.address: 1,
         }
         members.addresses = (one.address, other.address, "127.0.0.1:9")
-        result = await store.delete(deletion(KEYS[0].chunk))
-        assert result.removed == 2
-        assert set(result.acknowledged) == {one.address, other.address}
-        assert "unavailable" in result.silent["127.0.0.1:9"]
-        assert get_value(one.client, KEYS[0]) is get_value(other.client, KEYS[0]) is None
-        again = await store.delete(deletion(KEYS[0].chunk))
-        assert "a moment ago" in again.silent["127.0.0.1:9"]
-        assert (await store.stats())["127.0.0.1:9"] is None
-        # The same deletes, by the same ids, wherever they were acknowledged.
-        ids = [[d.id for d in shard.store.tombstones_since(0)] for shard in (one, other)]
-        assert ids[0] == ids[1]
-        members.addresses = ("127.0.0.1:9",)
+        assert store.addresses() == members.addresses
+        gone = deletion(KEYS[0].chunk)
+        assert await store.delete_on(one.address, gone) == 1
+        assert get_value(one.client, KEYS[0]) is None
+        assert get_value(other.client, KEYS[0]) is not None
+        assert await store.delete_on(one.address, gone) == 0
         with pytest.raises(Unavailable):
-            await store.delete(deletion(KEYS[0].chunk))
+            await store.delete_on("127.0.0.1:9", gone)
+        assert (await store.stats())["127.0.0.1:9"] is None
         members.addresses = (one.address,)
-        assert (await store.delete(deletion(KEYS[0].chunk))).removed == 0
+        with pytest.raises(Unavailable, match="no member"):
+            await store.delete_on(other.address, gone)
         assert (await store.stats()).keys() == {one.address}
-        members.addresses = ()
-        with pytest.raises(Unavailable, match="no shards"):
-            await store.delete(deletion(KEYS[0].chunk))
         await store.close()
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from ragcache_cachestore import lane_server
 from ragcache_cachestore.lane_server import LaneServer
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
@@ -28,6 +29,7 @@ from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavaila
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
 from ragcache_core.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
+from ragcache_kv.store import client as store_client
 from ragcache_kv.store import framed_lane
 from ragcache_kv.store.aio import AsyncStoreClient
 from ragcache_kv.store.buffers import parts_of
@@ -36,6 +38,7 @@ from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
 from ragcache_kv.store.messages import to_get_request, to_put_header
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 TIMEOUT_S = 20.0
@@ -681,3 +684,93 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
         assert time.monotonic() - started < TIMEOUT_S / 2
         running.send_signal(signal.SIGCONT)
         assert isinstance(only(client, 1), StoredValue)
+
+
+def test_a_connection_that_cannot_be_served_ends_no_lane(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_by = lane_server._Connection.start
+    failed = threading.Event()
+
+    def start(self: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("no more threads")
+        served_by(self)
+
+    monkeypatch.setattr(lane_server._Connection, "start", start)
+    with client_of(served.address, "socket") as client, contextlib.suppress(Unavailable):
+        client.connect()
+    assert failed.is_set()
+    with client_of(served.address, "socket") as client:
+        client.connect(TIMEOUT_S)
+        assert client.lane == "socket"
+
+
+def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_client, "BETTER_LANE_EVERY_S", 0.0)
+    most = lane_server.MAX_CONNECTIONS
+    monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", 0)
+    with contextlib.closing(StoreClient(served.address)) as client:
+        client.connect(TIMEOUT_S)
+        assert client.lane == "grpc"
+        variant, value = new(1, [1000])
+        assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+        assert client.lane == "grpc"
+        monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", most)
+        found = only(client, 1)
+        assert isinstance(found, StoredValue)
+        assert found.value == value
+        assert client.lane == "shared"
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_lease_that_was_over_is_no_hit(
+    served: Served, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    monkeypatch.setattr(served.store, "is_leased", lambda _: False)
+    with client_of(served.address, lane) as client:
+        variant, value = new(1, [1000])
+        client.put(variant, value, TIMEOUT_S)
+        only(client, 1)
+        eventually(lambda: served.store.stats().misses_by_reason.get("late") == 1)
+    assert served.store.stats().hits_memory == 0
+
+
+def test_a_full_client_says_nothing_about_its_store(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_lane, "MAX_CONNECTIONS", 1)
+    with client_of(served.address, "socket") as client:
+        variant, value = new(1, [1000])
+        client.put(variant, value, TIMEOUT_S)
+        reading = client.get([key(1)], TIMEOUT_S)
+        with pytest.raises(Unavailable) as full:
+            client.get([key(1)], 0.05)
+        assert not isinstance(full.value, NoAnswer)
+        list(reading)
+
+
+def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "data", MIB, MIB)
+    with contextlib.closing(store):
+        path = tmp_path / "lane.sock"
+        path.write_text("precious")
+        with pytest.raises(InvalidInput, match="RAGCACHE_LANE_SOCKET"):
+            LaneServer(store, path, None)
+        assert path.read_text() == "precious"
+        path.unlink()
+        first = LaneServer(store, path, None)
+        with pytest.raises(InvalidInput, match="RAGCACHE_LANE_SOCKET"):
+            LaneServer(store, path, None)
+        path.unlink()
+        second = LaneServer(store, path, None)
+        first.close()
+        assert path.exists(), "it is another's by now"
+        second.close()
+        assert not path.exists()
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(path))
+        LaneServer(store, path, None).close()

@@ -84,6 +84,20 @@ def test_admission_by_score_needs_the_score() -> None:
     assert refused.value.field == "RAGCACHE_ADMISSION"
 
 
+@pytest.mark.parametrize(
+    ("about", "admission"),
+    [
+        ({}, "always"),
+        ({"RAGCACHE_REUSE": "exact"}, "always"),
+        ({"RAGCACHE_REUSE": "blend"}, "score"),
+        ({"RAGCACHE_REUSE": "blend", "RAGCACHE_POLICY": "lru"}, "always"),
+        ({"RAGCACHE_REUSE": "blend", "RAGCACHE_ADMISSION": "always"}, "always"),
+    ],
+)
+def test_admission_is_the_one_that_did_best(about: dict[str, str], admission: str) -> None:
+    assert Config.from_environment(REQUIRED | about).admission == admission
+
+
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_variable_is_named(name: str) -> None:
     with pytest.raises(InvalidInput) as refused:

@@ -309,6 +309,22 @@ def test_damaged_bytes_get_no_good_checksum() -> None:
     assert record.value == before
 
 
+def test_a_value_of_a_size_that_cannot_be_stops_nothing() -> None:
+    store, keeper, clock = make(FixedAssignment(INT8))
+    store.put(0)
+    store.put(1)
+    record = store.held[key(0)]
+    record.value = record.value[:-3]
+    cut = record.value[NATIVE_BYTES // 2 :]
+    info = replace(record.candidate.info, num_bytes=len(record.value))
+    parts = (record.candidate.parts[0], Part(len(cut), checksum(cut)))
+    record.candidate = replace(record.candidate, info=info, parts=parts)
+    run(keeper, clock, 200)
+    assert store.precision(1) == INT8
+    assert store.precision(0) == Precision()
+    assert keeper.counters.corrupt == 1
+
+
 def test_what_is_being_read_is_tried_again() -> None:
     store, keeper, clock = make(FixedAssignment(INT8))
     store.put(0)

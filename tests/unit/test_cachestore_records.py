@@ -196,7 +196,7 @@ def test_tombstones_come_back_in_order_with_the_last_sequence(tmp_path: Path) ->
     with opened(tmp_path) as records:
         assert (records.delete_sequence, records.tombstones()) == (0, [])
         for sequence in (1, 2, 300):
-            records.put_tombstone(tombstone(sequence))
+            records.put_tombstones([tombstone(sequence)])
         assert records.delete_sequence == 300
     with opened(tmp_path) as records:
         assert records.delete_sequence == 300
@@ -206,7 +206,7 @@ def test_tombstones_come_back_in_order_with_the_last_sequence(tmp_path: Path) ->
 def test_old_tombstones_are_dropped_and_the_sequence_goes_on(tmp_path: Path) -> None:
     with opened(tmp_path) as records:
         for sequence, made_at_ms in ((1, 500), (2, 1000), (3, 999)):
-            records.put_tombstone(tombstone(sequence, made_at_ms))
+            records.put_tombstones([tombstone(sequence, made_at_ms)])
         assert records.drop_tombstones(before_ms=1000) == 2
         assert records.tombstones() == [tombstone(2, 1000)]
         assert records.drop_tombstones(before_ms=2000) == 1
@@ -216,7 +216,7 @@ def test_old_tombstones_are_dropped_and_the_sequence_goes_on(tmp_path: Path) -> 
 
 def test_a_damaged_tombstone_is_not_passed_over(tmp_path: Path) -> None:
     with opened(tmp_path) as records:
-        records.put_tombstone(tombstone(1))
+        records.put_tombstones([tombstone(1)])
         records._db.put(b"t" + (2).to_bytes(8), b"\1nonsense")
         with pytest.raises(InvalidInput, match="RAGCACHE_DATA_DIR"):
             records.tombstones()
@@ -236,7 +236,7 @@ def test_meta_stays_with_the_folder(tmp_path: Path) -> None:
 def test_clearing_leaves_the_identity_and_the_sequence(tmp_path: Path) -> None:
     with opened(tmp_path) as records:
         records.put(key(1), record(1))
-        records.put_tombstone(tombstone(5))
+        records.put_tombstones([tombstone(5)])
         store_id = records.store_id
         records.clear()
     with opened(tmp_path) as records:
@@ -253,7 +253,7 @@ records = Records(Path(sys.argv[1]))
 for number in range(60):
     records.put(key(number), record(number, put_order=number))
 records.remove([key(3), key(4)])
-records.put_tombstone(tombstone(9))
+records.put_tombstones([tombstone(9)])
 records.put(key(60), record(60, put_order=60))
 print("done", flush=True)
 sys.stdin.read()

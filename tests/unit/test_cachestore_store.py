@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ragcache_cachestore.books import CLOCKS_DIFFER_MS
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
@@ -727,17 +728,76 @@ def test_tombstones_are_told_and_live_for_a_day(tmp_path: Path) -> None:
         store.delete(deletion(1))
         now_ms += 1000
         store.delete(deletion(2))
-        store.delete(Deletion(id=b"", chunks=(key(3).chunk,), made_at_ms=5))  # a clock astray
+        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=now_ms + 99))  # astray
         told = store.tombstones_since(now_ms - 500)
         assert [d.chunks for d in told] == [(key(2).chunk,), (key(3).chunk,)]
+        assert [d.made_at_ms for d in told] == [now_ms, now_ms]
         assert len(store.tombstones_since(0)) == 3
-    now_ms += 24 * 3600 * 1000 - 1
+    now_ms += 12 * 3600 * 1000
+    opened(tmp_path, wall_ms=lambda: now_ms).__enter__().close()
+    now_ms += 12 * 3600 * 1000 - 1
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
-        assert len(store.tombstones_since(0)) == 3
+        assert store.stats().tombstones == 3
+        assert len(store.tombstones_since(0)) == 2  # who is told of the first had it back young
+        assert len(store.tombstones_since(now_ms)) == 2  # learnt again at the start
         store.forget_tombstones()
-        assert len(store.tombstones_since(0)) == 2
+        assert store.stats().tombstones == 2
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         assert store.lookup([]).as_of.sequence == 3
+
+
+def test_a_delete_relayed_late_is_told_to_who_asks_what_is_new(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        late = Deletion(bytes([7]) * 16, chunks=(key(1).chunk,), made_at_ms=now_ms - 3_600_000)
+        store.delete(late)
+        assert store.tombstones_since(now_ms - 600_000) == [late]
+        assert store.tombstones_since(now_ms + 1) == []
+
+
+def test_a_delete_too_old_to_be_known_again_is_ignored(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        put(store, key(1), b"x")
+        old = now_ms - 24 * 3600 * 1000
+        assert store.delete(Deletion(b"", chunks=(key(1).chunk,), made_at_ms=old)) == 0
+        assert get(store, key(1)) == b"x"
+        assert store.stats().tombstones == 0
+
+
+def test_many_deletes_wait_for_the_disk_once(store: Store) -> None:
+    for number in range(4):
+        put(store, key(number), b"x")
+    known = Deletion(bytes([9]) * 16, chunks=(key(0).chunk,))
+    assert store.delete(known) == 1
+    synced, sync = 0, store._records.sync
+
+    def counted() -> None:
+        nonlocal synced
+        synced += 1
+        sync()
+
+    store._records.sync = counted  # type: ignore[method-assign]
+    assert store.delete_many([known, deletion(1), deletion(2, 3), known]) == 3
+    assert synced == 1
+    assert store.delete_many([known]) == store.delete_many([]) == 0
+    assert synced == 1
+    assert store.lookup([]).as_of.sequence == 3
+
+
+def test_a_put_whose_chunks_were_chosen_before_a_delete_is_refused(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        store.delete(deletion(1))
+        seen = store.lookup([]).as_of  # after the delete, for a plan from before
+        for planned_at_ms, outcome in (
+            (now_ms - 1, PutOutcome.DELETED),
+            (now_ms + CLOCKS_DIFFER_MS - 1, PutOutcome.DELETED),
+            (now_ms + CLOCKS_DIFFER_MS, PutOutcome.STORED),
+        ):
+            as_of = AsOf(seen.store, seen.sequence, planned_at_ms)
+            assert put(store, key(1), b"x", as_of=as_of) is outcome
+            assert put(store, key(2), b"y", as_of=as_of) is not PutOutcome.DELETED
 
 
 def test_a_folder_that_was_away_for_longer_starts_empty(tmp_path: Path) -> None:
@@ -758,7 +818,7 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
     def refuse(_: object) -> None:
         raise Unavailable("cachestore", "its disk refuses")
 
-    store._records.put_tombstone = refuse  # type: ignore[method-assign,assignment]
+    store._records.put_tombstones = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(Unavailable):
         store.delete(deletion(1))
     assert get(store, key(1)) == b"x"
@@ -879,6 +939,204 @@ def test_what_is_read_is_not_swapped(store: Store) -> None:
     assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)
     store.release([lease.id])
     assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
+
+
+# A disk that refuses
+
+
+def refuse(*_: object) -> None:
+    raise Unavailable("cachestore", "its disk refuses")
+
+
+def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=100 * PAGE) as store:
+        for number in range(95):
+            put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+        remove = store._records.remove
+        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        put(store, key(99), value(PAGE, 99), ack=Ack.DURABLE)
+        for _ in range(20):
+            with pytest.raises(Unavailable):
+                store.sweep()
+        assert store.stats().evictions[Tier.DISK] <= 6  # down to the low watermark, once
+        for number in range(100, 104):
+            put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+        for number in range(104, 110):
+            with pytest.raises(Unavailable):
+                put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+        assert store.stats().evictions[Tier.DISK] <= 6
+        store._records.remove = remove  # type: ignore[method-assign]
+        store.sweep()
+        assert store.stats().disk_bytes == 94 * PAGE
+
+
+def test_a_start_on_a_disk_that_refuses_serves_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, flush=False) as store:
+        put(store, key(1), b"x", ack=Ack.DURABLE)
+        put(store, key(2), b"y", ack=Ack.DURABLE)
+        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        store.delete(deletion(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("ragcache_cachestore.records.Records.remove", refuse)
+        with opened(tmp_path) as store:
+            assert get(store, key(1)) is Miss.DELETED
+            assert get(store, key(2)) == b"y"
+
+
+def test_a_delete_is_remembered_until_what_it_covered_is_gone(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms, flush=False) as store:
+        put(store, key(1), b"x", ack=Ack.DURABLE)
+        remove = store._records.remove
+        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        store.delete(deletion(1))
+        now_ms += 25 * 3600 * 1000
+        with pytest.raises(Unavailable):
+            store.forget_tombstones()
+        assert store.stats().tombstones == 1
+        store._records.remove = remove  # type: ignore[method-assign]
+        store.forget_tombstones()
+        assert store.stats().tombstones == 0
+        store._records.note_alive(now_ms)
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert len(store) == 0
+
+
+def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE), ack=Ack.DURABLE)
+        (candidate,) = store.candidates(0.0)
+        write = store.value_file.write
+        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        small = value(100, 7)
+        assert not store.swap(
+            key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)]
+        )
+        assert get(store, key(1)) == value(PAGE)
+        assert store.stats().memory_bytes == store.stats().disk_bytes == PAGE
+        store.value_file.write = write  # type: ignore[method-assign]
+        assert store.swap(key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)])
+        assert (store.stats().memory_bytes, store.stats().disk_bytes) == (100, 100)
+        assert tier_of(store, key(1)) is Tier.MEMORY
+
+
+def test_a_durable_value_outlives_a_better_one_that_is_never_written(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
+        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        put(store, key(1), value(PAGE, 2))
+        store.flush()
+        assert get(store, key(1)) == value(PAGE, 2)
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+        assert get(store, key(1)) == value(PAGE, 1)
+        assert get(store, key(1), exact=True) is Miss.TAINTED
+        store.check()
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == value(PAGE, 1)
+
+
+def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        old = Origin(domain="acme", document="old")
+        put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE, origin=old)
+        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        put(store, key(1), value(PAGE, 2), origin=Origin(domain="acme", document="new"))
+        store.flush()
+        store.delete(Deletion(b"", documents=("old",), domain="acme"))
+        assert get(store, key(1)) == value(PAGE, 2)
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+        assert get(store, key(1)) is Miss.EVICTED
+        store.check()
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) in set(Miss)
+
+
+def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_cachestore.store.FLUSH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ragcache_cachestore.mover.END_TIMEOUT_S", 0.05)
+    store = Store(tmp_path, 4 * PAGE, 4 * PAGE)
+    entered, gate = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+
+    store.value_file.write = hang  # type: ignore[method-assign,assignment]
+    put(store, key(1), value(PAGE))
+    assert entered.wait(TIMEOUT_S)
+    store.close()
+    os.fstat(store.value_file.fd)  # whoever is stuck must not write to another's file
+    gate.set()
+    eventually(store._mover.close)
+    store._files.close()
+
+
+# Chains
+
+
+def test_a_parent_is_not_lost_while_its_child_is_on_disk(tmp_path: Path) -> None:
+    with opened(
+        tmp_path, memory_bytes=4 * PAGE, leaves_only=True, admission="second-touch"
+    ) as store:
+        put(store, key(1), value(PAGE, 1))
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
+        store.flush()  # and with it, its parent
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+        assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.DISK, Tier.DISK)
+
+
+def test_a_parent_without_a_place_on_disk_stays_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=PAGE, leaves_only=True) as store:
+        put(store, key(1), value(2 * PAGE, 1))  # more than the disk holds
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
+        for number in range(10, 20):
+            put(store, key(number), value(2 * PAGE, number))
+        assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
+
+
+def test_a_promotion_keeps_the_parent_that_is_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, leaves_only=True) as store:
+        put(store, key(1), value(PAGE, 1))
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
+    with opened(tmp_path, memory_bytes=PAGE, leaves_only=True) as store:
+        store.prefetch([key(1)])
+        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        store._mover.promote(next(one for one in store._books.catalog if one.key == key(2)))
+        assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
+
+
+def test_a_value_larger_than_the_disk_takes_no_room_there(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=2 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
+        put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
+        put(store, key(1), value(3 * PAGE, 1))
+        store.flush()
+        assert Tier.DISK not in store.stats().evictions
+        assert get(store, key(1)) == value(3 * PAGE, 1)
+    with opened(tmp_path, disk_bytes=2 * PAGE) as store:
+        assert get(store, key(1)) == value(PAGE, 1)
+        assert get(store, key(2)) == value(PAGE, 2)
+
+
+def test_nothing_is_its_own_parent(store: Store) -> None:
+    with pytest.raises(InvalidInput, match=r"origin\.parent"):
+        put(store, key(1), b"x", origin=Origin(parent=key(1)))
+
+
+def test_lookups_count_what_is_not_there(store: Store) -> None:
+    put(store, key(1), b"tainted", exact=False)
+    store.lookup([Want.of(key(1)), Want.of(key(2)), Want(key(3).chunk)])
+    assert store.stats().misses_by_reason == {"never_stored": 2}
+    store.lookup([Want.of(key(1))], exact=True)
+    assert store.stats().misses_by_reason == {"never_stored": 2, "tainted": 1}
+    assert store.stats().hits_memory == 0
 
 
 def test_stats_count(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
     telemetry.miss(Miss.NEVER_STORED)
     telemetry.miss(Miss.EVICTED)
     telemetry.put(PutOutcome.STORED, Ack.DURABLE, "grpc", 11, 0.2)
-    telemetry.put(PutOutcome.NOT_ADMITTED, Ack.ACCEPTED, "grpc", 12, 0.01)
+    telemetry.put(PutOutcome.DELETED, Ack.ACCEPTED, "grpc", 12, 0.01)
     telemetry.evicted(Tier.MEMORY, "pgdsf", 13)
     telemetry.deleted(4)
     assert kept.value("hits", tier="memory", lane="shared") == 2
@@ -96,7 +96,7 @@ def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
     assert kept.value("misses", reason="evicted") == 2
     assert kept.value("misses", reason="never_stored") == 1
     assert kept.value("puts", outcome="stored", ack="durable", lane="grpc") == 1
-    assert kept.value("write.size", outcome="not_admitted", lane="grpc") == 12
+    assert kept.value("write.size", outcome="deleted", lane="grpc") == 12
     assert kept.value("evictions", tier="memory", policy="pgdsf") == 1
     assert kept.value("evictions.size", tier="memory", policy="pgdsf") == 13
     assert kept.value("deletions") == 4

@@ -41,7 +41,8 @@ def test_what_somebody_waits_for_is_written_first() -> None:
     urgent.wait(TIMEOUT_S)
     writer.flush()
     assert gate.order == [0, 7, 2, 1]
-    writer.close(flush=True)
+    writer.flush()
+    assert writer.close(TIMEOUT_S)
 
 
 def test_errors_reach_who_waits_and_the_next_is_written() -> None:
@@ -52,7 +53,8 @@ def test_errors_reach_who_waits_and_the_next_is_written() -> None:
     for number, said in ((0, "fails"), (1, "full")):
         with pytest.raises(Unavailable, match=said):
             writer.submit(holding(number), urgent=True).wait(TIMEOUT_S)
-    writer.close(flush=True)
+    writer.flush()
+    assert writer.close(TIMEOUT_S)
 
 
 def test_what_is_cancelled_is_not_written_and_what_is_slow_says_so() -> None:
@@ -69,7 +71,8 @@ def test_what_is_cancelled_is_not_written_and_what_is_slow_says_so() -> None:
     gate.open.set()
     writer.flush()
     assert gate.order == [1]
-    writer.close(flush=True)
+    writer.flush()
+    assert writer.close(TIMEOUT_S)
 
 
 def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +96,7 @@ def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyP
     assert not promotions.submit(holding(4))
     gate.open.set()
     assert done.wait(TIMEOUT_S)
-    promotions.close()
+    assert promotions.close()
     assert gate.order == [1, 2, 3]
 
 
@@ -109,5 +112,35 @@ def test_a_sweeper_does_the_first_duty_when_woken_and_goes_on_after_errors() -> 
     for _ in range(3):
         sweeper.wake()
         assert swept.acquire(timeout=TIMEOUT_S)
-    sweeper.close()
+    assert sweeper.close()
     assert not other.is_set()
+
+
+def test_what_is_cancelled_is_not_kept() -> None:
+    gate = Gate()
+    writer = WriteBehind(gate, threads=1)
+    writer.submit(holding(1), urgent=True)
+    assert gate.entered.wait(TIMEOUT_S)
+    jobs = [writer.submit(holding(n), urgent=n % 2 == 0) for n in range(2, 40)]
+    for job in jobs:
+        writer.hurry(job)
+        assert job.done.cancel()
+    assert not writer._jobs
+    assert not writer._urgent
+    gate.open.set()
+    assert writer.flush(TIMEOUT_S)
+    assert writer.close(TIMEOUT_S)
+
+
+def test_who_is_stuck_is_not_waited_for() -> None:
+    gate = Gate()
+    writer = WriteBehind(gate, threads=1)
+    writer.submit(holding(1), urgent=True)
+    left = writer.submit(holding(2), urgent=False)
+    assert gate.entered.wait(TIMEOUT_S)
+    assert not writer.flush(0.01)
+    assert not writer.close(0.01)
+    with pytest.raises(Unavailable, match="ended"):
+        left.wait(TIMEOUT_S)
+    gate.open.set()
+    assert writer.close(TIMEOUT_S)

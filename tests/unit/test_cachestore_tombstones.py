@@ -49,7 +49,7 @@ def test_a_name_deleted_twice_counts_from_the_last_time() -> None:
 def test_forgetting_keeps_the_rest_and_the_sequence(made_at_ms: list[int], before: int) -> None:
     tombstones = Tombstones(last_sequence=100)
     for number, at in enumerate(made_at_ms):
-        tombstones.add(tombstone(101 + number, at, chunks=(key(number).chunk,)))
+        tombstones.add(tombstone(101 + number, at, chunks=(key(number).chunk,)), at)
     last = tombstones.last_sequence
     assert tombstones.forget(before) == sum(at < before for at in made_at_ms)
     assert tombstones.last_sequence == last == 100 + len(made_at_ms)
@@ -57,3 +57,16 @@ def test_forgetting_keeps_the_rest_and_the_sequence(made_at_ms: list[int], befor
         assert tombstones.covers(key(number), Origin(), 0) is (at >= before)
         assert tombstones.names(key(number)) is (at >= before)
         assert ((101 + number).to_bytes(16) in tombstones) is (at >= before)
+
+
+def test_what_is_new_goes_by_when_it_was_learnt() -> None:
+    tombstones = Tombstones([tombstone(3, 100)], applied_ms=500)
+    tombstones.add(tombstone(4, made_at_ms=1), 700)
+    tombstones.add(tombstone(6, made_at_ms=800), 600)  # the clock was set back
+    assert [one.sequence for one in tombstones.since(501)] == [4, 6]
+    assert [one.sequence for one in tombstones.since(700)] == [4, 6]
+    assert tombstones.since(701) == []
+    assert [tombstones.applied_by(at_ms) for at_ms in (499, 500, 699, 700)] == [0, 3, 3, 6]
+    assert tombstones.forget(before_ms=50) == 1
+    assert [one.sequence for one in tombstones.since(0)] == [3, 6]
+    assert tombstones.applied_by(650) == 3

@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -185,6 +185,50 @@ def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> 
     file.allocator.check()
     for number in range(1, 8, 2):
         assert read(file, held[number]) == bytes([number]) * PAGE_BYTES
+    file.close()
+
+
+def test_writers_together_leave_the_reserve(tmp_path: Path) -> None:
+    """Each alone would fit: what the first is to take counts before it is written."""
+    file = ValueFile(
+        tmp_path / "values",
+        8 * PAGE_BYTES,
+        free_bytes=lambda: FREE_RESERVE_BYTES + PAGE_BYTES,
+    )
+    entered, gate, write_all = threading.Event(), threading.Event(), file._write_all
+
+    def slow(offset: int, views: list[memoryview]) -> None:
+        entered.set()
+        assert gate.wait(10)
+        write_all(offset, views)
+
+    file._write_all = slow  # type: ignore[method-assign]
+    page = memoryview(bytes(PAGE_BYTES))
+    writer = threading.Thread(target=file.write, args=((Extent(0, PAGE_BYTES),), [page]))
+    writer.start()
+    assert entered.wait(10)
+    with pytest.raises(Unavailable, match="full"):
+        file.write((Extent(PAGE_BYTES, PAGE_BYTES),), [page])
+    gate.set()
+    writer.join()
+    file.write((Extent(PAGE_BYTES, PAGE_BYTES),), [page])  # the claim is over
+    file.close()
+
+
+def test_holes_are_punched_a_little_at_a_time(tmp_path: Path) -> None:
+    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: 0)
+    punched = []
+
+    def punch(extents: Sequence[Extent]) -> None:
+        punched.extend(extents)
+        assert file.allocator.used_bytes == 0
+        assert file.allocator.free_bytes >= 60 * PAGE_BYTES
+
+    file._punch = punch  # type: ignore[method-assign]
+    file.punch_free(threading.Lock())
+    assert sum(extent.num_bytes for extent in punched) == 64 * PAGE_BYTES
+    assert file.allocator.free_bytes == 64 * PAGE_BYTES
+    file.allocator.check()
     file.close()
 
 

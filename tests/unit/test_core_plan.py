@@ -25,7 +25,8 @@ def plans(draw: st.DrawFn) -> ReusePlan:
         action, document = draw(st.sampled_from(Action)), draw(st.text(max_size=8))
         segments.append(Segment(chunk, start, position, action, document))
     text = st.text(min_size=1, max_size=128)
-    return ReusePlan(draw(text), draw(text), tuple(segments))
+    planned_at_ms = draw(st.integers(0, 2**63 - 1))
+    return ReusePlan(draw(text), draw(text), tuple(segments), planned_at_ms)
 
 
 def valid() -> dict[str, Any]:
@@ -59,7 +60,7 @@ def blamed(plan: object) -> str:
     return "ragcache"
 
 
-@given(st.sampled_from(["v", "request", "domain", "segments"]), anything)
+@given(st.sampled_from(["v", "request", "domain", "segments", "planned_at_ms"]), anything)
 def test_no_value_of_a_field_breaks_the_parser(field: str, value: object) -> None:
     assert blamed(valid() | {field: value}).startswith("ragcache")
 
@@ -105,6 +106,10 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
         ("request", "x" * 129),
         ("domain", 7),
         ("domain", None),
+        ("planned_at_ms", -1),
+        ("planned_at_ms", 1 << 63),
+        ("planned_at_ms", None),
+        ("planned_at_ms", True),
         ("segments", None),
         ("segments", "text"),
         ("segments", [valid()["segments"][0]] * (MAX_SEGMENTS + 1)),

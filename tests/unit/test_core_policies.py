@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES, Candidate, Policy, make_policy
+from ragcache_core.policies.policy import MOST_FORBIDDEN
 from ragcache_core.policies.score import FIRST_HALF_LIFE_S, Score
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
@@ -154,6 +155,59 @@ def test_leased_neighbours_do_not_hide_the_only_victim(name: str) -> None:
     policy.check()
 
 
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_search_is_short_and_those_after_it_look_further(name: str) -> None:
+    policy: Policy[int] = make_policy(name, leaves_only=False)
+    for number in range(10 * MOST_FORBIDDEN):
+        policy.add(number, Candidate(1, 1, 1.0), float(number))
+    asked: list[int] = []
+
+    def only_the_last(key: int) -> bool:
+        asked.append(key)
+        return key == 10 * MOST_FORBIDDEN - 1
+
+    searches = 1
+    while policy.evict(only_the_last) is None:
+        assert len(asked) <= searches * MOST_FORBIDDEN
+        searches += 1
+        policy.check()
+        assert searches <= 50
+    assert len(policy) == 10 * MOST_FORBIDDEN - 1
+    left = set()
+    for _ in range(20 * MOST_FORBIDDEN):  # nothing that was passed over is lost
+        left.add(policy.evict(lambda _: True))
+    assert left >= set(range(10 * MOST_FORBIDDEN - 1))
+    policy.check()
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_entries_that_are_each_others_ancestors_go_last(name: str) -> None:
+    policy: Policy[str] = make_policy(name, leaves_only=True)
+    policy.add("a", candidate(parent="b"), 0.0)
+    policy.add("b", candidate(parent="a"), 1.0)
+    policy.add("own", candidate(parent="own"), 2.0)
+    policy.add("leaf", candidate(parent="a"), 3.0)
+    assert policy.evict(lambda key: key != "leaf") is None
+    assert policy.evict(lambda _: True) == "leaf"
+    assert policy.evict(lambda key: key == "b") == "b"
+    policy.check()
+    assert sorted(victims(policy)) == ["a", "own"]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_another_size_is_no_use(name: str) -> None:
+    policy: Policy[str] = make_policy(name, leaves_only=False)
+    for key in "abc":
+        policy.add(key, candidate(num_bytes=8), 0.0)
+    before = {key: policy.worth(key, 0.0) for key in "abc"}
+    policy.resize("a", candidate(num_bytes=4))
+    policy.resize("b", candidate(num_bytes=16))
+    policy.check()
+    gained = {"a": 1.0, "b": -1.0, "c": 0.0} if name == "score" else dict.fromkeys("abc", 0.0)
+    assert {key: policy.worth(key, 0.0) - before[key] for key in "abc"} == gained
+    assert victims(policy) == (["b", "c", "a"] if name == "score" else ["a", "b", "c"])
+
+
 def test_names_are_checked() -> None:
     assert DEFAULT_POLICY in POLICY_NAMES
     with pytest.raises(ValueError, match="no policy 'best'"):
@@ -236,9 +290,8 @@ def test_greedy_dual_is_algorithm_1_of_ragcache(
                 retrieve(step.key)
         elif step.call == "remove":
             policy.remove(step.key)
-            held.pop(step.key, None)
-            frequency.pop(step.key, None)
-            costs.pop(step.key, None)
+            if held.pop(step.key, None) is not None:  # what is not held may be remembered
+                del frequency[step.key], costs[step.key]
         else:
             lowest = Model(priority.__getitem__).victim(held, leaves_only)
             victim = policy.evict(anything)

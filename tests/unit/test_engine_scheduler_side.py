@@ -255,7 +255,7 @@ def test_a_preempted_request_is_loaded_again_and_its_record_stays(warm: Engine) 
 
 
 def test_what_is_saved_says_where_it_comes_from(engine: Engine) -> None:
-    plan = plan_exact(PROMPT, SPACE, "tenant", "r", ["c/a", "c/a", "c/b"])
+    plan = plan_exact(PROMPT, SPACE, "tenant", "r", ["c/a", "c/a", "c/b"], 123)
     engine.side.on_new_request("r", PROMPT.token_ids, {"ragcache": plan.to_json()})
     assert engine.side.loadable_tokens("r", 0) == 0
     engine.side.on_allocated("r", BLOCKS, 0)
@@ -268,8 +268,9 @@ def test_what_is_saved_says_where_it_comes_from(engine: Engine) -> None:
         Origin(chunks[:2], keys[1], "tenant", "c/a"),
         Origin(chunks[:3], keys[2], "tenant", "c/b"),
     ]
-    # So that a delete since the lookup is not undone.
-    assert all(job.as_of == AS_OF for job in saves)
+    # So that a delete since the chunks were chosen is not undone.
+    as_of = {shard: replace(one, planned_at_ms=123) for shard, one in AS_OF.items()}
+    assert all(job.as_of == as_of for job in saves)
 
 
 def test_a_step_says_what_it_computes_for_whoever_measures_it(warm: Engine) -> None:

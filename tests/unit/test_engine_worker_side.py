@@ -26,6 +26,7 @@ from ragcache_core.variant import (  # noqa: E402
     VariantInfo,
 )
 from ragcache_engine.config import EngineConfig  # noqa: E402
+from ragcache_engine.moment import Moment  # noqa: E402
 from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
 from ragcache_engine.transfer import (  # noqa: E402
     Computing,
@@ -66,11 +67,12 @@ class FakeCache:
         self.shape = CacheShape(1, BLOCK, 4, torch.bfloat16)
         self.slots_written: dict[int, torch.Tensor] = {}
         self.broken = False
+        self.clock: Callable[[], float] = time.monotonic
 
     slots = PagedCache.slots
 
-    def wait(self) -> None:
-        pass
+    def moment(self) -> Moment:
+        return Moment(torch.device("cpu"), self.clock)
 
     def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
         if self.broken:
@@ -143,16 +145,13 @@ class FakeStore:
 class Worker:
     """Plays vLLM's part: polls until the load has ended."""
 
-    def __init__(
-        self, config: EngineConfig | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: EngineConfig | None = None) -> None:
         self.cache, self.store = FakeCache(), FakeStore()
         self.side = WorkerSide(
             config or EngineConfig(FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
-            clock,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:
@@ -390,7 +389,8 @@ def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
 
 def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() -> None:
     seconds = iter([10.0, 12.0, 20.0, 21.0, 30.0])
-    worker = Worker(clock=lambda: next(seconds))
+    worker = Worker()
+    worker.cache.clock = lambda: next(seconds)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass at 10
     # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
@@ -411,3 +411,18 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     until_put(worker.store, 2)
     assert worker.store.puts[1].origin.cost_s == 0
     worker.side.close()
+
+
+def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> None:
+    def clock() -> float:
+        raise RuntimeError("device error")
+
+    worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass
+    worker.cache.clock = clock
+    computing = (Computing("r", 20, 40),)
+    worker.side.save(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
+    worker.side.start_loads(StepJobs())
+    worker.side.save(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
+    until_put(worker.store, 2)
+    assert [put.origin.cost_s for put in worker.store.puts] == [0, 0]

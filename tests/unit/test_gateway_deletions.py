@@ -10,26 +10,38 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.storing import Deletion
-from ragcache_gateway.deletions import Deletions
+from ragcache_gateway.deletions import FORGOTTEN_AFTER_MS, Deletions
 from ragcache_gateway.metrics import Metrics
-from ragcache_kv.store.sharded import AsyncShardedStore, DeleteResult
+from ragcache_kv.store.sharded import AsyncShardedStore
 
 AWAY = Unavailable("cachestore", "gone")
 
 
 class FakeStore:
-    """Acknowledges deletes unless told of a problem."""
+    """Shards that acknowledge deletes unless told of a problem."""
 
     def __init__(self) -> None:
         self.problem: RagCacheError | None = None
-        self.silent: dict[str, str] = {}
+        self.problems: dict[str, RagCacheError] = {}
+        self.members = ["a:1"]
+        self.gates: dict[str, asyncio.Event] = {}
+        self.tries: list[str] = []
         self.deletions: list[Deletion] = []
+        self.told: dict[str, list[bytes]] = {}
 
-    async def delete(self, deletion: Deletion) -> DeleteResult:
-        if self.problem is not None:
-            raise self.problem
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self.members)
+
+    async def delete_on(self, address: str, deletion: Deletion) -> int:
+        self.tries.append(address)
+        if address in self.gates:
+            await self.gates[address].wait()
+        problem = self.problems.get(address, self.problem)
+        if problem is not None:
+            raise problem
         self.deletions.append(deletion)
-        return DeleteResult(3, ("a:1",), self.silent)
+        self.told.setdefault(address, []).append(deletion.id)
+        return 3
 
 
 class World:
@@ -42,6 +54,7 @@ class World:
             self.metrics,
             most=most,
             retry_s=0.001,
+            patience_s=0.02,
             now_ms=lambda: self.now_ms,
         )
 
@@ -107,7 +120,23 @@ async def test_more_than_fit_lose_the_oldest(world: World) -> None:
     world.deletions.start()
     await world.deletions.delete(chunks=[chunk(9)])
     await until(lambda: not world.deletions.waiting)
-    assert {sent.chunks[0] for sent in world.store.deletions} == set(map(chunk, (2, 3, 4, 9)))
+    assert {sent.chunks[0] for sent in world.store.deletions} == set(map(chunk, (3, 4, 9)))
+    await world.deletions.close()
+
+
+async def test_one_that_a_shard_has_heard_of_goes_first(world: World) -> None:
+    world.store.members = ["a:1", "b:1"]
+    world.store.problems = {"b:1": AWAY}
+    assert await world.deletions.delete(chunks=[chunk(0)]) == 3
+    world.store.problems["a:1"] = AWAY
+    assert await world.deletions.delete(chunks=[chunk(1)]) is None
+    world.store.problems = {"b:1": AWAY}
+    await until(lambda: not world.deletions.waiting)
+    for number in range(2, 6):
+        assert await world.deletions.delete(chunks=[chunk(number)]) == 3
+    assert (world.deletions.owed, world.metric("deletes_lost_total")) == (3, 0)
+    world.store.problems = {}
+    await until(lambda: not world.deletions.owed)
     await world.deletions.close()
 
 
@@ -123,9 +152,70 @@ async def test_one_that_the_store_refuses_holds_up_no_other(world: World) -> Non
     await world.deletions.close()
 
 
-async def test_a_silent_shard_is_counted_and_does_not_make_a_delete_wait(world: World) -> None:
-    world.store.silent = {"b:1": "gone"}
+async def test_a_silent_shard_is_told_in_the_background_under_the_same_id(world: World) -> None:
+    world.store.members = ["a:1", "b:1"]
+    world.store.problems = {"b:1": AWAY}
     assert await world.deletions.delete(chunks=[chunk(1)]) == 3
-    assert world.deletions.waiting == 0
+    assert (world.deletions.waiting, world.deletions.owed) == (0, 1)
+    world.now_ms = 9000
+    await until(lambda: world.store.tries.count("b:1") > 2)
+    assert world.store.tries.count("a:1") == 1
+    del world.store.problems["b:1"]
+    await until(lambda: not world.deletions.owed)
+    assert world.store.told["a:1"] == world.store.told["b:1"]
+    # One has acknowledged it, and it is of that time everywhere.
+    assert [sent.made_at_ms for sent in world.store.deletions] == [1000, 1000]
     name = "ragcache_gateway_upstream_failures_total"
-    assert world.metrics.registry.get_sample_value(name, {"part": "cachestore"}) == 1
+    assert world.metrics.registry.get_sample_value(name, {"part": "cachestore"}) == (
+        world.store.tries.count("b:1") - 1
+    )
+    await world.deletions.close()
+
+
+async def test_a_hanging_shard_holds_a_caller_up_for_a_moment_only(world: World) -> None:
+    world.store.members = ["a:1", "b:1"]
+    world.store.gates["b:1"] = asyncio.Event()
+    async with asyncio.timeout(5):
+        assert await world.deletions.delete(chunks=[chunk(1)]) == 3
+        assert await world.deletions.delete(chunks=[chunk(2)]) == 3
+    assert (world.deletions.waiting, world.deletions.owed) == (0, 2)
+    world.store.gates["b:1"].set()
+    await until(lambda: not world.deletions.owed)
+    assert world.store.told["a:1"] == world.store.told["b:1"]
+    await world.deletions.close()
+
+
+async def test_shards_that_leave_are_owed_nothing_and_new_ones_hear_what_waits(
+    world: World,
+) -> None:
+    world.deletions.start()
+    world.store.members = ["a:1", "b:1"]
+    world.store.problems = {"a:1": AWAY, "b:1": AWAY}
+    assert await world.deletions.delete(chunks=[chunk(1)]) is None
+    world.store.members = ["c:1", "b:1"]
+    await until(lambda: not world.deletions.waiting)
+    assert world.store.told.keys() == {"c:1"}
+    assert world.deletions.owed == 1
+    world.store.members = ["c:1"]
+    await until(lambda: not world.deletions.owed)
+    await world.deletions.close()
+
+
+async def test_without_any_shard_a_delete_waits_for_one(world: World) -> None:
+    world.deletions.start()
+    world.store.members = []
+    assert await world.deletions.delete(chunks=[chunk(1)]) is None
+    world.store.members = ["a:1"]
+    await until(lambda: not world.deletions.waiting)
+    assert world.metric("deletes_waiting") == 0
+    await world.deletions.close()
+
+
+async def test_a_shard_that_was_away_for_a_day_is_not_told_any_more(world: World) -> None:
+    world.store.members = ["a:1", "b:1"]
+    world.store.problems = {"b:1": AWAY}
+    assert await world.deletions.delete(chunks=[chunk(1)]) == 3
+    world.now_ms += FORGOTTEN_AFTER_MS + 1
+    await until(lambda: not world.deletions.owed)
+    assert "b:1" not in world.store.told
+    await world.deletions.close()

@@ -144,6 +144,20 @@ def test_the_token_cache_is_bounded_and_changes_nothing(texts: list[str], capaci
         assert sum(4 * len(t) + 4 * len(ids) for t, ids in cache._ids.items()) <= capacity
 
 
+def test_token_ids_used_last_are_forgotten_last() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return [1]
+
+    cache = TokenCache(encode, 2 * 8)  # two texts of one letter
+    for text in ("a", "b", "a", "c", "a", "b", "long text", "a", "b"):
+        assert list(cache.get(text)) == [1]
+    # What could never fit drops nothing.
+    assert asked == ["a", "b", "c", "b", "long text"]
+
+
 def test_ids_are_those_of_the_hubs_own_loader(tiny_model: Path, tokenizer: ChatTokenizer) -> None:
     from transformers import AutoTokenizer
 

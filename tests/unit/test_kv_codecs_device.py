@@ -20,8 +20,9 @@ from ragcache_core.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_part, encode_part
 from ragcache_kv.codecs.numbers import NUMBERS, narrow, widen
 
-CASES = (("bfloat16", 80), ("bfloat16", 64), ("bfloat16", 7), ("float16", 80), ("float32", 80))
-NUM_TOKENS = 11
+CASES = (("bfloat16", 80), ("bfloat16", 7), ("float16", 64), ("float32", 80))
+NUM_TOKENS = 6
+TIMEOUT_S = 120.0
 
 
 def difference(dtype: str, dim: int, precision: Precision) -> str:
@@ -88,10 +89,15 @@ def main() -> None:
 def test_triton_decodes_as_the_cpu_does() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"of": 1 + 5 * 10}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"of": 1 + len(CASES) * 10}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ parts = st.lists(
     st.builds(Part, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
 ).filter(lambda parts: sum(part.num_bytes for part in parts) > 0)
 sequences = st.integers(0, 2**64 - 1)
-as_ofs = st.builds(storing.AsOf, st.just(b"") | ids, sequences)
+as_ofs = st.builds(storing.AsOf, st.just(b"") | ids, sequences, sequences)
 
 
 @st.composite
@@ -122,6 +123,13 @@ def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
     assert messages.from_lookup_request(request) == (wants, exact, domain)
 
 
+def _names_something(deletion: storing.Deletion) -> bool:
+    """By the rules of a Deletion: documents need a domain, and a domain as a whole stands alone."""
+    if deletion.documents:
+        return bool(deletion.domain)
+    return bool(deletion.chunks or deletion.variants) != bool(deletion.domain)
+
+
 @given(
     st.builds(
         storing.Deletion,
@@ -129,13 +137,40 @@ def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
         chunks=st.lists(ids, max_size=3).map(tuple),
         variants=st.lists(keys, max_size=3).map(tuple),
         documents=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
-        domain=st.text(min_size=1, max_size=9),
+        domain=st.text(max_size=9),
         made_at_ms=sequences,
-    )
+    ).filter(_names_something)
 )
 def test_a_deletion_crosses_whole(deletion: storing.Deletion) -> None:
     raw = messages.to_deletion(deletion).SerializeToString()
     assert messages.from_deletion("deletion", pb.Deletion.FromString(raw)) == deletion
+
+
+@pytest.mark.parametrize(
+    ("deletion", "field"),
+    [
+        (pb.Deletion(), "deletion"),
+        (pb.Deletion(id=bytes(16), made_at_ms=5), "deletion"),
+        (pb.Deletion(documents=["doc"]), "deletion.domain"),
+        # Whoever names a chunk of a domain does not mean the domain.
+        (pb.Deletion(chunks=[bytes(16)], domain="acme"), "deletion.domain"),
+        (
+            pb.Deletion(variants=[pb.VariantKey(chunk=bytes(16), prefix=bytes(16))], domain="acme"),
+            "deletion.domain",
+        ),
+    ],
+    ids=["nothing", "an id", "documents of no domain", "chunks", "variants"],
+)
+def test_a_deletion_of_nothing_or_of_too_much_is_refused(deletion: pb.Deletion, field: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        messages.from_deletion("deletion", deletion)
+    assert raised.value.field == field
+
+
+def test_a_delete_of_0_3_is_none_of_now() -> None:
+    """Its chunks stood where the deletion would, and must not be read as one of something else."""
+    old = b"\x0a\x10" + bytes(16) + b"\x12\x24\x0a\x10" + bytes(16) + b"\x12\x10" + bytes(16)
+    assert not pb.DeleteRequest.FromString(old).HasField("deletion")
 
 
 @given(
@@ -300,6 +335,43 @@ def test_what_is_owed_goes_with_the_next_frame(ends: tuple[Channel, Channel]) ->
     assert other.receive(100)[0] == Kind.GET
     assert other.receive(100)[0] == Kind.RELEASE
     assert not one.owed
+
+
+def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """After PUT there is nothing but its value."""
+    one, other = ends
+    for kind, expected in (
+        (Kind.PUT, [Kind.RELEASE, Kind.PUT]),
+        (Kind.GET, [Kind.GET, Kind.RELEASE]),
+    ):
+        one.owed = frame(Kind.RELEASE)
+        one.send(kind)
+        assert [other.receive(0)[0] for _ in range(2)] == expected
+        assert not one.owed
+
+
+def test_a_reader_that_trickles_does_not_stretch_the_deadline_of_a_file(
+    ends: tuple[Channel, Channel], tmp_path: Path
+) -> None:
+    one, other = ends
+    path = tmp_path / "file"
+    with path.open("w+b") as file:
+        file.truncate(64 << 20)
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while other.socket.recv(16 << 10):
+                    time.sleep(0.005)
+
+        reader = threading.Thread(target=trickle)
+        reader.start()
+        one.deadline = time.monotonic() + 0.1
+        with pytest.raises(TimedOut):
+            one.send_file(file.fileno(), 0, 64 << 20)
+    one.close()
+    reader.join()
 
 
 def test_a_frame_over_its_bound_is_not_read(ends: tuple[Channel, Channel]) -> None:

@@ -202,6 +202,13 @@ def test_the_store_keeps_what_the_spec_says() -> None:
     }
 
 
+@pytest.mark.parametrize("size", ["64Mi", "100Mi", "255Mi"])
+def test_a_small_volume_of_an_older_release_still_makes_a_store(size: str) -> None:
+    """Its size cannot change any more, so that nothing could be done about a refusal."""
+    env = env_of(build(cacheStore={"disk": {"size": size}}), "cachestore")
+    assert int(env["RAGCACHE_DISK_BYTES"]) >= 65536
+
+
 def test_the_store_fits_its_volume_and_its_memory() -> None:
     children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi", "className": "fast"}})
     store = of(children, "StatefulSet", "docs-cachestore")

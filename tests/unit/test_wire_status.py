@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,6 +22,7 @@ from ragcache_kv.store.client import StoreClient
 from ragcache_wire.engine_client import RECORD_TIMEOUT_S, EngineClient
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.status import DETAIL_KEY, RETRY_AFTER_S, NoAnswer, from_rpc_error
 from ragcache_wire.v1 import (
     cachestore_pb2,
     cachestore_pb2_grpc,
@@ -159,6 +161,46 @@ async def test_a_mistake_of_the_server_is_no_mistake_of_the_caller(
         assert type(raised.value) is RagCacheError
         assert "ZeroDivisionError" in caplog.text
         await client.close()
+
+
+class Failed(grpc.RpcError):
+    """A failed call of a part that tells of its error in its own way."""
+
+    def __init__(self, detail: bytes) -> None:
+        self._detail = detail
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "full"
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return (("x", b"y"), (DETAIL_KEY, self._detail))
+
+
+@pytest.mark.parametrize(
+    ("detail", "kind"),
+    [
+        (b'{"type": "unavailable"}', Unavailable),  # 0.3 did not say when to try again
+        (b'{"type": "unavailable", "retry_after_s": "soon"}', Unavailable),
+        (b'{"type": "unavailable", "retry_after_s": NaN}', Unavailable),
+        (b'{"type": "unavailable", "retry_after_s": -3}', Unavailable),
+        (b'{"type": "invalid"}', InvalidInput),
+        (b'{"type": "too_large", "field": "f"}', TooLarge),
+        (b'{"type": "not_found", "kind": "document"}', NotFound),
+        (b'{"type": "of the future"}', NoAnswer),
+        (b"[1]", NoAnswer),
+        (b"{", NoAnswer),
+    ],
+)
+def test_an_error_of_another_version_is_an_error_of_ours(
+    detail: bytes, kind: type[RagCacheError]
+) -> None:
+    error = from_rpc_error("cachestore", Failed(detail))
+    assert type(error) is kind
+    if isinstance(error, Unavailable):
+        assert error.retry_after_s == RETRY_AFTER_S
 
 
 async def test_no_answer_in_time_is_unavailable() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,9 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 
 DETAIL_KEY = "ragcache-error-bin"
 """Trailing metadata that holds the error's fields, so that a client can raise the same error."""
+
+RETRY_AFTER_S = 1.0
+"""When to try again what does not say."""
 
 _TRY_AGAIN = (
     grpc.StatusCode.UNAVAILABLE,
@@ -54,17 +58,30 @@ def from_rpc_error(part: str, error: grpc.RpcError) -> RagCacheError:
     fields = _fields_of(error)
     match fields.get("type"):
         case "too_large":
-            return TooLarge(fields["field"], fields["problem"], fields["fix"])
+            return TooLarge(*_texts(fields, "field", "problem", "fix"))
         case "invalid":
-            return InvalidInput(fields["field"], fields["problem"], fields["fix"])
+            return InvalidInput(*_texts(fields, "field", "problem", "fix"))
         case "not_found":
-            return NotFound(fields["kind"], fields["name"], fields["fix"])
+            return NotFound(*_texts(fields, "kind", "name", "fix"))
         case "unavailable":
             problem = f"{code.name.lower()}: {details}"
-            return Unavailable(part, problem, float(fields["retry_after_s"]))
+            return Unavailable(part, problem, _seconds(fields.get("retry_after_s", "")))
     if code in _TRY_AGAIN:
         return NoAnswer(part, f"{code.name.lower()}: {details}")
     return RagCacheError(f"the {part} failed: {code.name.lower()}: {details}")
+
+
+def _texts(fields: dict[str, str], *names: str) -> list[str]:
+    # A part of another version may leave one out.
+    return [fields.get(name, "") for name in names]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return RETRY_AFTER_S
+    return seconds if math.isfinite(seconds) and seconds >= 0 else RETRY_AFTER_S
 
 
 def _code_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
@@ -84,5 +101,5 @@ def _fields_of(error: grpc.RpcError) -> dict[str, str]:
                 fields = json.loads(value)
             except ValueError:
                 return {}
-            return {str(k): str(v) for k, v in fields.items()}
+            return {str(k): str(v) for k, v in fields.items()} if isinstance(fields, dict) else {}
     return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ragcache_core.policies.policy import Candidate
@@ -11,14 +12,21 @@ from ragcache_core.policies.ranked import RankedPolicy
 K = TypeVar("K", bound=Hashable)
 
 
-class LeastRecentlyUsed(RankedPolicy[K, None]):
-    """All ranks by the number of the last use, which RankedPolicy keeps to break ties."""
+@dataclass(slots=True)
+class _LastUse:
+    number: int
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> None:
-        return None
 
-    def _again(self, state: None, candidate: Candidate[K], now: float, fix_overhead: float) -> None:
-        return None
+class LeastRecentlyUsed(RankedPolicy[K, _LastUse]):
+    """All ranks by the number of the last use."""
 
-    def _worth(self, state: None, candidate: Candidate[K]) -> float:
-        return float(self._uses)
+    def _first(self, key: K, candidate: Candidate[K], now: float) -> _LastUse:
+        return _LastUse(self._uses)
+
+    def _again(
+        self, state: _LastUse, candidate: Candidate[K], now: float, fix_overhead: float
+    ) -> None:
+        state.number = self._uses
+
+    def _worth(self, state: _LastUse, candidate: Candidate[K]) -> float:
+        return float(state.number)

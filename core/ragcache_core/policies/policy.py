@@ -9,6 +9,9 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+MOST_FORBIDDEN = 256
+"""Entries passed over in one search: the caller has a lock that others wait for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[K]):
@@ -37,7 +40,8 @@ class Policy(ABC, Generic[K]):
     Time never runs backwards between calls. With leaves_only an entry with a resident child is no
     victim (``exact``: a parent outlives its children, DESIGN §5.4); without, each entry has worth
     of its own (``blend``). Every call is O(log n) amortised; ``evict`` and ``cheapest`` also pay
-    O(log n) for each entry they meet that ``may`` forbids.
+    O(log n) for each entry they meet that ``may`` forbids, MOST_FORBIDDEN at most. Entries that are
+    each other's ancestors are no leaves; they go when nothing else is left.
     """
 
     def __init__(self, *, leaves_only: bool) -> None:
@@ -59,19 +63,32 @@ class Policy(ABC, Generic[K]):
         """
 
     @abstractmethod
+    def resize(self, key: K, candidate: Candidate[K]) -> None:
+        """Note that key, which is held, is held in another size. That is no use.
+
+        candidate: as it is now, of the same parent.
+        """
+
+    @abstractmethod
     def remove(self, key: K) -> None:
         """Forget key, if it is held: it went for another reason than room (a delete, a loss)."""
 
     @abstractmethod
     def evict(self, may: Callable[[K], bool]) -> K | None:
-        """Choose a victim among the keys that may(key) allows, and remove it. None: there is none.
+        """Choose a victim among the keys that may(key) allows, and remove it.
 
-        The policy may remember an evicted key, to know it again when it returns.
+        None: there is none, or it was not found among the first MOST_FORBIDDEN that may forbids;
+        the next call looks further. The policy may remember an evicted key, to know it again when
+        it returns.
         """
 
     @abstractmethod
     def cheapest(self, may: Callable[[K], bool]) -> K | None:
         """The key that ``evict`` would choose now, still held."""
+
+    @abstractmethod
+    def is_leaf(self, key: K) -> bool:
+        """Whether no child of key is held, be key held or not."""
 
     @abstractmethod
     def worth(self, key: K, now: float) -> float:

@@ -4,17 +4,21 @@ Ranks change at uses, and a use rarely lowers one, so the heap is lazy: an entry
 the rank it had when it was pushed, and is pushed again when that comes up and is no longer its own.
 A use is then O(1). An inner node leaves the heap when it comes up and returns with the loss of its
 last child.
+
+What may not go is set aside, within a bound, and comes back a little with every search: a search is
+short however much is forbidden, and searches one after another still reach everything.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from ragcache_core.policies.family import Family
-from ragcache_core.policies.policy import Candidate, Policy
+from ragcache_core.policies.policy import MOST_FORBIDDEN, Candidate, Policy
 
 K = TypeVar("K", bound=Hashable)
 S = TypeVar("S")
@@ -43,6 +47,8 @@ class RankedPolicy(Policy[K], Generic[K, S]):
         self._entries: dict[K, _Entry[K, S]] = {}
         self._family: Family[K] = Family()
         self._heap: list[tuple[Rank, K]] = []
+        # Items that were in the heap, and may not go.
+        self._passed: deque[tuple[Rank, K]] = deque()
         self._uses = 0
 
     @abstractmethod
@@ -85,6 +91,14 @@ class RankedPolicy(Policy[K], Generic[K, S]):
         if entry.queued is not None and entry.rank < entry.queued:
             self._queue(key, entry)
 
+    def resize(self, key: K, candidate: Candidate[K]) -> None:
+        """See Policy.resize."""
+        entry = self._entries[key]
+        entry.candidate = candidate
+        entry.rank = (self._worth(entry.state, candidate), entry.rank[1])
+        if entry.queued is not None and entry.rank < entry.queued:
+            self._queue(key, entry)
+
     def remove(self, key: K) -> None:
         """See Policy.remove."""
         entry = self._entries.pop(key, None)
@@ -103,9 +117,11 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
     def cheapest(self, may: Callable[[K], bool]) -> K | None:
         """See Policy.cheapest."""
+        if not self._heap:
+            self._bring_back(MOST_FORBIDDEN)
         forbidden: list[tuple[Rank, K]] = []
         found: K | None = None
-        while self._heap:
+        while self._heap and len(forbidden) < MOST_FORBIDDEN:
             rank, key = self._heap[0]
             entry = self._entries.get(key)
             if entry is None or entry.queued != rank:  # gone, or queued elsewhere in the heap
@@ -121,9 +137,31 @@ class RankedPolicy(Policy[K], Generic[K, S]):
                 break
             else:
                 forbidden.append(heapq.heappop(self._heap))
-        for item in forbidden:
-            heapq.heappush(self._heap, item)
+        self._passed += forbidden
+        if found is not None:
+            self._bring_back(_BROUGHT_BACK)
+        elif not self._passed:
+            return self._cheapest_of_a_ring(may)
+        elif not self._heap:
+            self._bring_back(MOST_FORBIDDEN)
         return found
+
+    def _bring_back(self, most: int) -> None:
+        """Into the heap what was passed over, the first of it first."""
+        for _ in range(min(most, len(self._passed))):
+            rank, key = self._passed.popleft()
+            entry = self._entries.get(key)
+            if entry is not None and entry.queued == rank:
+                heapq.heappush(self._heap, (rank, key))
+
+    def _cheapest_of_a_ring(self, may: Callable[[K], bool]) -> K | None:
+        """Without a leaf, everything left is an ancestor of itself."""
+        allowed = [key for key in self._entries if may(key)]
+        return min(allowed, key=lambda key: self._entries[key].rank, default=None)
+
+    def is_leaf(self, key: K) -> bool:
+        """See Policy.is_leaf."""
+        return self._family.is_leaf(key)
 
     def worth(self, key: K, now: float) -> float:
         """See Policy.worth."""
@@ -138,7 +176,7 @@ class RankedPolicy(Policy[K], Generic[K, S]):
     def check(self) -> None:
         """See Policy.check."""
         self._family.check(entry.candidate.parent for entry in self._entries.values())
-        in_heap = set(self._heap)
+        in_heap = {*self._heap, *self._passed}
         for key, entry in self._entries.items():
             if entry.queued is None:
                 assert self.leaves_only
@@ -146,7 +184,7 @@ class RankedPolicy(Policy[K], Generic[K, S]):
             else:
                 assert entry.queued <= entry.rank
                 assert (entry.queued, key) in in_heap
-        assert len(self._heap) <= 2 * len(self._entries) + _SLACK
+        assert len(self._heap) + len(self._passed) <= 2 * len(self._entries) + _SLACK
 
     def _rank(self, state: S, candidate: Candidate[K]) -> Rank:
         self._uses += 1
@@ -174,11 +212,12 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
     def _compact(self) -> None:
         """Drop the stale items once they are the most: O(1) amortised."""
-        if len(self._heap) > 2 * len(self._entries) + _SLACK:
+        if len(self._heap) + len(self._passed) > 2 * len(self._entries) + _SLACK:
             self._heap = self._queued()
 
     def _queued(self) -> list[tuple[Rank, K]]:
-        """A heap of what it has to hold."""
+        """A heap of what it has to hold; nothing counts as passed over any more."""
+        self._passed.clear()
         heap = [
             (entry.queued, key) for key, entry in self._entries.items() if entry.queued is not None
         ]
@@ -187,3 +226,5 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
 
 _SLACK = 64
+_BROUGHT_BACK = 32
+"""Of what was passed over, how much a search that found something leaves for the next one."""

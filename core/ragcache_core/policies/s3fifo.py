@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from ragcache_core.policies.family import Family
 from ragcache_core.policies.ghosts import Ghosts
-from ragcache_core.policies.policy import Candidate, Policy
+from ragcache_core.policies.policy import MOST_FORBIDDEN, Candidate, Policy
 
 K = TypeVar("K", bound=Hashable)
 
@@ -80,6 +80,13 @@ class S3Fifo(Policy[K]):
         if entry is not None:
             entry.uses = min(MAX_USES, entry.uses + 1)
 
+    def resize(self, key: K, candidate: Candidate[K]) -> None:
+        """See Policy.resize."""
+        entry = self._entries[key]
+        self._count_bytes(entry, -1)
+        entry.candidate = candidate
+        self._count_bytes(entry, 1)
+
     def remove(self, key: K) -> None:
         """See Policy.remove."""
         entry = self._entries.pop(key, None)
@@ -101,7 +108,7 @@ class S3Fifo(Policy[K]):
         """See Policy.cheapest. Queues turn on the way, as they would for ``evict``."""
         forbidden: list[K] = []
         found: K | None = None
-        while found is None:
+        while found is None and len(forbidden) < MOST_FORBIDDEN:
             queue = self._queue_in_turn()
             if not self._queues[queue]:
                 break
@@ -120,11 +127,19 @@ class S3Fifo(Policy[K]):
                 self._queues[queue].move_to_end(key)
             else:
                 found = key
-        for key in reversed(forbidden):
+        if found is None and not forbidden:
+            # Without a leaf, everything left is an ancestor of itself.
+            return next((key for key in self._entries if may(key)), None)
+        first = len(forbidden) < MOST_FORBIDDEN  # else others are to come up next
+        for key in reversed(forbidden) if first else forbidden:
             home = self._queues[self._entries[key].queue]
             home[key] = None
-            home.move_to_end(key, last=False)
+            home.move_to_end(key, last=not first)
         return found
+
+    def is_leaf(self, key: K) -> bool:
+        """See Policy.is_leaf."""
+        return self._family.is_leaf(key)
 
     def worth(self, key: K, now: float) -> float:
         """In [0, 7]: the main queue is worth more than any use on trial."""

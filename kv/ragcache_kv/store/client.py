@@ -64,6 +64,12 @@ DELETE_TIMEOUT_S = 10.0
 LANES = ("shared", "socket", "grpc")
 """Every lane, the fastest first."""
 
+BETTER_LANE_EVERY_S = 60.0
+"""How often a lane that did not connect is tried again, while a slower one is in use."""
+
+BETTER_LANE_S = 0.1
+"""How long the call that tries it may wait for that."""
+
 R = TypeVar("R")
 
 
@@ -86,6 +92,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._lane: Lane | None = None
         self._doubted = False
+        self._better_at = float("inf")
         self._pid = os.getpid()
 
     @property
@@ -192,14 +199,15 @@ class StoreClient:
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         return self._call(self._stub.Delete, request, timeout_s).removed
 
-    def tombstones(self, since_ms: int, timeout_s: float = DELETE_TIMEOUT_S) -> list[Deletion]:
-        """Deletes that the store knows of, made since then (Unix time), oldest first."""
-        call = self._stub.Tombstones(pb.TombstonesRequest(since_ms=since_ms), timeout=timeout_s)
-        try:
-            messages = list(call)
-        except grpc.RpcError as error:
-            raise from_rpc_error(PART, error) from error
-        return _read(lambda: [from_deletion(f"[{i}]", one) for i, one in enumerate(messages)])
+    def tombstones(self, since_ms: int, idle_s: float = DELETE_TIMEOUT_S) -> Iterator[Deletion]:
+        """Deletes that the store has applied since then (Unix time), in that order.
+
+        There may be many, so that it is idle_s that the next one may take. A caller that stops
+        early ends the call. Raises Unavailable.
+        """
+        self._require_own()
+        call: Any = self._stub.Tombstones(pb.TombstonesRequest(since_ms=since_ms))
+        return _read_deletions(call, idle_s)
 
     def change_replica(
         self, key: VariantKey, shard: str, drop: bool, timeout_s: float = LOOKUP_TIMEOUT_S
@@ -238,7 +246,7 @@ class StoreClient:
         try:
             try:
                 return call(lane)
-            except TimedOut as error:
+            except TimedOut as error:  # Busy is one, too
                 raise no_answer(error) from error
             except Broken as error:
                 log.info("the %s lane to %s broke: %s", lane.name, self.address, error)
@@ -268,6 +276,8 @@ class StoreClient:
         self._require_own()
         hello, lane = self.hello, self._lane
         if hello is not None and lane is not None and not self._doubted:
+            if time.monotonic() >= self._better_at:
+                lane = self._better(hello, lane, deadline)
             return hello, lane
         left_s = deadline - time.monotonic()
         if not self._lock.acquire(timeout=max(0.0, left_s)):
@@ -280,7 +290,7 @@ class StoreClient:
                     if self._lane is not None:
                         self._lane.close()
                         self._lane = None
-                    self._lane = self._pick(hello, deadline)
+                    self._lane = self._pick(hello, deadline, self._lanes)
                     self.hello = hello
                     log.info("values from %s come over the %s lane", self.address, self.lane)
                 self._doubted = False
@@ -288,10 +298,33 @@ class StoreClient:
         finally:
             self._lock.release()
 
-    def _pick(self, hello: Hello, deadline: float) -> Lane:
-        """The first lane that connects. Raises Unavailable."""
-        reasons = []
-        for name in self._lanes:
+    def _better(self, hello: Hello, lane: Lane, deadline: float) -> Lane:
+        """A faster lane if one connects by now, else the same; one call at a time tries."""
+        if not self._lock.acquire(blocking=False):
+            return lane
+        try:
+            if self._lane is not lane:
+                return self._lane or lane
+            faster = self._lanes[: self._lanes.index(lane.name)]
+            try:
+                found = self._pick(hello, min(deadline, time.monotonic() + BETTER_LANE_S), faster)
+            except Unavailable:
+                self._better_at = time.monotonic() + BETTER_LANE_EVERY_S
+                return lane
+            self._lane = found
+            if isinstance(lane, FramedLane):
+                lane.pool.retire()
+                lane.pool.drop_idle()
+            log.info("values from %s come over the %s lane now", self.address, found.name)
+            return found
+        finally:
+            self._lock.release()
+
+    def _pick(self, hello: Hello, deadline: float, names: Sequence[str]) -> Lane:
+        """The first lane that connects, each in half of the time left. Raises Unavailable."""
+        reasons, refused = [], False
+        self._better_at = float("inf")
+        for name in names:
             lane = self._make(name, hello)
             if not isinstance(lane, FramedLane):
                 if lane is not None:
@@ -299,8 +332,11 @@ class StoreClient:
                 reasons.append(f"{name}: not offered")
                 continue
             try:
-                lane.pool.give(lane.pool.take(deadline))
-            except Broken as error:
+                now = time.monotonic()
+                lane.pool.give(lane.pool.take(now + (deadline - now) / 2))
+            except (Broken, RagCacheError) as error:
+                self._better_at = time.monotonic() + BETTER_LANE_EVERY_S
+                refused |= isinstance(error, RagCacheError)
                 reasons.append(f"{name}: {error}")
                 log.info("no %s lane to %s: %s", name, self.address, error)
                 lane.close()
@@ -309,7 +345,8 @@ class StoreClient:
                 raise
             else:
                 return lane
-        raise NoAnswer(PART, f"no lane to {self.address} ({'; '.join(reasons)})")
+        problem = f"no lane to {self.address} ({'; '.join(reasons)})"
+        raise Unavailable(PART, problem) if refused else NoAnswer(PART, problem)
 
     def _make(self, name: str, hello: Hello) -> Lane | None:
         if name == "shared":
@@ -331,6 +368,29 @@ def _events(call: Any) -> Iterator[Event]:
     except grpc.RpcError as error:
         raise from_rpc_error(PART, error) from error
     finally:
+        call.cancel()
+
+
+def _read_deletions(call: Any, idle_s: float) -> Iterator[Deletion]:
+    waiting_since: list[float] = [time.monotonic()]  # empty while the caller is at work
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(idle_s / 4):
+            since = next(iter(waiting_since), None)
+            if since is not None and time.monotonic() > since + idle_s:
+                call.cancel()
+
+    threading.Thread(target=watch, name="store deletes", daemon=True).start()
+    try:
+        for message in call:
+            waiting_since.clear()
+            yield _read(partial(from_deletion, "deletion", message))
+            waiting_since.append(time.monotonic())
+    except grpc.RpcError as error:
+        raise from_rpc_error(PART, error) from error
+    finally:
+        ended.set()
         call.cancel()
 
 

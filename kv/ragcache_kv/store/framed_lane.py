@@ -14,9 +14,9 @@ from ragcache_kv.store.lane import PART, Lane
 from ragcache_kv.store.lane_protocol import (
     MAX_REPLY_BYTES,
     Broken,
+    Busy,
     Channel,
     Kind,
-    TimedOut,
     from_error,
     parse,
 )
@@ -48,13 +48,13 @@ class Pool(Generic[C]):
         self._payer: threading.Thread | None = None
 
     def take(self, deadline: float) -> C:
-        """A connection for one call, to be given back or dropped. Raises Broken, TimedOut."""
+        """A connection for one call, to be given back or dropped. Raises Broken, Busy."""
         with self._changed:
             while len(self._used) + self._connecting >= MAX_CONNECTIONS and not self._closed:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise TimedOut(f"{MAX_CONNECTIONS} calls are being made already")
+                    raise Busy(f"{MAX_CONNECTIONS} calls are being made already")
             if self._closed:
-                raise Broken("the client is closed")
+                raise Broken("the lane is closed")
             if self._idle:
                 connection = self._idle.pop()
                 self._used.add(connection)
@@ -98,11 +98,18 @@ class Pool(Generic[C]):
         for connection in idle:
             connection.close()
 
+    def retire(self) -> None:
+        """Let calls in flight end, and their connections with them; none can begin."""
+        self._end(interrupt=False)
+
     def close(self) -> None:
         """End every connection."""
+        self._end(interrupt=True)
+
+    def _end(self, *, interrupt: bool) -> None:
         with self._changed:
             self._closed = True
-            for connection in self._used:
+            for connection in self._used if interrupt else ():
                 connection.interrupt()  # whoever uses it closes it
             self._changed.notify_all()
             self._owing.set()
@@ -140,13 +147,15 @@ class Asked(Generic[C, M]):
     """A call that was answered but is not over: its connection is nobody else's.
 
     Whoever lets go of it without ``done`` ends the connection, and with it the call's leases.
-    asked_at: no lease of the reply was granted before.
+    asked_at: no lease of the reply was granted before. seconds: what the call has taken so far; to
+    be added to while values are read, and not while they wait to be asked for.
     """
 
     def __init__(self, pool: Pool[C], connection: C, reply: M, asked_at: float) -> None:
         self.connection = connection
         self.reply = reply
         self.asked_at = asked_at
+        self.seconds = time.monotonic() - asked_at
         self._pool: Pool[C] | None = pool
 
     def done(self) -> None:

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ragcache_core.errors import Unavailable
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, NewVariant, PutOutcome
-from ragcache_kv.store.lane_protocol import Broken
+from ragcache_kv.store.lane_protocol import Broken, Busy
 from ragcache_kv.store.stored_value import Allocate, Answer, Layers
 from ragcache_wire.status import NoAnswer
 
@@ -56,6 +57,6 @@ class Lane(ABC):
         """End every connection; calls in flight end too."""
 
 
-def no_answer(error: Broken | OSError) -> NoAnswer:
+def no_answer(error: Broken | OSError) -> Unavailable:
     """What a caller is told when a connection broke."""
-    return NoAnswer(PART, str(error))
+    return Unavailable(PART, str(error)) if isinstance(error, Busy) else NoAnswer(PART, str(error))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import time
@@ -41,6 +42,9 @@ MAX_REQUEST_BYTES = 1 << 20
 
 MAX_REPLY_BYTES = 64 << 20
 """Bound of a store's message: MAX_KEYS values of MAX_PARTS parts would just fit."""
+
+FILE_STEP_BYTES = 1 << 20
+"""How much of a file is sent before the deadline is looked at."""
 
 READ_BYTES = 16 << 10
 """How much is read ahead, which makes most frames one system call."""
@@ -72,6 +76,10 @@ class Broken(Exception):
 
 class TimedOut(Broken):
     """The other end let too much time pass."""
+
+
+class Busy(TimedOut):
+    """This end has too many calls going on, which says nothing about the other one."""
 
 
 class Channel:
@@ -132,16 +140,30 @@ class Channel:
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
         """Send bytes of a file. Raises Broken."""
-        while num_bytes:
-            self._limit(socket.SO_SNDTIMEO)
-            try:
-                sent = os.sendfile(self.socket.fileno(), fd, offset, num_bytes)
-            except OSError as error:
-                raise _broken(error) from error
-            if not sent:
-                raise Broken("the file ends early")
-            offset += sent
-            num_bytes -= sent
+        # The kernel's own limit counts anew for every few pages, as long as some bytes go.
+        self.socket.setblocking(False)
+        try:
+            while num_bytes:
+                if time.monotonic() >= self.deadline:
+                    raise TimedOut("the deadline has passed")
+                step = min(num_bytes, FILE_STEP_BYTES)
+                try:
+                    sent = os.sendfile(self.socket.fileno(), fd, offset, step)
+                except BlockingIOError:
+                    self._wait_until_writable()
+                    continue
+                if not sent:
+                    raise Broken("the file ends early")
+                offset += sent
+                num_bytes -= sent
+            self.socket.setblocking(True)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def _wait_until_writable(self) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        poll.poll(max(0.0, self.deadline - time.monotonic()) * 1e3 + 1)
 
     def receive(self, most: int) -> tuple[int, memoryview]:
         """Kind and message of the next frame; the message is valid until the next call.

@@ -53,7 +53,6 @@ _OUTCOMES: Final = {
     PutOutcome.STORED: pb.PutReply.STORED,
     PutOutcome.HELD_ALREADY: pb.PutReply.HELD_ALREADY,
     PutOutcome.DELETED: pb.PutReply.DELETED,
-    PutOutcome.NOT_ADMITTED: pb.PutReply.NOT_ADMITTED,
 }
 _OUTCOMES_BACK: Final = {number: outcome for outcome, number in _OUTCOMES.items()}
 _MISSES: Final = {
@@ -251,12 +250,12 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
 
 def to_as_of(as_of: AsOf) -> pb.AsOf:
     """The deletes that a put may have missed."""
-    return pb.AsOf(store=as_of.store, sequence=as_of.sequence)
+    return pb.AsOf(store=as_of.store, sequence=as_of.sequence, planned_at_ms=as_of.planned_at_ms)
 
 
 def from_as_of(field: str, message: pb.AsOf) -> AsOf:
     """The deletes that a put may have missed. Raises InvalidInput."""
-    return AsOf(_from_id(f"{field}.store", message.store), message.sequence)
+    return AsOf(_from_id(f"{field}.store", message.store), message.sequence, message.planned_at_ms)
 
 
 def _from_id(field: str, raw: bytes) -> bytes:
@@ -313,7 +312,7 @@ def to_outcome(outcome: PutOutcome) -> pb.PutReply.Outcome.ValueType:
 
 def from_outcome(number: pb.PutReply.Outcome.ValueType) -> PutOutcome:
     """What became of a put; what is not known is as good as not stored."""
-    return _OUTCOMES_BACK.get(number, PutOutcome.NOT_ADMITTED)
+    return _OUTCOMES_BACK.get(number, PutOutcome.DELETED)
 
 
 def to_miss(miss: Miss) -> pb.Miss.ValueType:
@@ -480,7 +479,10 @@ def to_deletion(deletion: Deletion) -> pb.Deletion:
 
 
 def from_deletion(field: str, message: pb.Deletion) -> Deletion:
-    """What one delete names; its id may be empty. Raises InvalidInput, TooLarge."""
+    """What one delete names; its id may be empty. Raises InvalidInput, TooLarge.
+
+    A domain goes as a whole only where nothing else is named: who names chunks of it means those.
+    """
     check_count(f"{field}.documents", len(message.documents))
     documents = [
         from_name(f"{field}.documents[{i}]", name) for i, name in enumerate(message.documents)
@@ -489,6 +491,14 @@ def from_deletion(field: str, message: pb.Deletion) -> Deletion:
         raise InvalidInput(f"{field}.documents", "has an empty id", "send ids of documents")
     if documents and not message.domain:
         raise InvalidInput(f"{field}.domain", "is missing", "send the domain of the documents")
+    if message.domain and not documents and (message.chunks or message.variants):
+        raise InvalidInput(
+            f"{field}.domain",
+            "comes with chunks or variants and without documents",
+            "leave it out, or send it alone to delete all that is in it",
+        )
+    if not (message.chunks or message.variants or message.domain):
+        raise InvalidInput(field, "names nothing", "send chunks, variants, documents or a domain")
     return Deletion(
         id=_from_id(f"{field}.id", message.id),
         chunks=from_chunks(f"{field}.chunks", message.chunks),

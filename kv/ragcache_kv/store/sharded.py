@@ -111,6 +111,7 @@ class _Shard:
         self.gone = False
         self._lock = threading.Lock()
         self._lost = False
+        self._doubted = False
         self._closed = threading.Event()
 
     def answers(self) -> bool:
@@ -127,6 +128,25 @@ class _Shard:
         name = f"return of {self.address}"
         threading.Thread(target=self._until_it_answers, name=name, daemon=True).start()
 
+    def doubt(self) -> None:
+        """It gave no answer, but had little time: it is asked in the background, and has more."""
+        with self._lock:
+            if self._lost or self._doubted or self._closed.is_set():
+                return
+            self._doubted = True
+        name = f"doubt of {self.address}"
+        threading.Thread(target=self._ask_again, name=name, daemon=True).start()
+
+    def _ask_again(self) -> None:
+        try:
+            self.client.lookup((), LOOKUP_TIMEOUT_S)
+        except NoAnswer as error:
+            self.lose(error)
+        except Exception as error:  # it is there, whatever it says
+            log.warning("shard %s: %s", self.address, error)
+        finally:
+            self._doubted = False
+
     def close(self) -> None:
         """Close its channel."""
         self._closed.set()
@@ -134,11 +154,16 @@ class _Shard:
 
     def _until_it_answers(self) -> None:
         while not self._closed.wait(RETRY_S):
-            with contextlib.suppress(RagCacheError):
+            try:
                 self.client.lookup((), LOOKUP_TIMEOUT_S)
-                self._lost = False
-                log.info("shard %s is back", self.address)
-                return
+            except RagCacheError:
+                continue
+            except Exception:  # nobody else would ask it ever again
+                log.exception("shard %s could not be asked", self.address)
+                continue
+            self._lost = False
+            log.info("shard %s is back", self.address)
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +212,7 @@ class ShardedStore:
         """Connect to every shard, so that the first visitor need not wait for it. Never raises."""
         with self._every() as shards:
             calls = {shard: partial(shard.client.lookup, (), timeout_s) for shard in shards}
-            self._ask(calls)
+            self._ask(calls, timeout_s)
 
     def lanes(self) -> dict[str, str]:
         """The data lane to each shard that has been connected to, by its address."""
@@ -216,7 +241,7 @@ class ShardedStore:
                 shard: partial(shard.client.lookup, part, timeout_s, exact=exact, domain=domain)
                 for shard, part in parts.items()
             }
-            answers = self._ask(calls)
+            answers = self._ask(calls, timeout_s)
             replies = {s: a for s, a in answers.items() if isinstance(a, LookupAnswer)}
             failures = [a for a in answers.values() if isinstance(a, RagCacheError)]
             if failures and not replies:
@@ -287,7 +312,7 @@ class ShardedStore:
                     except RagCacheError as error:
                         # When one was waited for in vain the time of the others is over as well.
                         if not failed:
-                            self._note(shard, error)
+                            self._note(shard, error, timeout_s)
                         if len(parts) == 1 and not who.others:
                             raise
                         failed = True
@@ -320,7 +345,7 @@ class ShardedStore:
             try:
                 return shard.client.put(replace(variant, as_of=known), value, timeout_s, ack)
             except RagCacheError as error:
-                self._note(shard, error)
+                self._note(shard, error, timeout_s)
                 raise
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
@@ -329,7 +354,9 @@ class ShardedStore:
         A hint: what a lost shard owns is left out.
         """
         return self._sum(
-            keys, lambda shard, part: partial(shard.client.prefetch, part, timeout_s=timeout_s)
+            keys,
+            lambda shard, part: partial(shard.client.prefetch, part, timeout_s=timeout_s),
+            timeout_s,
         )
 
     def pin(
@@ -337,13 +364,17 @@ class ShardedStore:
     ) -> int:
         """Keep variants from eviction for a while; returns how many there were."""
         return self._sum(
-            keys, lambda shard, part: partial(shard.client.pin, part, seconds, timeout_s=timeout_s)
+            keys,
+            lambda shard, part: partial(shard.client.pin, part, seconds, timeout_s=timeout_s),
+            timeout_s,
         )
 
     def unpin(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
         """End what pin began; returns how many there were."""
         return self._sum(
-            keys, lambda shard, part: partial(shard.client.unpin, part, timeout_s=timeout_s)
+            keys,
+            lambda shard, part: partial(shard.client.unpin, part, timeout_s=timeout_s),
+            timeout_s,
         )
 
     def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> DeleteResult:
@@ -353,21 +384,28 @@ class ShardedStore:
                 shard: partial(shard.client.delete, deletion, timeout_s=timeout_s)
                 for shard in shards
             }
-            answers = self._ask(calls)
+            answers = self._ask(calls, timeout_s)
         return _delete_result({shard.address: answer for shard, answer in answers.items()})
 
     def _sum(
         self,
         keys: Sequence[VariantKey],
         call: Callable[[_Shard, list[VariantKey]], Callable[[], int]],
+        timeout_s: float,
     ) -> int:
         with self._holders([key.chunk for key in keys]) as holders:
             parts = _parts(keys, [_first_that_answers(who) for who in holders])
-            answers = self._ask({shard: call(shard, part) for shard, part in parts.items()})
+            calls = {shard: call(shard, part) for shard, part in parts.items()}
+            answers = self._ask(calls, timeout_s)
             return sum(answer for answer in answers.values() if isinstance(answer, int))
 
-    def _ask(self, calls: Mapping[_Shard, Callable[[], R]]) -> dict[_Shard, R | RagCacheError]:
-        """Make calls at once; each gives its result, or its error if that is one of ours."""
+    def _ask(
+        self, calls: Mapping[_Shard, Callable[[], R]], timeout_s: float
+    ) -> dict[_Shard, R | RagCacheError]:
+        """Make calls at once; each gives its result, or its error if that is one of ours.
+
+        timeout_s: what each of them has.
+        """
         *others, last = calls or (None,)
         if last is None:
             return {}
@@ -376,7 +414,7 @@ class ShardedStore:
             try:
                 return calls[shard]()
             except RagCacheError as error:
-                self._note(shard, error)
+                self._note(shard, error, timeout_s)
                 return error
 
         waits: dict[_Shard, Future[R | RagCacheError]] = {
@@ -435,9 +473,7 @@ class ShardedStore:
             try:
                 _, found = next(iter(shard.client.get([key], left_s, **options)))
             except RagCacheError as error:
-                # One that was left little time by another is not lost for that.
-                if left_s >= RETRY_S:
-                    self._note(shard, error)
+                self._note(shard, error, left_s)
                 continue
             if not isinstance(found, Miss) or shard is who.owner:
                 return found
@@ -529,10 +565,14 @@ class ShardedStore:
             if not before[name].users:
                 before[name].close()
 
-    def _note(self, shard: _Shard, error: RagCacheError) -> None:
+    def _note(self, shard: _Shard, error: RagCacheError, had_s: float) -> None:
         # An only shard is asked every time: there is nothing else to go on with.
         if isinstance(error, NoAnswer) and len(self._shards) > 1:
-            shard.lose(error)
+            # One that had little time for its answer is not lost for that.
+            if had_s >= RETRY_S:
+                shard.lose(error)
+            else:
+                shard.doubt()
         elif len(self._shards) > 1:
             log.warning("shard %s: %s", shard.address, error)
 
@@ -603,7 +643,6 @@ class AsyncShardedStore:
         self._members = members
         self._addresses: tuple[str, ...] = ()
         self._clients: dict[str, AsyncStoreClient] = {}
-        self._retry_at: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -614,24 +653,16 @@ class AsyncShardedStore:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def delete(self, deletion: Deletion) -> DeleteResult:
-        """Delete on every shard. Raises Unavailable if none acknowledges, InvalidInput.
+    def addresses(self) -> tuple[str, ...]:
+        """The shards that there are now."""
+        return tuple(self._current())
 
-        A shard that has just been silent is left alone for a moment.
-        """
-        clients, now = self._current(), asyncio.get_running_loop().time()
-
-        async def delete(address: str, client: AsyncStoreClient) -> int:
-            if now < self._retry_at.get(address, now):
-                raise Unavailable(PART, f"shard {address} did not answer a moment ago")
-            try:
-                return await client.delete(deletion, DELETE_TIMEOUT_S)
-            except NoAnswer:
-                self._retry_at[address] = asyncio.get_running_loop().time() + RETRY_S
-                raise
-
-        answers = await _all(delete(address, client) for address, client in clients.items())
-        return _delete_result(dict(zip(clients, answers, strict=True)))
+    async def delete_on(self, address: str, deletion: Deletion) -> int:
+        """Delete on one shard; how many variants went. Raises Unavailable, InvalidInput."""
+        client = self._current().get(address)
+        if client is None:
+            raise Unavailable(PART, f"shard {address} is no member")
+        return await client.delete(deletion, DELETE_TIMEOUT_S)
 
     async def stats(self) -> dict[str, pb.StatsReply | None]:
         """Counters and sizes of each shard by its address; None for one that does not answer."""
@@ -661,7 +692,6 @@ class AsyncShardedStore:
             before = self._clients
             self._clients = {name: before.get(name) or AsyncStoreClient(name) for name in addresses}
             for name in before.keys() - self._clients.keys():
-                self._retry_at.pop(name, None)
                 # Calls in flight have deadlines; nobody waits here for their end.
                 task = asyncio.create_task(before[name].close(DELETE_TIMEOUT_S))
                 self._closing.add(task)

@@ -140,7 +140,9 @@ class SharedLane(FramedLane[SharedConnection]):
             copies = _copies(asking, asked)
             for copied in copies:
                 _check(asking.deadline)
+                began = time.monotonic()
                 copied.copy()
+                asked.seconds += time.monotonic() - began
                 if copied is copies[-1]:  # before whoever asked takes its time
                     _release(asked, copies)
                 yield copied.answer
@@ -163,7 +165,9 @@ class SharedLane(FramedLane[SharedConnection]):
             _release(asked, copies)
         for layer in range(last + 1):
             _check(asking.deadline)
+            began = time.monotonic()
             parts = [copied.copy_layer(layer) for copied in copies]
+            asked.seconds += time.monotonic() - began
             if layer == last:
                 _release(asked, copies)
             yield parts
@@ -288,7 +292,8 @@ def _release(asked: Asked[SharedConnection, pb.LaneGetReply], copies: Sequence[_
     leases = [copied.lease for copied in copies if copied.lease]
     if leases:
         corrupt = [copied.lease for copied in copies if copied.corrupt]
-        asked.connection.owed += frame(Kind.RELEASE, pb.LaneRelease(leases=leases, corrupt=corrupt))
+        release = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=asked.seconds)
+        asked.connection.owed += frame(Kind.RELEASE, release)
         if corrupt:
             try:
                 asked.connection.send_owed()

@@ -82,7 +82,7 @@ class SocketLane(FramedLane[Channel]):
             for index, value in enumerate(values):
                 if isinstance(value, StoredValue):
                     verifier = Verifier(value.parts)
-                    _receive(asked.connection, value.value, verifier)
+                    _receive(asked, value.value, verifier)
                     if not verifier.good:
                         values[index] = Miss.CORRUPT
                 if index == len(values) - 1:  # before whoever asked takes its time
@@ -134,7 +134,7 @@ def _layers(
             part = value.part(layer)
             if part:
                 verifier = Verifier(value.parts[layer : layer + 1])
-                _receive(asked.connection, part, verifier)
+                _receive(asked, part, verifier)
                 if not verifier.good:
                     values[index] = Miss.CORRUPT
             given.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
@@ -147,14 +147,18 @@ def _announced(asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> list[A
     return [announced(found.header, asking.allocate) for found in asked.reply.found]
 
 
-def _receive(connection: Channel, target: memoryview, verifier: Verifier) -> None:
+def _receive(
+    asked: Asked[Channel, pb.LaneGetReply], target: memoryview, verifier: Verifier
+) -> None:
+    began = time.monotonic()
     try:
         for start in range(0, len(target), PIECE_BYTES):
             piece = target[start : start + PIECE_BYTES]
-            connection.receive_into(piece)
+            asked.connection.receive_into(piece)
             verifier.add(piece)
     except Broken as error:
         raise no_answer(error) from error
+    asked.seconds += time.monotonic() - began
 
 
 def _release(asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]) -> None:
@@ -167,7 +171,8 @@ def _release(asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]) -> No
             for one, value in zip(found, values, strict=True)
             if one.lease and value is Miss.CORRUPT
         ]
-        asked.connection.owed += frame(Kind.RELEASE, pb.LaneRelease(leases=leases, corrupt=corrupt))
+        release = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=asked.seconds)
+        asked.connection.owed += frame(Kind.RELEASE, release)
         if corrupt:
             try:
                 asked.connection.send_owed()

@@ -34,7 +34,6 @@ from ragcache_operator.spec.values import ChunkingSpec, ResourcesSpec
 SHORTEST_INTERVAL_S = 10
 LONGEST_INTERVAL_S = 24 * 3600
 LEAST_STORE_MEMORY_BYTES = 64 << 20
-LEAST_STORE_DISK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +209,6 @@ def _memory_holds_values(store: CacheStoreSpec) -> Fault | None:
     return Fault(
         f"{store.memory} does not hold the values that are on their way in and out",
         "use 64Mi or more, and four times the largest chunk-cache at least",
-    )
-
-
-def _disk_holds_values(store: CacheStoreSpec) -> Fault | None:
-    if store.disk.size_bytes >= LEAST_STORE_DISK_BYTES:
-        return None
-    return Fault(
-        f"{store.disk.size} is little more than what the store leaves free", "use 256Mi or more"
     )
 
 
@@ -399,7 +390,6 @@ CONSISTENCY: tuple[Rule, ...] = (
     Rule(
         "store's memory holds values", CacheStoreSpec, "memory", _memory_holds_values, BY_QUANTITY
     ),
-    Rule("store's disk holds values", CacheStoreSpec, "disk.size", _disk_holds_values, BY_QUANTITY),
     Rule("engine names differ", RagCacheSpec, "engines", _engine_names_differ, BY_SCHEMA),
     Rule(
         "pull secrets differ", SchedulingSpec, "imagePullSecrets", _pull_secrets_differ, BY_SCHEMA

@@ -19,7 +19,7 @@ from ragcache_cachestore.replication import Replication
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry import ExportingTelemetry, Telemetry
-from ragcache_core.errors import InvalidInput
+from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.hotness.assignment import Assignment, FixedAssignment, HaRagAssignment
 from ragcache_core.hotness.score import Memory, ScoreAssignment
 from ragcache_wire.health_server import HealthServer
@@ -28,8 +28,8 @@ from ragcache_wire.server import GrpcServer, until_stopped
 log = logging.getLogger("ragcache_cachestore")
 
 SWITCH_INTERVAL_S = 5e-4
-"""How long a thread may keep Python's lock while another one waits for it. Most of what is done here
-under the lock takes microseconds; Python's own 5 ms would be what a get mostly waits for."""
+"""How long a thread may keep Python's lock while another one waits for it. Most of what is done
+here under the lock takes microseconds; Python's own 5 ms would be what a get mostly waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ async def serve(config: Config) -> None:
         health.set_progress("opening the disk tier")
         with contextlib.ExitStack() as ends:
             # In a thread: with many variants it takes a while, in which health is asked for.
-            parts = await asyncio.to_thread(_open, config, ends)
+            parts = await asyncio.to_thread(_open, config, ends, health)
             try:
                 await _serve(config, parts, health)
             finally:
@@ -56,7 +56,7 @@ async def serve(config: Config) -> None:
     log.info("stopped")
 
 
-def _open(config: Config, ends: contextlib.ExitStack) -> Parts:
+def _open(config: Config, ends: contextlib.ExitStack, health: HealthServer) -> Parts:
     """Open the folder and whatever works on it; ends: how each is closed, the last one first."""
     telemetry = Telemetry()
     if config.otlp_endpoint is not None:
@@ -79,7 +79,7 @@ def _open(config: Config, ends: contextlib.ExitStack) -> Parts:
     keeper.start()
     ends.callback(keeper.close)
     own = config.own_address or config.listen
-    rejoin = Rejoin(store, config.members, own)
+    rejoin = Rejoin(store, config.members, own, progress=health.set_progress)
     ends.callback(rejoin.close)
     replication = Replication(store, config.members if config.replication else None, own)
     ends.callback(replication.close)
@@ -89,22 +89,37 @@ def _open(config: Config, ends: contextlib.ExitStack) -> Parts:
 async def _serve(config: Config, parts: Parts, health: HealthServer) -> None:
     store = parts.store
     replication = parts.replication if config.members is not None else None
-    service = CacheStoreService(store, parts.lanes.hello(), replication)
+    service = CacheStoreService(
+        store, parts.lanes.hello(), replication, gated=config.members is not None
+    )
     server = _listen(config.listen, service, health)
-    # Before anybody can ask: what the others know to be deleted is never served.
-    health.set_progress("asking the other shards what was deleted")
-    await asyncio.to_thread(parts.rejoin.start)
     await server.start()
+    stopped = asyncio.ensure_future(until_stopped())
     try:
+        # Before anybody gets a value: what the others know to be deleted is never served. They may
+        # be starting, too, and ask the same of this one.
+        if not await _started(parts.rejoin, stopped):
+            return
+        service.open()
         parts.lanes.start()
         parts.replication.start()
         await server.set_ready()
         log.info("serving %d variants on port %d", len(store), server.port)
-        await until_stopped()
+        await stopped
     finally:
         service.end_watches()
         await server.stop()
         await asyncio.to_thread(service.close)
+
+
+async def _started(rejoin: Rejoin, stopped: asyncio.Future[None]) -> bool:
+    """Start it; False if a stop was asked for meanwhile."""
+    started = asyncio.ensure_future(asyncio.to_thread(rejoin.start))
+    await asyncio.wait([started, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if stopped.done():
+        await asyncio.to_thread(rejoin.close)
+    await started
+    return not stopped.done()
 
 
 def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> GrpcServer:
@@ -147,6 +162,9 @@ def main() -> int:
     except InvalidInput as error:
         print(error, file=sys.stderr)
         return 2
+    except RagCacheError as error:  # as of a disk that refuses: another start may do
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -28,6 +28,9 @@ from ragcache_core.variant import Miss, Part, Tier, VariantInfo
 PINNED_SHARE = 0.5
 """Share of memory whose worth of values may be pinned."""
 
+CLOCKS_DIFFER_MS = 2000
+"""How far the clock of whoever plans a computation may be ahead of the store's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grave:
@@ -79,6 +82,7 @@ class Books:
         self.arriving_bytes = 0
         self.next_identity = 1
         self.graves: list[Grave] = []
+        self._grave_pages = 0
         self.quiet: list[tuple[float, Copy]] = []
         self.replicas: dict[VariantKey, tuple[str, ...]] = {}
         self.served: dict[VariantKey, int] = {}
@@ -142,7 +146,7 @@ class Books:
         if holding.info.num_bytes > self.disk.capacity_bytes:
             return False
         worth_of_cheapest = None
-        if self.disk.lacking_pages(holding.info.num_bytes):
+        if self.disk_pages_for(holding.info.num_bytes):
             cheapest = self.disk.policy.cheapest(self._may_leave_disk)
             if cheapest is not None:
                 worth_of_cheapest = self.disk.policy.worth(cheapest, now)
@@ -157,8 +161,12 @@ class Books:
             self._replace(held, holding)
         self.catalog.add(holding)
         for tier, copy in ((self.memory, holding.memory), (self.disk, holding.disk)):
-            if copy is not None and (used or key not in tier.policy):
+            if copy is None:
+                continue
+            if used or key not in tier.policy:
                 tier.policy.add(key, holding.candidate, now)
+            else:
+                tier.policy.resize(key, holding.candidate)
         kind = EventKind.STORED if held is None else EventKind.REPLACED
         self.feed.publish(kind, key, holding.tier, holding.info)
 
@@ -171,14 +179,44 @@ class Books:
                 self.memory.policy.remove(held.key)
             self.memory.let_go(held.memory)
             held.memory = None
-        on_disk = held.disk or held.superseded
         if held.disk is not None and by.disk is None:
             self.disk.policy.remove(held.key)
-        held.disk = held.superseded = None
-        if on_disk is not None and by.disk is not None:
-            self.graves.append(Grave(held.key, on_disk))
-        else:
-            by.superseded = on_disk
+        by.superseded = held.superseded if held.disk is None else held
+        held.superseded = None
+        if by.disk is not None:
+            self.bury_superseded(by)
+
+    def bury_superseded(self, holding: Holding) -> None:
+        """A holding has a copy on disk: what it replaced there is not needed any more."""
+        older, holding.superseded = holding.superseded, None
+        if older is not None:
+            assert older.disk is not None
+            self.give_up(older.key, older.disk)
+            older.disk = None
+
+    def _reinstate(self, holding: Holding) -> bool:
+        """Hold again what a holding without copies replaced, as a restart would; False if none."""
+        older = holding.superseded
+        if older is None or self.tombstones.covers(older.key, older.origin, older.delete_sequence):
+            return False
+        holding.superseded = None
+        self.catalog.remove(holding)
+        self._cancel(holding)
+        older.continues(holding)
+        self.catalog.add(older)
+        self.disk.policy.add(older.key, older.candidate, self.clock())
+        self.feed.publish(EventKind.REPLACED, older.key, Tier.DISK, older.info)
+        return True
+
+    def lose_from_memory(self, holding: Holding, reason: Miss) -> None:
+        """Its copy in memory is gone, and out of the policy: hold what is left of it."""
+        assert holding.memory is not None
+        self.memory.let_go(holding.memory)
+        holding.memory = None
+        if holding.disk is not None:
+            self.feed.publish(EventKind.MOVED, holding.key, Tier.DISK, holding.info)
+        elif not self._reinstate(holding):
+            self.drop(holding, reason)
 
     def drop(self, holding: Holding, reason: Miss) -> None:
         """Hold a variant no more, in any tier."""
@@ -191,10 +229,9 @@ class Books:
             holding.memory = None
         if holding.disk is not None:
             self.disk.policy.remove(key)
-        for copy in (holding.disk, holding.superseded):
-            if copy is not None:
-                self.graves.append(Grave(key, copy))
-        holding.disk = holding.superseded = None
+            self.give_up(key, holding.disk)
+            holding.disk = None
+        self.bury_superseded(holding)
         self.pins.unpin(key)
         self.replicas.pop(key, None)
         self.misses.note(key, reason)
@@ -218,6 +255,9 @@ class Books:
             assert holding.memory is not None
             if holding.memory.in_use or key in self.pins:
                 return False
+            goes = holding.disk is None and holding.superseded is None
+            if goes and self._has_children(self.disk, key):
+                return False
             return holding.job is None or (unwritten and not holding.job.urgent)
 
         end = self.memory.allocator.used_pages - pages
@@ -229,16 +269,10 @@ class Books:
             assert holding is not None
             assert holding.memory is not None
             self._count_eviction(Tier.MEMORY, holding)
-            self.memory.let_go(holding.memory)
-            holding.memory = None
-            if holding.disk is None:
-                self.drop(holding, Miss.EVICTED)
-            else:
-                self.feed.publish(EventKind.MOVED, key, Tier.DISK, holding.info)
+            self.lose_from_memory(holding, Miss.EVICTED)
 
     def evict_from_disk(self, pages: int) -> bool:
         """Give up copies on disk for so many pages; False if none may go."""
-
         freed = 0
         while freed < pages:
             key = self.disk.policy.evict(self._may_leave_disk)
@@ -249,7 +283,7 @@ class Books:
             assert holding.disk is not None
             self._count_eviction(Tier.DISK, holding)
             freed += num_pages(holding.disk.num_bytes)
-            self.graves.append(Grave(key, holding.disk))
+            self.give_up(key, holding.disk)
             holding.disk = None
             if holding.memory is None:
                 self.drop(holding, Miss.EVICTED)
@@ -259,7 +293,40 @@ class Books:
         holding = self.catalog.get(key)
         assert holding is not None
         assert holding.disk is not None
+        if holding.memory is None and self._has_children(self.memory, key):
+            return False
         return not holding.disk.in_use and key not in self.pins
+
+    def needed_on_disk(self, key: VariantKey) -> bool:
+        """Whether a child on disk keeps key from going for good, so that it is to be there, too."""
+        return self._has_children(self.disk, key)
+
+    @staticmethod
+    def _has_children(tier: Shelf, key: VariantKey) -> bool:
+        """Whether a tier has a child of key that needs it: then key does not go for good."""
+        return tier.policy.leaves_only and not tier.policy.is_leaf(key)
+
+    def give_up(self, key: VariantKey, copy: Copy) -> None:
+        """Nothing refers to a copy on disk any more: its record and its pages are to go."""
+        self.graves.append(Grave(key, copy))
+        self._grave_pages += num_pages(copy.num_bytes)
+
+    def buried(self, count: int) -> bool:
+        """The records of the first graves are gone; whether any pages came free by that."""
+        done = self.graves[:count]
+        del self.graves[:count]
+        self._grave_pages -= sum([num_pages(grave.copy.num_bytes) for grave in done])
+        return sum([self.disk.let_go(grave.copy) for grave in done]) > 0
+
+    def disk_pages_to_evict(self) -> int:
+        """Pages of copies on disk to give up now, beside what is given up already."""
+        excess = self.disk.excess_pages()
+        return max(0, excess - self._grave_pages) if excess else 0
+
+    def disk_pages_for(self, num_bytes: int) -> int:
+        """Pages of copies on disk to give up before num_bytes can be placed."""
+        lacking = self.disk.lacking_pages(num_bytes)
+        return max(0, lacking - self._grave_pages) if lacking else 0
 
     def _count_eviction(self, tier: Tier, holding: Holding) -> None:
         self.counters.evictions[tier] += 1
@@ -306,7 +373,11 @@ class Books:
         """The last delete that a computation has seen."""
         if as_of.store != self.store_id:
             return 0
-        return min(as_of.sequence, self.tombstones.last_sequence)
+        seen = min(as_of.sequence, self.tombstones.last_sequence)
+        if as_of.planned_at_ms:
+            applied_by = self.tombstones.applied_by(as_of.planned_at_ms - CLOCKS_DIFFER_MS)
+            seen = min(seen, applied_by)
+        return seen
 
     def check(self) -> None:
         """Raise AssertionError if the books do not balance. For tests, while nothing else runs."""
@@ -319,6 +390,8 @@ class Books:
             assert holding.memory is not None or holding.disk is not None
             assert (holding.memory is not None) == (holding.key in self.memory.policy)
             assert (holding.disk is not None) == (holding.key in self.disk.policy)
+        pages = [num_pages(grave.copy.num_bytes) for grave in self.graves]
+        assert self._grave_pages == sum(pages)
         assert len(self.memory.policy) + len(self.disk.policy) == sum(
             [(one.memory is not None) + (one.disk is not None) for one in self.catalog]
         )

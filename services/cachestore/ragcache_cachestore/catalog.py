@@ -28,9 +28,9 @@ class Holding:
     """A variant as it is held. What it says of its value never changes: a better value is another.
 
     identity: names this very record, and orders records by when they came. delete_sequence: of the
-    store when it came; no delete up to there covers it. memory, disk: its copies. superseded: copy
-    on disk of the value that it replaced, kept until it has one of its own. job: its write to disk,
-    while that is to come. reads: since the store started. put_at: on the store's clock.
+    store when it came; no delete up to there covers it. memory, disk: its copies. superseded: what
+    it replaced, kept on disk until it has a copy there of its own. job: its write to disk, while
+    that is to come. reads: since the store started. put_at: on the store's clock.
     """
 
     key: VariantKey
@@ -44,7 +44,7 @@ class Holding:
     put_at: float
     memory: Copy | None = None
     disk: Copy | None = None
-    superseded: Copy | None = None
+    superseded: Holding | None = None
     job: Job | None = None
     wanted_better: bool = False
     reads: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ragcache_core.admission import ADMISSION_NAMES
+from ragcache_core.admission import ADMISSION_NAMES, default_admission
 from ragcache_core.errors import InvalidInput
 from ragcache_core.extents import PAGE_BYTES
 from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES
@@ -61,7 +61,9 @@ class Config:
         if members:
             _text(environment, "RAGCACHE_SELF", "set it to this shard's host:port")
         policy = _choice(environment, "RAGCACHE_POLICY", POLICY_NAMES, DEFAULT_POLICY)
-        admission = _choice(environment, "RAGCACHE_ADMISSION", ADMISSION_NAMES, "always")
+        leaves_only = _choice(environment, "RAGCACHE_REUSE", REUSE, "exact") == "exact"
+        by_default = default_admission(leaves_only=leaves_only) if policy == "score" else "always"
+        admission = _choice(environment, "RAGCACHE_ADMISSION", ADMISSION_NAMES, by_default)
         if admission == "score" and policy != "score":
             raise InvalidInput(
                 "RAGCACHE_ADMISSION", f"is score, but the policy is {policy}", "use policy score"
@@ -76,7 +78,7 @@ class Config:
             policy=policy,
             admission=admission,
             precision=_precision(environment, "RAGCACHE_PRECISION"),
-            leaves_only=_choice(environment, "RAGCACHE_REUSE", REUSE, "exact") == "exact",
+            leaves_only=leaves_only,
             lane_listen=_optional_address(environment, "RAGCACHE_LANE_LISTEN"),
             lane_socket=_socket(environment, "RAGCACHE_LANE_SOCKET"),
             members=members_from("RAGCACHE_CACHESTORE", members) if members else None,

@@ -61,7 +61,7 @@ class Stats:
 
     @property
     def misses(self) -> int:
-        """Variants asked for and not served."""
+        """Variants looked for or asked for, and not found fit to serve."""
         return sum(self.misses_by_reason.values())
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ragcache_cachestore.recoding import CorruptValue, native_bytes, recode
+from ragcache_cachestore.threads import end
 from ragcache_core.errors import RagCacheError
 from ragcache_core.hotness.assignment import Assignment, Observation, Placement
 from ragcache_core.hotness.counts import DecayedCounts
@@ -180,10 +181,10 @@ class Keeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End after the piece of work at hand."""
+        """End after the piece of work at hand, or soon."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            end([self._thread])
 
     def _run(self) -> None:
         wait_s = 0.0
@@ -307,8 +308,9 @@ class Keeper:
             views = recode(
                 value, candidate.parts, candidate.shape, info.num_tokens, info.precision, target
             )
-        except CorruptValue:
+        except (CorruptValue, ValueError):  # also what was put with sizes that cannot be
             self.counters.corrupt += 1
+            self._useless.add(candidate.identity)
             return
         num_bytes = sum(view.nbytes for view in views)
         if num_bytes >= info.num_bytes:

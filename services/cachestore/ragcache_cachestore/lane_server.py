@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +63,10 @@ MAX_HEADERS = 4096
 """Values whose headers are kept encoded; a few MiB with as many layers as models have."""
 
 GREETING_S = 5.0
+CLOSE_S = 5.0
+"""How long the end waits for calls that wait themselves; they hold nothing of their clients."""
+
+PROBE_S = 1.0
 RETRY_AFTER_S = 1.0
 SOCKET_MODE: Final = 0o660
 """Who may connect to the Unix socket may write to the memory tier."""
@@ -82,10 +87,12 @@ class LaneServer:
         self._connections: set[_Connection] = set()
         self._closed = False
         self._listeners: list[socket.socket] = []
+        self._socket_id: tuple[int, int] | None = None
         self.port = 0
         try:
             if path is not None:
                 self._listeners.append(_listen_unix(path))
+                self._socket_id = _id_of(path)
             if listen is not None:
                 self._listeners.append(_listen_tcp(*listen))
                 self.port = self._listeners[-1].getsockname()[1]
@@ -114,7 +121,11 @@ class LaneServer:
             thread.start()
 
     def close(self) -> None:
-        """End every connection; returns when nothing uses the store any more."""
+        """End every connection; returns when nothing uses the store any more.
+
+        A call that a disk holds up is left behind after CLOSE_S.
+        """
+        give_up = time.monotonic() + CLOSE_S
         with self._lock:
             self._closed = True
             connections = list(self._connections)
@@ -122,15 +133,16 @@ class LaneServer:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept
             listener.close()
-        if self._path is not None:
+        # Another store may listen there by now.
+        if self._path is not None and _id_of(self._path) == self._socket_id:
             self._path.unlink(missing_ok=True)
         for connection in connections:
             connection.channel.interrupt()
-        for connection in connections:
-            connection.join()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        threads = [*connections, *(thread for thread in self._threads if thread.ident is not None)]
+        for thread in threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        if left := sum(thread.is_alive() for thread in threads):
+            log.warning("%d calls are left behind: the disk holds them up", left)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -142,15 +154,22 @@ class LaneServer:
                 log.warning("a connection could not be taken: %s", error)
                 time.sleep(0.1)  # no descriptors left: some will be
                 continue
-            connection = _Connection(self._store, sock, self.hello(), self._headers, self._ended)
-            with self._lock:
-                room = len(self._connections) < MAX_CONNECTIONS and not self._closed
-                if room:
-                    self._connections.add(connection)
+            try:
+                self._serve(sock)
+            except Exception:  # no threads left, say; the next one may find some
+                log.exception("a connection could not be served")
+                sock.close()
+                time.sleep(0.1)
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = _Connection(self._store, sock, self.hello(), self._headers, self._ended)
+        with self._lock:
+            room = len(self._connections) < MAX_CONNECTIONS and not self._closed
             if room:
-                connection.start()
-            else:
-                connection.refuse()
+                connection.start()  # within the lock: all that close finds can be joined
+                self._connections.add(connection)
+        if not room:
+            connection.refuse()
 
     def _ended(self, connection: _Connection) -> None:
         with self._lock:
@@ -318,17 +337,24 @@ class _Connection(threading.Thread):
         held = [self._leases[one] for one in message.leases if one in self._leases]
         corrupt = set(message.corrupt)
         ids = [lease.id for lease, _ in held]
+        late = {lease_id for lease_id in ids if not self._store.is_leased(lease_id)}
         self._store.release(ids, [lease_id for lease_id in ids if lease_id in corrupt])
         now = time.monotonic()
+        total = max(1, sum([lease.info.num_bytes for lease, _ in held]))
         for lease, since in held:
             self._leases.pop(lease.id, None)
-            if lease.id not in corrupt:
-                self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, now - since)
+            if lease.id in late:
+                self._store.note_late(lease.tier)
+            elif lease.id not in corrupt:
+                # This message may have waited for another to go with, and all values came as one.
+                taken_s = message.seconds if message.seconds > 0 else now - since
+                seconds = min(taken_s, now - since) * lease.info.num_bytes / total
+                self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, seconds)
 
     def _put(self, header: pb.PutHeader) -> None:
         since = time.monotonic()
         new, ack = from_put_header("header", header, self._store.max_value_bytes)
-        arrival = self._store.begin_put(new, ack)
+        arrival = self._store.begin_put(new, ack, LEASE_S)
         if isinstance(arrival, PutOutcome):
             self._note_put(arrival, ack, new, since)
             self.channel.send(Kind.GRANT, pb.LaneGrant(granted=False, outcome=to_outcome(arrival)))
@@ -336,7 +362,7 @@ class _Connection(threading.Thread):
         with arrival:
             if not self._receive(arrival):
                 return
-            outcome = arrival.commit(ack)
+            outcome = arrival.commit(ack, LEASE_S)
         self._note_put(outcome, ack, new, since)
         self.channel.deadline = time.monotonic() + LEASE_S
         self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
@@ -373,16 +399,39 @@ def _grant(extents: Sequence[Extent]) -> pb.LaneGrant:
 def _listen_unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.unlink(missing_ok=True)  # of a store that was killed
+        _clear(path)
         listener.bind(str(path))
         os.chmod(path, SOCKET_MODE)
         listener.listen(64)
     except OSError as error:
         listener.close()
         raise InvalidInput(
-            "RAGCACHE_LANE_SOCKET", f"{path}: {error}", "name a path of up to 107 bytes to create"
+            "RAGCACHE_LANE_SOCKET", f"{path}: {error}", "name a free path of up to 107 bytes"
         ) from error
     return listener
+
+
+def _clear(path: Path) -> None:
+    """Remove the socket of a store that was killed, and nothing else. Raises OSError."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return  # binding says that something is there
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+
+
+def _id_of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _listen_tcp(host: str, port: int) -> socket.socket:

@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ragcache_cachestore.arena import Arena
-from ragcache_cachestore.books import Books, Grave
+from ragcache_cachestore.books import Books
 from ragcache_cachestore.catalog import Holding
 from ragcache_cachestore.checksums import first_wrong_part, read_slices
 from ragcache_cachestore.entry import Record
 from ragcache_cachestore.promotion import Promotions
 from ragcache_cachestore.records import Records
+from ragcache_cachestore.threads import END_TIMEOUT_S
 from ragcache_cachestore.tier import Copy
 from ragcache_cachestore.value_file import ValueFile
 from ragcache_cachestore.write_behind import WriteBehind
 from ragcache_core.errors import Unavailable
+from ragcache_core.extents import PAGE_BYTES
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import EventKind
 from ragcache_core.variant import Miss, Part, Precision, Tier, VariantInfo
@@ -35,6 +37,9 @@ log = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 2.0
 """How long a put waits for the disk to take what is only in memory, before that is dropped."""
+
+LOOK_AGAIN_S = 0.05
+"""One search for what may go is short (``policies``); this soon the next one looks further."""
 
 RETRY_AFTER_S = 0.5
 
@@ -71,10 +76,10 @@ class Mover:
         """A record was found at start."""
         self._recorded[key] = copy
 
-    def close(self, *, flush: bool) -> None:
-        """End its threads; with flush, when all that waits has been written."""
-        self.promotions.close()
-        self.writer.close(flush=flush)
+    def close(self) -> bool:
+        """End its threads after the work at hand; False if one does not end."""
+        ended = self.promotions.close()
+        return self.writer.close(END_TIMEOUT_S) and ended
 
     def room_in_memory(self, num_bytes: int) -> Copy:
         """Room for a value, for which others go. Raises Unavailable if nothing may go."""
@@ -86,8 +91,9 @@ class Mover:
                 left_s = give_up - time.monotonic()
                 if copy is not None:
                     return copy
-                if left_s <= 0 or not self._books.room.wait(left_s):
+                if left_s <= 0:
                     break
+                self._books.room.wait(min(left_s, LOOK_AGAIN_S))
             copy = self._place_in_memory(num_bytes, unwritten=True)
             if copy is None:
                 raise Unavailable(
@@ -105,20 +111,26 @@ class Mover:
 
     def room_on_disk(self, num_bytes: int) -> Copy:
         """Room for a value in the file, for which others go. Raises Unavailable if nothing may."""
-        moved = True
-        while True:
+        if num_bytes > self._value_file.allocator.num_pages * PAGE_BYTES:
+            raise Unavailable("cachestore", "its whole disk has no room for the value")
+        with self._books.lock:
+            copy = self._books.disk.place(num_bytes)
+        while copy is None:
+            # What another thread buries now is free when this returns, too. A disk that refuses it
+            # says so here, before anything is given up.
+            buried = self.bury()
             with self._books.lock:
                 copy = self._books.disk.place(num_bytes)
-                if copy is not None:
-                    return copy
-                if not moved:
-                    break
-                moved = self._books.evict_from_disk(self._books.disk.lacking_pages(num_bytes))
-            # What another thread buries now is free when this returns, too.
-            moved |= self.bury()
-        raise Unavailable(
-            "cachestore", "all of its disk is being read or pinned", retry_after_s=RETRY_AFTER_S
-        )
+                if copy is None:
+                    lacking = self._books.disk_pages_for(num_bytes)
+                    moved = bool(lacking) and self._books.evict_from_disk(lacking)
+                    if not (buried or moved or self._books.graves):
+                        raise Unavailable(
+                            "cachestore",
+                            "all of its disk is being read or pinned",
+                            retry_after_s=RETRY_AFTER_S,
+                        )
+        return copy
 
     def write_out(self, holding: Holding) -> None:
         """Give a holding a copy on disk; called by the writer. Raises Unavailable."""
@@ -136,11 +148,10 @@ class Mover:
                 if self._books.catalog.holds(holding):
                     holding.disk = copy
                     self._books.disk.policy.add(holding.key, holding.candidate, self._books.clock())
-                    if holding.superseded is not None:
-                        self._books.graves.append(Grave(holding.key, holding.superseded))
-                        holding.superseded = None
+                    self._books.bury_superseded(holding)
+                    self._write_parent(holding)
                 else:  # deleted or replaced meanwhile
-                    self._books.graves.append(Grave(holding.key, copy))
+                    self._books.give_up(holding.key, copy)
                 if self._books.disk.excess_pages():
                     self._sweep_soon()
         finally:
@@ -149,6 +160,15 @@ class Mover:
                 self._books.memory.let_go(source)
                 self._books.room.notify_all()
         self.bury_soon()
+
+    def _write_parent(self, holding: Holding) -> None:
+        """A child is on disk: so is its parent to be, which else may not leave memory."""
+        parent = holding.origin.parent
+        above = None if parent is None or not self._leaves_only else self._books.catalog.get(parent)
+        if above is None or above.disk is not None or above.job is not None:
+            return
+        if above.info.num_bytes <= self._books.disk.capacity_bytes:
+            above.job = self.writer.submit(above, urgent=False)
 
     def write(
         self, holding: Holding, copy: Copy, views: Sequence[memoryview], current: Holding
@@ -198,21 +218,18 @@ class Mover:
         """
         with self._record_lock:
             with self._books.lock:
-                graves, self._books.graves = self._books.graves, []
+                graves = list(self._books.graves)  # only here any are taken away
+            if not graves:
+                return False
             mine = [g.key for g in graves if self._recorded.get(g.key) is g.copy]
-            try:
-                self._records.remove(mine)
-            except BaseException:
-                with self._books.lock:
-                    self._books.graves += graves
-                raise
+            self._records.remove(mine)
             for key in mine:
                 del self._recorded[key]
             for grave in graves:
                 if not grave.copy.in_use:
                     self._value_file.punch(grave.copy.extents)
             with self._books.lock:
-                return sum([self._books.disk.let_go(grave.copy) for grave in graves]) > 0
+                return self._books.buried(len(graves))
 
     def promote(self, holding: Holding) -> None:
         """Bring a value into memory, its parents first where they must outlive it."""
@@ -221,9 +238,11 @@ class Mover:
             with self._books.lock:
                 while (parent := chain[-1].origin.parent) is not None:
                     above = self._books.catalog.get(parent)
-                    if above is None or above.memory is not None or above in chain:
+                    if above is None or above in chain:
                         break
-                    chain.append(above)
+                    chain.append(above)  # also one in memory, so that it stays there meanwhile
+                    if above.memory is not None:
+                        break
         brought: list[Copy] = []
         for one in reversed(chain):
             copy = self._promote_one(one)
@@ -310,17 +329,15 @@ class Mover:
             self._books.counters.corrupt += 1
             if not self._books.catalog.holds(holding):
                 return
-            if holding.memory is copy and holding.disk is not None:
+            if holding.memory is copy:
                 self._books.memory.policy.remove(holding.key)
-                self._books.memory.let_go(copy)
-                holding.memory = None
-                self._books.feed.publish(EventKind.MOVED, holding.key, Tier.DISK, holding.info)
+                self._books.lose_from_memory(holding, Miss.CORRUPT)
             elif holding.disk is copy and holding.memory is not None:
                 self._books.disk.policy.remove(holding.key)
-                self._books.graves.append(Grave(holding.key, copy))
+                self._books.give_up(holding.key, copy)
                 holding.disk = None
                 holding.job = self.writer.submit(holding, urgent=False)
-            elif copy in (holding.memory, holding.disk):
+            elif holding.disk is copy:
                 self._books.drop(holding, Miss.CORRUPT)
 
     def _swap_in_memory(
@@ -339,27 +356,41 @@ class Mover:
             holding = self._books.successor(old, info, parts)
             holding.memory = copy
             self._books.install(holding, old, self._books.clock(), used=False)
-            if holding.superseded is not None:
-                # Urgent, so that it is not given up, and what it replaces with it.
-                holding.job = self.writer.submit(holding, urgent=True)
             self._books.room.notify_all()
         return True
 
     def _swap_on_disk(
         self, old: Holding, info: VariantInfo, parts: tuple[Part, ...], views: Sequence[memoryview]
     ) -> bool:
+        """To disk first, so that at no time all that is on disk of a durable value is going."""
         with self._books.lock:
             holding = self._books.successor(old, info, parts)
-        copy = self.room_on_disk(info.num_bytes)
-        if not self.write(holding, copy, views, old):
-            return False
-        with self._books.lock:
-            swapped = self._books.catalog.holds(old)
-            if swapped:
-                holding.disk = copy
-                self._books.install(holding, old, self._books.clock(), used=False)
-            else:
-                self._books.graves.append(Grave(old.key, copy))
+            kept = old.disk
+            if kept is not None:
+                kept.holds += 1  # what makes room is not to take what is replaced
+            if old.memory is not None:
+                holding.memory = self._place_in_memory(info.num_bytes, unwritten=False)
+        swapped = False
+        try:
+            if holding.memory is not None:
+                fill(self._arena.views(holding.memory.extents), views)
+            copy = self.room_on_disk(info.num_bytes)
+            if not self.write(holding, copy, views, old):
+                return False
+            with self._books.lock:
+                swapped = self._books.catalog.holds(old)
+                if swapped:
+                    holding.disk = copy
+                    self._books.install(holding, old, self._books.clock(), used=False)
+                else:
+                    self._books.give_up(old.key, copy)
+        finally:
+            with self._books.lock:
+                if kept is not None:
+                    self._books.disk.let_go(kept)
+                if not swapped and holding.memory is not None:
+                    self._books.memory.let_go(holding.memory)
+                self._books.room.notify_all()
         return swapped
 
     def swap(
@@ -381,7 +412,7 @@ class Mover:
         num_bytes = sum([part.num_bytes for part in parts])
         info = replace(old.info, num_bytes=num_bytes, precision=precision)
         try:
-            if old.memory is not None:
+            if old.disk is None and old.superseded is None:
                 return self._swap_in_memory(old, info, tuple(parts), views)
             return self._swap_on_disk(old, info, tuple(parts), views)
         except Unavailable as error:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ragcache_cachestore.catalog import Holding
+from ragcache_cachestore.threads import END_TIMEOUT_S, end
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +41,12 @@ class Promotions:
             self._changed.notify()
             return True
 
-    def close(self) -> None:
-        """Stop; what waits is left where it is."""
+    def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
+        """Stop; what waits is left where it is. False if what is at hand takes longer."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        return end(self._threads, timeout_s)
 
     def _run(self) -> None:
         while True:

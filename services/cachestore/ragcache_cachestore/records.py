@@ -32,7 +32,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rocksdict import (
@@ -158,20 +158,21 @@ class Records:
             self._apply([(kind + raw_key, None) for raw_key, _ in self._items(kind)])
         self.sync()
 
-    def put_tombstone(self, tombstone: Tombstone) -> None:
-        """Keep a delete, and its sequence as the last; on the device when this returns.
+    def put_tombstones(self, tombstones: Sequence[Tombstone]) -> None:
+        """Keep deletes, all or none, and the last sequence; on the device when this returns.
 
         Raises Unavailable if the disk refuses.
         """
-        sequence = _NUMBER.pack(tombstone.sequence)
         with self._tombstone_lock:
+            last = max([self.delete_sequence, *[one.sequence for one in tombstones]])
             changes: list[_Change] = [
-                (_TOMBSTONE + sequence, _deletion_to_bytes(tombstone.deletion))
+                (_TOMBSTONE + _NUMBER.pack(one.sequence), _deletion_to_bytes(one.deletion))
+                for one in tombstones
             ]
-            if tombstone.sequence > self.delete_sequence:
-                changes.append((_DELETE_SEQUENCE, sequence))
+            if last > self.delete_sequence:
+                changes.append((_DELETE_SEQUENCE, _NUMBER.pack(last)))
             self._apply(changes)
-            self.delete_sequence = max(self.delete_sequence, tombstone.sequence)
+            self.delete_sequence = last
         self.sync()
 
     def tombstones(self) -> list[Tombstone]:

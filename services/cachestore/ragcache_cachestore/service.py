@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ragcache_cachestore.arrival import Arrival
+from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
 from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.replication import Replication
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.extents import Extent
-from ragcache_core.storing import Ack, Event, EventKind, Hello, NewVariant, PutOutcome
+from ragcache_core.storing import LEASE_S, Ack, Event, EventKind, Hello, NewVariant, PutOutcome
 from ragcache_core.variant import Miss
 from ragcache_kv.store.messages import (
     from_deletion,
@@ -47,12 +50,20 @@ from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.value_part import data_of, encode_data
 
+log = logging.getLogger(__name__)
+
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheStore"].full_name
 LANE = "grpc"
 
-VALUE_THREADS = 16
-"""For puts, which may wait for room or for the disk, and reads of the disk."""
+PUT_THREADS = 16
+"""For puts, which may wait for room or for the disk."""
+READ_THREADS = 8
+"""For reads of the disk, which wait for no put."""
 CONTROL_THREADS = 4
+SLOW_THREADS = 2
+"""For what takes long and nobody hurries for, so that no delete waits for it."""
+CLOSE_S = 5.0
+RETRY_AFTER_S = 1.0
 MAX_GETS = 32
 """Gets that send at once; further ones wait their turn. Each holds two pieces or so."""
 MAX_PUTS = 64
@@ -67,7 +78,8 @@ R = TypeVar("R")
 class CacheStoreService:
     """ragcache.v1.CacheStore over a store.
 
-    hello: what Hello says. replication: None for the only shard.
+    hello: what Hello says. replication: None for the only shard. gated: until ``open`` it only
+    says and hears what was deleted, for shards that start at the same time; nobody gets a value.
     """
 
     def __init__(
@@ -75,19 +87,27 @@ class CacheStoreService:
         store: Store,
         hello: Hello,
         replication: Replication | None = None,
+        *,
+        gated: bool = False,
     ) -> None:
         self._store = store
         self._hello_reply = to_hello(hello)
         self._replication = replication
-        self._values = ThreadPoolExecutor(VALUE_THREADS, thread_name_prefix="values")
+        self._gated = gated
+        self._writes = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="puts")
+        self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="reads")
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+        self._slow = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="slow")
         self._gets = asyncio.Semaphore(MAX_GETS)
         self._puts = asyncio.Semaphore(MAX_PUTS)
         self._watchers: set[asyncio.Event] = set()
+        self._busy = 0
+        self._busy_lock = threading.Lock()
         self._closed = False
 
     def register(self, server: grpc.aio.Server) -> None:
         """Serve on server. As generated code would, but values pass as encoded messages."""
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_client_gone)
         unary, stream = (
             grpc.unary_unary_rpc_method_handler,
             grpc.unary_stream_rpc_method_handler,
@@ -129,6 +149,16 @@ class CacheStoreService:
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)
         server.add_generic_rpc_handlers((generic,))
 
+    def open(self) -> None:
+        """Answer every call from now on."""
+        self._gated = False
+
+    def _require_open(self) -> None:
+        if self._gated:
+            raise Unavailable(
+                "cachestore", "it is asking the other shards what was deleted", RETRY_AFTER_S
+            )
+
     def end_watches(self) -> None:
         """End the calls that would never end, so that the server can stop."""
         self._closed = True
@@ -136,16 +166,26 @@ class CacheStoreService:
             wake.set()
 
     def close(self) -> None:
-        """End its threads; no call may be running or come any more."""
-        self._values.shutdown()
-        self._control.shutdown()
+        """End its threads; no call may come any more.
+
+        One that a disk holds up is left behind after CLOSE_S; the store's end ends it.
+        """
+        give_up = time.monotonic() + CLOSE_S
+        for pool in (self._writes, self._reads, self._control, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
+        while time.monotonic() < give_up and self._busy:
+            time.sleep(0.01)
+        if self._busy:
+            log.warning("%d calls are left behind: the disk holds them up", self._busy)
 
     async def _hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
         """Who this is, and which lanes it offers."""
+        self._require_open()  # whoever asks wants values next
         return self._hello_reply
 
     async def _lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
         """What is stored, without values."""
+        self._require_open()
 
         def look() -> pb.LookupReply:
             wants, exact, domain = from_lookup_request(request)
@@ -154,10 +194,11 @@ class CacheStoreService:
         with self._span("Lookup", context):
             if len(request.wants) <= INLINE_KEYS:
                 return look()
-            return await self._run(self._control, look)
+            return await self._in(self._control, look)
 
     async def _put(self, request_iterator: AsyncIterator[bytes], context: Context) -> pb.PutReply:
         """Store one value. The messages are encoded PutParts (value_part)."""
+        self._require_open()
         _require_deadline(context)
         began = time.monotonic()
         with self._span("Put", context):
@@ -171,27 +212,27 @@ class CacheStoreService:
         self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> tuple[NewVariant, Ack, PutOutcome]:
         messages = aiter(request_iterator)
-        first = _part(await anext(messages, b""))
+        async with _slowness(context):
+            first = _part(await anext(messages, b""))
         if first.WhichOneof("part") != "header":
             raise InvalidInput("header", "is missing", "send it as the first message")
         new, ack = from_put_header("header", first.header, self._store.max_value_bytes)
-        arrival = await self._begin(new, ack, _remaining_s(context))
+        arrival = await self._begin(new, ack, _remaining_s(context, COMMIT_TIMEOUT_S))
         if isinstance(arrival, PutOutcome):
             return new, ack, arrival
         try:
-            await _fill(arrival, messages)
+            async with _slowness(context):
+                await _fill(arrival, messages)
         except BaseException:
             arrival.abort()
             raise
         # Once begun, it ends by itself, whether or not anybody still waits.
-        commit = asyncio.get_running_loop().run_in_executor(
-            self._values, arrival.commit, ack, _remaining_s(context)
-        )
+        timeout_s = _remaining_s(context, COMMIT_TIMEOUT_S)
+        commit = self._in(self._writes, lambda: arrival.commit(ack, timeout_s))
         return new, ack, await asyncio.shield(commit)
 
     async def _begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> Arrival | PutOutcome:
-        loop = asyncio.get_running_loop()
-        begun = loop.run_in_executor(self._values, self._store.begin_put, new, ack, timeout_s)
+        begun = self._in(self._writes, lambda: self._store.begin_put(new, ack, timeout_s))
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
@@ -199,12 +240,17 @@ class CacheStoreService:
             raise
 
     async def _get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:
-        """Stream values as encoded GetParts."""
+        """Stream values as encoded GetParts.
+
+        A reader that takes longer for a value than a lease lasts gives its turn to others.
+        """
+        self._require_open()
         _require_deadline(context)
         keys, exact, domain = from_get_request(request)
-        async with self._gets:
+        async with _Turn(self._gets) as turn:
             for index, key in enumerate(keys):
                 began = time.monotonic()
+                turn.ends_in(LEASE_S)
                 (lease,) = self._store.open([key], exact, domain)
                 if isinstance(lease, Miss):
                     header = to_miss_header(index, lease)
@@ -215,7 +261,7 @@ class CacheStoreService:
                     yield pb.GetPart(header=_header(index, lease)).SerializeToString()
                     for extent in _pieces(lease.extents):
                         piece = await self._piece(lease, extent, check)
-                        if not self._store.is_leased(lease.id):
+                        if turn.over or not self._store.is_leased(lease.id):
                             raise Unavailable(
                                 "cachestore", "the value was read too slowly to be kept in place"
                             )
@@ -224,7 +270,8 @@ class CacheStoreService:
                     if check.wrong is None:
                         self._store.release([lease.id])
                     else:  # the caller sees it, too, but on this lane has nobody to tell
-                        self._values.submit(self._store.release, [lease.id], [lease.id])
+                        release = partial(self._store.release, [lease.id], [lease.id])
+                        self._in(self._reads, release).add_done_callback(_log_failure)
                 seconds = time.monotonic() - began
                 self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
 
@@ -242,14 +289,16 @@ class CacheStoreService:
             check.add(piece)
             return encode_data(piece)
 
-        return await self._run(self._values, read)
+        return await self._in(self._reads, read)
 
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
         """Bring values from disk into memory, in the background."""
+        self._require_open()
         return pb.PrefetchReply(started=self._store.prefetch(from_keys("keys", request.keys)))
 
     async def _pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
         """Keep values from eviction for some time."""
+        self._require_open()
         keys = from_keys("keys", request.keys)
         seconds = from_pin_seconds("seconds", request.seconds)
         return pb.PinReply(pinned=self._store.pin(keys, seconds))
@@ -261,8 +310,9 @@ class CacheStoreService:
     async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
         """Remove variants; gone from every later read, and for good, when the reply comes."""
         deletion = from_deletion("deletion", request.deletion)
+        _require_deadline(context)
         with self._span("Delete", context):
-            removed = await self._run(self._control, lambda: self._store.delete(deletion))
+            removed = await self._in(self._control, lambda: self._store.delete(deletion))
         return pb.DeleteReply(removed=removed)
 
     async def _tombstones(
@@ -276,6 +326,8 @@ class CacheStoreService:
         self, request: pb.ChangeReplicaRequest, context: Context
     ) -> pb.ChangeReplicaReply:
         """Make or drop a copy on another shard."""
+        self._require_open()
+        _require_deadline(context)
         key = from_key("key", request.key)
         host, _, port = request.shard.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -284,13 +336,14 @@ class CacheStoreService:
         if replication is None:
             return pb.ChangeReplicaReply(changed=False)
         return pb.ChangeReplicaReply(
-            changed=await self._run(
-                self._control, lambda: replication.change(key, request.shard, drop=request.drop)
+            changed=await self._in(
+                self._slow, lambda: replication.change(key, request.shard, drop=request.drop)
             )
         )
 
     async def _watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Event]:
         """Events as they happen, after those missed or a snapshot."""
+        self._require_open()
         if len(self._watchers) >= MAX_WATCHERS:
             raise Unavailable("cachestore", f"{MAX_WATCHERS} watch it already")
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -308,7 +361,7 @@ class CacheStoreService:
                 changed.clear()
                 missed = None if after is None else self._store.events_after(after)
                 if missed is None:
-                    sequence, snapshot = await self._run(self._control, self._store.snapshot)
+                    sequence, snapshot = await self._in(self._slow, self._store.snapshot)
                     for event in _snapshot(self._store.boot, sequence, snapshot):
                         yield to_event(event)
                     after = sequence
@@ -324,7 +377,7 @@ class CacheStoreService:
 
     async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:
         """Sizes now, and what happened since the start."""
-        stats = await self._run(self._control, self._store.stats)
+        stats = await self._in(self._slow, self._store.stats)
         return pb.StatsReply(
             variants=stats.variants,
             disk_bytes=stats.disk_bytes,
@@ -345,11 +398,63 @@ class CacheStoreService:
             score_histogram=stats.score_histogram,
         )
 
-    async def _run(self, pool: ThreadPoolExecutor, act: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(pool, act)
+    def _in(self, pool: ThreadPoolExecutor, act: Callable[[], R]) -> asyncio.Future[R]:
+        """What act gives, in a thread of pool."""
+
+        def ended(_: Future[R]) -> None:
+            with self._busy_lock:
+                self._busy -= 1
+
+        with self._busy_lock:
+            self._busy += 1
+        future = pool.submit(act)
+        future.add_done_callback(ended)
+        return asyncio.wrap_future(future)
 
     def _span(self, name: str, context: Context) -> Any:
         return self._store.telemetry.span(name, context.invocation_metadata() or ())
+
+
+class _Turn:
+    """One of the calls that a semaphore lets through, until it ends or takes too long.
+
+    A call whose reader has stopped stands within gRPC until its deadline; it holds up nobody.
+    """
+
+    def __init__(self, calls: asyncio.Semaphore) -> None:
+        self.over = False
+        self._calls = calls
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._calls.acquire()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def ends_in(self, seconds: float) -> None:
+        """Let it last so long from now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.over:
+            self.over = True
+            self._calls.release()
+
+
+@contextlib.asynccontextmanager
+async def _slowness(context: Context) -> AsyncIterator[None]:
+    """A bound for what a client sends, however long its deadline: room in memory waits for it."""
+    try:
+        async with asyncio.timeout(_remaining_s(context, LEASE_S)):
+            yield
+    except TimeoutError:
+        raise Unavailable("cachestore", "the value was sent too slowly") from None
 
 
 async def _fill(arrival: Arrival, messages: AsyncIterator[bytes]) -> None:
@@ -408,14 +513,25 @@ def _header(index: int, lease: Lease) -> pb.GetHeader:
     )
 
 
-def _remaining_s(context: Context) -> float:
-    return max(0.0, context.time_remaining() or 0.0)
+def _is_no_client_gone(record: logging.LogRecord) -> bool:
+    """Not what gRPC logs, with a trace, of every reader that goes in the middle of a value."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
+
+
+def _log_failure(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("a value that does not match was not dropped: %s", error)
+
+
+def _remaining_s(context: Context, most_s: float) -> float:
+    return min(max(0.0, context.time_remaining() or 0.0), most_s)
 
 
 def _require_deadline(context: Context) -> None:
     # Values in transit hold memory; without an end to the call a stuck peer would hold it for good.
     if context.time_remaining() is None:
-        raise InvalidInput("deadline", "is missing", "give calls that carry values a deadline")
+        raise InvalidInput("deadline", "is missing", "give every call that may wait a deadline")
 
 
 def _data(message: bytes) -> memoryview:

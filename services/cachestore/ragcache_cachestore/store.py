@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from ragcache_cachestore.arena import Arena
 from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
-from ragcache_cachestore.books import Books, Grave, refusal
+from ragcache_cachestore.books import Books, refusal
 from ragcache_cachestore.catalog import Holding, replaces
 from ragcache_cachestore.checksums import first_wrong_part
 from ragcache_cachestore.counters import Stats, score_histogram
@@ -33,7 +34,7 @@ from ragcache_cachestore.records import Records
 from ragcache_cachestore.sweeper import Sweeper
 from ragcache_cachestore.telemetry import Levels, Telemetry
 from ragcache_cachestore.tier import Copy, Shelf
-from ragcache_cachestore.tombstones import LIFETIME_MS, Tombstones
+from ragcache_cachestore.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
 from ragcache_cachestore.value_file import ValueFile
 from ragcache_cachestore.write_behind import Job
 from ragcache_core.admission import make_admission
@@ -67,6 +68,8 @@ ARRIVING_SHARE = 0.5
 SWEEP_EVERY_S = 0.5
 ALIVE_EVERY_S = 10.0
 FORGET_EVERY_S = 600.0
+FLUSH_TIMEOUT_S = 15.0
+SCORES_EVERY_S = 15.0
 SERVED_CAPACITY = 65_536
 """Keys whose served bytes are counted until they are taken."""
 
@@ -100,6 +103,7 @@ class Store:
         self._wall_ms = wall_ms
         self._leaves_only = leaves_only
         self._delete_lock = threading.Lock()
+        self._histogram: tuple[float, tuple[int, ...]] = (-math.inf, ())
         with contextlib.ExitStack() as ends:
             data = DataFolder(folder)
             ends.callback(data.close)
@@ -135,23 +139,30 @@ class Store:
                 leaves_only=leaves_only,
                 sweep_soon=self._sweeper.wake,
             )
-            ends.callback(self._mover.close, flush=False)
+            ends.callback(self._mover.close)
             self._load()
             self._files = ends.pop_all()
         self._sweeper.start()
         self.telemetry.observe(self._levels)
 
     def close(self, *, flush: bool = True) -> None:
-        """Write what was accepted, unless flush is False, and close. No call may come any more."""
-        self._sweeper.close()
+        """Write what was accepted, unless flush is False, and close. No call may come any more.
+
+        A disk that hangs is not waited for: after FLUSH_TIMEOUT_S what is not written is left, and
+        a thread that is stuck keeps the files open until the process ends.
+        """
+        ended = self._sweeper.close()
         try:
-            if flush:
-                self._mover.writer.flush()
+            if flush and not self._mover.writer.flush(FLUSH_TIMEOUT_S):
+                log.warning("the disk is slow: not all that was accepted is written")
+            ended = self._mover.close() and ended
+            if flush and ended:
                 self._mover.bury()
                 self._records.note_alive(self._wall_ms())
         except Unavailable as error:
             log.warning("not all that was dropped could be recorded as such: %s", error)
-        self._files.close()
+        if ended:
+            self._files.close()
 
     # What it is
 
@@ -179,7 +190,12 @@ class Store:
         """What is held of each want, and the deletes that this answer has seen."""
         with self._books.lock:
             variants = tuple([self._books.look(want, exact, domain) for want in wants])
-            return LookupAnswer(variants, AsOf(self.store_id, self._books.tombstones.last_sequence))
+            as_of = AsOf(self.store_id, self._books.tombstones.last_sequence)
+            misses = [one.miss for one in variants if one.miss is not None]
+            self._books.counters.misses.update(misses)
+        for miss in misses:
+            self.telemetry.miss(miss)
+        return LookupAnswer(variants, as_of)
 
     def open(
         self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
@@ -210,7 +226,8 @@ class Store:
                 if ended is not None:
                     self._books.tier(ended.tier).let_go(ended.copy)
             self._books.room.notify_all()
-        self._mover.bury_soon()
+        if suspects:  # else whoever released would wait for a disk that it has no use for
+            self._mover.bury_soon()
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether a lease has not ended: what was read until now was as it should be."""
@@ -254,6 +271,10 @@ class Store:
         Unavailable if there is no room now.
         """
         self._check_size(new.info, ack)
+        if new.origin.parent == new.key:
+            raise InvalidInput(
+                "header.origin.parent", "is the variant itself", "name the one before it, or none"
+            )
         with self._books.lock:
             seen = self._books.seen(new.as_of)
             if self._books.tombstones.covers(new.key, new.origin, seen):
@@ -333,35 +354,61 @@ class Store:
     def delete(self, deletion: Deletion) -> int:
         """Remove what a deletion covers, for good when this returns; how many variants went.
 
-        Nothing if its id was applied before; one without an id gets one. Raises Unavailable, with
+        See delete_many.
+        """
+        return self.delete_many([deletion])
+
+    def delete_many(self, batch: Sequence[Deletion]) -> int:
+        """Apply deletions with one wait for the disk; how many variants went.
+
+        One whose id was applied before does nothing, nor does one that was made longer ago than
+        deletes live: who has it from another shard would remove what came since. One without an id
+        gets one, and one without a time, or of the future, is made now. Raises Unavailable, with
         nothing changed, if the disk refuses.
         """
         now_ms = self._wall_ms()
-        made_at_ms = deletion.made_at_ms
-        if not now_ms - LIFETIME_MS < made_at_ms <= now_ms:  # unset, or of a clock astray
-            made_at_ms = now_ms
-        deletion = replace(deletion, id=deletion.id or os.urandom(ID_BYTES), made_at_ms=made_at_ms)
+        dated = [
+            one if 0 < one.made_at_ms <= now_ms else replace(one, made_at_ms=now_ms)
+            for one in batch
+        ]
+        young = [one for one in dated if one.made_at_ms > now_ms - LIFETIME_MS]
+        if len(young) < len(batch):
+            log.warning("ignored %d deletes of more than a day ago", len(batch) - len(young))
+        named = {
+            one.id: one
+            for one in [replace(one, id=one.id or os.urandom(ID_BYTES)) for one in young]
+        }
+        removed = 0
         with self._delete_lock:
             with self._books.lock:
-                if deletion.id in self._books.tombstones:
-                    return 0
-                sequence = self._books.tombstones.last_sequence + 1
-            tombstone = Tombstone(sequence, deletion)
-            self._records.put_tombstone(tombstone)
-            with self._books.lock:
-                self._books.tombstones.add(tombstone)
-                doomed = self._books.catalog.covered(deletion)
-                for holding in doomed:
-                    self._books.drop(holding, Miss.DELETED)
-                self._books.room.notify_all()
-        self.telemetry.deleted(len(doomed))
+                new = [one for one in named.values() if one.id not in self._books.tombstones]
+                first = self._books.tombstones.last_sequence + 1
+            if not new:
+                return 0
+            tombstones = [Tombstone(sequence, one) for sequence, one in enumerate(new, first)]
+            self._records.put_tombstones(tombstones)
+            for tombstone in tombstones:
+                with self._books.lock:
+                    self._books.tombstones.add(tombstone, now_ms)
+                    doomed = self._books.catalog.covered(tombstone.deletion)
+                    for holding in doomed:
+                        self._books.drop(holding, Miss.DELETED)
+                    self._books.room.notify_all()
+                removed += len(doomed)
+        self.telemetry.deleted(removed)
         self._mover.bury_soon()
-        return len(doomed)
+        return removed
 
     def tombstones_since(self, since_ms: int) -> list[Deletion]:
-        """Deletes made since then, as Unix time, that are remembered, in the order applied here."""
+        """Deletes applied here since then, as Unix time, in that order.
+
+        Those found at the start count as applied then. Those that are about to be forgotten are
+        left out, so that nobody learns of them anew.
+        """
+        old_ms = self._wall_ms() - LIFETIME_MS
         with self._books.lock:
-            return [tombstone.deletion for tombstone in self._books.tombstones.since(since_ms)]
+            told = self._books.tombstones.since(since_ms)
+        return [one.deletion for one in told if one.deletion.made_at_ms > old_ms]
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant as eviction does, without a tombstone; whether it was held."""
@@ -408,6 +455,13 @@ class Store:
             self._books.load_models[tier].observe(num_bytes, seconds)
         self.telemetry.hit(tier, lane, num_bytes, seconds)
 
+    def note_late(self, tier: Tier) -> None:
+        """A value that was opened is worth nothing: its lease was over before it had been read."""
+        with self._books.lock:
+            self._books.counters.hits[tier] -= 1
+            self._books.counters.misses[Miss.LATE] += 1
+        self.telemetry.miss(Miss.LATE)
+
     def note_put(
         self, outcome: PutOutcome, ack: Ack, lane: str, num_bytes: int, seconds: float
     ) -> None:
@@ -419,9 +473,7 @@ class Store:
 
     def stats(self) -> Stats:
         """How it stands, and what happened since the start."""
-        histogram = score_histogram(
-            [one.score for one in self.candidates(self._books.clock()) if one.score > 0]
-        )
+        histogram = self._scores()
         with self._books.lock:
             by_precision = self._books.catalog.bytes_by_precision
             return Stats(
@@ -441,6 +493,17 @@ class Store:
                 tombstones=len(self._books.tombstones),
                 score_histogram=histogram,
             )
+
+    def _scores(self) -> tuple[int, ...]:
+        """The histogram of scores; it takes long, so it may be SCORES_EVERY_S old."""
+        now = self._books.clock()
+        until, histogram = self._histogram
+        if now >= until:
+            histogram = score_histogram(
+                [one.score for one in self.candidates(now) if one.score > 0]
+            )
+            self._histogram = now + SCORES_EVERY_S, histogram
+        return histogram
 
     # For who keeps it: precision, placement, replicas
 
@@ -542,20 +605,22 @@ class Store:
         """Take up what the folder holds; nothing if it was away for longer than deletes live."""
         now_ms, now = self._wall_ms(), self._books.clock()
         away_ms = now_ms - self._records.last_alive_ms
-        if self._records.last_alive_ms and away_ms > LIFETIME_MS:
+        if self._records.last_alive_ms and away_ms > AWAY_MS:
             log.warning("starting empty: away for %.0f h, deletes may be missed", away_ms / 3.6e6)
             self._records.clear()
         with contextlib.suppress(Unavailable):  # a full disk: it may still be read
             self._records.note_alive(now_ms)
         self._books.tombstones = Tombstones(
-            self._records.tombstones(), last_sequence=self._records.delete_sequence
+            self._records.tombstones(),
+            last_sequence=self._records.delete_sequence,
+            applied_ms=now_ms,
         )
         for key, record in self._records.load(self.value_file.allocator):
             copy = Copy(record.extents, record.info.num_bytes)
             self._books.next_identity = max(self._books.next_identity, record.put_order + 1)
             self._mover.found(key, copy)
             if self._books.tombstones.covers(key, record.origin, record.delete_sequence):
-                self._books.graves.append(Grave(key, copy))
+                self._books.give_up(key, copy)
                 continue
             holding = Holding(
                 key=key,
@@ -571,7 +636,7 @@ class Store:
             )
             self._books.catalog.add(holding)
             self._books.disk.policy.add(key, holding.candidate, now)
-        self._mover.bury()
+        self._mover.bury_soon()
 
     def _open(
         self, key: VariantKey, exact: bool, domain: str, now: float, cold: list[Holding]
@@ -643,7 +708,7 @@ class Store:
             # What a restart would find of a replaced value is to give way to the new one.
             if ack is Ack.DURABLE or holding.superseded is not None:
                 self._written(holding)
-            elif self._books.admitted(holding, now):
+            elif self._books.needed_on_disk(new.key) or self._books.admitted(holding, now):
                 holding.job = self._mover.writer.submit(holding, urgent=False)
             parent = self._books.catalog.get(new.origin.parent) if new.origin.parent else None
             if self._leaves_only and parent is not None and parent.memory is None:
@@ -672,11 +737,13 @@ class Store:
             self._books.expire()
             if excess := self._books.memory.excess_pages():
                 self._books.evict_from_memory(excess)
-            if excess := self._books.disk.excess_pages():
-                self._books.evict_from_disk(excess)
             self._books.room.notify_all()
-        if self._books.graves:
-            self._mover.bury()
+        # First: a disk that refuses this frees nothing, however much is given up.
+        self._mover.bury()
+        with self._books.lock:
+            if excess := self._books.disk_pages_to_evict():
+                self._books.evict_from_disk(excess)
+        self._mover.bury()
 
     def _note_alive(self) -> None:
         self.value_file.punch_free(self._books.lock)
@@ -686,7 +753,9 @@ class Store:
         """Forget deletes that are too old to matter. Raises Unavailable."""
         before_ms = self._wall_ms() - LIFETIME_MS
         with self._delete_lock:
-            self._records.sync()  # what they covered must be gone for good before they are
+            # What they covered must be gone for good before they are.
+            self._mover.bury()
+            self._records.sync()
             self._records.drop_tombstones(before_ms)
             with self._books.lock:
                 self._books.tombstones.forget(before_ms)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from ragcache_cachestore.threads import END_TIMEOUT_S, end
 from ragcache_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -31,11 +32,11 @@ class Sweeper:
         """Do the first duty soon."""
         self._wake.set()
 
-    def close(self) -> None:
-        """End after the duty at hand."""
+    def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
+        """End after the duty at hand; False if that takes longer."""
         self._closing.set()
         self._wake.set()
-        self._thread.join()
+        return end([self._thread], timeout_s)
 
     def _run(self) -> None:
         done_at = [self._clock()] * len(self._duties)

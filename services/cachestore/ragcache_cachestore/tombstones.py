@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from ragcache_core.keys import ChunkKey, VariantKey
 from ragcache_core.storing import Tombstone
 from ragcache_core.variant import Origin
+
+AWAY_MS = 23 * 3600 * 1000
+"""How long a folder may be away, or a peer silent, and still hear of every delete: somewhat less
+than those are remembered, for clocks that differ and the time that it takes to tell."""
 
 LIFETIME_MS = 24 * 3600 * 1000
 """How long a delete is remembered. A folder that was away for longer starts empty."""
@@ -17,17 +23,29 @@ class Tombstones:
     """Tombstones in the order of their sequence. Under the store's lock.
 
     last_sequence: that of the last delete, remembered or not.
+
+    applied_ms: Unix time at which this store learnt of a delete. Another shard may have made it
+    much earlier, so whoever asks what is new since some time is answered by this one.
     """
 
-    def __init__(self, tombstones: Iterable[Tombstone] = (), last_sequence: int = 0) -> None:
+    def __init__(
+        self,
+        tombstones: Iterable[Tombstone] = (),
+        last_sequence: int = 0,
+        *,
+        applied_ms: int = 0,
+    ) -> None:
         self.last_sequence = last_sequence
         self._by_id: OrderedDict[bytes, Tombstone] = OrderedDict()
         self._chunks: dict[ChunkKey, int] = {}
         self._variants: dict[VariantKey, int] = {}
         self._documents: dict[tuple[str, str], int] = {}
         self._domains: dict[str, int] = {}
+        # Of each in _by_id, in the same order; both ascend.
+        self._applied_ms: list[int] = []
+        self._sequences: list[int] = []
         for tombstone in sorted(tombstones, key=lambda one: one.sequence):
-            self.add(tombstone)
+            self.add(tombstone, applied_ms)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -35,10 +53,13 @@ class Tombstones:
     def __contains__(self, deletion_id: object) -> bool:
         return deletion_id in self._by_id
 
-    def add(self, tombstone: Tombstone) -> None:
-        """Remember a delete whose sequence is greater than every one before."""
+    def add(self, tombstone: Tombstone, applied_ms: int) -> None:
+        """Remember a delete whose sequence is greater than every one before, and its id new."""
         deletion, sequence = tombstone.deletion, tombstone.sequence
         self._by_id[deletion.id] = tombstone
+        # A clock that was set back must not hide a delete from who asks by time.
+        self._applied_ms.append(max([applied_ms, *self._applied_ms[-1:]]))
+        self._sequences.append(sequence)
         self.last_sequence = max(self.last_sequence, sequence)
         for chunk in deletion.chunks:
             self._chunks[chunk] = sequence
@@ -67,15 +88,23 @@ class Tombstones:
         return key.chunk in self._chunks or key in self._variants
 
     def since(self, since_ms: int) -> list[Tombstone]:
-        """Deletes made at since_ms or later, in the order in which they were applied here."""
-        return [one for one in self._by_id.values() if one.deletion.made_at_ms >= since_ms]
+        """Deletes applied here at since_ms or later, in the order in which that was."""
+        first = bisect_left(self._applied_ms, since_ms)
+        return list(islice(self._by_id.values(), first, None))
+
+    def applied_by(self, at_ms: int) -> int:
+        """Sequence of the last delete that is remembered and was applied by at_ms; 0: none."""
+        end = bisect_right(self._applied_ms, at_ms)
+        return self._sequences[end - 1] if end else 0
 
     def forget(self, before_ms: int) -> int:
         """Forget deletes made before before_ms; returns how many."""
-        kept = [one for one in self._by_id.values() if one.deletion.made_at_ms >= before_ms]
+        held = zip(self._by_id.values(), self._applied_ms, strict=True)
+        kept = [item for item in held if item[0].deletion.made_at_ms >= before_ms]
         forgotten = len(self._by_id) - len(kept)
         if forgotten:
-            again = Tombstones(kept, self.last_sequence)
-            self._by_id, self._chunks, self._variants = again._by_id, again._chunks, again._variants
-            self._documents, self._domains = again._documents, again._domains
+            again = Tombstones(last_sequence=self.last_sequence)
+            for tombstone, applied_ms in kept:
+                again.add(tombstone, applied_ms)
+            self.__dict__.update(again.__dict__)
         return forgotten

@@ -26,12 +26,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.extents import Extent, ExtentAllocator
+from ragcache_core.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 FREE_RESERVE_BYTES = 64 << 20
 """Room that a write leaves on the volume: RocksDB's memtables, their log, and a compaction of the
@@ -42,6 +43,10 @@ LOW_BYTES = 4 * FREE_RESERVE_BYTES
 
 RETRY_AFTER_S = 60.0
 """When to try a full volume again; it becomes empty by somebody's work, not in a second."""
+
+PUNCH_BYTES = 64 << 20
+PUNCH_SHARE = 16
+"""Holes are punched in so much at once, and in no more than this fraction of what is free."""
 
 _MAX_VIEWS = 1024
 """Most buffers that one call takes (IOV_MAX of Linux)."""
@@ -66,6 +71,8 @@ class ValueFile:
         """Raises InvalidInput if the file cannot be opened."""
         self.allocator = ExtentAllocator(capacity_bytes)
         self._free_bytes = free_bytes or self._volume_free
+        self._claim_lock = threading.Lock()
+        self._claimed_bytes = 0  # of the volume's room, by writes under way
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self.reader_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -81,7 +88,7 @@ class ValueFile:
 
         Raises Unavailable, with the content of extents unknown, if the disk is full or refuses.
         """
-        self._check_room(extents)
+        needed = self._claim_room(extents)
         try:
             for extent, part in _cut(extents, views):
                 self._write_all(extent.offset, part)
@@ -92,6 +99,9 @@ class ValueFile:
                 f"its disk {'is full' if full else 'refuses'}: {error}",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
+        finally:
+            with self._claim_lock:
+                self._claimed_bytes -= needed
 
     def read_into(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> bool:
         """Read extents into views, which have as many bytes; False if the disk does not give all.
@@ -116,20 +126,26 @@ class ValueFile:
         """Give the room of everything free back to the volume if that runs low. Best effort.
 
         To be called now and then, for what was freed when there was plenty. lock: what guards the
-        allocator. It is not held while the system works: one free run at a time is taken out of the
-        books for that.
+        allocator. It is not held while the system works: some free pages at a time, never so many
+        that others would lack them, are set aside for that.
         """
         if self._free_bytes() >= LOW_BYTES:
             return
         with lock:
             runs = self.allocator.free_extents()
         for run in runs:
-            with lock:
-                taken = self.allocator.take((run,))
-            if taken:
-                self._punch((run,))
+            offset, end = run.offset, run.offset + run.num_bytes
+            while offset < end:
                 with lock:
-                    self.allocator.free((run,))
+                    share = self.allocator.free_bytes // PUNCH_SHARE // PAGE_BYTES * PAGE_BYTES
+                    most = max(PAGE_BYTES, min(PUNCH_BYTES, share))
+                    piece = Extent(offset, min(most, end - offset))
+                    aside = self.allocator.set_aside(piece)
+                if aside:
+                    self._punch((piece,))
+                    with lock:
+                        self.allocator.put_back(piece)
+                offset += piece.num_bytes
 
     def close(self) -> None:
         """Close both descriptors."""
@@ -140,11 +156,16 @@ class ValueFile:
         volume = os.fstatvfs(self.fd)
         return volume.f_bavail * volume.f_frsize
 
-    def _check_room(self, extents: Sequence[Extent]) -> None:
+    def _claim_room(self, extents: Sequence[Extent]) -> int:
+        """How much of the volume's room a write may take, until it gives that back. Unavailable."""
         num_bytes = sum(e.num_bytes for e in extents)
-        free = self._free_bytes()
-        if free >= FREE_RESERVE_BYTES + num_bytes or self._is_filled(extents):
-            return
+        with self._claim_lock:
+            free = self._free_bytes() - self._claimed_bytes
+            if free >= FREE_RESERVE_BYTES + num_bytes:
+                self._claimed_bytes += num_bytes
+                return num_bytes
+        if self._is_filled(extents):
+            return 0
         raise Unavailable(
             "cachestore",
             f"its disk is full: {free} bytes are free, this value needs "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from ragcache_cachestore.catalog import Holding
+from ragcache_cachestore.threads import end
 from ragcache_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ class Job:
         except TimeoutError:
             raise Unavailable("cachestore", "its disk is slow: the write is not done yet") from None
         except CancelledError:
-            raise Unavailable("cachestore", "the value was dropped before it was written") from None
+            raise Unavailable(
+                "cachestore", "the value was dropped, or the store ended, first"
+            ) from None
 
 
 class WriteBehind:
@@ -42,8 +45,8 @@ class WriteBehind:
     def __init__(self, write: Callable[[Holding], None], threads: int = THREADS) -> None:
         self._write = write
         self._changed = threading.Condition()
-        self._urgent: deque[Job] = deque()
-        self._jobs: deque[Job] = deque()
+        self._urgent: OrderedDict[Job, None] = OrderedDict()
+        self._jobs: OrderedDict[Job, None] = OrderedDict()
         self._running = 0
         self._closed = False
         self._threads = [
@@ -57,33 +60,46 @@ class WriteBehind:
         """Queue the write of a holding."""
         job = Job(holding, urgent)
         with self._changed:
-            (self._urgent if urgent else self._jobs).append(job)
+            (self._urgent if urgent else self._jobs)[job] = None
             self._changed.notify()
+        job.done.add_done_callback(lambda _: self._forget(job))
         return job
+
+    def _forget(self, job: Job) -> None:
+        """A job is done, or cancelled before its turn."""
+        if not job.done.cancelled():
+            return
+        with self._changed:
+            self._urgent.pop(job, None)
+            self._jobs.pop(job, None)
+            self._changed.notify_all()
 
     def hurry(self, job: Job) -> None:
         """Somebody waits for a job that was queued without hurry."""
         with self._changed:
-            if not job.urgent:
-                job.urgent = True
-                # It stays in the other queue, too, and is passed over there.
-                self._urgent.append(job)
-                self._changed.notify()
+            job.urgent = True
+            if job in self._jobs:
+                del self._jobs[job]
+                self._urgent[job] = None
 
-    def flush(self) -> None:
-        """Return when everything queued before has been written or refused."""
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything queued has been written or refused; False if that takes longer."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._jobs or self._urgent or self._running))
+            return self._changed.wait_for(
+                lambda: not (self._jobs or self._urgent or self._running), timeout_s
+            )
 
-    def close(self, *, flush: bool) -> None:
-        """Stop; with flush, when everything queued is written."""
-        if flush:
-            self.flush()
+    def close(self, timeout_s: float) -> bool:
+        """Stop after the writes at hand; False if they take longer. Who waits for more is told."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+            left = [*self._urgent, *self._jobs]
+        for job in left:
+            job.done.cancel()
+        if left:
+            log.info("%d values are left unwritten", len(left))
+        return end(self._threads, timeout_s)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -109,10 +125,8 @@ class WriteBehind:
                 if not queue:
                     self._changed.wait()
                     continue
-                job = queue.popleft()
-                # A hurried job is in both queues; a cancelled one needs nothing.
-                begun = job.done.running() or job.done.done()
-                if not begun and job.done.set_running_or_notify_cancel():
+                job, _ = queue.popitem(last=False)
+                if job.done.set_running_or_notify_cancel():
                     self._running += 1
                     return job
-                self._changed.notify_all()
+                self._changed.notify_all()  # cancelled right now

@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ragcache_engine.moment import Moment
 from ragcache_engine.transfer import Computing, Span
 
 
 @dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward pass over num_tokens tokens."""
+
+    began: Moment
+    ended: Moment
+    num_tokens: int
+
+    def token_s(self) -> float:
+        """Seconds that each of its tokens took; waits until it has ended."""
+        return self.ended.seconds_since(self.began) / max(1, self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class _Computed:
-    """Prompt tokens [first, end) and the seconds that each of them took."""
+    """Prompt tokens [first, end) and the pass that computed them."""
 
     first: int
     end: int
-    token_s: float
+    by: _Pass
 
 
 class ComputeCosts:
@@ -27,20 +41,26 @@ class ComputeCosts:
     def __init__(self) -> None:
         self._computed: dict[str, list[_Computed]] = {}
 
-    def add(self, computing: Iterable[Computing], num_tokens: int, seconds: float) -> None:
-        """A forward pass over num_tokens tokens of all requests took seconds."""
+    def add(
+        self, computing: Iterable[Computing], num_tokens: int, began: Moment, ended: Moment
+    ) -> None:
+        """A forward pass over num_tokens tokens of all requests began and ended."""
+        by = _Pass(began, ended, num_tokens)
         for one in computing:
-            computed = _Computed(one.first, one.end, seconds / max(1, num_tokens))
+            computed = _Computed(one.first, one.end, by)
             self._computed.setdefault(one.request_id, []).append(computed)
 
     def cost_s(self, request_id: str, span: Span) -> float:
-        """Seconds that span took, or would have if no token of it had been at hand; 0: unknown."""
+        """Seconds that span took, or would have if no token of it had been at hand; 0: unknown.
+
+        Waits until the passes that computed it have ended: for after its value was read.
+        """
         tokens, seconds = 0, 0.0
         for computed in self._computed.get(request_id, ()):
             overlap = min(computed.end, span.end) - max(computed.first, span.start)
             if overlap > 0:
                 tokens += overlap
-                seconds += overlap * computed.token_s
+                seconds += overlap * computed.by.token_s()
         return seconds / tokens * (span.end - span.start) if tokens else 0.0
 
     def forget(self, request_id: str) -> None:

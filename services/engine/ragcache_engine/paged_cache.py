@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ragcache_engine.moment import Moment
+
 _PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
 
 
@@ -50,10 +52,9 @@ class PagedCache:
         """Number of attention layers."""
         return len(self._layers)
 
-    def wait(self) -> None:
-        """Return once the device has done all that it was told to."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def moment(self) -> Moment:
+        """When the device has done all that it was told to until now; waits for nothing."""
+        return Moment(self._device)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slot of each token in [start, end) of a request with this block table; int64 [T]."""

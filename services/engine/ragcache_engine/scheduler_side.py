@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from ragcache_core.errors import InvalidInput
@@ -239,7 +239,13 @@ class SchedulerSide:
             log.warning("the store could not be asked: %s", error)
             request.stored, request.record.miss = {}, "store unavailable"
         else:
-            request.stored, request.as_of = answer.held(), answer.as_of
+            request.stored = answer.held()
+            # The chunks were chosen before this answer: a delete in between counts, too.
+            planned = request.plan.planned_at_ms
+            request.as_of = {
+                shard: replace(as_of, planned_at_ms=planned)
+                for shard, as_of in answer.as_of.items()
+            }
             request.misses = {
                 named.variant: variants.miss
                 for named, variants in zip(request.segments, answer.variants, strict=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,6 +12,7 @@ from ragcache_core.keys import KVSpace
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
 from ragcache_engine.loading import Loader
+from ragcache_engine.moment import Moment
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.saving import Saver
 from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, StepJobs, StepReport
@@ -29,16 +29,10 @@ class WorkerSide:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        space: KVSpace,
-        cache: PagedCache,
-        client: ShardedStore,
-        clock: Callable[[], float] = time.perf_counter,
+        self, config: EngineConfig, space: KVSpace, cache: PagedCache, client: ShardedStore
     ) -> None:
-        self._clock = clock
         self._costs = ComputeCosts()
-        self._pass_began: float | None = None
+        self._pass_began: Moment | None = None
         self._cache = cache
         self._client = client
         self._loader = Loader(self._client, space, config.load_deadline_s)
@@ -53,15 +47,13 @@ class WorkerSide:
         for job in jobs.loads:
             self._jobs[job.request_id] = job
             self._loader.start(job)
-        self._pass_began = self._clock()
+        self._pass_began = self._moment()
 
     def save(self, jobs: StepJobs) -> None:
         """Copy this step's new variants out of the cache and queue them for the store."""
-        if self._pass_began is not None and jobs.computing:
-            self._cache.wait()
-            seconds = self._clock() - self._pass_began
-            self._costs.add(jobs.computing, jobs.num_tokens, seconds)
-        self._pass_began = None
+        began, self._pass_began = self._pass_began, None
+        if jobs.computing and began is not None and (ended := self._moment()) is not None:
+            self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
         for job in jobs.saves:
             try:
                 self._save(job)
@@ -110,8 +102,23 @@ class WorkerSide:
     def _save(self, job: SaveJob) -> None:
         if self._saver.wants(job.span.variant, job.info.num_bytes):
             value = self._cache.read(job.blocks, job.span.start, job.span.end)
-            cost_s = self._costs.cost_s(job.request_id, job.span)
+            cost_s = self._cost_s(job)
             self._saver.save(job, replace(job.origin, cost_s=cost_s), value)
+
+    def _moment(self) -> Moment | None:
+        try:
+            return self._cache.moment()
+        except Exception:
+            log.exception("what a pass takes is not known")
+            return None
+
+    def _cost_s(self, job: SaveJob) -> float:
+        """Seconds that computing a value took; 0: unknown. For after it was read."""
+        try:
+            return self._costs.cost_s(job.request_id, job.span)
+        except Exception:
+            log.exception("what a variant took is not known")
+            return 0.0
 
     def _recomputed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
         """Report what did not come as bad blocks; returns the outcome without what they take along.

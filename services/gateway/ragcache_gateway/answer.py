@@ -199,7 +199,9 @@ class Answerer:
                 document_name(options.collection, passage.chunk.document_id)
                 for passage in prompt.passages
             ]
-            plan = plan_exact(prompt.prompt, self._space, DOMAIN, request_id, documents)
+            plan = plan_exact(
+                prompt.prompt, self._space, DOMAIN, request_id, documents, retrieved.asked_at_ms
+            )
         body = completion_body(
             request,
             model=self._model,

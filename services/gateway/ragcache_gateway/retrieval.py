@@ -14,10 +14,14 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Hits of the final stage, best first. stages: how many there were, this one included."""
+    """Hits of the final stage, best first. stages: how many there were, this one included.
+
+    asked_at_ms: Unix time before the search began. What is deleted after it may be among the hits.
+    """
 
     hits: Sequence[pb.Hit]
     stages: int
+    asked_at_ms: int
     retrieve_s: float
     embed_s: float
     search_s: float
@@ -27,6 +31,7 @@ async def retrieve(
     retriever: RetrieverClient, collection: str, query: str, top_k: int
 ) -> Retrieved:
     """Search and take the final stage; cancelling cancels the search. Raises core errors."""
+    asked_at_ms = time.time_ns() // 1_000_000
     start = time.perf_counter()
     stages = 0
     final: pb.SearchStage | None = None
@@ -41,6 +46,7 @@ async def retrieve(
     return Retrieved(
         hits=final.hits,
         stages=stages,
+        asked_at_ms=asked_at_ms,
         retrieve_s=time.perf_counter() - start,
         embed_s=final.embed_us / 1e6,
         search_s=final.search_us / 1e6,

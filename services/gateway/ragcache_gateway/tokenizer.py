@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.lru import LeastRecentlyUsed
 
 
 class ChatTokenizer(Protocol):
@@ -58,20 +58,26 @@ class TokenCache:
 
     def __init__(self, encode: Callable[[str], Sequence[int]], capacity_bytes: int) -> None:
         self._encode = encode
-        self._kept = LeastRecentlyUsed[str](capacity_bytes)
-        self._ids: dict[str, array[int]] = {}
+        self._capacity_bytes = capacity_bytes
+        self._used_bytes = 0
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()  # the least recently used first
 
     def get(self, text: str) -> Sequence[int]:
         """Token ids of text."""
         ids = self._ids.get(text)
         if ids is not None:
-            self._kept.touch(text)
+            self._ids.move_to_end(text)
             return ids
         ids = array("I", self._encode(text))
-        # A Python string takes one to four bytes a character; four keeps the bound honest.
-        admitted, evicted = self._kept.admit(text, 4 * len(text) + ids.itemsize * len(ids))
-        for key in evicted:
-            del self._ids[key]
-        if admitted:
+        num_bytes = _bytes_of(text, ids)
+        if num_bytes <= self._capacity_bytes:
+            while self._used_bytes + num_bytes > self._capacity_bytes:
+                self._used_bytes -= _bytes_of(*self._ids.popitem(last=False))
             self._ids[text] = ids
+            self._used_bytes += num_bytes
         return ids
+
+
+def _bytes_of(text: str, ids: array[int]) -> int:
+    # A Python string takes one to four bytes a character; four keeps the bound honest.
+    return 4 * len(text) + ids.itemsize * len(ids)

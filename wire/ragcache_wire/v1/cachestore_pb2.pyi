@@ -216,25 +216,31 @@ Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
 class AsOf(_message.Message):
-    """The deletes that a put's KV may not have seen: those after `sequence` of store `store`."""
+    """The deletes that a put's KV may not have seen: those after `sequence` of store `store`, and those
+    applied since `planned_at_ms`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STORE_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    PLANNED_AT_MS_FIELD_NUMBER: _builtins.int
     store: _builtins.bytes
     """HelloReply.store"""
     sequence: _builtins.int
     """LookupReply.delete_sequence"""
+    planned_at_ms: _builtins.int
+    """Unix time at which its chunks were chosen; 0: at the lookup"""
     def __init__(
         self,
         *,
         store: _builtins.bytes = ...,
         sequence: _builtins.int = ...,
+        planned_at_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["planned_at_ms", b"planned_at_ms", "sequence", b"sequence", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,8 +331,6 @@ class PutReply(_message.Message):
         """as good or better"""
         DELETED: PutReply._Outcome.ValueType  # 2
         """a delete overtook it"""
-        NOT_ADMITTED: PutReply._Outcome.ValueType  # 3
-        """not worth what would have to go for it"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     STORED: PutReply.Outcome.ValueType  # 0
@@ -334,8 +338,6 @@ class PutReply(_message.Message):
     """as good or better"""
     DELETED: PutReply.Outcome.ValueType  # 2
     """a delete overtook it"""
-    NOT_ADMITTED: PutReply.Outcome.ValueType  # 3
-    """not worth what would have to go for it"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     outcome: Global___PutReply.Outcome.ValueType
@@ -718,7 +720,7 @@ Global___UnpinReply: _TypeAlias = UnpinReply  # noqa: Y015
 
 @_typing.final
 class Deletion(_message.Message):
-    """What one delete names. A shard applies an id once."""
+    """What one delete names, which must be something. A shard applies an id once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -731,7 +733,7 @@ class Deletion(_message.Message):
     id: _builtins.bytes
     """16 random bytes; empty: the shard makes one"""
     domain: _builtins.str
-    """with no documents: everything of it"""
+    """with no documents: everything of it, and names nothing else"""
     made_at_ms: _builtins.int
     """Unix time"""
     @_builtins.property
@@ -1113,6 +1115,9 @@ class LaneRelease(_message.Message):
 
     LEASES_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """that all of them took together; 0: not known"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1124,10 +1129,11 @@ class LaneRelease(_message.Message):
         *,
         leases: _abc.Iterable[_builtins.int] | None = ...,
         corrupt: _abc.Iterable[_builtins.int] | None = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "leases", b"leases", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
