@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -17,6 +17,7 @@ from ragcache_kv.store.lane_protocol import (
     Busy,
     Channel,
     Kind,
+    frame,
     from_error,
     parse,
 )
@@ -163,6 +164,19 @@ class Asked(Generic[C, M]):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.give(self.connection)
+
+    def release(self, leases: Sequence[int], corrupt: Sequence[int]) -> None:
+        """Everything has come: let go of leases, and say which of them had corrupt bytes."""
+        if leases:
+            said = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
+            self.connection.owed += frame(Kind.RELEASE, said)
+        if corrupt:
+            try:
+                self.connection.send_owed()
+            except Broken:
+                self.drop()  # and with it the leases
+                return
+        self.done()
 
     def drop(self) -> None:
         """End the connection, unless done."""

@@ -21,7 +21,7 @@ from ragcache_core.variant import Miss, Part
 from ragcache_kv.store.buffers import copy_verified, cut, read_verified, scatter, write_from
 from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
 from ragcache_kv.store.lane import Asking, no_answer
-from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut, frame
+from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
@@ -290,17 +290,7 @@ def _copies(asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply]) -> 
 def _release(asked: Asked[SharedConnection, pb.LaneGetReply], copies: Sequence[_Copied]) -> None:
     """Let go of all leases, and of the connection."""
     leases = [copied.lease for copied in copies if copied.lease]
-    if leases:
-        corrupt = [copied.lease for copied in copies if copied.corrupt]
-        release = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=asked.seconds)
-        asked.connection.owed += frame(Kind.RELEASE, release)
-        if corrupt:
-            try:
-                asked.connection.send_owed()
-            except Broken:
-                asked.drop()  # and with it the leases
-                return
-    asked.done()
+    asked.release(leases, [copied.lease for copied in copies if copied.corrupt])
 
 
 def _check(deadline: float) -> None:

@@ -16,7 +16,7 @@ from ragcache_core.variant import Miss
 from ragcache_kv.store.buffers import Verifier
 from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
 from ragcache_kv.store.lane import Asking, no_answer
-from ragcache_kv.store.lane_protocol import SOCKET_BUFFER_BYTES, Broken, Channel, Kind, frame
+from ragcache_kv.store.lane_protocol import SOCKET_BUFFER_BYTES, Broken, Channel, Kind
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
@@ -165,18 +165,9 @@ def _release(asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]) -> No
     """Let go of all leases, and of the connection."""
     found = asked.reply.found
     leases = [one.lease for one in found if one.lease]
-    if leases:
-        corrupt = [
-            one.lease
-            for one, value in zip(found, values, strict=True)
-            if one.lease and value is Miss.CORRUPT
-        ]
-        release = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=asked.seconds)
-        asked.connection.owed += frame(Kind.RELEASE, release)
-        if corrupt:
-            try:
-                asked.connection.send_owed()
-            except Broken:
-                asked.drop()  # and with it the leases
-                return
-    asked.done()
+    corrupt = [
+        one.lease
+        for one, value in zip(found, values, strict=True)
+        if one.lease and value is Miss.CORRUPT
+    ]
+    asked.release(leases, corrupt)
