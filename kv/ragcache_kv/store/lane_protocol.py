@@ -4,11 +4,13 @@ A frame is a header (``HEADER``) and a protobuf message. A connection carries on
 an answer needs no number to be told from another; releases are not answered.
 
     client                            server
-                                      WELCOME (HelloReply); on a Unix socket with two fds, the
-                                      memory tier (read and write) and the file of values (read)
+                                      WELCOME (HelloReply); on a Unix socket with three fds, the
+                                      memory tier (read and write), the file of values (read) and
+                                      the count of withdrawals (read)
     GET (GetRequest)                  GOT (LaneGetReply); on the socket lane then the values, in
                                       the order asked, or layer by layer if that was asked
     RELEASE (LaneRelease)             nothing
+    READS (LaneReads)                 nothing; shared: what was read again without asking
     PUT (PutHeader)                   GRANT (LaneGrant)
       shared: COMMIT, or ABORT        PUT_DONE (PutReply), or nothing
       socket: the value's bytes       PUT_DONE (PutReply)
@@ -63,6 +65,7 @@ class Kind(IntEnum):
     PUT = 3
     COMMIT = 4
     ABORT = 5
+    READS = 6
     WELCOME = 64
     GOT = 65
     GRANT = 66
@@ -115,15 +118,37 @@ class Channel:
 
     def send(self, kind: Kind, message: Message | None = None) -> None:
         """Send a frame, and what is owed. Raises Broken."""
-        mine, owed, self.owed = frame(kind, message), self.owed, b""
+        mine, owed = frame(kind, message), self.take_owed()
         # What is owed need not delay an answer; but after PUT there is to be nothing but its value.
         self.send_raw(owed + mine if kind == Kind.PUT else mine + owed)
 
+    @property
+    def owes(self) -> bool:
+        """Whether anything is owed."""
+        return bool(self.owed)
+
+    def take_owed(self) -> bytes:
+        """What is owed, which the caller sends."""
+        owed, self.owed = self.owed, b""
+        return owed
+
     def send_owed(self) -> None:
         """Send what is owed. Raises Broken."""
-        data, self.owed = self.owed, b""
-        if data:
+        if data := self.take_owed():
             self.send_raw(data)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other end still is there, and nothing has come that nobody waits for."""
+        if self._start < self._end:
+            return False
+        try:
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def send_raw(self, data: bytes | memoryview) -> None:
         """Send bytes that are no frame. Raises Broken."""

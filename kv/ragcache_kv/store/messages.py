@@ -7,7 +7,7 @@ starts with the argument ``field``) and how to put it right, on every face of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, TooLarge
@@ -325,6 +325,16 @@ def from_miss(number: pb.Miss.ValueType) -> Miss | None:
     if number == pb.MISS_UNSPECIFIED:
         return None
     return _MISSES_BACK.get(number, Miss.NEVER_STORED)
+
+
+def to_reads(reads: Mapping[VariantKey, tuple[int, float]]) -> pb.LaneReads:
+    """Variants that were read again: how often, and the seconds that took."""
+    return pb.LaneReads(
+        reads=[
+            pb.LaneReads.Read(key=to_key(key), times=times, seconds=seconds)
+            for key, (times, seconds) in reads.items()
+        ]
+    )
 
 
 def to_get_request(

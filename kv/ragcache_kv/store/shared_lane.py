@@ -3,10 +3,16 @@
 At connect the store passes its memory tier, which is mapped here once for each start of the store,
 and its file of values, of which values on disk are read straight. A lease keeps a value where it is
 meanwhile; should a client outstay it, the checksums tell.
+
+What was read once from memory is read again without asking (``places``): no store need be waited
+for, nor take its time. The checksums tell whether the bytes are still those, and a count that the
+store keeps in shared memory whether anything was withdrawn since, as by a delete. Should the store
+be gone, its connection is closed. The store is told afterwards what was read.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -14,22 +20,37 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.keys import VariantKey
 from ragcache_core.storing import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_core.variant import Miss, Part
 from ragcache_kv.store.buffers import copy_verified, cut, read_verified, scatter, write_from
 from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
 from ragcache_kv.store.lane import Asking, no_answer
-from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut
+from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut, frame
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
     to_get_request,
     to_put_header,
+    to_reads,
 )
-from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_kv.store.places import Place, Places
+from ragcache_kv.store.stored_value import (
+    Allocate,
+    Answer,
+    Layers,
+    StoredValue,
+    announced,
+    num_layers,
+    room_for,
+)
 from ragcache_wire.v1 import cachestore_pb2 as pb
+
+MAX_PLACES = 4096
+"""Values whose places are remembered."""
 
 KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have been copied."""
@@ -38,14 +59,22 @@ KEYS_PER_CALL = 64
 class Mapped:
     """What a store shares, from one of its starts. memory: its memory tier. file: of values."""
 
-    def __init__(self, memory_fd: int, file_fd: int) -> None:
-        """Takes both descriptors."""
+    def __init__(self, memory_fd: int, file_fd: int, withdrawals_fd: int) -> None:
+        """Takes the descriptors."""
         self.file = file_fd
         self._memory_fd = memory_fd
         weakref.finalize(self, os.close, file_fd)
         weakref.finalize(self, os.close, memory_fd)
+        weakref.finalize(self, os.close, withdrawals_fd)
         size = os.fstat(memory_fd).st_size
         self.memory = memoryview(mmap.mmap(memory_fd, size) if size else b"")
+        page = mmap.mmap(withdrawals_fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        self._withdrawals = memoryview(page).cast("Q")
+
+    @property
+    def withdrawals(self) -> int:
+        """How often the store has withdrawn something that may have been read."""
+        return self._withdrawals[0]
 
     def views(self, extents: Sequence[pb.LaneExtent]) -> list[memoryview]:
         """The memory of extents. Raises Broken for what is not in it."""
@@ -62,15 +91,24 @@ class Mapped:
         start = 0
         for extent, view in zip(extents, self.views(extents), strict=True):
             piece = value[start : start + len(view)]
-            end = extent.offset + extent.num_bytes
             try:
-                if os.lseek(self._memory_fd, extent.offset, os.SEEK_HOLE) >= end:
+                if self._was_written(extent.offset):
                     scatter(piece, [view])
-                else:  # never written to: so the kernel need not fill pages with zeros before
+                else:  # so the kernel need not fill pages with zeros before
                     write_from(piece, self._memory_fd, extent.offset)
             except OSError as error:
                 raise Broken(f"the shared memory cannot be written to: {error}") from error
             start += len(view)
+
+    def _was_written(self, offset: int) -> bool:
+        """Whether the page at offset has memory. Raises OSError."""
+        # Not by the next hole, before which every page of a full tier would be looked at.
+        try:
+            return os.lseek(self._memory_fd, offset, os.SEEK_DATA) == offset
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing was written from here on
+                return False
+            raise
 
 
 class SharedConnection(Channel):
@@ -80,6 +118,25 @@ class SharedConnection(Channel):
         super().__init__(sock)
         self.deadline = deadline
         self.mapped: Mapped
+        self._reads: dict[VariantKey, tuple[int, float]] = {}
+
+    def note_read(self, key: VariantKey, seconds: float) -> None:
+        """Owe the store that a value was read again."""
+        times, before = self._reads.get(key, (0, 0.0))
+        self._reads[key] = times + 1, before + seconds
+
+    @property
+    def owes(self) -> bool:
+        """See Channel."""
+        return bool(self._reads) or super().owes
+
+    def take_owed(self) -> bytes:
+        """See Channel."""
+        owed = super().take_owed()
+        if self._reads:
+            owed += frame(Kind.READS, to_reads(self._reads))
+            self._reads = {}
+        return owed
 
 
 class SharedLane(FramedLane[SharedConnection]):
@@ -94,10 +151,19 @@ class SharedLane(FramedLane[SharedConnection]):
         self._boot = boot
         self._lock = threading.Lock()
         self._mapped: Mapped | None = None
+        self._places = Places(MAX_PLACES)
 
     def get(self, asking: Asking) -> Iterator[Answer]:
         """See Lane."""
-        return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL))
+        places = [self._places.get(asking, key) for key in asking.keys]
+        fresh = [key for key, place in zip(asking.keys, places, strict=True) if place is None]
+        if len(fresh) == len(places):
+            return self._ask_and_read(asking)
+        if fresh:
+            rest = replace(asking, keys=fresh)
+            return self._in_order(asking, places, self._ask_and_read(rest))
+        self._require_open(asking.deadline)
+        return self._in_order(asking, places, iter(()))
 
     def get_layers(self, asking: Asking) -> Layers:
         """See Lane. Holds leases of all values until the last layer."""
@@ -132,17 +198,29 @@ class SharedLane(FramedLane[SharedConnection]):
             raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")
         return asked
 
+    def _ask_and_read(self, asking: Asking) -> Iterator[Answer]:
+        withdrawals = self._withdrawals
+        return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL), withdrawals)
+
+    @property
+    def _withdrawals(self) -> int:
+        """The store's count; -1, which it never is, before the first connection."""
+        return -1 if self._mapped is None else self._mapped.withdrawals
+
     def _values(
-        self, asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply]
+        self, asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], withdrawals: int
     ) -> Iterator[Answer]:
         start = 0
         while True:
             copies = _copies(asking, asked)
-            for copied in copies:
+            for place, copied in enumerate(copies, start):
                 _check(asking.deadline)
                 began = time.monotonic()
                 copied.copy()
                 asked.seconds += time.monotonic() - began
+                if copied.views is not None and isinstance(copied.answer, StoredValue):
+                    known = Place.of(copied.answer, copied.views, withdrawals)
+                    self._places.remember(asking, asking.keys[place], known)
                 if copied is copies[-1]:  # before whoever asked takes its time
                     _release(asked, copies)
                 yield copied.answer
@@ -150,6 +228,7 @@ class SharedLane(FramedLane[SharedConnection]):
             if start >= len(asking.keys):
                 return
             try:
+                withdrawals = self._withdrawals
                 asked = self._ask(asking, start, KEYS_PER_CALL)
             except Broken as error:
                 raise no_answer(error) from error
@@ -172,13 +251,60 @@ class SharedLane(FramedLane[SharedConnection]):
                 _release(asked, copies)
             yield parts
 
+    def _in_order(
+        self, asking: Asking, places: Sequence[Place | None], fresh: Iterator[Answer]
+    ) -> Iterator[Answer]:
+        """What is remembered, read again, between what was asked for."""
+        for key, place in zip(asking.keys, places, strict=True):
+            if place is None:
+                yield next(fresh)
+                continue
+            _check(asking.deadline)
+            value = place.announced(asking.allocate)
+            try:
+                if self._reread(asking, key, place, value.value):
+                    yield value
+                    continue
+                self._places.forget(asking, key)
+                alone = replace(asking, keys=[key], allocate=_again(asking, value))
+                (answer,) = self._ask_and_read(alone)
+            except Broken as error:
+                raise no_answer(error) from error
+            yield answer
+
+    def _reread(self, asking: Asking, key: VariantKey, place: Place, target: memoryview) -> bool:
+        """Copy a value from its place; whether it still was there. Raises Broken."""
+        connection = self.pool.take(asking.deadline)
+        try:
+            began = time.monotonic()
+            good = copy_verified(target, place.views, place.parts)
+            if not connection.is_open:
+                raise Broken("the store has gone")
+            # Last: what was withdrawn until here is not served.
+            good = good and place.is_valid(connection.mapped.withdrawals)
+            if good:
+                connection.note_read(key, time.monotonic() - began)
+        except BaseException:
+            self.pool.drop(connection)
+            raise
+        self.pool.give(connection)
+        return good
+
+    def _require_open(self, deadline: float) -> None:
+        """Raise Broken if the store has gone, as asking would."""
+        connection = self.pool.take(deadline)
+        if not connection.is_open:
+            self.pool.drop(connection)
+            raise Broken("the store has gone")
+        self.pool.give(connection)
+
     def _open(self, deadline: float) -> SharedConnection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection = SharedConnection(sock, deadline)
             sock.settimeout(max(1e-3, deadline - time.monotonic()))
             sock.connect(self._path)
-            _, fds, _, _ = socket.recv_fds(sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
+            _, fds, _, _ = socket.recv_fds(sock, 1, 3, socket.MSG_CMSG_CLOEXEC)
             sock.setblocking(True)
             self._welcome(connection, fds)
         except (OSError, InvalidInput) as error:
@@ -194,13 +320,13 @@ class SharedLane(FramedLane[SharedConnection]):
             hello = from_hello(answer(connection, Kind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
                 raise Broken(f"another store is at {self._path}")
-            if len(fds) != 2:
+            if len(fds) != 3:
                 raise Broken("the store passed no memory")
             with self._lock:
                 if self._mapped is None:
-                    memory_fd, file_fd = fds
+                    memory_fd, file_fd, withdrawals_fd = fds
                     fds.clear()
-                    self._mapped = Mapped(memory_fd, file_fd)
+                    self._mapped = Mapped(memory_fd, file_fd, withdrawals_fd)
                 connection.mapped = self._mapped
         finally:
             for fd in fds:
@@ -211,6 +337,7 @@ class _Copied:
     """One value of a reply, while it is copied to where it was asked for.
 
     lease: 0 for a miss. corrupt: whether the store is to be told that its bytes are not right.
+    views: where it is in shared memory; None for what is on disk, and for a miss.
     """
 
     def __init__(
@@ -222,13 +349,13 @@ class _Copied:
         self._leased_until = leased_until
         self._file = mapped.file
         self._extents = found.extents
-        self._views: list[memoryview] | None = None
+        self.views: list[memoryview] | None = None
         if not isinstance(self.answer, StoredValue):
             return
         if sum([e.num_bytes for e in self._extents]) != self.answer.info.num_bytes:
             raise Broken("extents that are not the value's")
         if not self._extents[0].disk:
-            self._views = mapped.views(self._extents)
+            self.views = mapped.views(self._extents)
             return
         for extent in self._extents:  # the disk starts on all of them now
             os.posix_fadvise(self._file, extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED)
@@ -259,8 +386,8 @@ class _Copied:
         return miss
 
     def _copied(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
-        if self._views is not None:
-            return copy_verified(target, cut(self._views, start, len(target)), parts)
+        if self.views is not None:
+            return copy_verified(target, cut(self.views, start, len(target)), parts)
         places = _cut_places(self._extents, start, len(target))
         try:
             return read_verified(target, self._file, places, parts)
@@ -291,6 +418,11 @@ def _release(asked: Asked[SharedConnection, pb.LaneGetReply], copies: Sequence[_
     """Let go of all leases, and of the connection."""
     leases = [copied.lease for copied in copies if copied.lease]
     asked.release(leases, [copied.lease for copied in copies if copied.corrupt])
+
+
+def _again(asking: Asking, value: StoredValue) -> Allocate:
+    """Allocate as asked, but for a value that there is memory for."""
+    return lambda info: value.value if info == value.info else room_for(info, asking.allocate)
 
 
 def _check(deadline: float) -> None:

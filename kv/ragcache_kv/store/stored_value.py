@@ -73,6 +73,11 @@ def announced(header: pb.GetHeader, allocate: Allocate | None) -> Answer:
     if miss is not None:
         return miss
     info, parts, shape, value_format, tier = _described(header.SerializeToString())
+    return StoredValue(info, parts, shape, value_format, room_for(info, allocate), tier)
+
+
+def room_for(info: VariantInfo, allocate: Allocate | None) -> memoryview:
+    """Memory for a value, of its size. Raises InvalidInput if allocate gives too little."""
     target = (allocate or fresh)(info)
     if target.ndim != 1 or target.itemsize != 1 or target.format != "B":
         target = target.cast("B")
@@ -82,7 +87,7 @@ def announced(header: pb.GetHeader, allocate: Allocate | None) -> Answer:
             f"gave {len(target)} bytes{' to be read only' * target.readonly}",
             f"give {info.num_bytes} that may be written to",
         )
-    return StoredValue(info, parts, shape, value_format, target[: info.num_bytes], tier)
+    return target[: info.num_bytes]
 
 
 @lru_cache(maxsize=1024)

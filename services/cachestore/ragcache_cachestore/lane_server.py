@@ -43,6 +43,7 @@ from ragcache_kv.store.lane_protocol import (
 )
 from ragcache_kv.store.messages import (
     from_get_request,
+    from_key,
     from_put_header,
     to_hello,
     to_miss,
@@ -61,6 +62,11 @@ IDLE_S = 600.0
 
 MAX_HEADERS = 4096
 """Values whose headers are kept encoded; a few MiB with as many layers as models have."""
+
+UNANSWERED = frozenset({Kind.RELEASE, Kind.READS})
+
+MAX_REREADS = 4096
+"""How often a value may have been read again between two messages, for all that it counts."""
 
 GREETING_S = 5.0
 CLOSE_S = 5.0
@@ -242,8 +248,8 @@ class _Connection(threading.Thread):
                 try:
                     self._serve(kind, payload)
                 except RagCacheError as error:
-                    if kind == Kind.RELEASE:  # whose sender would take it for the next answer
-                        raise Broken(f"a release failed: {error}") from error
+                    if kind in UNANSWERED:  # its sender would take it for the next answer
+                        raise Broken(f"a message without an answer failed: {error}") from error
                     self.channel.deadline = time.monotonic() + LEASE_S
                     self.channel.send(Kind.ERROR, to_error(error))
         except Broken as error:
@@ -261,7 +267,8 @@ class _Connection(threading.Thread):
     def _greet(self) -> None:
         self.channel.deadline = time.monotonic() + GREETING_S
         if self._shared:
-            fds = [self._store.arena.fd, self._store.value_file.reader_fd]
+            store = self._store
+            fds = [store.arena.fd, store.value_file.reader_fd, store.withdrawals.reader_fd]
             try:
                 socket.send_fds(self.channel.socket, [b"\0"], fds)
             except OSError as error:
@@ -274,6 +281,8 @@ class _Connection(threading.Thread):
                 self._get(parse(pb.GetRequest, payload))
             case Kind.RELEASE:
                 self._release(parse(pb.LaneRelease, payload))
+            case Kind.READS:
+                self._reads(parse(pb.LaneReads, payload))
             case Kind.PUT:
                 self._put(parse(pb.PutHeader, payload))
             case _:
@@ -350,6 +359,15 @@ class _Connection(threading.Thread):
                 taken_s = message.seconds if message.seconds > 0 else now - since
                 seconds = min(taken_s, now - since) * lease.info.num_bytes / total
                 self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, seconds)
+
+    def _reads(self, message: pb.LaneReads) -> None:
+        for read in message.reads:
+            times = min(read.times, MAX_REREADS)
+            num_bytes = self._store.note_reread(from_key("reads.key", read.key), times)
+            if num_bytes:
+                for _ in range(times):
+                    seconds = read.seconds / times
+                    self._store.note_sent(Tier.MEMORY, self._lane, num_bytes, seconds)
 
     def _put(self, header: pb.PutHeader) -> None:
         since = time.monotonic()

@@ -36,6 +36,7 @@ from ragcache_cachestore.telemetry import Levels, Telemetry
 from ragcache_cachestore.tier import Copy, Shelf
 from ragcache_cachestore.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
 from ragcache_cachestore.value_file import ValueFile
+from ragcache_cachestore.withdrawals import Withdrawals
 from ragcache_cachestore.write_behind import Job
 from ragcache_core.admission import make_admission
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
@@ -81,7 +82,8 @@ class Store:
     ``ragcache_core``. leaves_only: a parent outlives its children in a tier (``exact``). clock:
     seconds, never going back. wall_ms: Unix time. free_bytes: room left on the folder's volume.
 
-    arena, value_file: where the bytes of leases lie. telemetry: told of what happens.
+    arena, value_file: where the bytes of leases lie. withdrawals: what clients that remember where
+    a value lies look at before they trust it. telemetry: told of what happens.
     """
 
     def __init__(
@@ -109,6 +111,8 @@ class Store:
             ends.callback(data.close)
             self.arena = Arena(memory_bytes)
             ends.callback(self.arena.close)
+            self.withdrawals = Withdrawals()
+            ends.callback(self.withdrawals.close)
             self.value_file = ValueFile(data.values, disk_bytes, free_bytes)
             ends.callback(self.value_file.close)
             self._records = Records(data.records)
@@ -234,6 +238,17 @@ class Store:
         with self._books.lock:
             lease = self._books.leases.get(lease_id)
             return lease is not None and lease.expires_at > self._books.clock()
+
+    def note_reread(self, key: VariantKey, times: int) -> int:
+        """A client has read a value from memory again, without asking. Its bytes; 0: not held."""
+        now = self._books.clock()
+        with self._books.lock:
+            holding = self._books.catalog.get(key)
+            if holding is None:
+                return 0
+            for _ in range(times):
+                self._used(holding, Tier.MEMORY, now)
+        return holding.info.num_bytes
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Bring values from disk into memory, in the background; how many that begins for."""
@@ -389,6 +404,7 @@ class Store:
             self._records.put_tombstones(tombstones)
             for tombstone in tombstones:
                 with self._books.lock:
+                    self.withdrawals.add()
                     self._books.tombstones.add(tombstone, now_ms)
                     doomed = self._books.catalog.covered(tombstone.deletion)
                     for holding in doomed:
@@ -648,17 +664,22 @@ class Store:
             self._books.counters.misses[miss] += 1
             return miss
         tier, copy = self._books.best(holding)
+        self._used(holding, tier, now)
+        if tier is Tier.DISK and self._books.promotable(holding):
+            cold.append(holding)
+        return self._books.leases.grant(holding, tier, copy, now)
+
+    def _used(self, holding: Holding, tier: Tier, now: float) -> None:
+        """A value is read from a tier."""
+        key = holding.key
         holding.note_read(now)
         self._books.memory.policy.touch(key, now)
         self._books.disk.policy.touch(key, now)
         self._books.counters.hits[tier] += 1
         if key in self._books.served or len(self._books.served) < SERVED_CAPACITY:
             self._books.served[key] = self._books.served.get(key, 0) + holding.info.num_bytes
-        if tier is Tier.DISK and self._books.promotable(holding):
-            cold.append(holding)
-        elif holding.disk is None and holding.job is None and self._books.admitted(holding, now):
+        if holding.disk is None and holding.job is None and self._books.admitted(holding, now):
             holding.job = self._mover.writer.submit(holding, urgent=False)
-        return self._books.leases.grant(holding, tier, copy, now)
 
     def _check_arriving(self, num_bytes: int) -> None:
         bound = self._books.memory.capacity_bytes * ARRIVING_SHARE
@@ -702,6 +723,7 @@ class Store:
             )
             self._books.next_identity += 1
             if held is not None:
+                self.withdrawals.add()
                 holding.continues(held)
             self._books.install(holding, held, now)
             self._books.counters.puts += 1

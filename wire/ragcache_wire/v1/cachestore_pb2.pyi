@@ -1140,6 +1140,51 @@ class LaneRelease(_message.Message):
 Global___LaneRelease: _TypeAlias = LaneRelease  # noqa: Y015
 
 @_typing.final
+class LaneReads(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Read(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        TIMES_FIELD_NUMBER: _builtins.int
+        SECONDS_FIELD_NUMBER: _builtins.int
+        times: _builtins.int
+        seconds: _builtins.float
+        """that all of them took together"""
+        @_builtins.property
+        def key(self) -> Global___VariantKey: ...
+        def __init__(
+            self,
+            *,
+            key: Global___VariantKey | None = ...,
+            times: _builtins.int = ...,
+            seconds: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "seconds", b"seconds", "times", b"times"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    READS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneReads.Read]: ...
+    def __init__(
+        self,
+        *,
+        reads: _abc.Iterable[Global___LaneReads.Read] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads", b"reads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneReads: _TypeAlias = LaneReads  # noqa: Y015
+
+@_typing.final
 class LaneError(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
