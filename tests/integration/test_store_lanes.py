@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_core.keys import VariantKey
+from ragcache_core.policies import DEFAULT_POLICY
 from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
 from ragcache_core.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
 from ragcache_kv.store import client as store_client
@@ -35,7 +37,7 @@ from ragcache_kv.store.aio import AsyncStoreClient
 from ragcache_kv.store.buffers import parts_of
 from ragcache_kv.store.client import LANES, StoreClient
 from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
-from ragcache_kv.store.messages import to_get_request, to_put_header
+from ragcache_kv.store.messages import to_get_request, to_key, to_put_header
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
@@ -63,8 +65,10 @@ def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, 
 class Served:
     """A store and both its faces, in this process."""
 
-    def __init__(self, folder: Path, memory_bytes: int, disk_bytes: int) -> None:
-        self.store = Store(folder / "data", memory_bytes, disk_bytes)
+    def __init__(
+        self, folder: Path, memory_bytes: int, disk_bytes: int, policy: str = DEFAULT_POLICY
+    ) -> None:
+        self.store = Store(folder / "data", memory_bytes, disk_bytes, policy=policy)
         self.lanes = LaneServer(self.store, folder / "lane.sock", ("127.0.0.1", 0))
         self.lanes.start()
         self._loop = asyncio.new_event_loop()
@@ -100,8 +104,10 @@ Serve = Callable[..., Served]
 def serve(tmp_path: Path) -> Iterator[Serve]:
     with contextlib.ExitStack() as ends:
 
-        def start(memory_bytes: int = 64 * MIB, disk_bytes: int = 256 * MIB) -> Served:
-            served = Served(tmp_path, memory_bytes, disk_bytes)
+        def start(
+            memory_bytes: int = 64 * MIB, disk_bytes: int = 256 * MIB, policy: str = DEFAULT_POLICY
+        ) -> Served:
+            served = Served(tmp_path, memory_bytes, disk_bytes, policy)
             ends.callback(served.close)
             return served
 
@@ -774,3 +780,196 @@ def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as killed:
             killed.bind(str(path))
         LaneServer(store, path, None).close()
+
+
+# What was read once is read again without asking
+
+
+@contextlib.contextmanager
+def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator[StoreClient]:
+    """A client on the shared lane that has read values, with nothing owed any more."""
+    with client_of(served.address, "shared") as client:
+        for number in numbers:
+            variant, value = new(number, [size // 2, size // 2])
+            client.put(variant, value, TIMEOUT_S)
+            assert isinstance(only(client, number), StoredValue)
+        eventually(lambda: served.store.stats().leases == 0)
+        yield client
+
+
+def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
+    """The kinds of what client asks its store from now on."""
+    kinds: list[Kind] = []
+    ask = framed_lane.FramedLane.ask
+
+    def listen(lane: Any, kind: Kind, *rest: Any) -> Any:
+        kinds.append(kind)
+        return ask(lane, kind, *rest)
+
+    monkeypatch.setattr(framed_lane.FramedLane, "ask", listen)
+    return kinds
+
+
+def test_a_value_is_read_again_without_asking_and_the_store_is_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 2]) as client:
+        before = served.store.stats()
+        kinds = asked(client, monkeypatch)
+        own = bytearray(MIB + 5)
+        for _ in range(3):
+            found = only(client, 1, allocate=lambda _: memoryview(own))
+            assert isinstance(found, StoredValue)
+            assert found.value == own[:MIB] == new(1, [MIB // 2, MIB // 2])[1]
+            assert (found.tier, found.value_format) == (Tier.MEMORY, 7)
+        assert kinds == []
+        wanted = before.hits[Tier.MEMORY] + 3
+        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        sent = served.store.stats().bytes_by_lane["shared"] - before.bytes_by_lane["shared"]
+        assert sent == 3 * MIB
+
+
+def test_what_is_remembered_comes_in_order_with_what_is_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 3]) as client:
+        for number in (2, 4):
+            variant, value = new(number, [MIB])
+            client.put(variant, value, TIMEOUT_S)
+        kinds = asked(client, monkeypatch)
+        keys = [key(number) for number in (5, 1, 2, 3, 4)]
+        found = dict(client.get(keys, TIMEOUT_S))
+        assert list(found) == keys
+        assert found.pop(key(5)) is Miss.NEVER_STORED
+        for one in found.values():
+            assert isinstance(one, StoredValue)
+            assert parts_of(one.value, [part.num_bytes for part in one.parts]) == one.parts
+        assert kinds == [Kind.GET]
+
+
+def test_what_was_deleted_is_not_read_again(served: Served) -> None:
+    with remembering(served, [1, 2]) as client, client_of(served.address, "grpc") as other:
+        other.delete(Deletion(os.urandom(16), chunks=(key(1).chunk,)))
+        assert only(client, 1) is Miss.DELETED
+        assert isinstance(only(client, 2), StoredValue)
+
+
+def read_until(
+    client: StoreClient, number: int, gone: threading.Event, late: list[StoredValue | Miss]
+) -> None:
+    """Read a value again and again; late gets what the read found that began when gone was set."""
+    while not late:
+        began_after = gone.is_set()
+        found = only(client, number)
+        if began_after:
+            late.append(found)
+
+
+def test_no_delete_is_overtaken_by_a_read(served: Served) -> None:
+    """Whatever moment a delete falls in: what starts after it was acknowledged is a miss."""
+    with remembering(served, []) as client, client_of(served.address, "grpc") as other:
+        for number in range(60):
+            variant, value = new(number, [200_000])
+            client.put(variant, value, TIMEOUT_S)
+            assert isinstance(only(client, number), StoredValue)
+            gone = threading.Event()
+            late: list[StoredValue | Miss] = []
+            reader = threading.Thread(target=read_until, args=[client, number, gone, late])
+            reader.start()
+            time.sleep(0.001 * (number % 5))
+            other.delete(Deletion(os.urandom(16), chunks=(key(number).chunk,)))
+            gone.set()
+            reader.join()
+            assert late == [Miss.DELETED]
+
+
+def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Served) -> None:
+    with client_of(served.address, "shared") as client:
+        poor, value = new(1, [MIB], exact=False)
+        client.put(poor, value, TIMEOUT_S)
+        assert isinstance(only(client, 1), StoredValue)
+        better = memoryview(np.random.default_rng(9).bytes(MIB))
+        info = replace(poor.info, provenance=Provenance(exact=True))
+        client.put(replace(poor, info=info, parts=parts_of(better, [MIB])), better, TIMEOUT_S)
+        found = only(client, 1)
+        assert isinstance(found, StoredValue)
+        assert found.info.provenance.exact
+        assert found.value == better
+
+
+def test_a_place_that_was_taken_by_another_value_is_noticed(serve: Serve) -> None:
+    served = serve(memory_bytes=8 * MIB, disk_bytes=MIB, policy="lru")  # the disk holds none
+    with remembering(served, [1, 2], size=2 * MIB) as client:
+        for number in range(10, 20):
+            variant, value = new(number, [2 * MIB])
+            client.put(variant, value, TIMEOUT_S)
+        rooms: list[VariantInfo] = []
+
+        def allocate(info: VariantInfo) -> memoryview:
+            rooms.append(info)
+            return memoryview(bytearray(info.num_bytes))
+
+        assert only(client, 1, allocate=allocate) is Miss.EVICTED
+        assert len(rooms) <= 1  # asking in its stead takes no other
+        found = only(client, 19)
+        assert isinstance(found, StoredValue)
+        assert found.value == new(19, [2 * MIB])[1]
+        assert served.store.stats().corrupt == 0
+
+
+def test_a_remembered_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
+    served = serve(disk_bytes=0)
+    with remembering(served, [1]) as client:
+        [lease] = served.store.open([key(1)])
+        assert not isinstance(lease, Miss)
+        served.store.arena.views(lease.extents)[-1][-1] ^= 1
+        served.store.release([lease.id])
+        assert only(client, 1) is Miss.CORRUPT
+        eventually(lambda: served.store.stats().corrupt == 1)
+
+
+def test_what_is_remembered_of_one_domain_is_not_given_to_another(served: Served) -> None:
+    with remembering(served, [1]) as client:
+        assert isinstance(only(client, 1, domain="public"), StoredValue)
+        assert only(client, 1, domain="secret") is Miss.OTHER_DOMAIN
+        assert isinstance(only(client, 1, exact=True), StoredValue)
+
+
+def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port: int) -> None:
+    with client_of(f"127.0.0.1:{port}", "shared") as client:
+        with process(tmp_path, port):
+            wait_for(client)
+            variant, value = new(1, [MIB])
+            client.put(variant, value, TIMEOUT_S, Ack.DURABLE)
+            assert isinstance(only(client, 1), StoredValue)
+            assert isinstance(only(client, 1), StoredValue)
+        with pytest.raises(Unavailable):
+            only(client, 1)
+        with process(tmp_path, port):
+            with client_of(f"127.0.0.1:{port}", "grpc") as other:
+                wait_for(other)
+                other.delete(Deletion(os.urandom(16), chunks=(key(1).chunk,)))
+            wait_for(client)
+            assert only(client, 1) is Miss.DELETED
+
+
+def test_clients_cannot_change_the_count_of_withdrawals(served: Served) -> None:
+    fd = served.store.withdrawals.reader_fd
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, mmap.PAGESIZE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, bytes(8), 0)
+
+
+def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
+    with remembering(served, [1], size=1000) as client:
+        before = served.store.stats().hits[Tier.MEMORY]
+        channel = connect(served, "shared")
+        read = pb.LaneReads.Read(key=to_key(key(1)), times=1 << 31, seconds=1)
+        unknown = pb.LaneReads.Read(key=to_key(key(2)), times=1, seconds=1)
+        never = pb.LaneReads.Read(key=to_key(key(1)), times=0)
+        channel.send(Kind.READS, pb.LaneReads(reads=[read, unknown, never]))
+        wanted = before + lane_server.MAX_REREADS
+        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        channel.close()
+        assert isinstance(only(client, 1), StoredValue)
