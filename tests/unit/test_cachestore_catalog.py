@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.catalog import HALF_LIFE_S, Catalog, Holding, replaces
+from ragcache_cachestore.catalog import HALF_LIFE_S, MAX_IN_VAIN, Catalog, Holding, replaces
 from ragcache_core.storing import Deletion
 from ragcache_core.variant import Codec, Origin, Precision, Provenance, VariantInfo
 from tests.cachestore_parts import key, parts_of
@@ -64,6 +64,49 @@ def test_a_score_is_saved_seconds_per_byte_and_halves() -> None:
     heir = holding(1, Origin(cost_s=5.0))
     heir.continues(one)
     assert (heir.reads, heir.score(2000.0)) == (1, one.score(2000.0))
+
+
+def test_bringing_a_value_in_vain_takes_twice_as_many_reads_each_time() -> None:
+    one = holding(1)
+    brought_at = []
+    for _ in range(100):
+        one.note_read(0.0)
+        if one.deserves_memory:
+            brought_at.append(one.reads)
+            one.note_brought()
+            one.note_taken()
+    assert brought_at == [2, 4, 8, 16, 32, 64]
+    for _ in range(3000):
+        one.note_read(0.0)
+        if one.deserves_memory:
+            one.note_brought()
+            one.note_taken()
+    waited = one.reads
+    while not one.deserves_memory:
+        one.note_read(0.0)
+    assert one.reads - waited <= 1 << MAX_IN_VAIN
+
+
+def test_bringing_a_value_that_is_then_read_from_memory_is_not_in_vain() -> None:
+    one = holding(1)
+    for _ in range(10):
+        while not one.deserves_memory:
+            one.note_read(0.0)
+        one.note_brought()
+        one.note_read(0.0)
+        one.note_taken()
+        assert not one.deserves_memory
+        one.note_read(0.0)
+        assert one.deserves_memory
+
+
+def test_what_was_put_into_memory_and_went_unread_is_brought_back_as_ever() -> None:
+    one = holding(1)
+    one.note_taken()
+    one.note_read(0.0)
+    assert not one.deserves_memory
+    one.note_read(0.0)
+    assert one.deserves_memory
 
 
 origins = st.builds(

@@ -137,9 +137,9 @@ class Books:
         return Tier.DISK, holding.disk
 
     def promotable(self, holding: Holding) -> bool:
-        """Whether a value read from disk is to come into memory: read twice, or room is free."""
+        """Whether a value read from disk is to come into memory: deserved, or room is free."""
         free = not self.memory.lacking_pages(holding.info.num_bytes)
-        return holding.reads > 1 or (free and not self.memory.excess_pages())
+        return holding.deserves_memory or (free and not self.memory.excess_pages())
 
     def admitted(self, holding: Holding, now: float) -> bool:
         """Whether a value that is only in memory is worth writing to disk."""
@@ -269,6 +269,7 @@ class Books:
             assert holding is not None
             assert holding.memory is not None
             self._count_eviction(Tier.MEMORY, holding)
+            holding.note_taken()
             self.lose_from_memory(holding, Miss.EVICTED)
 
     def evict_from_disk(self, pages: int) -> bool:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 HALF_LIFE_S = 600.0
 """After this long a use counts half in the score."""
 
+MAX_IN_VAIN = 8
+"""Bound of how patient a value becomes: after that it takes 256 reads to try once more."""
+
 H = TypeVar("H", bound=Hashable)
 
 
@@ -48,6 +51,9 @@ class Holding:
     job: Job | None = None
     wanted_better: bool = False
     reads: int = 0
+    _bring_at: int = 2
+    _brought_at: int | None = None
+    _in_vain: int = 0
     _uses: float = 1.0
     _uses_at: float = field(init=False)
 
@@ -71,6 +77,29 @@ class Holding:
         self._uses = self._decayed_uses(now) + 1.0
         self._uses_at = now
         self.reads += 1
+
+    @property
+    def deserves_memory(self) -> bool:
+        """Whether it is read often enough on disk to come into memory, for which others go.
+
+        Twice is enough at first. Each time it was in vain, that is, it had to go before it was read
+        from there, takes twice as many reads as the time before: a working set that memory cannot
+        hold would else only be carried to and fro.
+        """
+        return self.reads >= self._bring_at
+
+    def note_brought(self) -> None:
+        """It was brought from disk into memory."""
+        self._brought_at = self.reads
+
+    def note_taken(self) -> None:
+        """Its copy in memory made room for others."""
+        if self._brought_at is None:
+            return
+        in_vain = self._brought_at == self.reads
+        self._in_vain = min(self._in_vain + 1, MAX_IN_VAIN) if in_vain else 0
+        self._bring_at = self.reads + (1 << self._in_vain)
+        self._brought_at = None
 
     def score(self, now: float) -> float:
         """Decayed saved seconds per byte (DESIGN §1): of the put and of the reads since."""

@@ -281,6 +281,7 @@ class Mover:
             brought = whole and self._books.catalog.holds(holding) and holding.memory is None
             if brought:
                 holding.memory = target
+                holding.note_brought()
                 target.holds += 1
                 self._books.memory.policy.add(holding.key, holding.candidate, self._books.clock())
                 self._books.load_models[Tier.DISK].observe(source.num_bytes, seconds)
