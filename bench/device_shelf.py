@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 
 import numpy as np
 import torch
 
-from bench.shelf import Bytes, Encoded, ValueRegion, aligned, verify
+from bench.shelf import Bytes, Disk, Encoded, Readers, aligned, touch, verify
 from ragcache_core.hotness.assignment import Placement
 from ragcache_core.variant import ValueShape
 from ragcache_kv.codecs import native_part_bytes
@@ -30,12 +30,12 @@ class DeviceLoader:
         self._num_tokens = num_tokens
         self._device = torch.device(device)
         self._pins = self._device.type == "cuda"
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self.readers = Readers(threads)
         native = shape.num_layers * native_part_bytes(shape, num_tokens)
         self._staging = [
             torch.empty(native, dtype=torch.uint8, pin_memory=True)
             if self._pins
-            else torch.from_numpy(aligned(native)[:native])
+            else torch.from_numpy(aligned(native))
             for _ in range(most_chunks)
         ]
         self._arrived = [torch.empty_like(one, device=self._device) for one in self._staging]
@@ -44,7 +44,8 @@ class DeviceLoader:
 
     def keep(self, value: Encoded, memory: Placement) -> None:
         """Put a value, as held, into one of the memories."""
-        host = torch.from_numpy(value.raw.copy())
+        host = torch.from_numpy(aligned(value.num_bytes))
+        host.numpy()[:] = value.raw
         if memory is Placement.GPU:
             self._kept[id(value)] = host.to(self._device)
         elif memory is Placement.PINNED and self._pins:
@@ -52,13 +53,19 @@ class DeviceLoader:
         elif memory is not Placement.DISK:
             self._kept[id(value)] = host
 
-    def load(self, chunks: list[int], values: Mapping[int, Encoded], region: ValueRegion) -> None:
+    def warm(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
+        """Touch all memory of the host that loading these chunks may use."""
+        touch(one.numpy() for one in self._staging)
+        kept = (self._kept.get(id(values[chunk])) for chunk in chunks)
+        touch(one.numpy() for one in kept if one is not None and one.device.type == "cpu")
+
+    def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""
         coming: dict[Future[None], int] = {}
         for place, chunk in enumerate(chunks):
             if id(values[chunk]) not in self._kept:
                 size, buffer = values[chunk].num_bytes, self._staging[place].numpy()
-                coming[self._pool.submit(region.read, chunk, size, buffer)] = place
+                coming[self.readers.read(disk, chunk, size, buffer)] = place
         for place, chunk in enumerate(chunks):
             kept = self._kept.get(id(values[chunk]))
             if kept is not None:
@@ -75,7 +82,7 @@ class DeviceLoader:
         return np.asarray(self.outs[place].cpu().numpy())
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self.readers.close()
 
     def _deliver(self, value: Encoded, source: torch.Tensor, place: int) -> None:
         held = source[: value.num_bytes]

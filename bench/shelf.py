@@ -6,10 +6,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,7 @@ from ragcache_kv.codecs import decode_part, native_part_bytes
 from ragcache_kv.value import checksum
 
 PAGE_BYTES = 65536
+HUGE_PAGE_BYTES = 2 << 20
 Bytes = NDArray[np.uint8]
 
 
@@ -42,10 +46,33 @@ class Encoded:
 
 
 def aligned(num_bytes: int) -> Bytes:
-    """Memory that begins at a page and is there already, as a store's arena is."""
-    whole = np.frombuffer(mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES), np.uint8)
-    whole[:] = 0
-    return whole
+    """Memory that is there already, as a store's arena is, in huge pages where there are any.
+
+    A read past the page cache is cut at every jump between the physical pages of its target. With
+    small ones its speed depends on which pages are free: two buffers of one process differed by
+    half, and both gave less than half of what the disk can do.
+    """
+    memory = mmap.mmap(
+        -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    whole[start : start + num_bytes] = 0
+    return whole[start : start + num_bytes]
+
+
+def touch(memories: Iterable[Bytes]) -> None:
+    """Look at every page: what has lain idle may have been taken away by the machine's host."""
+    for memory in memories:
+        memory[:: mmap.PAGESIZE].max()
+
+
+class Disk(Protocol):
+    """Where values are read from."""
+
+    def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
+        """Read a value into buffer, which begins at a page and has room for whole pages."""
 
 
 class ValueRegion:
@@ -80,7 +107,6 @@ class ValueRegion:
         return resident_share(self._fd)
 
     def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
-        """Read a value into buffer, which begins at a page and has room for whole pages."""
         wanted = -(-num_bytes // 4096) * 4096
         read = os.preadv(self._fd, [memoryview(buffer)[:wanted]], self._offsets[name])
         if read < num_bytes:
@@ -88,6 +114,51 @@ class ValueRegion:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class PacedDisk:
+    """Another disk's reads, none of which ends before one of a stated rate would have served it."""
+
+    def __init__(self, disk: Disk, bytes_per_s: float) -> None:
+        self._disk = disk
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
+        with self._lock:
+            end = max(time.perf_counter(), self._free_at) + num_bytes / self._bytes_per_s
+            self._free_at = end
+        self._disk.read(name, num_bytes, buffer)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
+class Readers:
+    """Threads that read values, and how fast they got them."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self._spans: list[tuple[float, float, int]] = []
+
+    def read(self, disk: Disk, name: int, num_bytes: int, buffer: Bytes) -> Future[None]:
+        """Begin to read a value."""
+        return self._pool.submit(self._read, disk, name, num_bytes, buffer)
+
+    def take_rate(self) -> float | None:
+        """Bytes a second since the last call, from the first read's begin to the last one's end."""
+        if not self._spans:
+            return None
+        begun, ended, sizes = zip(*self._spans, strict=True)
+        self._spans.clear()
+        return float(sum(sizes) / (max(ended) - min(begun)))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _read(self, disk: Disk, name: int, num_bytes: int, buffer: Bytes) -> None:
+        begun = time.perf_counter()
+        disk.read(name, num_bytes, buffer)
+        self._spans.append((begun, time.perf_counter(), num_bytes))
 
 
 def resident_share(fd: int) -> float:
@@ -118,26 +189,32 @@ class Loader:
     def __init__(self, shape: ValueShape, num_tokens: int, most_chunks: int, threads: int) -> None:
         self._shape = shape
         self._num_tokens = num_tokens
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self.readers = Readers(threads)
         self._native = native_part_bytes(shape, num_tokens)
         whole = shape.num_layers * self._native
-        self.outs = [aligned(whole)[:whole] for _ in range(most_chunks)]
+        self.outs = [aligned(whole) for _ in range(most_chunks)]
         self._staging = [aligned(whole) for _ in range(most_chunks)]
         self._kept: dict[int, Bytes] = {}
 
     def keep(self, value: Encoded, memory: Placement) -> None:
         """Put a value, as held, into memory: without a GPU there is but one kind."""
         if memory is not Placement.DISK:
-            self._kept[id(value)] = value.raw.copy()
+            self._kept[id(value)] = aligned(value.num_bytes)
+            self._kept[id(value)][:] = value.raw
 
-    def load(self, chunks: list[int], values: Mapping[int, Encoded], region: ValueRegion) -> None:
+    def warm(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
+        """Touch all memory that loading these chunks may use."""
+        touch((*self.outs, *self._staging))
+        touch(self._kept[id(values[one])] for one in chunks if id(values[one]) in self._kept)
+
+    def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""
         coming: dict[Future[None], int] = {}
         for place, chunk in enumerate(chunks):
             value = values[chunk]
             if id(value) not in self._kept:
                 buffer = (self.outs if value.precision.lossless else self._staging)[place]
-                coming[self._pool.submit(region.read, chunk, value.num_bytes, buffer)] = place
+                coming[self.readers.read(disk, chunk, value.num_bytes, buffer)] = place
         for place, chunk in enumerate(chunks):
             kept = self._kept.get(id(values[chunk]))
             if kept is not None:
@@ -154,7 +231,7 @@ class Loader:
         return self.outs[place]
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self.readers.close()
 
     def _deliver(self, value: Encoded, source: Bytes, out: Bytes) -> None:
         verify(value, source)

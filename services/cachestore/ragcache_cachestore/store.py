@@ -328,7 +328,6 @@ class Store:
                 "send the XXH3-64 of the part",
             )
         outcome = self._accept(arrival, ack)
-        self._mover.bury_soon()
         if ack is Ack.DURABLE and outcome is not PutOutcome.DELETED:
             self._wait_until_written(new.key, timeout_s)
             with self._books.lock:
