@@ -44,13 +44,15 @@ class DeviceLoader:
 
     def keep(self, value: Encoded, memory: Placement) -> None:
         """Put a value, as held, into one of the memories."""
+        if memory is Placement.DISK:
+            return
         host = torch.from_numpy(aligned(value.num_bytes))
         host.numpy()[:] = value.raw
         if memory is Placement.GPU:
             self._kept[id(value)] = host.to(self._device)
         elif memory is Placement.PINNED and self._pins:
             self._kept[id(value)] = host.pin_memory()
-        elif memory is not Placement.DISK:
+        else:
             self._kept[id(value)] = host
 
     def warm(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
@@ -49,7 +49,7 @@ from bench.codecs import errors
 from bench.device_shelf import DeviceLoader
 from bench.kv_samples import real_samples
 from bench.question import Question
-from bench.shelf import Encoded, Loader, ValueRegion
+from bench.shelf import Disk, Encoded, Loader, PacedDisk, ValueRegion
 from ragcache_core.hotness.assignment import (
     Assignment,
     FixedAssignment,
@@ -68,6 +68,7 @@ from ragcache_kv.codecs import (
     native_part_bytes,
     warm_up,
 )
+from ragcache_kv.value import checksum
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 RETRIEVED = DATA / "psirag_retrieved" / "multihoprag_summary.json"
@@ -77,7 +78,10 @@ CHUNK_TOKENS = 256  # 4 MiB of bf16
 READERS = 2
 BASES = 6
 NO_GPU = "none here: device and pinned memory, and decoding there, not measured"
-ROUNDS = 3  # of every query; others may use the machine meanwhile
+ROUNDS = 5  # of every query; others may use the machine meanwhile
+QUERIES = 100
+QUICK_QUERIES = 10
+STATED_BYTES_PER_S = 1e9  # slower than the disks that this runs on, so that it can be kept
 HALF_LIFE_QUERIES = 1000.0
 BASELINE = "bf16_disk"
 QUICKLY_MEASURED = tuple(
@@ -202,7 +206,7 @@ class Values:
             bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
             self._native.append(bits.reshape(SHAPE.num_layers, -1).view(np.uint8))
         self._encoded: dict[tuple[int, Precision], Encoded] = {}
-        self._decoded: dict[tuple[int, Precision], np.ndarray] = {}
+        self._decoded: dict[tuple[int, Precision], int] = {}
 
     @property
     def native_bytes(self) -> int:
@@ -217,74 +221,129 @@ class Values:
                 for layer in self._native[name[0]]
             ]
             self._encoded[name] = Encoded.of(precision, parts)
-            self._decoded[name] = np.concatenate(
-                [decode_part(part, SHAPE, CHUNK_TOKENS, precision) for part in parts]
+            self._decoded[name] = checksum(
+                np.concatenate(
+                    [decode_part(part, SHAPE, CHUNK_TOKENS, precision) for part in parts]
+                )
             )
         return self._encoded[name]
 
-    def decoded(self, chunk: int, precision: Precision) -> np.ndarray:
-        """What a reader of it must get."""
+    def decoded(self, chunk: int, precision: Precision) -> int:
+        """Checksum of what a reader of it must get."""
         return self._decoded[chunk % BASES, precision]
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each query, the median of its rounds."""
+    """Seconds of each round of a query, or of each query.
 
-    loading: list[float]
-    ttft: list[float]
+    stated: of loading, from a disk of the stated rate.
+    """
+
+    loading: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    stated: list[float] = field(default_factory=list)
+
+    def add_median(self, rounds: Times) -> None:
+        """One more query."""
+        self.loading.append(statistics.median(rounds.loading))
+        self.ttft.append(statistics.median(rounds.ttft))
+        self.stated.append(statistics.median(rounds.stated))
 
 
-def run(
-    queries: list[list[int]], arms: list[Arm], values: Values, folder: Path, device: str
-) -> tuple[dict[str, Times], str]:
-    """Measure every arm on every query; arms take turns, another one first each time."""
-    chunks = sorted({chunk for query in queries for chunk in query})
-    sizes = (SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
-    loader = Loader(*sizes) if device == "cpu" else DeviceLoader(*sizes, device)
-    regions: dict[tuple[Precision, ...], ValueRegion] = {}
-    held: dict[str, dict[int, Encoded]] = {}
-    region_of: dict[str, ValueRegion] = {}
-    for arm in arms:
-        encoded = {chunk: values.encoded(chunk, arm.precision[chunk]) for chunk in chunks}
-        alike = tuple(arm.precision[chunk] for chunk in chunks)
-        if alike not in regions:
-            regions[alike] = ValueRegion(folder / f"{arm.name}.values", encoded)
-        region_of[arm.name] = regions[alike]
-        # An entry of its own for each chunk, and what lies in memory as large as it would be.
-        held[arm.name] = {chunk: replace(one) for chunk, one in encoded.items()}
-        for chunk, one in held[arm.name].items():
-            loader.keep(one, arm.placement[chunk])
-    question = Question(SHAPE, CHUNK_TOKENS, device)
-    times = {arm.name: Times([], []) for arm in arms}
-    for turn, query in enumerate([queries[0], *queries]):
-        rounds = {arm.name: Times([], []) for arm in arms}
-        for _ in range(ROUNDS):
-            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
-                region = region_of[arm.name]
-                if not region.direct:
-                    region.drop()
-                begun = time.perf_counter()
-                loader.load(query, held[arm.name], region)
-                loaded = time.perf_counter()
-                question.first_token(loader.outs[: len(query)])
-                rounds[arm.name].ttft.append(time.perf_counter() - begun)
-                rounds[arm.name].loading.append(loaded - begun)
-                for place, chunk in enumerate(query):
-                    out = loader.delivered(place)
-                    if not np.array_equal(out, values.decoded(chunk, arm.precision[chunk])):
-                        raise AssertionError(f"{arm.name} delivered something else")
-        if turn > 0:  # the first only warms up
-            for name, taken in rounds.items():
-                times[name].loading.append(statistics.median(taken.loading))
-                times[name].ttft.append(statistics.median(taken.ttft))
-    resident = max(region.resident_share() for region in regions.values())
-    direct = all(region.direct for region in regions.values())
-    loader.close()
-    for region in regions.values():
-        region.close()
-    how = "bypassed (O_DIRECT)" if direct else "emptied before each read (posix_fadvise)"
-    return times, f"{how}; share of the files in it afterwards (mincore): {resident:.3f}"
+class Shelves:
+    """What every arm holds, on one disk and in memory, and the buffers that all load into.
+
+    rates: bytes a second at which a disk served the baseline, load by load.
+    """
+
+    def __init__(
+        self, queries: list[list[int]], arms: list[Arm], values: Values, folder: Path, device: str
+    ) -> None:
+        chunks = sorted({chunk for query in queries for chunk in query})
+        sizes = (SHAPE, CHUNK_TOKENS, max(map(len, queries)), READERS)
+        self.rates: dict[type[Disk], list[float]] = {ValueRegion: [], PacedDisk: []}
+        self._values = values
+        self._loader = Loader(*sizes) if device == "cpu" else DeviceLoader(*sizes, device)
+        self._question = Question(SHAPE, CHUNK_TOKENS, device)
+        self._regions: dict[tuple[Precision, ...], ValueRegion] = {}
+        self._region_of: dict[str, ValueRegion] = {}
+        self._held: dict[str, dict[int, Encoded]] = {}
+        for arm in arms:
+            encoded = {chunk: values.encoded(chunk, arm.precision[chunk]) for chunk in chunks}
+            alike = tuple(arm.precision[chunk] for chunk in chunks)
+            if alike not in self._regions:
+                self._regions[alike] = ValueRegion(folder / f"{arm.name}.values", encoded)
+            self._region_of[arm.name] = self._regions[alike]
+            # An entry of its own for each chunk, and what lies in memory as large as it would be.
+            self._held[arm.name] = {chunk: replace(one) for chunk, one in encoded.items()}
+            for chunk, one in self._held[arm.name].items():
+                self._loader.keep(one, arm.placement[chunk])
+
+    def answer(self, arm: Arm, query: list[int], rounds: Times) -> None:
+        """Load the chunks and compute the first token."""
+        begun, loaded = self._load(arm, query, self._region_of[arm.name])
+        self._question.first_token(self._loader.outs[: len(query)])
+        rounds.ttft.append(time.perf_counter() - begun)
+        rounds.loading.append(loaded - begun)
+        self._check(arm, query)
+
+    def load_at_stated_rate(self, arm: Arm, query: list[int], rounds: Times) -> None:
+        """Load the chunks as if the disk were slower."""
+        disk = PacedDisk(self._region_of[arm.name], STATED_BYTES_PER_S)
+        begun, loaded = self._load(arm, query, disk)
+        rounds.stated.append(loaded - begun)
+        self._check(arm, query)
+
+    def page_cache(self) -> str:
+        """How reads went past it, and whether they did."""
+        direct = all(region.direct for region in self._regions.values())
+        how = "bypassed (O_DIRECT)" if direct else "emptied before each read (posix_fadvise)"
+        resident = max(region.resident_share() for region in self._regions.values())
+        return f"{how}; share of the files in it afterwards (mincore): {resident:.3f}"
+
+    def close(self) -> None:
+        self._loader.close()
+        for region in self._regions.values():
+            region.close()
+
+    def _load(self, arm: Arm, query: list[int], disk: Disk) -> tuple[float, float]:
+        """When it began and when it was done."""
+        held, region = self._held[arm.name], self._region_of[arm.name]
+        self._loader.warm(query, held)
+        if not region.direct:
+            region.drop()
+        begun = time.perf_counter()
+        self._loader.load(query, held, disk)
+        loaded = time.perf_counter()
+        rate = self._loader.readers.take_rate()
+        if arm.name == BASELINE and rate is not None:
+            self.rates[type(disk)].append(rate)
+        return begun, loaded
+
+    def _check(self, arm: Arm, query: list[int]) -> None:
+        for place, chunk in enumerate(query):
+            delivered = checksum(self._loader.delivered(place))
+            if delivered != self._values.decoded(chunk, arm.precision[chunk]):
+                raise AssertionError(f"{arm.name} delivered something else")
+
+
+def measure(
+    queries: list[list[int]], arms: list[Arm], shelves: Shelves, rounds: int, rng: random.Random
+) -> dict[str, Times]:
+    """Every arm on every query; in each round all take their turn, in an order of its own."""
+    times = {arm.name: Times() for arm in arms}
+    for number, query in enumerate([queries[0], *queries]):
+        taken = {arm.name: Times() for arm in arms}
+        for _ in range(rounds):
+            for arm in rng.sample(arms, len(arms)):
+                shelves.answer(arm, query, taken[arm.name])
+            for arm in rng.sample(arms, len(arms)):
+                shelves.load_at_stated_rate(arm, query, taken[arm.name])
+        if number > 0:  # the first only warms up
+            for name, of_query in taken.items():
+                times[name].add_median(of_query)
+    return times
 
 
 def gain(times: Mapping[str, Times], arm: str, what: Callable[[Times], list[float]]) -> float:
@@ -292,13 +351,23 @@ def gain(times: Mapping[str, Times], arm: str, what: Callable[[Times], list[floa
     return statistics.mean(what(times[BASELINE])) / statistics.mean(what(times[arm]))
 
 
+def spread(rates: list[float]) -> dict[str, float]:
+    """Median and outer deciles, in GB/s."""
+    tenths = statistics.quantiles(rates, n=10)
+    return {
+        name: round(tenths[place] / 1e9, 3)
+        for name, place in (("p10", 0), ("median", 4), ("p90", 8))
+    }
+
+
 def report(
     times: Mapping[str, Times], arms: list[Arm], queries: list[list[int]], grades: tuple[Grade, ...]
-) -> dict[str, object]:
+) -> dict[str, dict[str, object]]:
     """Figures of every arm, and the gains that are asked for."""
     reads = [chunk for query in queries for chunk in query]
     error_of = {Precision(): 0.0} | {grade.precision: grade.error for grade in grades}
-    figures: dict[str, object] = {}
+    size_of = {Precision(): 1.0} | {grade.precision: grade.size for grade in grades}
+    figures: dict[str, dict[str, object]] = {}
     for arm in arms:
         held = [arm.precision[chunk] for chunk in reads]
         loading, ttft = times[arm.name].loading, times[arm.name].ttft
@@ -311,6 +380,13 @@ def report(
                 statistics.mean(
                     base / own for base, own in zip(times[BASELINE].loading, loading, strict=True)
                 ),
+                3,
+            ),
+            "stated_disk_loading_ms": round(1e3 * statistics.mean(times[arm.name].stated), 2),
+            "stated_disk_loading_gain": round(gain(times, arm.name, lambda one: one.stated), 3),
+            "bytes_from_disk": round(
+                sum(size_of[arm.precision[one]] for one in reads if not arm.in_memory(one))
+                / len(reads),
                 3,
             ),
             "reads_from_memory": round(statistics.mean(map(arm.in_memory, reads)), 3),
@@ -343,9 +419,12 @@ def main() -> None:
     arms = make_arms(observed, grades)
     for precision in {one for arm in arms for one in arm.precision.values()}:
         warm_up(precision, SHAPE)
-    queries = sequence.queries[half : half + (8 if args.quick else 100)]
+    queries = sequence.queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        times, page_cache = run(queries, arms, values, Path(folder), device)
+        shelves = Shelves(queries, arms, values, Path(folder), device)
+        times = measure(queries, arms, shelves, ROUNDS, random.Random(args.seed))
+        page_cache = shelves.page_cache()
+        shelves.close()
     figures = report(times, arms, queries, grades)
     for name, figure in figures.items():
         print(name, json.dumps(figure))
@@ -356,18 +435,17 @@ def main() -> None:
                 "bench": "hotness",
                 "device": device,
                 "gpu": torch.cuda.get_device_name() if device == "cuda" else NO_GPU,
-                "mean_gain_over_bf16_disk": round(
-                    gain(times, "ha_rag", lambda one: one.loading), 3
-                ),
-                "ttft_gain_over_bf16_disk": round(gain(times, "ha_rag", lambda one: one.ttft), 3),
-                "mp_only_gain": round(gain(times, "mp_only", lambda one: one.loading), 3),
-                "dp_only_gain": round(gain(times, "dp_only", lambda one: one.loading), 3),
-                "score_gain_over_bf16_disk": round(
-                    gain(times, "score", lambda one: one.loading), 3
-                ),
-                "score_ttft_gain_over_bf16_disk": round(
-                    gain(times, "score", lambda one: one.ttft), 3
-                ),
+                "mean_gain_over_bf16_disk": figures["ha_rag"]["loading_gain"],
+                "ttft_gain_over_bf16_disk": figures["ha_rag"]["ttft_gain"],
+                "mp_only_gain": figures["mp_only"]["loading_gain"],
+                "dp_only_gain": figures["dp_only"]["loading_gain"],
+                "score_gain_over_bf16_disk": figures["score"]["loading_gain"],
+                "score_ttft_gain_over_bf16_disk": figures["score"]["ttft_gain"],
+                "stated_disk_gains": {
+                    name: figure["stated_disk_loading_gain"] for name, figure in figures.items()
+                },
+                "disk_gb_per_s": spread(shelves.rates[ValueRegion]),
+                "stated_disk_gb_per_s": spread(shelves.rates[PacedDisk]),
                 "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
                 "score_error": read_error(observed, by_name["score"].precision, grades),
                 "page_cache": page_cache,

@@ -52,9 +52,7 @@ def aligned(num_bytes: int) -> Bytes:
     small ones its speed depends on which pages are free: two buffers of one process differed by
     half, and both gave less than half of what the disk can do.
     """
-    memory = mmap.mmap(
-        -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES

@@ -21,37 +21,44 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (64 * KIB, MIB, 8 * MIB)
+SIZES = (8 * MIB, MIB, 64 * KIB)
+"""The largest first, which fill the stores soonest."""
+
 TOTAL_BYTES = 48 * MIB
 """Of the values of one size: more than a CPU's cache. They are put again and again."""
 
 FILL_ROUNDS = 4
-"""Puts of everything that fill the stores, which hold at most four times TOTAL_BYTES."""
+"""Untimed puts of everything that fill the stores, which hold at most four times TOTAL_BYTES."""
 
 _NUMBERS_PER_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A store that takes part. kind: ours, floor, shm (shared memory or files) or net."""
+    """A store that takes part. kind: ours, floor, shm (shared memory or files) or net.
+
+    spins: its processes poll without end, so they are stopped while others have their turn.
+    """
 
     name: str
     kind: str
     module: str
     cls: str
+    spins: bool = False
 
 
 ENTRANTS = (
@@ -66,7 +73,7 @@ ENTRANTS = (
     Entrant("rocksdict", "shm", "rocks", "RocksDict"),
     Entrant("LMCache multi-process", "shm", "lmcache_stores", "MultiProcess"),
     Entrant("LMCache fs_native", "shm", "lmcache_stores", "FsNative"),
-    Entrant("NIXL", "shm", "transfer_libraries", "Nixl"),
+    Entrant("NIXL", "shm", "transfer_libraries", "Nixl", spins=True),
     Entrant("lmcache_server", "net", "lmcache_stores", "LMCacheServer"),
     Entrant("Mooncake TCP", "net", "transfer_libraries", "Mooncake"),
     Entrant("Redis", "net", "networked", "Redis"),
@@ -84,8 +91,16 @@ class Runner:
 
     def ask(self, **words: Any) -> dict[str, Any]:
         """One exchange. Raises RuntimeError if the process has ended."""
+        self.run(True)
         self.tell(**words)
-        return self.hear()
+        answer = self.hear()
+        self.run(False)
+        return answer
+
+    def run(self, on: bool) -> None:
+        """Let its processes run, or stop them, if they would not leave a core to the others."""
+        if self.entrant.spins:
+            os.killpg(self.process.pid, signal.SIGCONT if on else signal.SIGSTOP)
 
     def tell(self, **words: Any) -> None:
         """Send a command."""
@@ -132,11 +147,15 @@ def running(entrants: Sequence[Entrant], peers: Path, folder: Path) -> Iterator[
                 stderr=None if os.environ.get("BENCH_LOUD") else subprocess.DEVNULL,
                 text=True,
                 cwd=ROOT,
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_LOG_LEVEL": "ERROR"},
             )
-            stack.callback(_end, process)
             runners.append(Runner(entrant, process))
-        yield [runner for runner in runners if _present(runner)]
+            stack.callback(_end, runners[-1])
+        present = [runner for runner in runners if _present(runner)]
+        for runner in present:
+            runner.run(False)
+        yield present
 
 
 def _present(runner: Runner) -> bool:
@@ -149,14 +168,18 @@ def _present(runner: Runner) -> bool:
     return reason is None
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(runner: Runner) -> None:
+    process = runner.process
     assert process.stdin is not None
-    process.stdin.close()
-    try:
+    with suppress(ProcessLookupError):
+        runner.run(True)
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
         process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    with suppress(ProcessLookupError):  # also what it has left behind
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
@@ -164,10 +187,8 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
     order = random.Random(num_bytes)
     first = SIZES.index(num_bytes) * _NUMBERS_PER_SIZE
     for runner in runners:
-        runner.tell(do="begin", num_bytes=num_bytes, first=first, count=TOTAL_BYTES // num_bytes)
-    for runner in runners:
-        runner.hear()
-    filled = 1 if num_bytes > SIZES[0] else FILL_ROUNDS
+        runner.ask(do="begin", num_bytes=num_bytes, first=first, count=TOTAL_BYTES // num_bytes)
+    filled = FILL_ROUNDS if num_bytes == SIZES[0] else 1
     for do, fill in (("put", filled), ("get", 0)):
         for place in range(fill + rounds):
             for runner in order.sample(runners, len(runners)):

@@ -57,6 +57,7 @@ class LMCacheServer(Contestant):
         argv = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
         self._server = Server(argv, port)
         self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def put(self, number: int, value: memoryview) -> None:
         """See Contestant. The server does not answer a put, so it is asked whether it has it."""
