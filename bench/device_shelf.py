@@ -55,11 +55,15 @@ class DeviceLoader:
         else:
             self._kept[id(value)] = host
 
-    def warm(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
-        """Touch all memory of the host that loading these chunks may use."""
-        touch(one.numpy() for one in self._staging)
+    def make_ready(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
+        """Touch all host memory that loading these may use, and clear what was delivered last."""
         kept = (self._kept.get(id(values[chunk])) for chunk in chunks)
         touch(one.numpy() for one in kept if one is not None and one.device.type == "cpu")
+        touch(one.numpy() for one in self._staging)
+        for out in self.outs:
+            out.zero_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""

@@ -49,11 +49,12 @@ def aligned(num_bytes: int) -> Bytes:
     """Memory that is there already, as a store's arena is, in huge pages where there are any.
 
     A read past the page cache is cut at every jump between the physical pages of its target. With
-    small ones its speed depends on which pages are free: two buffers of one process differed by
-    half, and both gave less than half of what the disk can do.
+    small ones its speed depends on which pages happen to be free: on one virtual disk 0.9 to 1.4
+    GB/s, from buffer to buffer, and 2.0 to 2.5 into huge ones.
     """
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES
     whole[start : start + num_bytes] = 0
@@ -200,10 +201,12 @@ class Loader:
             self._kept[id(value)] = aligned(value.num_bytes)
             self._kept[id(value)][:] = value.raw
 
-    def warm(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
-        """Touch all memory that loading these chunks may use."""
-        touch((*self.outs, *self._staging))
+    def make_ready(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
+        """Touch all memory that loading these chunks may use, and clear what was delivered last."""
         touch(self._kept[id(values[one])] for one in chunks if id(values[one]) in self._kept)
+        touch(self._staging)
+        for out in self.outs:
+            out[:] = 0
 
     def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""
