@@ -5,6 +5,8 @@ within one run. A get counts until every byte is in the caller's own buffer and 
 been compared; then the bytes are compared themselves, outside the time. Values together are larger
 than the CPU's cache, and buffers take turns over as many bytes. The page cache is warm: what a
 store wrote to files is read from the kernel's memory, as is whatever was stored a moment ago.
+What a put leaves to the background is finished, untimed, before the next store has its turn: puts
+are measured in bursts of TOTAL_BYTES.
 
 Caches are full nearly always, so puts are measured in stores that have been filled before: a put
 takes the place of an older value, ours by evicting it, the others by overwriting it.
@@ -193,8 +195,8 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
         for place in range(fill + rounds):
             for runner in order.sample(runners, len(runners)):
                 runner.measure(do, num_bytes, count=place >= fill)
-        for runner in runners:
-            runner.ask(do="settle")
+                if do == "put":
+                    runner.ask(do="settle")
 
 
 def report(runners: Sequence[Runner]) -> None:

@@ -110,13 +110,6 @@ class RagCacheDisk(RagCacheDurable):
 
     memory_bytes = 32 << 20
 
-    def settle(self) -> None:
-        """See Contestant: what was accepted is written to disk in the background."""
-        before, now = -1, self._client.stats(TIMEOUT_S).disk_bytes
-        while now != before:
-            time.sleep(0.3)
-            before, now = now, self._client.stats(TIMEOUT_S).disk_bytes
-
     def note(self, tier: Tier) -> None:
         """See RagCache."""
         self.counts = tier is Tier.DISK

@@ -58,8 +58,16 @@ def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, 
     value = memoryview(np.random.default_rng(number).bytes(sum(sizes)))
     info = VariantInfo(8, len(value), 3, Provenance(exact=exact))
     origin = Origin(domain="public", document="d")
-    shape = ValueShape(len(sizes), 1, 4, "bfloat16")
+    shape = _shape_of(sizes, info.num_tokens)
     return NewVariant(key(number), info, origin, shape, parts_of(value, sizes), 7), value
+
+
+def _shape_of(sizes: list[int], num_tokens: int) -> ValueShape | None:
+    """A shape that gives parts of sizes, as there is for equal ones; None: opaque bytes."""
+    head_dim, rest = divmod(sizes[0], 2 * num_tokens * 2)
+    if rest or len(set(sizes)) > 1:
+        return None
+    return ValueShape(len(sizes), 1, head_dim, "bfloat16")
 
 
 class Served:

@@ -9,7 +9,7 @@ import pytest
 from ragcache_cachestore.catalog import Holding
 from ragcache_cachestore.promotion import Promotions
 from ragcache_cachestore.sweeper import Sweeper
-from ragcache_cachestore.write_behind import WriteBehind
+from ragcache_cachestore.write_behind import QUIET_S, WAIT_S, WriteBehind
 from ragcache_core.errors import Unavailable
 from tests.cachestore_parts import TIMEOUT_S
 from tests.unit.test_cachestore_catalog import holding
@@ -43,6 +43,78 @@ def test_what_somebody_waits_for_is_written_first() -> None:
     assert gate.order == [0, 7, 2, 1]
     writer.flush()
     assert writer.close(TIMEOUT_S)
+
+
+class Written:
+    """Notes what is written, by a clock that stands still until it is set."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self.now = 0.0
+        self.numbers: list[int] = []
+        self._some = threading.Semaphore(0)
+        self.writer = WriteBehind(
+            self._write, threads=2, room_bytes=room_bytes, clock=lambda: self.now
+        )
+
+    def _write(self, one: Holding) -> None:
+        self.numbers.append(one.identity)
+        self._some.release()
+
+    def within(self, timeout_s: float) -> bool:
+        """Whether something is written, which was not asked for before."""
+        return self._some.acquire(timeout=timeout_s)
+
+
+def test_what_nobody_waits_for_is_written_in_a_pause() -> None:
+    written = Written(room_bytes=100)
+    written.writer.note_call()
+    for number in range(3):
+        written.writer.submit(holding(number), urgent=False)
+    assert not written.within(0.1)
+    written.now = QUIET_S
+    assert all(written.within(TIMEOUT_S) for _ in range(3))
+    assert sorted(written.numbers) == [0, 1, 2]
+    assert written.writer.close(TIMEOUT_S)
+
+
+def test_without_a_pause_it_is_written_when_it_has_waited_long_enough() -> None:
+    written = Written(room_bytes=100)
+    written.writer.note_call()
+    written.writer.submit(holding(1), urgent=False)
+    written.now = WAIT_S - QUIET_S / 2
+    written.writer.note_call()
+    assert not written.within(0.1)
+    written.now = WAIT_S
+    assert written.within(TIMEOUT_S)
+    assert written.writer.close(TIMEOUT_S)
+
+
+def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
+    written = Written(room_bytes=25)
+    written.writer.note_call()
+    for number in range(3):  # of 10 bytes
+        written.writer.submit(holding(number), urgent=False)
+    assert written.within(TIMEOUT_S)
+    assert written.numbers == [0]
+    assert not written.within(0.1)
+    written.writer.press()
+    assert written.within(TIMEOUT_S)
+    assert written.within(TIMEOUT_S)
+    written.writer.submit(holding(3), urgent=False)  # pressed for what was queued then, no more
+    assert not written.within(0.1)
+    assert written.writer.flush(TIMEOUT_S)
+    assert len(written.numbers) == 4
+    assert written.writer.close(TIMEOUT_S)
+
+
+def test_somebody_who_waits_is_not_kept_until_a_pause() -> None:
+    written = Written(room_bytes=100)
+    written.writer.note_call()
+    jobs = [written.writer.submit(holding(number), urgent=False) for number in range(3)]
+    written.writer.hurry(jobs[1])
+    jobs[1].wait(TIMEOUT_S)
+    assert written.numbers == [1]
+    assert written.writer.close(TIMEOUT_S)
 
 
 def test_errors_reach_who_waits_and_the_next_is_written() -> None:

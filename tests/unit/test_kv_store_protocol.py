@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ragcache_core.variant import (
     ValueShape,
     VariantInfo,
 )
+from ragcache_kv.codecs import encoded_part_bytes
 from ragcache_kv.store import messages
 from ragcache_kv.store.lane_protocol import (
     HEADER,
@@ -45,6 +47,9 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_VALUE_BYTES = 1 << 30
 WAIT_S = 10.0
+
+# Imports numba, which is no part of any test's time.
+encoded_part_bytes(ValueShape(1, 1, 1, "bfloat16"), 1, Precision(Codec.INT8))
 
 ids = st.binary(min_size=16, max_size=16)
 keys = st.builds(VariantKey, ids, ids)
@@ -70,6 +75,8 @@ origins = st.builds(
 parts = st.lists(
     st.builds(Part, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
 ).filter(lambda parts: sum(part.num_bytes for part in parts) > 0)
+heads, dims = st.integers(1, 3), st.integers(1, 8)
+dtypes = st.sampled_from(messages.DTYPES)
 sequences = st.integers(0, 2**64 - 1)
 as_ofs = st.builds(storing.AsOf, st.just(b"") | ids, sequences, sequences)
 
@@ -78,9 +85,12 @@ as_ofs = st.builds(storing.AsOf, st.just(b"") | ids, sequences, sequences)
 def new_variants(draw: st.DrawFn) -> storing.NewVariant:
     drawn = tuple(draw(parts))
     info = draw(infos)
-    size = sum(part.num_bytes for part in drawn)
-    shape = draw(st.none() | st.just(ValueShape(len(drawn), 2, 64, "float16")))
-    info = VariantInfo(info.num_tokens, size, info.base_position, info.provenance, info.precision)
+    shape = draw(st.none() | st.builds(ValueShape, st.just(len(drawn)), heads, dims, dtypes))
+    # The size of packed numbers depends on the numbers.
+    if shape is not None and Codec.PACKED not in {info.precision.key, info.precision.value}:
+        part_bytes = encoded_part_bytes(shape, info.num_tokens, info.precision)
+        drawn = tuple(replace(part, num_bytes=part_bytes) for part in drawn)
+    info = replace(info, num_bytes=sum(part.num_bytes for part in drawn))
     return storing.NewVariant(
         draw(keys), info, draw(origins), shape, drawn, draw(st.integers(0, 9)), draw(as_ofs)
     )
@@ -217,12 +227,18 @@ def test_misses_cross(miss: Miss) -> None:
 def good_header() -> pb.PutHeader:
     variant = storing.NewVariant(
         VariantKey(bytes(16), bytes(16)),
-        VariantInfo(8, 30, 0, Provenance(exact=True)),
+        VariantInfo(8, 256, 0, Provenance(exact=True)),
         Origin(),
         ValueShape(2, 1, 4, "bfloat16"),
-        (Part(10, 1), Part(20, 2)),
+        (Part(128, 1), Part(128, 2)),
     )
     return messages.to_put_header(variant, storing.Ack.ACCEPTED)
+
+
+def shift(header: pb.PutHeader, num_bytes: int) -> None:
+    """Parts that add up, where only the second is not a layer's."""
+    header.parts[1].num_bytes -= num_bytes
+    header.info.num_bytes -= num_bytes
 
 
 MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
@@ -238,6 +254,12 @@ MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
     ("header.parts", lambda h: setattr(h.parts[0], "num_bytes", 11)),
     ("header.parts", lambda h: h.parts.extend([pb.ValuePart()] * 2000)),
     ("header.parts", lambda h: setattr(h.shape, "num_layers", 3)),
+    ("header.parts[0].num_bytes", lambda h: setattr(h.info, "num_tokens", 9)),
+    ("header.parts[0].num_bytes", lambda h: setattr(h.info, "precision", "int8/native")),
+    ("header.parts[0].num_bytes", lambda h: setattr(h.shape, "num_kv_heads", 2)),
+    ("header.parts[0].num_bytes", lambda h: setattr(h.shape, "head_dim", 5)),
+    ("header.parts[0].num_bytes", lambda h: setattr(h.shape, "dtype", "float32")),
+    ("header.parts[1].num_bytes", lambda h: shift(h, 1)),
     ("header.shape.num_layers", lambda h: setattr(h.shape, "num_layers", 0)),
     ("header.shape.head_dim", lambda h: setattr(h.shape, "head_dim", 1 << 30)),
     ("header.shape.dtype", lambda h: setattr(h.shape, "dtype", "int7")),
@@ -261,6 +283,32 @@ def test_a_mistake_in_a_put_is_named(field: str, spoil: Callable[[pb.PutHeader],
     with pytest.raises(InvalidInput) as raised:
         messages.from_put_header("header", header, MAX_VALUE_BYTES)
     assert raised.value.field == field
+
+
+def test_sizes_that_contradict_the_shape_are_explained() -> None:
+    header = good_header()
+    header.shape.num_kv_heads = 2
+    with pytest.raises(InvalidInput) as raised:
+        messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    assert raised.value.problem == "is 128"
+    assert raised.value.fix.startswith("send the 256 bytes that 8 tokens")
+
+
+@pytest.mark.parametrize("precision", ["packed", "native/packed", "packed/int8"])
+def test_packed_parts_are_as_long_as_their_numbers_make_them(precision: str) -> None:
+    header = good_header()
+    header.info.precision = precision
+    shift(header, 30)
+    variant, _ = messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    assert [part.num_bytes for part in variant.parts] == [128, 98]
+
+
+def test_opaque_parts_may_have_any_size() -> None:
+    header = good_header()
+    header.ClearField("shape")
+    shift(header, 30)
+    variant, _ = messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    assert variant.shape is None
 
 
 @given(st.binary(max_size=60))

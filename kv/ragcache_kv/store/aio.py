@@ -19,6 +19,7 @@ from ragcache_core.variant import Miss
 from ragcache_kv.store.client import DELETE_TIMEOUT_S, LANES, LOOKUP_TIMEOUT_S, PART, StoreClient
 from ragcache_kv.store.messages import from_event, to_deletion, to_key
 from ragcache_kv.store.stored_value import Allocate, StoredValue
+from ragcache_kv.store.trace import metadata, traceparent
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -111,7 +112,8 @@ class AsyncStoreClient:
 
         A caller that stops early ends the call. Raises Unavailable when the store goes away.
         """
-        call = self._stub.Watch(pb.WatchRequest(boot=boot, after=after))
+        request = pb.WatchRequest(boot=boot, after=after)
+        call = self._stub.Watch(request, metadata=metadata(traceparent()))
         try:
             async for message in call:
                 yield from_event(message)
@@ -127,7 +129,8 @@ class AsyncStoreClient:
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         try:
-            return await method(request, timeout=timeout_s)
+            parent = metadata(traceparent())
+            return await method(request, timeout=timeout_s, metadata=parent)
         except grpc.RpcError as error:
             raise from_rpc_error(PART, error) from error
 

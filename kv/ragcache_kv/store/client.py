@@ -50,6 +50,7 @@ from ragcache_kv.store.messages import (
 from ragcache_kv.store.shared_lane import SharedLane
 from ragcache_kv.store.socket_lane import SocketLane
 from ragcache_kv.store.stored_value import Allocate, Layers, StoredValue
+from ragcache_kv.store.trace import metadata, traceparent
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import NoAnswer, from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -145,7 +146,8 @@ class StoreClient:
         keys = list(keys)
         if not keys:
             return iter(())
-        asking = Asking(keys, time.monotonic() + timeout_s, exact, domain, allocate)
+        deadline = time.monotonic() + timeout_s
+        asking = Asking(keys, deadline, exact, domain, allocate, traceparent())
         answers = self._carry(asking.deadline, lambda lane: lane.get(asking))
         return self._noting(zip(keys, answers, strict=True))
 
@@ -161,7 +163,8 @@ class StoreClient:
         keys = list(keys)
         if not keys:
             return Layers([], iter(()))
-        asking = Asking(keys, time.monotonic() + timeout_s, exact, domain, allocate)
+        deadline = time.monotonic() + timeout_s
+        asking = Asking(keys, deadline, exact, domain, allocate, traceparent())
         return self._carry(asking.deadline, lambda lane: lane.get_layers(asking))
 
     def put(
@@ -206,7 +209,8 @@ class StoreClient:
         early ends the call. Raises Unavailable.
         """
         self._require_own()
-        call: Any = self._stub.Tombstones(pb.TombstonesRequest(since_ms=since_ms))
+        request = pb.TombstonesRequest(since_ms=since_ms)
+        call: Any = self._stub.Tombstones(request, metadata=metadata(traceparent()))
         return _read_deletions(call, idle_s)
 
     def change_replica(
@@ -224,7 +228,9 @@ class StoreClient:
         Ends with timeout_s (None: never by itself). A caller that stops early ends the call.
         """
         self._require_own()
-        call: Any = self._stub.Watch(pb.WatchRequest(boot=boot, after=after), timeout=timeout_s)
+        request = pb.WatchRequest(boot=boot, after=after)
+        parent = metadata(traceparent())
+        call: Any = self._stub.Watch(request, timeout=timeout_s, metadata=parent)
         return _events(call)
 
     def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
@@ -234,7 +240,7 @@ class StoreClient:
     def _call(self, method: Callable[..., R], request: Any, timeout_s: float) -> R:
         self._require_own()
         try:
-            return method(request, timeout=max(0.0, timeout_s))
+            return method(request, timeout=max(0.0, timeout_s), metadata=metadata(traceparent()))
         except grpc.RpcError as error:
             failure = from_rpc_error(PART, error)
             self._doubted |= isinstance(failure, NoAnswer)

@@ -7,6 +7,7 @@ it four times more (``ragcache_wire.value_part``).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from ragcache_kv.store.buffers import Verifier, copy
 from ragcache_kv.store.lane import PART, Asking, Lane
 from ragcache_kv.store.messages import from_outcome, to_get_request, to_put_header
 from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_kv.store.trace import metadata, traceparent
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -42,7 +44,8 @@ class GrpcLane(Lane):
     def get(self, asking: Asking) -> Iterator[Answer]:
         """See Lane."""
         request = to_get_request(asking.keys, asking.exact, asking.domain)
-        call = self._get(request, timeout=max(0.0, asking.deadline - time.monotonic()))
+        timeout_s = max(0.0, asking.deadline - time.monotonic())
+        call = self._get(request, timeout=timeout_s, metadata=metadata(asking.traceparent))
         return _values(asking, call)
 
     def get_layers(self, asking: Asking) -> Layers:
@@ -54,7 +57,9 @@ class GrpcLane(Lane):
         """See Lane."""
         try:
             reply: pb.PutReply = self._put(
-                _put_parts(variant, value, ack), timeout=max(0.0, deadline - time.monotonic())
+                _put_parts(variant, value, ack),
+                timeout=max(0.0, deadline - time.monotonic()),
+                metadata=metadata(traceparent()),
             )
         except grpc.RpcError as error:
             raise from_rpc_error(PART, error) from error
@@ -76,6 +81,8 @@ def _values(asking: Asking, call: Any) -> Iterator[Answer]:
                 yield Miss.CORRUPT
             else:
                 yield value
+        with contextlib.suppress(grpc.RpcError):
+            next(messages, None)  # ends the call well, where to cancel it looks like giving up
     except grpc.RpcError as error:
         raise from_rpc_error(PART, error) from error
     finally:

@@ -21,7 +21,8 @@ class Asking:
     """Which values are asked for, and by when. deadline: on time.monotonic's clock.
 
     exact: only what may stand for a computation. domain: only variants of it; "" for any.
-    allocate: gives the memory for each; None for new memory.
+    allocate: gives the memory for each; None for new memory. traceparent: the span that asks, which
+    need not be the current one any more when the last values are asked for.
     """
 
     keys: Sequence[VariantKey]
@@ -29,6 +30,7 @@ class Asking:
     exact: bool = False
     domain: str = ""
     allocate: Allocate | None = None
+    traceparent: str = ""
 
 
 class Lane(ABC):

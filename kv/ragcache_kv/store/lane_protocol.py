@@ -51,6 +51,9 @@ FILE_STEP_BYTES = 1 << 20
 READ_BYTES = 16 << 10
 """How much is read ahead, which makes most frames one system call."""
 
+PIECE_BYTES = 512 << 10
+"""How much is received before it is verified: still in the cache, and worth a system call."""
+
 SOCKET_BUFFER_BYTES = 4 << 20
 """What the kernel may hold of a TCP connection, so that verifying and sending overlap."""
 

@@ -34,6 +34,7 @@ from ragcache_core.storing import (
     Want,
 )
 from ragcache_core.variant import (
+    Codec,
     Miss,
     Origin,
     Part,
@@ -43,6 +44,7 @@ from ragcache_core.variant import (
     ValueShape,
     VariantInfo,
 )
+from ragcache_kv.codecs import encoded_part_bytes
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -264,8 +266,8 @@ def _from_id(field: str, raw: bytes) -> bytes:
     return raw
 
 
-def to_put_header(variant: NewVariant, ack: Ack) -> pb.PutHeader:
-    """A variant that is to be put, and when to answer."""
+def to_put_header(variant: NewVariant, ack: Ack, traceparent: str = "") -> pb.PutHeader:
+    """A variant that is to be put, when to answer, and the span that puts it."""
     return pb.PutHeader(
         key=to_key(variant.key),
         info=to_info(variant.info, variant.value_format),
@@ -274,6 +276,7 @@ def to_put_header(variant: NewVariant, ack: Ack) -> pb.PutHeader:
         parts=to_parts(variant.parts),
         ack=_ACKS[ack],
         as_of=to_as_of(variant.as_of),
+        traceparent=traceparent,
     )
 
 
@@ -290,6 +293,7 @@ def from_put_header(
             raise InvalidInput(
                 f"{field}.parts", f"has {len(parts)} entries", "send one for each layer"
             )
+        _check_sizes(f"{field}.parts", parts, shape, info)
     ack = _ACKS_BACK.get(message.ack)
     if ack is None:
         raise InvalidInput(f"{field}.ack", f"is {message.ack}", "send ACCEPTED or DURABLE")
@@ -303,6 +307,21 @@ def from_put_header(
         as_of=from_as_of(f"{field}.as_of", message.as_of),
     )
     return variant, ack
+
+
+def _check_sizes(field: str, parts: Sequence[Part], shape: ValueShape, info: VariantInfo) -> None:
+    """Raises InvalidInput for parts that cannot be layers of shape, held as info says."""
+    if Codec.PACKED in {info.precision.key, info.precision.value}:
+        return  # as long as its numbers make it
+    num_bytes = encoded_part_bytes(shape, info.num_tokens, info.precision)
+    for i, part in enumerate(parts):
+        if part.num_bytes != num_bytes:
+            raise InvalidInput(
+                f"{field}[{i}].num_bytes",
+                f"is {part.num_bytes}",
+                f"send the {num_bytes} bytes that {info.num_tokens} tokens of the shape take "
+                f"as {info.precision}, or no shape for opaque bytes",
+            )
 
 
 def to_outcome(outcome: PutOutcome) -> pb.PutReply.Outcome.ValueType:
@@ -338,14 +357,19 @@ def to_reads(reads: Mapping[VariantKey, tuple[int, float]]) -> pb.LaneReads:
 
 
 def to_get_request(
-    keys: Iterable[VariantKey], exact: bool, domain: str, by_layer: bool = False
+    keys: Iterable[VariantKey],
+    exact: bool,
+    domain: str,
+    by_layer: bool = False,
+    traceparent: str = "",
 ) -> pb.GetRequest:
-    """Variants whose values are asked for."""
+    """Variants whose values are asked for, and the span that asks."""
     return pb.GetRequest(
         keys=[pb.VariantKey(chunk=key.chunk, prefix=key.prefix) for key in keys],
         exact=exact,
         domain=domain,
         by_layer=by_layer,
+        traceparent=traceparent,
     )
 
 

@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -418,7 +419,9 @@ class ShardedStore:
                 return error
 
         waits: dict[_Shard, Future[R | RagCacheError]] = {
-            shard: self._pool.submit(result, shard) for shard in others
+            # In a copy of the context: the calls belong to the caller's trace.
+            shard: self._pool.submit(copy_context().run, result, shard)
+            for shard in others
         }
         # The last one is asked on this thread, which needs no other to wake it.
         own = result(last)
@@ -589,7 +592,7 @@ class _Reading:
             self._values = _begun_by_the_first(begin)
         else:
             self._ahead = queue.Queue(VALUES_AHEAD)
-            pool.submit(self._read, begin)
+            pool.submit(copy_context().run, self._read, begin)
 
     def __enter__(self) -> _Reading:
         return self

@@ -47,6 +47,7 @@ from ragcache_kv.store.stored_value import (
     num_layers,
     room_for,
 )
+from ragcache_kv.store.trace import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_PLACES = 4096
@@ -174,7 +175,7 @@ class SharedLane(FramedLane[SharedConnection]):
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
         """See Lane."""
         deadline = min(deadline, time.monotonic() + LEASE_S)
-        header = to_put_header(variant, ack)
+        header = to_put_header(variant, ack, traceparent())
         asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline)
         grant = asked.reply
         if not grant.granted:
@@ -192,7 +193,7 @@ class SharedLane(FramedLane[SharedConnection]):
         self, asking: Asking, start: int, count: int
     ) -> Asked[SharedConnection, pb.LaneGetReply]:
         keys = asking.keys[start : start + count]
-        request = to_get_request(keys, asking.exact, asking.domain)
+        request = to_get_request(keys, asking.exact, asking.domain, traceparent=asking.traceparent)
         asked = self.ask(Kind.GET, request, Kind.GOT, pb.LaneGetReply, asking.deadline)
         if len(asked.reply.found) != len(keys):
             raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")

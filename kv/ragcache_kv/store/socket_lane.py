@@ -16,7 +16,13 @@ from ragcache_core.variant import Miss
 from ragcache_kv.store.buffers import Verifier
 from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
 from ragcache_kv.store.lane import Asking, no_answer
-from ragcache_kv.store.lane_protocol import SOCKET_BUFFER_BYTES, Broken, Channel, Kind
+from ragcache_kv.store.lane_protocol import (
+    PIECE_BYTES,
+    SOCKET_BUFFER_BYTES,
+    Broken,
+    Channel,
+    Kind,
+)
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
@@ -24,13 +30,11 @@ from ragcache_kv.store.messages import (
     to_put_header,
 )
 from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_kv.store.trace import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have come."""
-
-PIECE_BYTES = 512 << 10
-"""How much is received before it is verified: still in the cache, and worth a system call."""
 
 
 class SocketLane(FramedLane[Channel]):
@@ -56,7 +60,7 @@ class SocketLane(FramedLane[Channel]):
 
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
         """See Lane."""
-        header = to_put_header(variant, ack)
+        header = to_put_header(variant, ack, traceparent())
         asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline)
         grant = asked.reply
         if not grant.granted:
@@ -69,7 +73,7 @@ class SocketLane(FramedLane[Channel]):
         self, asking: Asking, start: int, count: int, by_layer: bool
     ) -> Asked[Channel, pb.LaneGetReply]:
         keys = asking.keys[start : start + count]
-        request = to_get_request(keys, asking.exact, asking.domain, by_layer)
+        request = to_get_request(keys, asking.exact, asking.domain, by_layer, asking.traceparent)
         asked = self.ask(Kind.GET, request, Kind.GOT, pb.LaneGetReply, asking.deadline)
         if len(asked.reply.found) != len(keys):
             raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")
@@ -104,6 +108,7 @@ class SocketLane(FramedLane[Channel]):
             raise Broken(f"{self._address[0]}:{self._address[1]}: {error}") from error
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             connection = Channel(sock)
             connection.deadline = deadline
             hello = from_hello(answer(connection, Kind.WELCOME, pb.HelloReply))

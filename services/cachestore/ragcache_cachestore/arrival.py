@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.tier import Copy
 from ragcache_core.extents import Extent
 from ragcache_core.storing import Ack, NewVariant, PutOutcome
@@ -18,8 +19,8 @@ COMMIT_TIMEOUT_S = 60.0
 class Arrival:
     """One put between begin and end. As a context manager it is aborted unless it was committed.
 
-    new: what is put. delete_sequence: deletes up to there were seen by it. For one thread at a
-    time.
+    new: what is put. delete_sequence: deletes up to there were seen by it. check: has seen every
+    byte, where the store filled it itself; else they are read once more. For one thread at a time.
     """
 
     def __init__(self, store: Store, new: NewVariant, copy: Copy, delete_sequence: int) -> None:
@@ -27,6 +28,7 @@ class Arrival:
         self.new = new
         self.copy = copy
         self.delete_sequence = delete_sequence
+        self.check: Check | None = None
         self._ended = False
 
     @property

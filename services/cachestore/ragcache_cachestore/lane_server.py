@@ -19,12 +19,15 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
 from ragcache_cachestore.arrival import Arrival
+from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.store import Store
+from ragcache_cachestore.telemetry import NO_SPAN, Span
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.extents import Extent
 from ragcache_core.keys import VariantKey
@@ -33,6 +36,7 @@ from ragcache_core.variant import Miss, Part, Tier
 from ragcache_kv.store.buffers import cut
 from ragcache_kv.store.lane_protocol import (
     MAX_REQUEST_BYTES,
+    PIECE_BYTES,
     SOCKET_BUFFER_BYTES,
     Broken,
     Channel,
@@ -50,6 +54,7 @@ from ragcache_kv.store.messages import (
     to_outcome,
     to_value_header,
 )
+from ragcache_kv.store.trace import metadata as trace_metadata
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -289,19 +294,27 @@ class _Connection(threading.Thread):
                 raise Broken(f"a frame of kind {kind} where a call was due")
 
     def _get(self, request: pb.GetRequest) -> None:
-        keys, exact, domain = from_get_request(request)
-        if len(self._leases) > MAX_KEYS:
-            raise Broken("its client does not release what it has read")
-        now = time.monotonic()
-        answers = self._store.open(keys, exact, domain)
-        leases = [one for one in answers if not isinstance(one, Miss)]
-        self._leases.update([(lease.id, (lease, now)) for lease in leases])
-        reply = pb.LaneGetReply()
-        for one in answers:
-            self._add(reply, one)
-        self.channel.send(Kind.GOT, reply)
-        if not self._shared:
-            self._send_values(leases, request.by_layer)
+        with self._span("Get", request) as span:
+            keys, exact, domain = from_get_request(request)
+            if len(self._leases) > MAX_KEYS:
+                raise Broken("its client does not release what it has read")
+            now = time.monotonic()
+            answers = self._store.open(keys, exact, domain)
+            leases = [one for one in answers if not isinstance(one, Miss)]
+            self._leases.update([(lease.id, (lease, now)) for lease in leases])
+            if span is not None:
+                span.set(keys=len(keys))
+                for one in answers:
+                    if isinstance(one, Miss):
+                        span.miss(one)
+                    else:
+                        span.hit(one.tier, one.info.num_bytes)
+            reply = pb.LaneGetReply()
+            for one in answers:
+                self._add(reply, one)
+            self.channel.send(Kind.GOT, reply)
+            if not self._shared:
+                self._send_values(leases, request.by_layer)
 
     def _add(self, reply: pb.LaneGetReply, one: Lease | Miss) -> None:
         found = reply.found.add()
@@ -371,19 +384,30 @@ class _Connection(threading.Thread):
 
     def _put(self, header: pb.PutHeader) -> None:
         since = time.monotonic()
-        new, ack = from_put_header("header", header, self._store.max_value_bytes)
-        arrival = self._store.begin_put(new, ack, LEASE_S)
-        if isinstance(arrival, PutOutcome):
-            self._note_put(arrival, ack, new, since)
-            self.channel.send(Kind.GRANT, pb.LaneGrant(granted=False, outcome=to_outcome(arrival)))
-            return
-        with arrival:
-            if not self._receive(arrival):
+        with self._span("Put", header) as span:
+            new, ack = from_put_header("header", header, self._store.max_value_bytes)
+            arrival = self._store.begin_put(new, ack, LEASE_S)
+            if isinstance(arrival, PutOutcome):
+                self._note_put(arrival, ack, new, since, span)
+                refusal = pb.LaneGrant(granted=False, outcome=to_outcome(arrival))
+                self.channel.send(Kind.GRANT, refusal)
                 return
-            outcome = arrival.commit(ack, LEASE_S)
-        self._note_put(outcome, ack, new, since)
-        self.channel.deadline = time.monotonic() + LEASE_S
-        self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
+            with arrival:
+                if not self._receive(arrival):
+                    return
+                outcome = arrival.commit(ack, LEASE_S)
+            self._note_put(outcome, ack, new, since, span)
+            self.channel.deadline = time.monotonic() + LEASE_S
+            self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
+
+    def _span(
+        self, name: str, request: pb.GetRequest | pb.PutHeader
+    ) -> AbstractContextManager[Span | None]:
+        # At once where nobody traces, which is nearly always.
+        parent = trace_metadata(request.traceparent)
+        if parent is None:
+            return NO_SPAN
+        return self._store.telemetry.span(name, parent, lane=self._lane)
 
     def _receive(self, arrival: Arrival) -> bool:
         """Let the client write to an arrival; whether it is to be committed."""
@@ -398,11 +422,20 @@ class _Connection(threading.Thread):
                 raise Broken(f"a frame of kind {kind} where COMMIT was due")
             return kind == Kind.COMMIT
         self.channel.send(Kind.GRANT, _grant(()))
+        # Verified piece by piece, while the next one comes and this one is in the CPU's cache.
+        arrival.check = Check(arrival.new.parts)
         for view in arrival.views:
-            self.channel.receive_into(view)
+            for start in range(0, len(view), PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                self.channel.receive_into(piece)
+                arrival.check.add(piece)
         return True
 
-    def _note_put(self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float) -> None:
+    def _note_put(
+        self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float, span: Span | None
+    ) -> None:
+        if span is not None:
+            span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - since
         self._store.note_put(outcome, ack, self._lane, new.info.num_bytes, seconds)
 

@@ -43,6 +43,9 @@ LOOK_AGAIN_S = 0.05
 
 RETRY_AFTER_S = 0.5
 
+UNWRITTEN_SHARE = 0.25
+"""Share of memory that may wait for a pause to be written; until then it cannot be evicted."""
+
 
 class Mover:
     """The one who moves a store's bytes. sweep_soon: asks for the watermarks to be minded.
@@ -69,7 +72,9 @@ class Mover:
         # Taken before the books' lock, never within it: orders what happens to records.
         self._record_lock = threading.Lock()
         self._recorded: dict[VariantKey, Copy] = {}
-        self.writer = WriteBehind(self.write_out)
+        self.writer = WriteBehind(
+            self.write_out, room_bytes=books.memory.capacity_bytes * UNWRITTEN_SHARE
+        )
         self.promotions = Promotions(self.promote)
 
     def found(self, key: VariantKey, copy: Copy) -> None:
@@ -93,6 +98,7 @@ class Mover:
                     return copy
                 if left_s <= 0:
                     break
+                self.writer.press()
                 self._books.room.wait(min(left_s, LOOK_AGAIN_S))
             copy = self._place_in_memory(num_bytes, unwritten=True)
             if copy is None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.replication import Replication
 from ragcache_cachestore.store import Store
+from ragcache_cachestore.telemetry import Attribute, Span
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.extents import Extent
 from ragcache_core.storing import LEASE_S, Ack, Event, EventKind, Hello, NewVariant, PutOutcome
@@ -191,7 +193,7 @@ class CacheStoreService:
             wants, exact, domain = from_lookup_request(request)
             return to_lookup_reply(self._store.lookup(wants, exact, domain), 0)
 
-        with self._span("Lookup", context):
+        with self._span("Lookup", context, wants=len(request.wants)):
             if len(request.wants) <= INLINE_KEYS:
                 return look()
             return await self._in(self._control, look)
@@ -201,9 +203,11 @@ class CacheStoreService:
         self._require_open()
         _require_deadline(context)
         began = time.monotonic()
-        with self._span("Put", context):
+        with self._span("Put", context, lane=LANE) as span:
             async with self._puts:
                 new, ack, outcome = await self._receive(request_iterator, context)
+            if span is not None:
+                span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - began
         self._store.note_put(outcome, ack, LANE, new.info.num_bytes, seconds)
         return pb.PutReply(outcome=to_outcome(outcome))
@@ -246,34 +250,40 @@ class CacheStoreService:
         """
         self._require_open()
         _require_deadline(context)
-        keys, exact, domain = from_get_request(request)
-        async with _Turn(self._gets) as turn:
-            for index, key in enumerate(keys):
-                began = time.monotonic()
-                turn.ends_in(LEASE_S)
-                (lease,) = self._store.open([key], exact, domain)
-                if isinstance(lease, Miss):
-                    header = to_miss_header(index, lease)
-                    yield pb.GetPart(header=header).SerializeToString()
-                    continue
-                check = Check(lease.parts)
-                try:
-                    yield pb.GetPart(header=_header(index, lease)).SerializeToString()
-                    for extent in _pieces(lease.extents):
-                        piece = await self._piece(lease, extent, check)
-                        if turn.over or not self._store.is_leased(lease.id):
-                            raise Unavailable(
-                                "cachestore", "the value was read too slowly to be kept in place"
-                            )
-                        yield piece
-                finally:
-                    if check.wrong is None:
-                        self._store.release([lease.id])
-                    else:  # the caller sees it, too, but on this lane has nobody to tell
-                        release = partial(self._store.release, [lease.id], [lease.id])
-                        self._in(self._reads, release).add_done_callback(_log_failure)
-                seconds = time.monotonic() - began
-                self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
+        with self._span("Get", context, lane=LANE, keys=len(request.keys)) as span:
+            keys, exact, domain = from_get_request(request)
+            async with _Turn(self._gets) as turn:
+                for index, key in enumerate(keys):
+                    began = time.monotonic()
+                    turn.ends_in(LEASE_S)
+                    (lease,) = self._store.open([key], exact, domain)
+                    if isinstance(lease, Miss):
+                        if span is not None:
+                            span.miss(lease)
+                        header = to_miss_header(index, lease)
+                        yield pb.GetPart(header=header).SerializeToString()
+                        continue
+                    check = Check(lease.parts)
+                    try:
+                        yield pb.GetPart(header=_header(index, lease)).SerializeToString()
+                        for extent in _pieces(lease.extents):
+                            piece = await self._piece(lease, extent, check)
+                            if turn.over or not self._store.is_leased(lease.id):
+                                raise Unavailable(
+                                    "cachestore",
+                                    "the value was read too slowly to be kept in place",
+                                )
+                            yield piece
+                    finally:
+                        if check.wrong is None:
+                            self._store.release([lease.id])
+                        else:  # the caller sees it, too, but on this lane has nobody to tell
+                            release = partial(self._store.release, [lease.id], [lease.id])
+                            self._in(self._reads, release).add_done_callback(_log_failure)
+                    seconds = time.monotonic() - began
+                    self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
+                    if span is not None:
+                        span.hit(lease.tier, lease.info.num_bytes)
 
     async def _piece(self, lease: Lease, extent: Extent, check: Check) -> bytes:
         """An encoded GetPart with the bytes of a short extent of a leased value."""
@@ -294,18 +304,22 @@ class CacheStoreService:
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
         """Bring values from disk into memory, in the background."""
         self._require_open()
-        return pb.PrefetchReply(started=self._store.prefetch(from_keys("keys", request.keys)))
+        with self._span("Prefetch", context, keys=len(request.keys)):
+            started = self._store.prefetch(from_keys("keys", request.keys))
+        return pb.PrefetchReply(started=started)
 
     async def _pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
         """Keep values from eviction for some time."""
         self._require_open()
-        keys = from_keys("keys", request.keys)
-        seconds = from_pin_seconds("seconds", request.seconds)
-        return pb.PinReply(pinned=self._store.pin(keys, seconds))
+        with self._span("Pin", context, keys=len(request.keys)):
+            keys = from_keys("keys", request.keys)
+            seconds = from_pin_seconds("seconds", request.seconds)
+            return pb.PinReply(pinned=self._store.pin(keys, seconds))
 
     async def _unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinReply:
         """End pins."""
-        return pb.UnpinReply(unpinned=self._store.unpin(from_keys("keys", request.keys)))
+        with self._span("Unpin", context, keys=len(request.keys)):
+            return pb.UnpinReply(unpinned=self._store.unpin(from_keys("keys", request.keys)))
 
     async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
         """Remove variants; gone from every later read, and for good, when the reply comes."""
@@ -411,8 +425,11 @@ class CacheStoreService:
         future.add_done_callback(ended)
         return asyncio.wrap_future(future)
 
-    def _span(self, name: str, context: Context) -> Any:
-        return self._store.telemetry.span(name, context.invocation_metadata() or ())
+    def _span(
+        self, name: str, context: Context, **attributes: Attribute
+    ) -> AbstractContextManager[Span | None]:
+        metadata = context.invocation_metadata() or ()
+        return self._store.telemetry.span(name, metadata, **attributes)
 
 
 class _Turn:

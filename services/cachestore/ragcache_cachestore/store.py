@@ -205,6 +205,7 @@ class Store:
         self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
     ) -> list[Lease | Miss]:
         """A lease for each value that is held and may serve, to be released; else why not."""
+        self._mover.writer.note_call()
         now = self._books.clock()
         cold: list[Holding] = []
         with self._books.lock:
@@ -285,6 +286,7 @@ class Store:
         With Ack.DURABLE, HELD_ALREADY is said when what is held is on disk. Raises TooLarge;
         Unavailable if there is no room now.
         """
+        self._mover.writer.note_call()
         self._check_size(new.info, ack)
         if new.origin.parent == new.key:
             raise InvalidInput(
@@ -316,7 +318,10 @@ class Store:
         """See Arrival.commit."""
         new = arrival.new
         try:
-            wrong = first_wrong_part(new.parts, self.arena.views(arrival.extents))
+            if arrival.check is not None:
+                wrong = arrival.check.finish()
+            else:
+                wrong = first_wrong_part(new.parts, self.arena.views(arrival.extents))
         except BaseException:
             self.abort(arrival, 0.0)
             raise

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OtelSpan
 
 EXPORT_INTERVAL_S: Final = 15.0
 """Between two exports of metrics: what most backends scrape at."""
@@ -38,6 +39,8 @@ _DURATION_BOUNDS_S: Final = (
 Metadata = Iterable[tuple[str, str | bytes]]
 """Of a call, as gRPC has it: names in lower case."""
 Attribute = str | int | float | bool
+
+NO_SPAN: Final[AbstractContextManager[None]] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,13 @@ class Telemetry:
 
     def span(
         self, name: str, metadata: Metadata = (), **attributes: Attribute
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Span | None]:
         """A span around a block, below the caller's own (W3C ``traceparent`` in metadata).
 
         A call that is not part of a trace makes none: who asks decides what is traced. An
         exception that leaves the block is recorded.
         """
-        return nullcontext()
+        return NO_SPAN
 
     def close(self) -> None:
         """Send what is left, within some seconds."""
@@ -204,16 +207,16 @@ class ExportingTelemetry(Telemetry):
 
     def span(
         self, name: str, metadata: Metadata = (), **attributes: Attribute
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Span | None]:
         """A span below the caller's own; none where the caller has none."""
         carrier = {k: v for k, v in metadata if k in _TRACE_HEADERS and isinstance(v, str)}
         if "traceparent" not in carrier:
-            return nullcontext()
+            return NO_SPAN
         return self._span(name, carrier, attributes)
 
     def _span(
         self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Attribute]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Span | None]:
         from opentelemetry.trace import SpanKind, get_current_span  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
             TraceContextTextMapPropagator,
@@ -221,11 +224,8 @@ class ExportingTelemetry(Telemetry):
 
         parent = TraceContextTextMapPropagator().extract(carrier)
         if not get_current_span(parent).get_span_context().is_valid:
-            return nullcontext()
-        span = self._tracer.start_as_current_span(
-            name, parent, kind=SpanKind.SERVER, attributes=attributes
-        )
-        return _Silent(span)
+            return NO_SPAN
+        return Span(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes))
 
     def close(self) -> None:
         """Send what is left, within some seconds."""
@@ -233,17 +233,42 @@ class ExportingTelemetry(Telemetry):
         self._meters.shutdown(timeout_millis=_TIMEOUT_S * 1000)
 
 
-class _Silent(AbstractContextManager[None]):
-    """A span's context that hands nothing of OpenTelemetry to the block."""
+class Span(AbstractContextManager["Span"]):
+    """A span that ends with its block.
 
-    def __init__(self, span: AbstractContextManager[object]) -> None:
+    It is never the current one: a stream that is let go of ends in another context than it began.
+    """
+
+    def __init__(self, span: OtelSpan) -> None:
         self._span = span
+        self._counts: dict[str, int] = {}
 
-    def __enter__(self) -> None:
-        self._span.__enter__()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            from opentelemetry.trace import StatusCode  # noqa: PLC0415
 
-    def __exit__(self, *error: object) -> bool | None:
-        return self._span.__exit__(*error)  # type: ignore[arg-type]
+            self._span.record_exception(error)
+            self._span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
+        elif error is not None:  # its caller has gone, which is nobody's failure
+            self._span.set_attribute("cancelled", True)
+        self._span.set_attributes(self._counts)
+        self._span.end()
+
+    def set(self, **attributes: Attribute) -> None:
+        """Say more than was known at its begin."""
+        self._span.set_attributes(attributes)
+
+    def hit(self, tier: Tier, num_bytes: int) -> None:
+        """A value was served, of so many bytes."""
+        self._count(f"hits.{tier.value}", 1)
+        self._count("bytes", num_bytes)
+
+    def miss(self, reason: Miss) -> None:
+        """A variant that was asked for was not served."""
+        self._count(f"misses.{reason.value}", 1)
+
+    def _count(self, name: str, number: int) -> None:
+        self._counts[name] = self._counts.get(name, 0) + number
 
 
 class _Sum:

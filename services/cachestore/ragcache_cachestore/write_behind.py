@@ -1,9 +1,15 @@
-"""Writes what was accepted to disk, in the background; what somebody waits for first."""
+"""Writes what was accepted to disk, in the background; what somebody waits for first.
+
+Writing takes the processor, the memory's bandwidth and this process's lock from the calls that
+come in, and puts come in bursts: an engine stores what a prompt has computed all at once. So what
+nobody waits for is written in the pauses, unless it has waited for long or has become much.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -18,6 +24,13 @@ log = logging.getLogger(__name__)
 THREADS = 2
 """Enough to overlap one value's write with another's record."""
 
+QUIET_S = 0.02
+"""A pause: so long no call came in."""
+
+WAIT_S = 0.5
+"""How long a write may wait for a pause. What is killed meanwhile is lost, as it was only
+accepted."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -25,6 +38,7 @@ class Job:
 
     holding: Holding
     urgent: bool
+    due_at: float
     done: Future[None] = field(default_factory=Future)
 
     def wait(self, timeout_s: float) -> None:
@@ -40,10 +54,26 @@ class Job:
 
 
 class WriteBehind:
-    """Threads that call write for each job, in order, urgent ones first."""
+    """Threads that call write for each job, in order, urgent ones first.
 
-    def __init__(self, write: Callable[[Holding], None], threads: int = THREADS) -> None:
+    room_bytes: of values that may wait for a pause together. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Holding], None],
+        threads: int = THREADS,
+        *,
+        room_bytes: float = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._write = write
+        self._room_bytes = room_bytes
+        self._clock = clock
+        self._quiet_at = 0.0
+        self._waiting_bytes = 0
+        self._pressed = False
+        self._watched = False
         self._changed = threading.Condition()
         self._urgent: OrderedDict[Job, None] = OrderedDict()
         self._jobs: OrderedDict[Job, None] = OrderedDict()
@@ -58,10 +88,16 @@ class WriteBehind:
 
     def submit(self, holding: Holding, *, urgent: bool) -> Job:
         """Queue the write of a holding."""
-        job = Job(holding, urgent)
+        job = Job(holding, urgent, due_at=self._clock() + WAIT_S)
         with self._changed:
-            (self._urgent if urgent else self._jobs)[job] = None
-            self._changed.notify()
+            if urgent:
+                self._urgent[job] = None
+            else:
+                self._jobs[job] = None
+                self._waiting_bytes += holding.info.num_bytes
+            # Who watches the clock already need not be woken for one more.
+            if urgent or not self._watched or self._waiting_bytes > self._room_bytes:
+                self._changed.notify_all()
         job.done.add_done_callback(lambda _: self._forget(job))
         return job
 
@@ -71,19 +107,39 @@ class WriteBehind:
             return
         with self._changed:
             self._urgent.pop(job, None)
-            self._jobs.pop(job, None)
+            self._unqueue(job)
             self._changed.notify_all()
+
+    def _unqueue(self, job: Job) -> bool:
+        """Take a job out of those that wait for a pause; whether it was there."""
+        if job not in self._jobs:
+            return False
+        del self._jobs[job]
+        self._waiting_bytes -= job.holding.info.num_bytes
+        return True
+
+    def note_call(self) -> None:
+        """A call came in: this is no pause."""
+        self._quiet_at = self._clock() + QUIET_S
+
+    def press(self) -> None:
+        """Somebody waits for room: write without waiting for pauses until nothing is queued."""
+        with self._changed:
+            if self._jobs and not self._pressed:
+                self._pressed = True
+                self._changed.notify_all()
 
     def hurry(self, job: Job) -> None:
         """Somebody waits for a job that was queued without hurry."""
         with self._changed:
             job.urgent = True
-            if job in self._jobs:
-                del self._jobs[job]
+            if self._unqueue(job):
                 self._urgent[job] = None
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything queued has been written or refused; False if that takes longer."""
+        self.press()
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._jobs or self._urgent or self._running), timeout_s
@@ -118,15 +174,41 @@ class WriteBehind:
 
     def _next(self) -> Job | None:
         with self._changed:
-            while True:
-                if self._closed:
-                    return None
-                queue = self._urgent or self._jobs
-                if not queue:
-                    self._changed.wait()
+            while not self._closed:
+                job = self._due()
+                if job is None:
+                    self._wait()
                     continue
-                job, _ = queue.popitem(last=False)
+                self._urgent.pop(job, None)
+                self._unqueue(job)
                 if job.done.set_running_or_notify_cancel():
                     self._running += 1
                     return job
                 self._changed.notify_all()  # cancelled right now
+            return None
+
+    def _due(self) -> Job | None:
+        """The job whose turn it is; None if none is to be written yet."""
+        if self._urgent:
+            return next(iter(self._urgent))
+        if not self._jobs:
+            self._pressed = False
+            return None
+        first = next(iter(self._jobs))
+        return first if self._wait_s(first) <= 0 else None
+
+    def _wait_s(self, first: Job) -> float:
+        if self._pressed or self._waiting_bytes > self._room_bytes:
+            return 0.0
+        return min(first.due_at, self._quiet_at) - self._clock()
+
+    def _wait(self) -> None:
+        """Until something changes or the first job is due; one thread watches the clock for it."""
+        if not self._jobs or self._watched:
+            self._changed.wait()
+            return
+        self._watched = True
+        self._changed.wait(self._wait_s(next(iter(self._jobs))))
+        self._watched = False
+        if len(self._jobs) > 1:
+            self._changed.notify()

@@ -257,7 +257,10 @@ class PutHeader(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     AS_OF_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     ack: Global___Ack.ValueType
+    traceparent: _builtins.str
+    """as GetRequest's"""
     @_builtins.property
     def key(self) -> Global___VariantKey: ...
     @_builtins.property
@@ -268,7 +271,7 @@ class PutHeader(_message.Message):
     def shape(self) -> Global___ValueShape: ...
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValuePart]:
-        """their sizes add up to info.num_bytes"""
+        """Their sizes add up to info.num_bytes; with a shape, each is what a layer of it takes."""
 
     @_builtins.property
     def as_of(self) -> Global___AsOf: ...
@@ -282,10 +285,11 @@ class PutHeader(_message.Message):
         parts: _abc.Iterable[Global___ValuePart] | None = ...,
         ack: Global___Ack.ValueType = ...,
         as_of: Global___AsOf | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "parts", b"parts", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "parts", b"parts", "shape", b"shape", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,12 +366,15 @@ class GetRequest(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     BY_LAYER_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     exact: _builtins.bool
     """serve only what may stand for a computation"""
     domain: _builtins.str
     """serve only variants of it; empty: any"""
     by_layer: _builtins.bool
     """on the socket lane: layer by layer over all values, not value by value"""
+    traceparent: _builtins.str
+    """On the lanes without metadata: the span that asks, as W3C writes it; empty: nobody traces."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
     def __init__(
@@ -377,10 +384,11 @@ class GetRequest(_message.Message):
         exact: _builtins.bool = ...,
         domain: _builtins.str = ...,
         by_layer: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_layer", b"by_layer", "domain", b"domain", "exact", b"exact", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_layer", b"by_layer", "domain", b"domain", "exact", b"exact", "keys", b"keys", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
