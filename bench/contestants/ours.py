@@ -69,10 +69,8 @@ class RagCache(Contestant):
 
     def settle(self) -> None:
         """See Contestant: what was accepted is written to disk in the background."""
-        before, now = -1, self._client.stats(TIMEOUT_S).disk_bytes
-        while now != before:
-            time.sleep(0.3)
-            before, now = now, self._client.stats(TIMEOUT_S).disk_bytes
+        while self._client.stats(TIMEOUT_S).unwritten:
+            time.sleep(0.02)
 
     def note(self, tier: Tier) -> None:
         """Where a value came from."""

@@ -36,6 +36,7 @@ LEVELS = Levels(
     disk_capacity_bytes=200,
     leases=1,
     tombstones=2,
+    unwritten=4,
     bytes_by_precision={"native": 15, "int8/int4": 5},
     score_histogram=[0, 2, 1],
 )
@@ -128,6 +129,7 @@ def test_levels_are_asked_for_when_they_are_exported(kept: Kept) -> None:
     assert kept.value("variants") == 3
     assert kept.value("leases") == 1
     assert kept.value("tombstones") == 2
+    assert kept.value("unwritten") == 4
     assert kept.value("precision", precision="int8/int4") == 5
     assert [kept.value("score", decade=decade) for decade in range(3)] == [0, 2, 1]
 

@@ -29,8 +29,9 @@ class Counters:
 class Stats:
     """Counts since the start, and sizes now. Bytes are those of values as held.
 
-    score_histogram: how many variants save so many seconds per GiB, one bin per power of ten from
-    10^-6 up; the first and the last bin also take what lies beyond.
+    unwritten: values whose write to disk is still to come. score_histogram: how many variants save
+    so many seconds per GiB, one bin per power of ten from 10^-6 up; the first and the last bin also
+    take what lies beyond.
     """
 
     variants: int
@@ -47,6 +48,7 @@ class Stats:
     bytes_by_lane: dict[str, int]
     leases: int
     tombstones: int
+    unwritten: int
     score_histogram: tuple[int, ...]
 
     @property

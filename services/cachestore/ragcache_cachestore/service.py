@@ -409,6 +409,7 @@ class CacheStoreService:
             bytes_by_lane=stats.bytes_by_lane,
             leases=stats.leases,
             tombstones=stats.tombstones,
+            unwritten=stats.unwritten,
             score_histogram=stats.score_histogram,
         )
 

@@ -494,6 +494,7 @@ class Store:
     def stats(self) -> Stats:
         """How it stands, and what happened since the start."""
         histogram = self._scores()
+        unwritten = self._mover.writer.backlog
         with self._books.lock:
             by_precision = self._books.catalog.bytes_by_precision
             return Stats(
@@ -511,6 +512,7 @@ class Store:
                 bytes_by_lane=dict(self._books.counters.bytes_by_lane),
                 leases=len(self._books.leases),
                 tombstones=len(self._books.tombstones),
+                unwritten=unwritten,
                 score_histogram=histogram,
             )
 
@@ -796,6 +798,7 @@ class Store:
             disk_capacity_bytes=stats.disk_capacity_bytes,
             leases=stats.leases,
             tombstones=stats.tombstones,
+            unwritten=stats.unwritten,
             bytes_by_precision=stats.bytes_by_precision,
             score_histogram=stats.score_histogram,
         )

@@ -58,6 +58,7 @@ class Levels:
     disk_capacity_bytes: int
     leases: int
     tombstones: int
+    unwritten: int
     bytes_by_precision: Mapping[str, int]
     score_histogram: Sequence[int]
 
@@ -372,6 +373,12 @@ _GAUGES: Final = (
         "{tombstone}",
         "Deletes that are remembered",
         lambda levels: [(levels.tombstones, {})],
+    ),
+    _Gauge(
+        "unwritten",
+        "{variant}",
+        "Values whose write to disk is still to come",
+        lambda levels: [(levels.unwritten, {})],
     ),
     _Gauge(
         "precision",

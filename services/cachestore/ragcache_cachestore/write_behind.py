@@ -118,6 +118,12 @@ class WriteBehind:
         self._waiting_bytes -= job.holding.info.num_bytes
         return True
 
+    @property
+    def backlog(self) -> int:
+        """Writes that are queued or under way."""
+        with self._changed:
+            return len(self._urgent) + len(self._jobs) + self._running
+
     def note_call(self) -> None:
         """A call came in: this is no pause."""
         self._quiet_at = self._clock() + QUIET_S

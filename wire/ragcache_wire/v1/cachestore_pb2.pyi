@@ -1340,6 +1340,7 @@ class StatsReply(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     SCORE_HISTOGRAM_FIELD_NUMBER: _builtins.int
+    UNWRITTEN_FIELD_NUMBER: _builtins.int
     variants: _builtins.int
     disk_bytes: _builtins.int
     disk_capacity_bytes: _builtins.int
@@ -1352,6 +1353,8 @@ class StatsReply(_message.Message):
     puts: _builtins.int
     leases: _builtins.int
     tombstones: _builtins.int
+    unwritten: _builtins.int
+    """values whose write to disk is still to come"""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1388,10 +1391,11 @@ class StatsReply(_message.Message):
         leases: _builtins.int = ...,
         tombstones: _builtins.int = ...,
         score_histogram: _abc.Iterable[_builtins.int] | None = ...,
+        unwritten: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_lane", b"bytes_by_lane", "bytes_by_precision", b"bytes_by_precision", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_lane", b"bytes_by_lane", "bytes_by_precision", b"bytes_by_precision", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
