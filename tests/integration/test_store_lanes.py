@@ -34,6 +34,7 @@ from ragcache_core.variant import Miss, Origin, Provenance, Tier, ValueShape, Va
 from ragcache_kv.store import client as store_client
 from ragcache_kv.store import framed_lane
 from ragcache_kv.store.aio import AsyncStoreClient
+from ragcache_kv.store.board import SILENT_S
 from ragcache_kv.store.buffers import parts_of
 from ragcache_kv.store.client import LANES, StoreClient
 from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
@@ -504,7 +505,7 @@ def test_calls_wait_for_a_connection_within_their_deadline(
         values = client.get([key(1), key(2)], TIMEOUT_S)
         next(values)
         with pytest.raises(Unavailable, match="already"):
-            list(client.get([key(1)], 0.05))
+            list(client.get([key(2)], 0.05))
         next(values)
         assert isinstance(only(client, 1), StoredValue)
 
@@ -961,8 +962,8 @@ def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port
             assert only(client, 1) is Miss.DELETED
 
 
-def test_clients_cannot_change_the_count_of_withdrawals(served: Served) -> None:
-    fd = served.store.withdrawals.reader_fd
+def test_clients_cannot_write_to_the_board(served: Served) -> None:
+    fd = served.store.board.reader_fd
     with pytest.raises(PermissionError):
         mmap.mmap(fd, mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -981,3 +982,81 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         channel.close()
         assert isinstance(only(client, 1), StoredValue)
+
+
+def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -> None:
+    many = 2 * framed_lane.MAX_CONNECTIONS
+    with remembering(served, [0]) as client:
+        for number in range(1, many + 1):
+            variant, value = new(number, [1000])
+            client.put(variant, value, TIMEOUT_S)
+        begun = threading.Barrier(framed_lane.MAX_CONNECTIONS)
+        found: list[StoredValue | Miss] = []
+
+        def get(number: int) -> None:
+            values = client.get([key(number), key(0)], TIMEOUT_S / 2)
+            begun.wait(TIMEOUT_S)  # each has asked for one value, and knows where the other is
+            found.extend([one for _, one in values])
+
+        threads = [
+            threading.Thread(target=get, args=[n + 1]) for n in range(framed_lane.MAX_CONNECTIONS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 2 * len(threads)
+        assert all(isinstance(one, StoredValue) for one in found)
+
+
+def test_a_witness_that_was_silent_for_long_is_replaced(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1]) as client:
+        assert isinstance(only(client, 1), StoredValue)
+        for connection in list(served.lanes._connections):
+            connection.channel.interrupt()
+        eventually(lambda: not served.lanes._connections)
+        kinds = asked(client, monkeypatch)
+        assert isinstance(only(client, 1), StoredValue)
+        assert kinds == []
+
+
+def test_what_a_store_that_stands_still_has_shared_is_not_served(tmp_path: Path, port: int) -> None:
+    with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
+        wait_for(client)
+        variant, value = new(1, [MIB])
+        client.put(variant, value, TIMEOUT_S)
+        assert isinstance(only(client, 1), StoredValue)
+        running.send_signal(signal.SIGSTOP)
+        time.sleep(SILENT_S + 0.1)
+        with pytest.raises(Unavailable):
+            list(client.get([key(1)], 0.5))
+        running.send_signal(signal.SIGCONT)
+        wait_for(client)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e30])
+def test_no_time_that_is_said_of_a_reread_spoils_predictions(
+    served: Served, seconds: float
+) -> None:
+    with remembering(served, [1]) as client:
+        before = served.store.stats().hits[Tier.MEMORY]
+        channel = connect(served, "shared")
+        read = pb.LaneReads.Read(key=to_key(key(1)), times=2, seconds=seconds)
+        channel.send(Kind.READS, pb.LaneReads(reads=[read]))
+        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
+        channel.close()
+        [variants] = client.lookup([Want(key(1).chunk, key(1).prefix)]).variants
+        assert 0 <= variants.held[0].load_s < TIMEOUT_S
+
+
+def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
+    with remembering(served, [1]):
+        channel = connect(served, "socket")
+        read = pb.LaneReads.Read(key=to_key(key(1)), times=1, seconds=0.1)
+        channel.send(Kind.READS, pb.LaneReads(reads=[read]))
+        with pytest.raises(Broken, match="closed"):
+            channel.receive(1000)
+        channel.close()

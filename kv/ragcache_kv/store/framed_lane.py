@@ -81,7 +81,7 @@ class Pool(Generic[C]):
                 connection.close()
             else:
                 self._idle.append(connection)
-                if connection.owes:
+                if connection.owed:
                     self._owe()
             self._changed.notify()
 
@@ -131,8 +131,8 @@ class Pool(Generic[C]):
             with self._changed:
                 if self._closed:
                     return
-                owing = [connection for connection in self._idle if connection.owes]
-                self._idle = [connection for connection in self._idle if not connection.owes]
+                owing = [connection for connection in self._idle if connection.owed]
+                self._idle = [connection for connection in self._idle if not connection.owed]
                 self._used.update(owing)
             for connection in owing:
                 connection.deadline = time.monotonic() + OWED_S

@@ -6,7 +6,7 @@ an answer needs no number to be told from another; releases are not answered.
     client                            server
                                       WELCOME (HelloReply); on a Unix socket with three fds, the
                                       memory tier (read and write), the file of values (read) and
-                                      the count of withdrawals (read)
+                                      the board (read)
     GET (GetRequest)                  GOT (LaneGetReply); on the socket lane then the values, in
                                       the order asked, or layer by layer if that was asked
     RELEASE (LaneRelease)             nothing
@@ -121,23 +121,14 @@ class Channel:
 
     def send(self, kind: Kind, message: Message | None = None) -> None:
         """Send a frame, and what is owed. Raises Broken."""
-        mine, owed = frame(kind, message), self.take_owed()
+        mine, owed, self.owed = frame(kind, message), self.owed, b""
         # What is owed need not delay an answer; but after PUT there is to be nothing but its value.
         self.send_raw(owed + mine if kind == Kind.PUT else mine + owed)
 
-    @property
-    def owes(self) -> bool:
-        """Whether anything is owed."""
-        return bool(self.owed)
-
-    def take_owed(self) -> bytes:
-        """What is owed, which the caller sends."""
-        owed, self.owed = self.owed, b""
-        return owed
-
     def send_owed(self) -> None:
         """Send what is owed. Raises Broken."""
-        if data := self.take_owed():
+        data, self.owed = self.owed, b""
+        if data:
             self.send_raw(data)
 
     @property

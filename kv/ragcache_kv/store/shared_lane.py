@@ -5,9 +5,9 @@ and its file of values, of which values on disk are read straight. A lease keeps
 meanwhile; should a client outstay it, the checksums tell.
 
 What was read once from memory is read again without asking (``places``): no store need be waited
-for, nor take its time. The checksums tell whether the bytes are still those, and a count that the
-store keeps in shared memory whether anything was withdrawn since, as by a delete. Should the store
-be gone, its connection is closed. The store is told afterwards what was read.
+for, nor take its time. The checksums tell whether the bytes are still those, and the store's board
+whether anything was withdrawn since, as by a delete, and that the store does not stand still.
+Should it be gone, its connection is closed. It is told afterwards what was read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_core.variant import Miss, Part
+from ragcache_kv.store.board import BoardView
 from ragcache_kv.store.buffers import copy_verified, cut, read_verified, scatter, write_from
 from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
 from ragcache_kv.store.lane import Asking, no_answer
-from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut, frame
+from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
     to_get_request,
     to_put_header,
-    to_reads,
 )
 from ragcache_kv.store.places import Place, Places
 from ragcache_kv.store.stored_value import (
@@ -48,6 +48,7 @@ from ragcache_kv.store.stored_value import (
     room_for,
 )
 from ragcache_kv.store.trace import traceparent
+from ragcache_kv.store.witness import Witness
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_PLACES = 4096
@@ -58,24 +59,21 @@ KEYS_PER_CALL = 64
 
 
 class Mapped:
-    """What a store shares, from one of its starts. memory: its memory tier. file: of values."""
+    """What a store shares, from one of its starts.
 
-    def __init__(self, memory_fd: int, file_fd: int, withdrawals_fd: int) -> None:
+    memory: its memory tier. file: of values. board: what it says unasked.
+    """
+
+    def __init__(self, memory_fd: int, file_fd: int, board_fd: int) -> None:
         """Takes the descriptors."""
         self.file = file_fd
         self._memory_fd = memory_fd
         weakref.finalize(self, os.close, file_fd)
         weakref.finalize(self, os.close, memory_fd)
-        weakref.finalize(self, os.close, withdrawals_fd)
+        weakref.finalize(self, os.close, board_fd)
         size = os.fstat(memory_fd).st_size
         self.memory = memoryview(mmap.mmap(memory_fd, size) if size else b"")
-        page = mmap.mmap(withdrawals_fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
-        self._withdrawals = memoryview(page).cast("Q")
-
-    @property
-    def withdrawals(self) -> int:
-        """How often the store has withdrawn something that may have been read."""
-        return self._withdrawals[0]
+        self.board = BoardView(board_fd)
 
     def views(self, extents: Sequence[pb.LaneExtent]) -> list[memoryview]:
         """The memory of extents. Raises Broken for what is not in it."""
@@ -119,25 +117,6 @@ class SharedConnection(Channel):
         super().__init__(sock)
         self.deadline = deadline
         self.mapped: Mapped
-        self._reads: dict[VariantKey, tuple[int, float]] = {}
-
-    def note_read(self, key: VariantKey, seconds: float) -> None:
-        """Owe the store that a value was read again."""
-        times, before = self._reads.get(key, (0, 0.0))
-        self._reads[key] = times + 1, before + seconds
-
-    @property
-    def owes(self) -> bool:
-        """See Channel."""
-        return bool(self._reads) or super().owes
-
-    def take_owed(self) -> bytes:
-        """See Channel."""
-        owed = super().take_owed()
-        if self._reads:
-            owed += frame(Kind.READS, to_reads(self._reads))
-            self._reads = {}
-        return owed
 
 
 class SharedLane(FramedLane[SharedConnection]):
@@ -153,6 +132,12 @@ class SharedLane(FramedLane[SharedConnection]):
         self._lock = threading.Lock()
         self._mapped: Mapped | None = None
         self._places = Places(MAX_PLACES)
+        self._witness = Witness(self._open)
+
+    def close(self) -> None:
+        """See Lane."""
+        self._witness.close()
+        super().close()
 
     def get(self, asking: Asking) -> Iterator[Answer]:
         """See Lane."""
@@ -163,7 +148,7 @@ class SharedLane(FramedLane[SharedConnection]):
         if fresh:
             rest = replace(asking, keys=fresh)
             return self._in_order(asking, places, self._ask_and_read(rest))
-        self._require_open(asking.deadline)
+        self._witness.require(asking.deadline)  # as asking would, if it has gone
         return self._in_order(asking, places, iter(()))
 
     def get_layers(self, asking: Asking) -> Layers:
@@ -206,7 +191,7 @@ class SharedLane(FramedLane[SharedConnection]):
     @property
     def _withdrawals(self) -> int:
         """The store's count; -1, which it never is, before the first connection."""
-        return -1 if self._mapped is None else self._mapped.withdrawals
+        return -1 if self._mapped is None else self._mapped.board.withdrawals
 
     def _values(
         self, asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], withdrawals: int
@@ -275,29 +260,16 @@ class SharedLane(FramedLane[SharedConnection]):
 
     def _reread(self, asking: Asking, key: VariantKey, place: Place, target: memoryview) -> bool:
         """Copy a value from its place; whether it still was there. Raises Broken."""
-        connection = self.pool.take(asking.deadline)
-        try:
-            began = time.monotonic()
-            good = copy_verified(target, place.views, place.parts)
-            if not connection.is_open:
-                raise Broken("the store has gone")
-            # Last: what was withdrawn until here is not served.
-            good = good and place.is_valid(connection.mapped.withdrawals)
-            if good:
-                connection.note_read(key, time.monotonic() - began)
-        except BaseException:
-            self.pool.drop(connection)
-            raise
-        self.pool.give(connection)
-        return good
-
-    def _require_open(self, deadline: float) -> None:
-        """Raise Broken if the store has gone, as asking would."""
-        connection = self.pool.take(deadline)
-        if not connection.is_open:
-            self.pool.drop(connection)
-            raise Broken("the store has gone")
-        self.pool.give(connection)
+        began = time.monotonic()
+        if not copy_verified(target, place.views, place.parts):
+            return False
+        self._witness.require(asking.deadline)
+        # Last: what was withdrawn until here is not served.
+        mapped = self._mapped
+        if mapped is None or mapped.board.is_silent or not place.is_valid(self._withdrawals):
+            return False
+        self._witness.note_read(key, time.monotonic() - began)
+        return True
 
     def _open(self, deadline: float) -> SharedConnection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -325,9 +297,9 @@ class SharedLane(FramedLane[SharedConnection]):
                 raise Broken("the store passed no memory")
             with self._lock:
                 if self._mapped is None:
-                    memory_fd, file_fd, withdrawals_fd = fds
+                    memory_fd, file_fd, board_fd = fds
                     fds.clear()
-                    self._mapped = Mapped(memory_fd, file_fd, withdrawals_fd)
+                    self._mapped = Mapped(memory_fd, file_fd, board_fd)
                 connection.mapped = self._mapped
         finally:
             for fd in fds:

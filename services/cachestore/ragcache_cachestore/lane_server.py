@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import stat
@@ -232,6 +233,7 @@ class _Connection(threading.Thread):
         self._shared = sock.family == socket.AF_UNIX
         self._lane = "shared" if self._shared else "socket"
         self._leases: dict[int, tuple[Lease, float]] = {}
+        self._reads_told_at = time.monotonic()
 
     def refuse(self) -> None:
         """Say that there are too many, to a client that may not even listen."""
@@ -273,7 +275,7 @@ class _Connection(threading.Thread):
         self.channel.deadline = time.monotonic() + GREETING_S
         if self._shared:
             store = self._store
-            fds = [store.arena.fd, store.value_file.reader_fd, store.withdrawals.reader_fd]
+            fds = [store.arena.fd, store.value_file.reader_fd, store.board.reader_fd]
             try:
                 socket.send_fds(self.channel.socket, [b"\0"], fds)
             except OSError as error:
@@ -374,12 +376,17 @@ class _Connection(threading.Thread):
                 self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, seconds)
 
     def _reads(self, message: pb.LaneReads) -> None:
+        if not self._shared:
+            raise Broken("nothing can be read without asking over this lane")
+        now, since = time.monotonic(), self._reads_told_at
+        self._reads_told_at = now
         for read in message.reads:
             times = min(read.times, MAX_REREADS)
             num_bytes = self._store.note_reread(from_key("reads.key", read.key), times)
             if num_bytes:
+                said_s = read.seconds if math.isfinite(read.seconds) else 0.0
+                seconds = min(max(0.0, said_s / times), now - since)  # none took longer
                 for _ in range(times):
-                    seconds = read.seconds / times
                     self._store.note_sent(Tier.MEMORY, self._lane, num_bytes, seconds)
 
     def _put(self, header: pb.PutHeader) -> None:

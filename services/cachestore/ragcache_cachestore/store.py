@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ragcache_cachestore.arena import Arena
 from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
+from ragcache_cachestore.board import Board
 from ragcache_cachestore.books import Books, refusal
 from ragcache_cachestore.catalog import Holding, replaces
 from ragcache_cachestore.checksums import first_wrong_part
@@ -36,7 +37,6 @@ from ragcache_cachestore.telemetry import Levels, Telemetry
 from ragcache_cachestore.tier import Copy, Shelf
 from ragcache_cachestore.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
 from ragcache_cachestore.value_file import ValueFile
-from ragcache_cachestore.withdrawals import Withdrawals
 from ragcache_cachestore.write_behind import Job
 from ragcache_core.admission import make_admission
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
@@ -71,6 +71,7 @@ ALIVE_EVERY_S = 10.0
 FORGET_EVERY_S = 600.0
 FLUSH_TIMEOUT_S = 15.0
 SCORES_EVERY_S = 15.0
+REREADS_AT_ONCE = 32
 SERVED_CAPACITY = 65_536
 """Keys whose served bytes are counted until they are taken."""
 
@@ -82,8 +83,8 @@ class Store:
     ``ragcache_core``. leaves_only: a parent outlives its children in a tier (``exact``). clock:
     seconds, never going back. wall_ms: Unix time. free_bytes: room left on the folder's volume.
 
-    arena, value_file: where the bytes of leases lie. withdrawals: what clients that remember where
-    a value lies look at before they trust it. telemetry: told of what happens.
+    arena, value_file: where the bytes of leases lie. board: what clients that remember where a
+    value lies look at before they trust it. telemetry: told of what happens.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Store:
             ends.callback(data.close)
             self.arena = Arena(memory_bytes)
             ends.callback(self.arena.close)
-            self.withdrawals = Withdrawals()
-            ends.callback(self.withdrawals.close)
+            self.board = Board()
+            ends.callback(self.board.close)
             self.value_file = ValueFile(data.values, disk_bytes, free_bytes)
             ends.callback(self.value_file.close)
             self._records = Records(data.records)
@@ -242,14 +243,16 @@ class Store:
 
     def note_reread(self, key: VariantKey, times: int) -> int:
         """A client has read a value from memory again, without asking. Its bytes; 0: not held."""
-        now = self._books.clock()
-        with self._books.lock:
-            holding = self._books.catalog.get(key)
-            if holding is None:
-                return 0
-            for _ in range(times):
-                self._used(holding, Tier.MEMORY, now)
-        return holding.info.num_bytes
+        now, num_bytes = self._books.clock(), 0
+        for start in range(0, times, REREADS_AT_ONCE):
+            with self._books.lock:  # again and again, so that nobody waits long
+                holding = self._books.catalog.get(key)
+                if holding is None:
+                    return 0
+                num_bytes = holding.info.num_bytes
+                for _ in range(min(REREADS_AT_ONCE, times - start)):
+                    self._used(holding, Tier.MEMORY, now)
+        return num_bytes
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Bring values from disk into memory, in the background; how many that begins for."""
@@ -408,7 +411,7 @@ class Store:
             self._records.put_tombstones(tombstones)
             for tombstone in tombstones:
                 with self._books.lock:
-                    self.withdrawals.add()
+                    self.board.count_withdrawal()
                     self._books.tombstones.add(tombstone, now_ms)
                     doomed = self._books.catalog.covered(tombstone.deletion)
                     for holding in doomed:
@@ -729,7 +732,7 @@ class Store:
             )
             self._books.next_identity += 1
             if held is not None:
-                self.withdrawals.add()
+                self.board.count_withdrawal()
                 holding.continues(held)
             self._books.install(holding, held, now)
             self._books.counters.puts += 1
@@ -761,6 +764,7 @@ class Store:
 
     def sweep(self) -> None:
         """End what is over, and evict down to the low watermarks. Raises Unavailable."""
+        self.board.beat()
         with self._books.lock:
             self._books.expire()
             if excess := self._books.memory.excess_pages():

@@ -1,9 +1,10 @@
-"""How often something that may have been read was withdrawn: a count that clients look at.
+"""What clients on this machine see of a store without asking it, in shared memory of one page.
 
-A client on this machine that remembers where in shared memory a value is may read it again without
-asking. The checksums tell it whether the bytes are still those; what they cannot tell is that the
-value is not to be served any more. So every delete, and every value that gives way to a better one,
-counts up here before anybody is told that it is done.
+A client that remembers where in shared memory a value is may read it there again. The checksums
+tell it whether the bytes are still those; what they cannot tell is that the value is not to be
+served any more. So every delete, and every value that gives way to a better one, is counted here
+before anybody is told that it is done. And a store that stands still hears of no deletes at all, so
+it says here how long ago it did not.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 
 from ragcache_core.errors import InvalidInput
+from ragcache_kv.store.board import ALIVE, WITHDRAWALS
 
 
-class Withdrawals:
-    """The count, in shared memory of one page. Its owner guards it.
+class Board:
+    """The page, to write. Its owner guards it.
 
     reader_fd: the page as a file that can only be read, for clients to map.
     """
@@ -24,7 +27,7 @@ class Withdrawals:
     def __init__(self) -> None:
         """Raises InvalidInput if the system gives no shared memory."""
         try:
-            fd = os.memfd_create("ragcache-withdrawals", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("ragcache-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, mmap.PAGESIZE)
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -39,14 +42,19 @@ class Withdrawals:
                 f"cannot be served, for there is no shared memory: {error}",
                 "run on Linux 3.17 or later with /proc mounted and memfd_create allowed",
             ) from error
-        self._count = memoryview(self._map).cast("Q")
+        self._words = memoryview(self._map).cast("Q")
+        self.beat()
 
-    def add(self) -> None:
-        """Something was withdrawn."""
-        self._count[0] += 1
+    def count_withdrawal(self) -> None:
+        """Something that may have been read is not to be served any more."""
+        self._words[WITHDRAWALS] += 1
+
+    def beat(self) -> None:
+        """The store does not stand still."""
+        self._words[ALIVE] = time.monotonic_ns()
 
     def close(self) -> None:
         """Give the page back, as soon as no client maps it."""
-        self._count.release()
+        self._words.release()
         self._map.close()
         os.close(self.reader_fd)
