@@ -892,6 +892,18 @@ def test_no_delete_is_overtaken_by_a_read(served: Served) -> None:
             assert late == [Miss.DELETED]
 
 
+def test_after_a_delete_what_is_left_is_asked_for_at_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 2, 3, 4]) as client:
+        client.delete(Deletion(os.urandom(16), chunks=(key(9).chunk,)))
+        kinds = asked(client, monkeypatch)
+        for _ in range(2):
+            found = list(client.get([key(number) for number in (1, 2, 3, 4)], TIMEOUT_S))
+            assert all(isinstance(one, StoredValue) for _, one in found)
+        assert kinds == [Kind.GET]
+
+
 def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Served) -> None:
     with client_of(served.address, "shared") as client:
         poor, value = new(1, [MIB], exact=False)
@@ -968,6 +980,10 @@ def test_clients_cannot_write_to_the_board(served: Served) -> None:
         mmap.mmap(fd, mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(fd, bytes(8), 0)
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, bytes(8), 0)
+    os.close(again)
 
 
 def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:

@@ -138,7 +138,8 @@ class StoreClient:
         """Ask now; gives values in the order of keys, each as soon as it is whole and verified.
 
         exact: only what may stand for a computation. domain: only variants of it; "" for any.
-        allocate: gives the memory that a value lands in; None for new memory. A value that does not
+        allocate: gives the memory that a value lands in, in no order of keys; None for new memory;
+        asked anew for a value that turns out to be of another size. A value that does not
         match its checksums is Miss.CORRUPT, and the store is told. Raises Unavailable when the
         store goes away or timeout_s ends before the last value. A caller that stops early ends the
         call.

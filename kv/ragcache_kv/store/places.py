@@ -53,13 +53,17 @@ class Places:
         self._lock = threading.Lock()
         self._places: OrderedDict[tuple[VariantKey, bool, str], Place] = OrderedDict()
 
-    def get(self, asking: Asking, key: VariantKey) -> Place | None:
-        """Where a key's value was; None if that is not known."""
+    def get(self, asking: Asking, key: VariantKey, withdrawals: int) -> Place | None:
+        """Where a key's value was; None if that is not known, or not valid by the count now."""
         name = key, asking.exact, asking.domain
         with self._lock:
             place = self._places.get(name)
-            if place is not None:
-                self._places.move_to_end(name)
+            if place is None:
+                return None
+            if not place.is_valid(withdrawals):
+                del self._places[name]
+                return None
+            self._places.move_to_end(name)
             return place
 
     def remember(self, asking: Asking, key: VariantKey, place: Place) -> None:

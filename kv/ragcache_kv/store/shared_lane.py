@@ -141,7 +141,8 @@ class SharedLane(FramedLane[SharedConnection]):
 
     def get(self, asking: Asking) -> Iterator[Answer]:
         """See Lane."""
-        places = [self._places.get(asking, key) for key in asking.keys]
+        withdrawals = self._withdrawals
+        places = [self._places.get(asking, key, withdrawals) for key in asking.keys]
         fresh = [key for key, place in zip(asking.keys, places, strict=True) if place is None]
         if len(fresh) == len(places):
             return self._ask_and_read(asking)

@@ -13,9 +13,12 @@ import fcntl
 import mmap
 import os
 import time
+from contextlib import suppress
 
 from ragcache_core.errors import InvalidInput
 from ragcache_kv.store.board import ALIVE, WITHDRAWALS
+
+_F_SEAL_FUTURE_WRITE = 0x0010
 
 
 class Board:
@@ -30,9 +33,11 @@ class Board:
             fd = os.memfd_create("ragcache-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, mmap.PAGESIZE)
-                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
                 self._map = mmap.mmap(fd, mmap.PAGESIZE)
+                with suppress(OSError):  # of Linux 5.1: else who shares memory is trusted with this
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
                 self.reader_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 os.close(fd)

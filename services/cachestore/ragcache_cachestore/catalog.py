@@ -108,6 +108,7 @@ class Holding:
     def continues(self, other: Holding) -> None:
         """Take over how hot other was, which this one replaces."""
         self.reads, self._uses, self._uses_at = other.reads, other._uses, other._uses_at
+        self._bring_at, self._in_vain = other._bring_at, other._in_vain
 
     def _decayed_uses(self, now: float) -> float:
         return self._uses * math.exp2((self._uses_at - now) / HALF_LIFE_S)

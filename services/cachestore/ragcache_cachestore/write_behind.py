@@ -2,7 +2,8 @@
 
 Writing takes the processor, the memory's bandwidth and this process's lock from the calls that
 come in, and puts come in bursts: an engine stores what a prompt has computed all at once. So what
-nobody waits for is written in the pauses, unless it has waited for long or has become much.
+nobody waits for is written in the pauses, unless it has waited for long or has become much. What
+somebody waits for goes before it always.
 """
 
 from __future__ import annotations
