@@ -1076,3 +1076,28 @@ def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
         with pytest.raises(Broken, match="closed"):
             channel.receive(1000)
         channel.close()
+
+
+def test_without_a_witness_a_store_is_asked(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 2]) as client:
+        monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", 1)
+        kinds = asked(client, monkeypatch)
+        found = [one for _, one in client.get([key(1), key(2)], TIMEOUT_S)]
+        assert all(isinstance(one, StoredValue) for one in found)
+        assert kinds == [Kind.GET]
+
+
+def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, port: int) -> None:
+    with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
+        wait_for(client)
+        variant, value = new(1, [1000])
+        client.put(variant, value, TIMEOUT_S)
+        for _ in range(3):
+            assert isinstance(only(client, 1), StoredValue)
+        running.kill()
+        running.wait()
+        time.sleep(2 * framed_lane.OWED_S)  # it is told of them meanwhile, in vain
+        with pytest.raises(Unavailable):
+            only(client, 1)

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ragcache_core.errors import InvalidInput
+from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_core.variant import Miss, Part
@@ -149,7 +149,10 @@ class SharedLane(FramedLane[SharedConnection]):
         if fresh:
             rest = replace(asking, keys=fresh)
             return self._in_order(asking, places, self._ask_and_read(rest))
-        self._witness.require(asking.deadline)  # as asking would, if it has gone
+        try:
+            self._witness.require(asking.deadline)  # which fails as asking would, if it has gone
+        except RagCacheError:  # it takes no more connections, but may answer over those there are
+            return self._ask_and_read(asking)
         return self._in_order(asking, places, iter(()))
 
     def get_layers(self, asking: Asking) -> Layers:
@@ -264,7 +267,10 @@ class SharedLane(FramedLane[SharedConnection]):
         began = time.monotonic()
         if not copy_verified(target, place.views, place.parts):
             return False
-        self._witness.require(asking.deadline)
+        try:
+            self._witness.require(asking.deadline)
+        except RagCacheError:
+            return False
         # Last: what was withdrawn until here is not served.
         mapped = self._mapped
         if mapped is None or mapped.board.is_silent or not place.is_valid(self._withdrawals):

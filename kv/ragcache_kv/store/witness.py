@@ -30,7 +30,11 @@ class Witness:
         self._payer: threading.Thread | None = None
 
     def require(self, deadline: float) -> None:
-        """Return if the store is there. Raises Broken if it cannot be reached by deadline."""
+        """Return if the store is there.
+
+        Raises Broken if it cannot be reached by deadline; and what the store has raised instead of
+        taking one connection more.
+        """
         connection = self._connection
         if connection is not None and connection.is_open:
             return
@@ -40,7 +44,7 @@ class Witness:
         try:
             if self._closed:
                 raise Broken("the lane is closed")
-            if self._connection is not connection:
+            if self._connection is not None and self._connection is not connection:
                 return  # made by another thread since
             if connection is not None:
                 connection.close()
@@ -78,11 +82,10 @@ class Witness:
                     return
                 reads, self._reads = self._reads, {}
                 connection = self._connection
-                if connection is None or not reads:
-                    continue
-                connection.deadline = time.monotonic() + OWED_S
-                try:
-                    connection.send(Kind.READS, to_reads(reads))
-                except Broken:
-                    connection.close()
-                    self._connection = None
+            if connection is None or not reads:
+                continue
+            connection.deadline = time.monotonic() + OWED_S
+            try:
+                connection.send(Kind.READS, to_reads(reads))
+            except Broken:
+                connection.close()  # whoever requires it next sees that
