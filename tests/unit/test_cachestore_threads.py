@@ -7,9 +7,10 @@ import threading
 import pytest
 
 from ragcache_cachestore.catalog import Holding
+from ragcache_cachestore.pauses import QUIET_S, WAIT_S, Pauses
 from ragcache_cachestore.promotion import Promotions
 from ragcache_cachestore.sweeper import Sweeper
-from ragcache_cachestore.write_behind import QUIET_S, WAIT_S, WriteBehind
+from ragcache_cachestore.write_behind import WriteBehind
 from ragcache_core.errors import Unavailable
 from tests.cachestore_parts import TIMEOUT_S
 from tests.unit.test_cachestore_catalog import holding
@@ -52,9 +53,8 @@ class Written:
         self.now = 0.0
         self.numbers: list[int] = []
         self._some = threading.Semaphore(0)
-        self.writer = WriteBehind(
-            self._write, threads=2, room_bytes=room_bytes, clock=lambda: self.now
-        )
+        self.pauses = Pauses(lambda: self.now)
+        self.writer = WriteBehind(self._write, threads=2, room_bytes=room_bytes, pauses=self.pauses)
 
     def _write(self, one: Holding) -> None:
         self.numbers.append(one.identity)
@@ -67,7 +67,7 @@ class Written:
 
 def test_what_nobody_waits_for_is_written_in_a_pause() -> None:
     written = Written(room_bytes=100)
-    written.writer.note_call()
+    written.pauses.note_call()
     for number in range(3):
         written.writer.submit(holding(number), urgent=False)
     assert not written.within(0.1)
@@ -79,10 +79,10 @@ def test_what_nobody_waits_for_is_written_in_a_pause() -> None:
 
 def test_without_a_pause_it_is_written_when_it_has_waited_long_enough() -> None:
     written = Written(room_bytes=100)
-    written.writer.note_call()
+    written.pauses.note_call()
     written.writer.submit(holding(1), urgent=False)
     written.now = WAIT_S - QUIET_S / 2
-    written.writer.note_call()
+    written.pauses.note_call()
     assert not written.within(0.1)
     written.now = WAIT_S
     assert written.within(TIMEOUT_S)
@@ -91,7 +91,7 @@ def test_without_a_pause_it_is_written_when_it_has_waited_long_enough() -> None:
 
 def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
     written = Written(room_bytes=25)
-    written.writer.note_call()
+    written.pauses.note_call()
     for number in range(3):  # of 10 bytes
         written.writer.submit(holding(number), urgent=False)
     assert written.within(TIMEOUT_S)
@@ -109,7 +109,7 @@ def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
 
 def test_somebody_who_waits_is_not_kept_until_a_pause() -> None:
     written = Written(room_bytes=100)
-    written.writer.note_call()
+    written.pauses.note_call()
     jobs = [written.writer.submit(holding(number), urgent=False) for number in range(3)]
     written.writer.hurry(jobs[1])
     jobs[1].wait(TIMEOUT_S)
@@ -161,15 +161,49 @@ def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyP
             done.set()
 
     promotions = Promotions(promote)
-    assert promotions.submit(holding(1))
+    assert promotions.submit(holding(1), now=True)
     assert gate.entered.wait(TIMEOUT_S)
-    assert promotions.submit(holding(2))
-    assert promotions.submit(holding(3))
-    assert not promotions.submit(holding(4))
+    assert promotions.submit(holding(2), now=False)
+    assert promotions.submit(holding(3), now=False)
+    assert not promotions.submit(holding(4), now=True)
     gate.open.set()
     assert done.wait(TIMEOUT_S)
     assert promotions.close()
     assert gate.order == [1, 2, 3]
+
+
+def test_promotions_wait_for_a_pause_unless_asked_for() -> None:
+    now = 0.0
+    pauses = Pauses(lambda: now)
+    brought: list[int] = []
+    some = threading.Semaphore(0)
+
+    def promote(one: Holding) -> None:
+        brought.append(one.identity)
+        some.release()
+
+    promotions = Promotions(promote, pauses)
+    pauses.note_call()
+    for _ in range(2):  # read again while it waits: it waits no longer for that
+        assert promotions.submit(holding(1), now=False)
+        now = WAIT_S - QUIET_S / 2
+        pauses.note_call()
+    assert promotions.submit(holding(2), now=False)
+    assert promotions.submit(holding(3), now=True)
+    assert some.acquire(timeout=TIMEOUT_S)
+    assert not some.acquire(timeout=0.1)
+    assert brought == [3]
+    now = WAIT_S
+    assert promotions.submit(holding(4), now=False)  # which wakes them
+    assert some.acquire(timeout=TIMEOUT_S)
+    assert not some.acquire(timeout=0.1)
+    assert brought == [3, 1]
+    now += QUIET_S
+    assert promotions.submit(holding(5), now=False)
+    for _ in range(3):
+        assert some.acquire(timeout=TIMEOUT_S)
+    assert sorted(brought) == [1, 2, 3, 4, 5]
+    assert promotions.close()
 
 
 def test_a_sweeper_does_the_first_duty_when_woken_and_goes_on_after_errors() -> None:

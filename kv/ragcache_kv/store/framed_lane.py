@@ -210,6 +210,7 @@ class FramedLane(Lane, Generic[C]):
         try:
             connection.deadline = deadline
             connection.send(kind, message)
+            connection.stay_awake()
             reply = answer(connection, wanted, reply_type)
         except RagCacheError:
             self.pool.give(connection)

@@ -51,10 +51,15 @@ FILE_STEP_BYTES = 1 << 20
 READ_BYTES = 16 << 10
 """How much is read ahead, which makes most frames one system call."""
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 256 << 10
 """How much is received before it is verified: still in the cache, and worth a system call."""
 
-SOCKET_BUFFER_BYTES = 4 << 20
+AWAKE_S = 300e-6
+NAPS = 64
+"""How long to stay awake for an answer, and how many answers are slept for after that was in
+vain."""
+
+SOCKET_BUFFER_BYTES = 2 << 20
 """What the kernel may hold of a TCP connection, so that verifying and sending overlap."""
 
 M = TypeVar("M", bound=Message)
@@ -105,6 +110,9 @@ class Channel:
         self._ahead = bytearray(READ_BYTES)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._naps = 0
         self._limits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
@@ -183,6 +191,21 @@ class Channel:
         poll = select.poll()
         poll.register(self.socket, select.POLLOUT)
         poll.poll(max(0.0, self.deadline - time.monotonic()) * 1e3 + 1)
+
+    def stay_awake(self) -> None:
+        """Wait a moment for what is to come, without sleeping; it may still be to come after that.
+
+        To fall asleep and be woken takes longer than a store in reach takes to answer. Where it did
+        not pay it is not tried for a while: the store may be far, or share this processor.
+        """
+        if self._naps:
+            self._naps -= 1
+            return
+        give_up = time.monotonic() + AWAKE_S
+        while not self._poll.poll(0):
+            if time.monotonic() > give_up:
+                self._naps = NAPS
+                return
 
     def receive(self, most: int) -> tuple[int, memoryview]:
         """Kind and message of the next frame; the message is valid until the next call.

@@ -21,6 +21,7 @@ from ragcache_cachestore.books import Books
 from ragcache_cachestore.catalog import Holding
 from ragcache_cachestore.checksums import first_wrong_part, read_slices
 from ragcache_cachestore.entry import Record
+from ragcache_cachestore.pauses import Pauses
 from ragcache_cachestore.promotion import Promotions
 from ragcache_cachestore.records import Records
 from ragcache_cachestore.threads import END_TIMEOUT_S
@@ -50,7 +51,7 @@ UNWRITTEN_SHARE = 0.25
 class Mover:
     """The one who moves a store's bytes. sweep_soon: asks for the watermarks to be minded.
 
-    writer, promotions: its threads, which ``close`` ends.
+    writer, promotions: its threads, which ``close`` ends. pauses: told of calls by the store.
     """
 
     def __init__(
@@ -72,10 +73,13 @@ class Mover:
         # Taken before the books' lock, never within it: orders what happens to records.
         self._record_lock = threading.Lock()
         self._recorded: dict[VariantKey, Copy] = {}
+        self.pauses = Pauses()
         self.writer = WriteBehind(
-            self.write_out, room_bytes=books.memory.capacity_bytes * UNWRITTEN_SHARE
+            self.write_out,
+            room_bytes=books.memory.capacity_bytes * UNWRITTEN_SHARE,
+            pauses=self.pauses,
         )
-        self.promotions = Promotions(self.promote)
+        self.promotions = Promotions(self.promote, self.pauses)
 
     def found(self, key: VariantKey, copy: Copy) -> None:
         """A record was found at start."""

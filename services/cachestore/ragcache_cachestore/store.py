@@ -206,13 +206,13 @@ class Store:
         self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
     ) -> list[Lease | Miss]:
         """A lease for each value that is held and may serve, to be released; else why not."""
-        self._mover.writer.note_call()
+        self._mover.pauses.note_call()
         now = self._books.clock()
         cold: list[Holding] = []
         with self._books.lock:
             found = [self._open(key, exact, domain, now, cold) for key in keys]
         for holding in cold:
-            self._mover.promotions.submit(holding)
+            self._mover.promotions.submit(holding, now=False)
         for answer in found:
             if isinstance(answer, Miss):
                 self.telemetry.miss(answer)
@@ -259,7 +259,7 @@ class Store:
         with self._books.lock:
             found = [self._books.catalog.get(key) for key in dict.fromkeys(keys)]
             cold = [one for one in found if one is not None and one.memory is None]
-        return sum([self._mover.promotions.submit(holding) for holding in cold])
+        return sum([self._mover.promotions.submit(holding, now=True) for holding in cold])
 
     def pin(self, keys: Sequence[VariantKey], seconds: float) -> int:
         """Keep values from eviction for some time; how many are pinned now."""
@@ -289,7 +289,7 @@ class Store:
         With Ack.DURABLE, HELD_ALREADY is said when what is held is on disk. Raises TooLarge;
         Unavailable if there is no room now.
         """
-        self._mover.writer.note_call()
+        self._mover.pauses.note_call()
         self._check_size(new.info, ack)
         if new.origin.parent == new.key:
             raise InvalidInput(
@@ -743,7 +743,7 @@ class Store:
                 holding.job = self._mover.writer.submit(holding, urgent=False)
             parent = self._books.catalog.get(new.origin.parent) if new.origin.parent else None
             if self._leaves_only and parent is not None and parent.memory is None:
-                self._mover.promotions.submit(parent)
+                self._mover.promotions.submit(parent, now=False)
             if self._books.memory.excess_pages():
                 self._sweeper.wake()
         return PutOutcome.STORED

@@ -1,22 +1,20 @@
 """Writes what was accepted to disk, in the background; what somebody waits for first.
 
-Writing takes the processor, the memory's bandwidth and this process's lock from the calls that
-come in, and puts come in bursts: an engine stores what a prompt has computed all at once. So what
-nobody waits for is written in the pauses, unless it has waited for long or has become much. What
-somebody waits for goes before it always.
+What nobody waits for is written in the pauses, unless it has waited for long or has become much.
+What somebody waits for goes before it always.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from ragcache_cachestore.catalog import Holding
+from ragcache_cachestore.pauses import Pauses
 from ragcache_cachestore.threads import end
 from ragcache_core.errors import Unavailable
 
@@ -25,13 +23,6 @@ log = logging.getLogger(__name__)
 THREADS = 2
 """Enough to overlap one value's write with another's record."""
 
-QUIET_S = 0.02
-"""A pause: so long no call came in."""
-
-WAIT_S = 0.5
-"""How long a write may wait for a pause. What is killed meanwhile is lost, as it was only
-accepted."""
-
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -39,7 +30,7 @@ class Job:
 
     holding: Holding
     urgent: bool
-    due_at: float
+    since: float
     done: Future[None] = field(default_factory=Future)
 
     def wait(self, timeout_s: float) -> None:
@@ -57,7 +48,7 @@ class Job:
 class WriteBehind:
     """Threads that call write for each job, in order, urgent ones first.
 
-    room_bytes: of values that may wait for a pause together. clock: seconds.
+    room_bytes: of values that may wait for a pause together.
     """
 
     def __init__(
@@ -66,12 +57,11 @@ class WriteBehind:
         threads: int = THREADS,
         *,
         room_bytes: float = 0,
-        clock: Callable[[], float] = time.monotonic,
+        pauses: Pauses | None = None,
     ) -> None:
         self._write = write
         self._room_bytes = room_bytes
-        self._clock = clock
-        self._quiet_at = 0.0
+        self._pauses = pauses or Pauses()
         self._waiting_bytes = 0
         self._pressed = False
         self._watched = False
@@ -89,7 +79,7 @@ class WriteBehind:
 
     def submit(self, holding: Holding, *, urgent: bool) -> Job:
         """Queue the write of a holding."""
-        job = Job(holding, urgent, due_at=self._clock() + WAIT_S)
+        job = Job(holding, urgent, since=self._pauses.clock())
         with self._changed:
             if urgent:
                 self._urgent[job] = None
@@ -124,10 +114,6 @@ class WriteBehind:
         """Writes that are queued or under way."""
         with self._changed:
             return len(self._urgent) + len(self._jobs) + self._running
-
-    def note_call(self) -> None:
-        """A call came in: this is no pause."""
-        self._quiet_at = self._clock() + QUIET_S
 
     def press(self) -> None:
         """Somebody waits for room: write without waiting for pauses until nothing is queued."""
@@ -207,7 +193,7 @@ class WriteBehind:
     def _wait_s(self, first: Job) -> float:
         if self._pressed or self._waiting_bytes > self._room_bytes:
             return 0.0
-        return min(first.due_at, self._quiet_at) - self._clock()
+        return self._pauses.wait_s(first.since)
 
     def _wait(self) -> None:
         """Until something changes or the first job is due; one thread watches the clock for it."""
