@@ -46,6 +46,10 @@ TOTAL_BYTES = 48 * MIB
 FILL_ROUNDS = 4
 """Untimed puts of everything that fill the stores, which hold at most four times TOTAL_BYTES."""
 
+GETS_PER_PUT = 5
+"""Rounds of gets for each of puts, of all sizes but the smallest: a round of them takes some
+milliseconds, so that it takes many for one interruption not to count."""
+
 _NUMBERS_PER_SIZE = 1 << 16
 
 
@@ -191,8 +195,9 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
     for runner in runners:
         runner.ask(do="begin", num_bytes=num_bytes, first=first, count=TOTAL_BYTES // num_bytes)
     filled = FILL_ROUNDS if num_bytes == SIZES[0] else 1
-    for do, fill in (("put", filled), ("get", 0)):
-        for place in range(fill + rounds):
+    gets = rounds * GETS_PER_PUT if num_bytes > SIZES[-1] else rounds
+    for do, fill, timed in (("put", filled, rounds), ("get", 0, gets)):
+        for place in range(fill + timed):
             for runner in order.sample(runners, len(runners)):
                 runner.measure(do, num_bytes, count=place >= fill)
                 if do == "put":
@@ -257,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
     parser.add_argument("--only", nargs="*", help="names of the stores that take part")
     given = parser.parse_args(arguments)
     entrants = [e for e in ENTRANTS if not given.only or e.name in given.only]
-    rounds = 2 if given.quick else 12
+    rounds = 1 if given.quick else 8
     folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
     try:
         with running(entrants, given.peers, folder) as runners:

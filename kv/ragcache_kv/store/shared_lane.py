@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.keys import VariantKey
@@ -149,11 +150,10 @@ class SharedLane(FramedLane[SharedConnection]):
         if fresh:
             rest = replace(asking, keys=fresh)
             return self._in_order(asking, places, self._ask_and_read(rest))
-        try:
-            self._witness.require(asking.deadline)  # which fails as asking would, if it has gone
-        except RagCacheError:  # it takes no more connections, but may answer over those there are
-            return self._ask_and_read(asking)
-        return self._in_order(asking, places, iter(()))
+        # The first one now: a store that was restarted is noticed while it can still be asked anew.
+        first = self._reread_or_ask(asking, asking.keys[0], places[0])
+        rest = replace(asking, keys=asking.keys[1:])
+        return chain([first], self._in_order(rest, places[1:], iter(())))
 
     def get_layers(self, asking: Asking) -> Layers:
         """See Lane. Holds leases of all values until the last layer."""
@@ -250,17 +250,23 @@ class SharedLane(FramedLane[SharedConnection]):
                 yield next(fresh)
                 continue
             _check(asking.deadline)
-            value = place.announced(asking.allocate)
             try:
-                if self._reread(asking, key, place, value.value):
-                    yield value
-                    continue
-                self._places.forget(asking, key)
-                alone = replace(asking, keys=[key], allocate=_again(asking, value))
-                (answer,) = self._ask_and_read(alone)
+                answer = self._reread_or_ask(asking, key, place)
             except Broken as error:
                 raise no_answer(error) from error
             yield answer
+
+    def _reread_or_ask(self, asking: Asking, key: VariantKey, place: Place | None) -> Answer:
+        """The value from where it was, else from the store. Raises Broken."""
+        allocate = asking.allocate
+        if place is not None:
+            value = place.announced(allocate)
+            if self._reread(asking, key, place, value.value):
+                return value
+            self._places.forget(asking, key)
+            allocate = _again(asking, value)
+        (answer,) = self._ask_and_read(replace(asking, keys=[key], allocate=allocate))
+        return answer
 
     def _reread(self, asking: Asking, key: VariantKey, place: Place, target: memoryview) -> bool:
         """Copy a value from its place; whether it still was there. Raises Broken."""
