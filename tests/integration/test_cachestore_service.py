@@ -241,7 +241,8 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
     with serving(tmp_path) as served:
         (lease,) = served.store.open([key(1)])
         assert isinstance(lease, Lease)
-        eventually(lambda: served.store.stats().memory_bytes == len(raw))  # by a promotion
+        wants = [Want.of(key(1))]
+        eventually(lambda: served.store.lookup(wants).variants[0].held[0].tier is Tier.MEMORY)
         served.store.release([lease.id])
         os.pwrite(served.store.value_file.fd, b"rot", lease.extents[0].offset + 2 * MIB)
     with serving(tmp_path, memory_bytes=3 * MIB) as served:

@@ -288,6 +288,34 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
     assert isinstance(only(client, 2), StoredValue)
 
 
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_what_was_found_corrupt_can_be_put_anew_at_once(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant, value = new(1, [100_000])
+    with client_of(served.address, lane) as client, client_of(served.address, lane) as other:
+        client.put(variant, value, TIMEOUT_S, Ack.DURABLE)
+        other.connect()
+        [lease] = served.store.open([key(1)])
+        assert not isinstance(lease, Miss)
+        served.store.arena.views(lease.extents)[-1][-1] ^= 1
+        held = served.store._books.catalog.get(key(1))
+        assert held is not None
+        assert held.disk is not None
+        os.pwrite(served.store.value_file.fd, b"rot", held.disk.extents[0].offset)
+        served.store.release([lease.id])
+        verify = served.store._mover.verify
+
+        def slowly(*copy: Any) -> bool:
+            time.sleep(0.3)
+            return verify(*copy)
+
+        monkeypatch.setattr(served.store._mover, "verify", slowly)
+        assert only(client, 1) is Miss.CORRUPT  # in memory
+        assert only(client, 1) is Miss.CORRUPT  # and on disk
+        assert other.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+
+
 def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
     variant, value = new(1, [100_000])
     wrong = memoryview(bytearray(value))

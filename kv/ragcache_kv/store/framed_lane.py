@@ -167,15 +167,19 @@ class Asked(Generic[C, M]):
 
     def release(self, leases: Sequence[int], corrupt: Sequence[int]) -> None:
         """Everything has come: let go of leases, and say which of them had corrupt bytes."""
-        if leases:
-            said = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
-            self.connection.owed += frame(Kind.RELEASE, said)
+        said = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
         if corrupt:
+            # Not owed: whoever hears of it puts the value anew, which must not find it held still.
             try:
-                self.connection.send_owed()
+                self.connection.send(Kind.RELEASE, said)
+                kind, _ = self.connection.receive(MAX_REPLY_BYTES)
+                if kind != Kind.RELEASED:
+                    raise Broken(f"a frame of kind {kind} where RELEASED was due")
             except Broken:
                 self.drop()  # and with it the leases
                 return
+        elif leases:
+            self.connection.owed += frame(Kind.RELEASE, said)
         self.done()
 
     def drop(self) -> None:

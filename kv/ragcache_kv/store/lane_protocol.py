@@ -1,7 +1,7 @@
 """Frames of the data lanes: small messages over a Unix or a TCP socket, for both ends.
 
 A frame is a header (``HEADER``) and a protobuf message. A connection carries one call at a time, so
-an answer needs no number to be told from another; releases are not answered.
+an answer needs no number to be told from another; hardly any release is answered.
 
     client                            server
                                       WELCOME (HelloReply); on a Unix socket with three fds, the
@@ -9,7 +9,8 @@ an answer needs no number to be told from another; releases are not answered.
                                       the board (read)
     GET (GetRequest)                  GOT (LaneGetReply); on the socket lane then the values, in
                                       the order asked, or layer by layer if that was asked
-    RELEASE (LaneRelease)             nothing
+    RELEASE (LaneRelease)             nothing; RELEASED if it names corrupt values, once they are
+                                      dropped, so that a put that follows finds room
     READS (LaneReads)                 nothing; shared: what was read again without asking
     PUT (PutHeader)                   GRANT (LaneGrant)
       shared: COMMIT, or ABORT        PUT_DONE (PutReply), or nothing
@@ -79,6 +80,7 @@ class Kind(IntEnum):
     GRANT = 66
     PUT_DONE = 67
     ERROR = 68
+    RELEASED = 69
 
 
 class Broken(Exception):

@@ -374,6 +374,8 @@ class _Connection(threading.Thread):
                 taken_s = message.seconds if message.seconds > 0 else now - since
                 seconds = min(taken_s, now - since) * lease.info.num_bytes / total
                 self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, seconds)
+        if corrupt:
+            self.channel.send(Kind.RELEASED)
 
     def _reads(self, message: pb.LaneReads) -> None:
         if not self._shared:
