@@ -1,7 +1,7 @@
-"""Decoding in Triton, through its interpreter, against the CPU's codecs.
+"""Decoding in Triton, through its interpreter, against the CPU's codecs; and compiled for a GPU.
 
-Triton reads TRITON_INTERPRET as it is imported, so the comparison runs in a process of its own:
-this file as a program.
+Triton reads TRITON_INTERPRET as it is imported, so each runs in a process of its own: this file as
+a program. To compile takes no GPU. The interpreter accepts what the compiler does not.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ragcache_core.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_part, encode_part
+from ragcache_kv.codecs.gse import NOT_FINITE
 from ragcache_kv.codecs.numbers import NUMBERS, narrow, widen
 
 CASES = (("bfloat16", 80), ("bfloat16", 7), ("float16", 64), ("float32", 80))
@@ -74,7 +77,40 @@ def refusals() -> list[str]:
     return taken
 
 
+def compiled() -> list[str]:
+    """The kernels that are compiled, each for the dtypes of keys and values."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ragcache_kv.codecs import device
+
+    fp8 = {"CODE_BITS": 8, "GROUP": 32, "TOGETHER": 64}
+    kinds = {
+        "int8": {**fp8, "FRACTION_BITS": 0, "BIAS": 0, "UNIT": 0.0},
+        "int4": {**fp8, "CODE_BITS": 4, "FRACTION_BITS": 0, "BIAS": 0, "UNIT": 0.0},
+        "e4m3": {**fp8, "FRACTION_BITS": 3, "BIAS": 7, "UNIT": 2.0**-9},
+        "e5m2": {**fp8, "FRACTION_BITS": 2, "BIAS": 15, "UNIT": 2.0**-16},
+        "gse8": {"TOGETHER": 2048, "FRACTION_BITS": 3, "NOT_FINITE": NOT_FINITE},
+    }
+    done = []
+    for pointer, (name, constants) in itertools.product(("*i16", "*fp16", "*fp32"), kinds.items()):
+        numbers = ("num_numbers",) if name == "gse8" else ("num_groups", "groups", "dim")
+        chosen = {**constants, "BFLOAT16": pointer == "*i16"}
+        signature = {"encoded": "*u8", "out": pointer} | dict.fromkeys(numbers, "i32")
+        signature |= dict.fromkeys(chosen, "constexpr")
+        kernel = device._decode_gse if name == "gse8" else device._decode_grouped
+        places = {(list(signature).index(one),): value for one, value in chosen.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+        done.append(f"{name} {pointer}")
+    return done
+
+
 def main() -> None:
+    if "TRITON_INTERPRET" not in os.environ:
+        print(json.dumps(compiled()))
+        return
     fixed = [codec for codec in Codec if codec is not Codec.PACKED]
     precisions = [Precision(codec, codec) for codec in fixed]
     precisions += [Precision(Codec.INT8, Codec.INT4), Precision(Codec.GSE8, Codec.NATIVE)]
@@ -84,20 +120,27 @@ def main() -> None:
     print(json.dumps({name: what for name, what in found.items() if what} | {"of": len(found)}))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_triton_decodes_as_the_cpu_does() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+def as_a_program(**environment: str) -> Any:
+    if any(importlib.util.find_spec(name) is None for name in ("triton", "torch")):
+        pytest.skip("Triton is not installed")
     done = subprocess.run(
         [sys.executable, __file__],
-        env=environment,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"of": 1 + len(CASES) * 10}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_triton_decodes_as_the_cpu_does() -> None:
+    assert as_a_program(TRITON_INTERPRET="1") == {"of": 1 + len(CASES) * 10}
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    assert len(as_a_program(TRITON_CACHE_DIR=str(tmp_path))) == 15
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ here: its exceptions make the work depend on the data. Import this only where th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -106,7 +104,7 @@ def _stored(out: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(place: Any, values: Any, mask: Any, BFLOAT16: tl.constexpr) -> None:  # noqa: N803
+def _store(place: tl.tensor, values: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> None:  # noqa: N803
     """Ties away from zero, as ``numbers.narrow``; the other dtypes as they are cast."""
     if BFLOAT16:
         bits = values.to(tl.uint32, bitcast=True)
@@ -118,11 +116,11 @@ def _store(place: Any, values: Any, mask: Any, BFLOAT16: tl.constexpr) -> None: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode_grouped(
-    encoded: Any,
-    out: Any,
-    num_groups: Any,
-    groups: Any,
-    dim: Any,
+    encoded: tl.tensor,
+    out: tl.tensor,
+    num_groups: tl.tensor,
+    groups: tl.tensor,
+    dim: tl.tensor,
     GROUP: tl.constexpr,  # noqa: N803
     TOGETHER: tl.constexpr,  # noqa: N803
     CODE_BITS: tl.constexpr,  # noqa: N803
@@ -164,9 +162,9 @@ def _decode_grouped(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode_gse(
-    encoded: Any,
-    out: Any,
-    num_numbers: Any,
+    encoded: tl.tensor,
+    out: tl.tensor,
+    num_numbers: tl.tensor,
     TOGETHER: tl.constexpr,  # noqa: N803
     FRACTION_BITS: tl.constexpr,  # noqa: N803
     NOT_FINITE: tl.constexpr,  # noqa: N803
