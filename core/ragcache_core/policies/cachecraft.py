@@ -6,7 +6,7 @@ popular chunk with N x M variants to N x M chunks, each with a single variant") 
 chunk: here the budget is the tier's capacity, and each variant is an entry.
 
 Eq. 12 gives a CFO of 0 where the prefix matches, and 1 / 0 would settle all ranks for ever: there
-is a floor.
+is a floor (``blend.fix_overhead``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ragcache_core.blend.fix_overhead import frequency_gain
 from ragcache_core.policies.policy import Candidate
 from ragcache_core.policies.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
-
-MIN_FIX_OVERHEAD = 0.05
-"""Below 5 % recomputed tokens a use is as good as it can be."""
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class CacheCraft(RankedPolicy[K, _Reuse]):
     def _again(
         self, state: _Reuse, candidate: Candidate[K], now: float, fix_overhead: float
     ) -> None:
-        state.frequency += 1.0 / min(1.0, max(MIN_FIX_OVERHEAD, fix_overhead))
+        state.frequency += frequency_gain(min(1.0, max(0.0, fix_overhead)))
 
     def _worth(self, state: _Reuse, candidate: Candidate[K]) -> float:
         return state.frequency

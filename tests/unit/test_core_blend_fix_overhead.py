@@ -1,0 +1,219 @@
+"""Cache fix overhead, the variant to take, what a use is worth, and calibration of alpha."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.blend.calibration import Trial, calibrate
+from ragcache_core.blend.fix_overhead import (
+    MIN_FIX_OVERHEAD,
+    VariantFit,
+    best_variant,
+    frequency_gain,
+)
+from ragcache_core.keys import KEY_BYTES, VariantKey
+
+shares = st.floats(0, 1)
+impacts = st.floats(0.5, 1)
+alphas = st.floats(0, 10)
+
+
+def fit(cci: float, overlap: float, number: int = 0) -> VariantFit:
+    prefix = number.to_bytes(KEY_BYTES, "big")
+    return VariantFit(VariantKey(bytes(KEY_BYTES), prefix), cci, overlap)
+
+
+fits = st.builds(fit, impacts, shares, st.integers(0, 50))
+
+
+class TestFixOverhead:
+    def test_worked_example(self):
+        assert fit(0.6, 0.5).fix_overhead(1.0) == pytest.approx(0.3)
+
+    def test_with_alpha_1_and_no_overlap_half_a_chunk_or_more_is_recomputed(self):
+        assert fit(0.5, 0.0).fix_overhead(1.0) == 0.5
+
+    def test_no_more_than_all_of_a_chunk_is_recomputed(self):
+        assert fit(0.9, 0.0).fix_overhead(3.0) == 1.0
+
+    @given(impacts, alphas)
+    def test_a_prefix_that_fits_needs_nothing(self, cci, alpha):
+        assert fit(cci, 1.0).fix_overhead(alpha) == 0.0
+
+    @given(fits)
+    def test_alpha_0_is_naive_reuse(self, variant):
+        assert variant.fix_overhead(0.0) == 0.0
+
+    @given(impacts, shares, shares, alphas)
+    def test_higher_overlap_never_raises_it(self, cci, one, other, alpha):
+        low, high = sorted((one, other))
+        assert fit(cci, high).fix_overhead(alpha) <= fit(cci, low).fix_overhead(alpha)
+
+    @given(fits, alphas, alphas)
+    def test_higher_alpha_never_lowers_it(self, variant, one, other):
+        low, high = sorted((one, other))
+        assert 0 <= variant.fix_overhead(low) <= variant.fix_overhead(high) <= 1
+
+    @given(impacts, impacts, shares, alphas)
+    def test_higher_impact_never_lowers_it(self, one, other, overlap, alpha):
+        low, high = sorted((one, other))
+        assert fit(low, overlap).fix_overhead(alpha) <= fit(high, overlap).fix_overhead(alpha)
+
+    @pytest.mark.parametrize("alpha", [-0.1, math.nan, math.inf])
+    def test_no_such_alpha(self, alpha):
+        with pytest.raises(ValueError, match="alpha"):
+            fit(0.5, 0.5).fix_overhead(alpha)
+
+    @pytest.mark.parametrize(("cci", "overlap"), [(1.1, 0), (0.5, -0.1), (math.nan, 0)])
+    def test_no_such_fit(self, cci, overlap):
+        with pytest.raises(ValueError, match="CCI"):
+            fit(cci, overlap)
+
+
+class TestBestVariant:
+    def test_it_is_not_the_one_with_the_highest_overlap(self):
+        independent, alike = fit(0.5, 0.5), fit(1.0, 0.7)
+        assert best_variant([alike, independent]) == independent
+
+    def test_none_of_none(self):
+        assert best_variant([]) is None
+
+    def test_ties_go_to_the_higher_overlap_and_then_to_the_lower_key(self):
+        assert best_variant([fit(0.5, 0.5, 1), fit(1.0, 0.75, 2)]) == fit(1.0, 0.75, 2)
+        assert best_variant([fit(0.5, 0.5, 2), fit(0.5, 0.5, 1)]) == fit(0.5, 0.5, 1)
+
+    @given(st.lists(fits, min_size=1), st.data())
+    def test_it_has_the_least_to_mend_in_whatever_order_they_come(self, variants, data):
+        best = best_variant(variants)
+        assert best is not None
+        assert all(best.mismatch <= variant.mismatch for variant in variants)
+        assert best_variant(data.draw(st.permutations(variants))) == best
+
+
+class TestFrequencyGain:
+    def test_a_use_that_mends_nothing_stops_at_the_floor(self):
+        assert frequency_gain(0.0) == 1 / MIN_FIX_OVERHEAD
+        assert frequency_gain(0.0, floor=0.5) == 2.0
+
+    def test_a_use_that_recomputes_all_counts_once(self):
+        assert frequency_gain(1.0) == 1.0
+
+    @given(shares, shares)
+    def test_less_to_mend_never_counts_for_less(self, one, other):
+        low, high = sorted((one, other))
+        assert 1.0 <= frequency_gain(high) <= frequency_gain(low)
+
+    @pytest.mark.parametrize(("overhead", "floor"), [(-0.1, 0.1), (1.1, 0.1), (0.5, 0), (0.5, 2)])
+    def test_no_such_overhead_or_floor(self, overhead, floor):
+        with pytest.raises(ValueError, match="lies in"):
+            frequency_gain(overhead, floor)
+
+
+# Cache-Craft §6: ROUGE F1 of 2WikiMQA by alpha; shares recomputed made up.
+PAPER = [
+    Trial(0.5, 0.15, 0.825),
+    Trial(1.0, 0.3, 0.896),
+    Trial(2.0, 0.5, 0.94),
+    Trial(3.0, 0.65, 0.953),
+]
+trials = st.lists(
+    st.builds(Trial, st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), shares, shares), max_size=40
+)
+
+
+class TestCalibration:
+    def test_a_quality_that_was_measured_gives_its_alpha(self):
+        found = calibrate(PAPER, 0.94)
+        assert found is not None
+        assert (found.alpha, found.fix_overhead, found.quality) == (2.0, 0.5, 0.94)
+
+    def test_between_two_alphas_it_is_a_straight_line(self):
+        found = calibrate(PAPER, 0.918)
+        assert found is not None
+        assert found.alpha == pytest.approx(1.5)
+        assert found.fix_overhead == pytest.approx(0.4)
+        assert found.quality == pytest.approx(0.918)
+
+    def test_below_the_lowest_nothing_is_guessed(self):
+        found = calibrate(PAPER, 0.1)
+        assert found is not None
+        assert found.alpha == 0.5
+
+    def test_naive_reuse_may_be_good_enough(self):
+        found = calibrate([Trial(0.0, 0.0, 0.9), *PAPER], 0.8)
+        assert found is not None
+        assert (found.alpha, found.fix_overhead) == (0.0, 0.0)
+
+    def test_what_no_alpha_reaches_is_none(self):
+        assert calibrate(PAPER, 0.99) is None
+        assert calibrate([], 0.0) is None
+
+    def test_one_lucky_low_alpha_decides_nothing(self):
+        lucky = [Trial(0.5, 0.15, 0.95), Trial(1.0, 0.3, 0.85), *PAPER[2:]]
+        found = calibrate(lucky, 0.93)
+        assert found is not None
+        assert 1.0 < found.alpha < 2.0
+
+    def test_the_mean_of_many_questions_counts(self):
+        found = calibrate([Trial(1.0, 0.2, 1.0), Trial(1.0, 0.4, 0.8)], 0.9)
+        assert found is not None
+        assert found.fix_overhead == pytest.approx(0.3)
+
+    @given(trials, shares, shares)
+    def test_a_higher_quality_never_has_a_lower_alpha(self, measured, one, other):
+        low, high = sorted((one, other))
+        modest, ambitious = calibrate(measured, low), calibrate(measured, high)
+        if ambitious is not None:
+            assert modest is not None
+            assert modest.alpha <= ambitious.alpha
+
+    @given(trials, shares)
+    def test_what_is_promised_is_what_was_asked_for(self, measured, wanted):
+        found = calibrate(measured, wanted)
+        if found is None:
+            return
+        assert found.quality >= wanted - 1e-6
+        assert 0 <= found.fix_overhead <= 1
+        tried = sorted({trial.alpha for trial in measured})
+        assert tried[0] <= found.alpha <= tried[-1]
+
+    @given(trials, shares, st.data())
+    def test_the_order_of_trials_is_no_matter(self, measured, wanted, data):
+        shuffled = data.draw(st.permutations(measured))
+        assert calibrate(shuffled, wanted) == calibrate(measured, wanted)
+
+    @given(st.lists(shares, min_size=1, max_size=6), shares)
+    def test_where_quality_rises_the_first_alpha_that_has_it_is_an_upper_bound(
+        self, qualities, wanted
+    ):
+        rising = [
+            Trial(float(alpha), 0.0, quality) for alpha, quality in enumerate(sorted(qualities))
+        ]
+        enough = [trial.alpha for trial in rising if trial.quality >= wanted]
+        found = calibrate(rising, wanted)
+        if enough:
+            assert found is not None
+            assert found.alpha <= enough[0]
+            assert found.alpha > enough[0] - 1 or found.alpha == 0
+
+    def test_diminishing_returns_make_a_straight_line_promise_too_little(self):
+        gains = [
+            (high.quality - low.quality) / (high.alpha - low.alpha) for low, high in pairwise(PAPER)
+        ]
+        assert gains == sorted(gains, reverse=True)
+
+    @pytest.mark.parametrize(
+        ("alpha", "overhead", "quality"), [(-1, 0, 0), (1, 1.1, 0), (1, 0, math.nan)]
+    )
+    def test_no_such_trial(self, alpha, overhead, quality):
+        with pytest.raises(ValueError, match=r"alpha|CFO|quality"):
+            Trial(alpha, overhead, quality)
+
+    def test_no_such_quality(self):
+        with pytest.raises(ValueError, match="quality"):
+            calibrate(PAPER, math.nan)

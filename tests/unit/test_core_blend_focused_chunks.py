@@ -1,0 +1,177 @@
+"""Algorithm 1: which chunks the question looks at, layer after layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.blend.focused_chunks import (
+    Cut,
+    FocusedChunks,
+    entropy_cut,
+    largest_gap_cut,
+)
+
+CUTS = [entropy_cut, largest_gap_cut]
+descending = st.lists(st.floats(0, 1e3), max_size=10).map(lambda each: sorted(each, reverse=True))
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> list[list[float]]:
+    chunks = draw(st.integers(0, 6))
+    attention = st.lists(st.floats(0, 10), min_size=chunks, max_size=chunks)
+    return draw(st.lists(attention, min_size=1, max_size=12))
+
+
+def after(attention: list[list[float]], window: int, cut: Cut = largest_gap_cut) -> FocusedChunks:
+    state = FocusedChunks.at_start(len(attention[0]), window=window, cut=cut)
+    for layer in attention:
+        state = state.after_layer(layer)
+    return state
+
+
+class TestCuts:
+    @pytest.mark.parametrize("cut", CUTS)
+    @given(scores=descending)
+    def test_the_high_ones_are_one_or_more_of_them(self, cut, scores):
+        assert min(1, len(scores)) <= cut(scores) <= len(scores)
+
+    @pytest.mark.parametrize("cut", CUTS)
+    @pytest.mark.parametrize("scores", [[], [3.0], [0.0, 0.0, 0.0], [2.0] * 5])
+    def test_where_there_is_nothing_to_tell_them_apart_all_are_high(self, cut, scores):
+        assert cut(scores) == len(scores)
+
+    @pytest.mark.parametrize("cut", CUTS)
+    @given(scores=descending, power=st.integers(-4, 4))
+    def test_only_ratios_count(self, cut, scores, power):
+        assert cut([score * 2.0**power for score in scores if score > 1e-3]) == cut(
+            [score for score in scores if score > 1e-3]
+        )
+
+    def test_lines_5_to_9_by_hand(self):
+        # differences 4, 3, 2, 1; p 0.4, 0.3, 0.2, 0.1; steps of entropy 0.361, 0.322, 0.230
+        assert entropy_cut([11.0, 7.0, 4.0, 2.0, 1.0]) == 1
+
+    def test_as_printed_the_chunk_above_the_gap_is_left_out(self):
+        # the step to difference 2, which lies under the second chunk, is the greatest; i* is 1
+        two_high = [10.0, 9.0, 1.0, 0.8, 0.6]
+        assert entropy_cut(two_high) == 1
+        assert largest_gap_cut(two_high) == 2
+
+    def test_as_printed_a_gap_of_nearly_everything_counts_for_little(self):
+        three_high = [10.0, 9.0, 8.0, 1.0, 0.5]
+        assert entropy_cut(three_high) == 1
+        assert largest_gap_cut(three_high) == 3
+
+    def test_line_8_has_no_choice_of_two(self):
+        assert entropy_cut([9.0, 1.0]) == 2
+        assert largest_gap_cut([9.0, 1.0]) == 1
+
+    def test_chunks_that_are_looked_at_much_the_same_stay_together(self):
+        assert largest_gap_cut([10.0, 9.9]) == 2
+        assert largest_gap_cut([10.0, 7.0, 6.0]) == 3
+        assert largest_gap_cut([10.0, 7.0, 6.0], most=0.7) == 1
+
+    def test_one_that_is_not_looked_at_at_all(self):
+        assert largest_gap_cut([1.0, 0.0], most=0.0) == 1
+
+    @pytest.mark.parametrize("most", [-0.1, 1.1, math.nan])
+    def test_no_such_share(self, most):
+        with pytest.raises(ValueError, match="lies in"):
+            largest_gap_cut([1.0, 0.5], most=most)
+
+
+class TestLayers:
+    def test_a_cut_that_stays_for_a_window_settles(self):
+        state = FocusedChunks.at_start(3, window=2)
+        state = state.after_layer([1.0, 9.0, 1.0])
+        assert (state.cutoff, state.focused) == (None, {0, 1, 2})
+        state = state.after_layer([1.0, 9.0, 1.0])
+        assert (state.cutoff, state.focused) == (2, {1})
+
+    def test_a_window_of_one_settles_at_once(self):
+        assert after([[9.0, 1.0, 1.0]], window=1).cutoff == 1
+
+    def test_a_cut_that_moves_starts_the_window_again(self):
+        state = after([[9, 1, 1], [1, 90, 1], [1, 90, 1], [1, 90, 1]], window=3)
+        assert (state.cutoff, state.focused) == (4, {1})
+
+    def test_attention_is_summed_over_layers(self):
+        # in the last layer alone chunk 0 is ahead; summed up (eq. 15) chunk 1 still is
+        state = after([[1, 40, 1], [1, 40, 1], [30, 1, 1]], window=3)
+        assert state.attention == (32, 81, 3)
+        assert (state.cutoff, state.focused) == (3, {1})
+
+    def test_what_never_settles_lets_nothing_go(self):
+        state = after([[9, 1, 1], [1, 90, 1]], window=2)
+        assert (state.cutoff, state.focused) == (None, {0, 1, 2})
+
+    def test_no_chunks_and_one(self):
+        assert after([[], []], window=2).focused == frozenset()
+        assert after([[1.0], [1.0]], window=2).focused == {0}
+
+    def test_once_settled_later_layers_change_nothing(self):
+        state = after([[9.0, 1.0, 1.0]], window=1)
+        assert state.after_layer([0.0, 100.0, 0.0]) is state
+
+    def test_a_state_is_a_value(self):
+        state = FocusedChunks.at_start(2, window=1)
+        state.after_layer([9.0, 1.0])
+        assert state == FocusedChunks.at_start(2, window=1)
+        with pytest.raises(FrozenInstanceError):
+            state.window = 2  # type: ignore[misc]
+
+    @given(layers(), st.integers(1, 4), st.sampled_from(CUTS))
+    def test_focused_chunks_only_become_fewer_and_then_stay(self, attention, window, cut):
+        state = FocusedChunks.at_start(len(attention[0]), window=window, cut=cut)
+        for number, layer in enumerate(attention, start=1):
+            then, state = state, state.after_layer(layer)
+            assert state.focused <= then.focused
+            assert state.cutoff is None or window <= state.cutoff <= number
+            assert then.cutoff is None or state == then
+
+    @given(layers(), st.integers(1, 4), st.sampled_from(CUTS))
+    def test_it_is_algorithm_1(self, attention, window, cut):
+        """Lines 1 to 14 as a loop over all layers."""
+        total = [0.0] * len(attention[0])
+        sets: list[set[int]] = []
+        found: tuple[set[int], int] | None = None
+        for number, layer in enumerate(attention, start=1):
+            total = [before + now for before, now in zip(total, layer, strict=True)]
+            ranked = sorted(range(len(total)), key=lambda each: -total[each])
+            sets.append(set(ranked[: cut([total[each] for each in ranked])]))
+            if number >= window and all(one == sets[-1] for one in sets[-window:]):
+                found = (sets[-1], number)
+                break
+        state = after(attention, window, cut)
+        every = set(range(len(total)))
+        assert (state.focused, state.cutoff) == (found or (every, None))
+
+    @given(layers(), st.integers(1, 4), st.data())
+    def test_names_of_chunks_are_no_matter(self, attention, window, data):
+        every = range(len(attention[0]))
+        total = [math.fsum(layer[each] for layer in attention) for each in every]
+        if len(set(total)) < len(total) or any(len(set(each)) < len(each) for each in attention):
+            return  # equals are told apart by number
+        order = data.draw(st.permutations(list(every)))
+        moved = after([[layer[each] for each in order] for layer in attention], window)
+        still = after(attention, window)
+        if len(set(still.attention)) == len(still.attention):
+            assert {order[each] for each in moved.focused} == still.focused
+
+
+@pytest.mark.parametrize("attention", [[1.0], [1.0, math.nan], [1.0, -1.0], [math.inf, 1.0]])
+def test_attention_that_cannot_be_is_refused(attention):
+    with pytest.raises(ValueError, match="attention"):
+        FocusedChunks.at_start(2, window=1).after_layer(attention)
+
+
+def test_no_such_start():
+    with pytest.raises(ValueError, match="window"):
+        FocusedChunks.at_start(2, window=0)
+    with pytest.raises(ValueError, match="chunks"):
+        FocusedChunks.at_start(-1, window=1)
