@@ -1,0 +1,133 @@
+"""Moving post-RoPE keys from one position to another, on the CPU or a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache_kv.codecs.numbers import NUMBERS, Bits
+from ragcache_kv.rotation.rope import Rope
+from ragcache_kv.rotation.turn import turn
+
+if TYPE_CHECKING:
+    import torch
+
+Array = TypeVar("Array", NDArray[Any], "torch.Tensor")
+_Layout = tuple[int, int, int, int]
+"""Groups, of which each is keys (and values), of so many rows, of head_dim numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRotation:
+    """Rotates the keys of one model, held as dtype (``ValueShape.dtype``).
+
+    Arrays are C-contiguous: bit patterns in numpy (``codecs.numbers``: uint16, uint32) or tensors
+    of dtype, whose device does the work; a GPU has it queued on the current stream. Arithmetic is
+    float32 and rounds once, ties to even, to the same bits everywhere. A delta of 0 changes none.
+    Raises ValueError for a dtype that is no KV's.
+    """
+
+    rope: Rope
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NUMBERS:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(NUMBERS)}")
+
+    def rotate_part(self, part: Array, delta: int, out: Array | None = None) -> Array:
+        """Move a native part, or a whole value, delta tokens on; back where delta is negative.
+
+        part: [..., 2, num_tokens, num_kv_heads, head_dim], keys first; values stay as they are.
+        out: of the same shape and not overlapping, or part itself, which absent it is.
+        Returns out. Raises ValueError for any other array.
+        """
+        shape = tuple(part.shape)
+        if len(shape) < 4 or shape[-4] != 2 or shape[-1] != self.rope.head_dim:
+            raise ValueError(f"{shape} is not [..., 2, tokens, kv_heads, {self.rope.head_dim}]")
+        layout = (math.prod(shape[:-4]), 2, shape[-3] * shape[-2], shape[-1])
+        return self._rotate(part, delta, part if out is None else out, layout)
+
+    def rotate_keys(self, keys: Array, delta: int, out: Array | None = None) -> Array:
+        """The same for keys alone, [..., head_dim]."""
+        shape = tuple(keys.shape)
+        if not shape or shape[-1] != self.rope.head_dim:
+            raise ValueError(f"{shape} is not [..., {self.rope.head_dim}]")
+        layout = (1, 1, math.prod(shape[:-1]), shape[-1])
+        return self._rotate(keys, delta, keys if out is None else out, layout)
+
+    def warm_up(self) -> None:
+        """Compile what the CPU needs, about half a second."""
+        keys = np.zeros((1, self.rope.head_dim), NUMBERS[self.dtype].bits)
+        self.rotate_keys(keys, 1, np.empty_like(keys))
+        self.rotate_keys(keys, 1)
+
+    def _rotate(self, given: Array, delta: int, out: Array, layout: _Layout) -> Array:
+        if given.shape != out.shape:
+            raise ValueError(f"out has shape {tuple(out.shape)}, not {tuple(given.shape)}")
+        if isinstance(given, np.ndarray) and isinstance(out, np.ndarray):
+            self._on_processor(given, delta, out, layout)
+        elif not (isinstance(given, np.ndarray) or isinstance(out, np.ndarray)):
+            self._rotate_tensor(given, delta, out, layout)
+        else:
+            raise ValueError("numpy on one side, torch on the other")  # noqa: TRY004
+        return out
+
+    def _rotate_tensor(
+        self, given: torch.Tensor, delta: int, out: torch.Tensor, layout: _Layout
+    ) -> None:
+        import torch  # noqa: PLC0415  only whoever has a tensor has torch
+
+        dtype = getattr(torch, self.dtype)
+        if any(t.dtype != dtype or not t.is_contiguous() for t in (given, out)):
+            raise ValueError(f"no contiguous tensor of {self.dtype}")
+        if given.device != out.device:
+            raise ValueError(f"out is on {out.device}, not {given.device}")
+        if given.device.type != "cpu":
+            # Imported here: only a GPU's machine has Triton for sure.
+            from ragcache_kv.rotation import device  # noqa: PLC0415
+
+            device.rotate(given, out, self.rope, delta, layout)
+            return
+        number = NUMBERS[self.dtype]
+        whole = torch.int32 if number.num_bytes == 4 else torch.int16
+        before, after = (
+            tensor.detach().view(whole).numpy().view(number.bits) for tensor in (given, out)
+        )
+        self._on_processor(before, delta, after, layout)
+
+    def _on_processor(self, given: Bits, delta: int, out: Bits, layout: _Layout) -> None:
+        # Imported here: whoever never rotates does without numba.
+        from ragcache_kv.rotation import processor  # noqa: PLC0415
+
+        number = NUMBERS[self.dtype]
+        for array in (given, out):
+            flags = array.flags
+            if array.dtype != number.bits or not (flags.c_contiguous and flags.aligned):
+                raise ValueError(f"no contiguous array of {self.dtype}'s bit patterns")
+        if not out.flags.writeable:
+            raise ValueError("out is read only")
+        before, after = given.reshape(layout), out.reshape(layout)
+        in_place = _same_place(given, out)
+        if not (in_place or (delta and given.flags.writeable)):
+            np.copyto(after, before)  # kernels take nothing that is read only
+            in_place = True
+        for group, new_group in zip(before, after, strict=True):
+            new_keys = new_group[0]
+            if delta:
+                keys = new_keys if in_place else group[0]
+                processor.rotate(keys, new_keys, turn(self.rope, delta), self.rope, number)
+            if not in_place:
+                np.copyto(new_group[1:], group[1:])
+
+
+def _same_place(given: Bits, out: Bits) -> bool:
+    """Whether out is what is given. Raises ValueError if it is so in part."""
+    if not np.may_share_memory(given, out):
+        return False
+    if given.__array_interface__["data"][0] != out.__array_interface__["data"][0]:
+        raise ValueError("out overlaps what is rotated")
+    return True
