@@ -6,26 +6,21 @@ a program. To compile takes no GPU. The interpreter accepts what the compiler do
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 
 from ragcache_core.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_part, encode_part
 from ragcache_kv.codecs.gse import NOT_FINITE
 from ragcache_kv.codecs.numbers import NUMBERS, narrow, widen
+from tests.triton_program import as_a_program
 
 CASES = (("bfloat16", 80), ("bfloat16", 7), ("float16", 64), ("float32", 80))
 NUM_TOKENS = 6
-TIMEOUT_S = 120.0
 
 
 def difference(dtype: str, dim: int, precision: Precision) -> str:
@@ -120,27 +115,12 @@ def main() -> None:
     print(json.dumps({name: what for name, what in found.items() if what} | {"of": len(found)}))
 
 
-def as_a_program(**environment: str) -> Any:
-    if any(importlib.util.find_spec(name) is None for name in ("triton", "torch")):
-        pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_triton_decodes_as_the_cpu_does() -> None:
-    assert as_a_program(TRITON_INTERPRET="1") == {"of": 1 + len(CASES) * 10}
+    assert as_a_program(__file__, TRITON_INTERPRET="1") == {"of": 1 + len(CASES) * 10}
 
 
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    assert len(as_a_program(TRITON_CACHE_DIR=str(tmp_path))) == 15
+    assert len(as_a_program(__file__, TRITON_CACHE_DIR=str(tmp_path))) == 15
 
 
 if __name__ == "__main__":

@@ -8,23 +8,19 @@ need not be there.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ragcache_kv.codecs.numbers import NUMBERS, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, read_rope
+from tests.triton_program import as_a_program
 
 KEYS = ((64, 1.0), (80, 0.5), (96, 1.0))
 LAYERS, TOKENS, HEADS = 2, 21, 3
-TIMEOUT_S = 120.0
 CASES = list(itertools.product(NUMBERS, Pairing, KEYS, (True, False), (-3001, 0, 100_000)))
 
 
@@ -118,28 +114,12 @@ def main() -> None:
     print(json.dumps({name: what for name, what in found.items() if what} | {"of": len(found)}))
 
 
-def as_a_program(**environment: str) -> dict[str, int]:
-    if any(importlib.util.find_spec(name) is None for name in ("triton", "torch")):
-        pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_triton_rotates_as_the_cpu_does() -> None:
-    assert as_a_program(TRITON_INTERPRET="1") == {"of": len(CASES) + 1}
+    assert as_a_program(__file__, TRITON_INTERPRET="1") == {"of": len(CASES) + 1}
 
 
 def test_the_kernel_compiles_for_gpus_and_fuses_nothing(tmp_path: Path) -> None:
-    found = as_a_program(TRITON_CACHE_DIR=str(tmp_path))
+    found = as_a_program(__file__, TRITON_CACHE_DIR=str(tmp_path))
     assert len(found) == 12
     assert not any(found.values())
 
