@@ -38,7 +38,6 @@ from ragcache_kv.store.lane_protocol import (
     Channel,
     Kind,
     TimedOut,
-    frame,
     from_error,
     parse,
     to_error,
@@ -378,7 +377,7 @@ def test_frames_and_raw_bytes_come_as_they_went(ends: tuple[Channel, Channel], s
 
 def test_what_is_owed_goes_with_the_next_frame(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    one.owed += frame(Kind.RELEASE, pb.LaneRelease(leases=[5]))
+    one.owed.append((Kind.RELEASE, pb.LaneRelease(leases=[5])))
     one.send(Kind.GET, pb.GetRequest())
     assert other.receive(100)[0] == Kind.GET
     assert other.receive(100)[0] == Kind.RELEASE
@@ -394,7 +393,7 @@ def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
         (Kind.PUT, [Kind.RELEASE, Kind.PUT]),
         (Kind.GET, [Kind.GET, Kind.RELEASE]),
     ):
-        one.owed = frame(Kind.RELEASE)
+        one.owed = [(Kind.RELEASE, pb.LaneRelease())]
         one.send(kind)
         assert [other.receive(0)[0] for _ in range(2)] == expected
         assert not one.owed

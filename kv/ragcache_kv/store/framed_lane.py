@@ -17,7 +17,6 @@ from ragcache_kv.store.lane_protocol import (
     Busy,
     Channel,
     Kind,
-    frame,
     from_error,
     parse,
 )
@@ -179,7 +178,7 @@ class Asked(Generic[C, M]):
                 self.drop()  # and with it the leases
                 return
         elif leases:
-            self.connection.owed += frame(Kind.RELEASE, said)
+            self.connection.owed.append((Kind.RELEASE, said))
         self.done()
 
     def drop(self) -> None:

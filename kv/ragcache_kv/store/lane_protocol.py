@@ -52,7 +52,7 @@ FILE_STEP_BYTES = 1 << 20
 READ_BYTES = 16 << 10
 """How much is read ahead, which makes most frames one system call."""
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 128 << 10
 """How much is received before it is verified: still in the cache, and worth a system call."""
 
 AWAKE_S = 300e-6
@@ -101,14 +101,14 @@ class Channel:
     Every call has its deadline (on time.monotonic's clock) as the kernel's own time limit of the
     socket, which costs nothing while bytes flow: a transfer is one system call however long.
 
-    owed: frames without an answer, which go with the next frame: by themselves they would wake the
+    owed: messages without an answer, which go with the next one: by themselves they would wake the
     other end for nothing that anybody waits for.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.deadline = 0.0
-        self.owed = b""
+        self.owed: list[tuple[Kind, Message]] = []
         self._ahead = bytearray(READ_BYTES)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
@@ -129,17 +129,25 @@ class Channel:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, kind: Kind, message: Message | None = None) -> None:
-        """Send a frame, and what is owed. Raises Broken."""
-        mine, owed, self.owed = frame(kind, message), self.owed, b""
-        # What is owed need not delay an answer; but after PUT there is to be nothing but its value.
-        self.send_raw(owed + mine if kind == Kind.PUT else mine + owed)
+    def send(
+        self, kind: Kind, message: Message | None = None, data: memoryview | None = None
+    ) -> None:
+        """Send a frame, the bytes that begin what follows it, and what is owed. Raises Broken."""
+        mine = frame(kind, message)
+        if kind == Kind.PUT:  # nothing may come between it and its value
+            self.send_owed()
+        if data is None:
+            self.send_raw(mine)
+        else:
+            self._send_both(mine, data)
+        if self.owed:  # while the other end is busy with what was sent
+            self.send_owed()
 
     def send_owed(self) -> None:
         """Send what is owed. Raises Broken."""
-        data, self.owed = self.owed, b""
-        if data:
-            self.send_raw(data)
+        owed, self.owed = self.owed, []
+        if owed:
+            self.send_raw(b"".join([frame(kind, message) for kind, message in owed]))
 
     @property
     def is_open(self) -> bool:
@@ -166,6 +174,18 @@ class Channel:
                     rest = rest[self.socket.send(rest) :]
         except OSError as error:
             raise _broken(error) from error
+
+    def _send_both(self, head: bytes, data: memoryview) -> None:
+        """Send head and data as one packet, where it can be: the other end wakes once."""
+        try:
+            self._limit(socket.SO_SNDTIMEO)
+            sent = self.socket.sendmsg([head, data])
+        except OSError as error:
+            raise _broken(error) from error
+        for part in (head, data):
+            if sent < len(part):
+                self.send_raw(part[sent:])
+            sent = max(0, sent - len(part))
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
         """Send bytes of a file. Raises Broken."""

@@ -96,7 +96,10 @@ def from_key(field: str, message: pb.VariantKey) -> VariantKey:
 def from_keys(field: str, messages: Sequence[pb.VariantKey]) -> list[VariantKey]:
     """At most MAX_KEYS variant keys. Raises InvalidInput, TooLarge."""
     check_count(field, len(messages))
-    return [from_key(f"{field}[{i}]", message) for i, message in enumerate(messages)]
+    try:
+        return [VariantKey(message.chunk, message.prefix) for message in messages]
+    except ValueError:  # again, to name it
+        return [from_key(f"{field}[{i}]", message) for i, message in enumerate(messages)]
 
 
 def from_chunk(field: str, key: bytes) -> ChunkKey:

@@ -19,7 +19,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
@@ -68,6 +68,9 @@ IDLE_S = 600.0
 
 MAX_HEADERS = 4096
 """Values whose headers are kept encoded; a few MiB with as many layers as models have."""
+
+FIRST_BYTES = 64 << 10
+"""How much of the first value goes with the answer: less than its client takes to read that."""
 
 UNANSWERED = frozenset({Kind.RELEASE, Kind.READS})
 
@@ -314,9 +317,10 @@ class _Connection(threading.Thread):
             reply = pb.LaneGetReply()
             for one in answers:
                 self._add(reply, one)
-            self.channel.send(Kind.GOT, reply)
-            if not self._shared:
-                self._send_values(leases, request.by_layer)
+            if self._shared:
+                self.channel.send(Kind.GOT, reply)
+            else:
+                self._send(reply, self._pieces(leases, request.by_layer))
 
     def _add(self, reply: pb.LaneGetReply, one: Lease | Miss) -> None:
         found = reply.found.add()
@@ -331,28 +335,44 @@ class _Connection(threading.Thread):
                     disk=one.on_disk, offset=extent.offset, num_bytes=extent.num_bytes
                 )
 
-    def _send_values(self, leases: Sequence[Lease], by_layer: bool) -> None:
+    def _send(self, reply: pb.LaneGetReply, pieces: Iterator[memoryview | Extent]) -> None:
+        """Send an answer and the bytes after it."""
+        piece = next(pieces, None)
+        if isinstance(piece, memoryview):
+            # Its first bytes go with the answer, which saves its client from being woken for that.
+            self.channel.send(Kind.GOT, reply, piece[:FIRST_BYTES])
+            piece = piece[FIRST_BYTES:]
+        else:
+            self.channel.send(Kind.GOT, reply)
+        while piece is not None:
+            if isinstance(piece, Extent):
+                self.channel.send_file(self._store.value_file.fd, piece.offset, piece.num_bytes)
+            elif piece:
+                # Not by sendfile, whose page by page halves the speed on memory.
+                self.channel.send_raw(piece)
+            piece = next(pieces, None)
+
+    def _pieces(self, leases: Sequence[Lease], by_layer: bool) -> Iterator[memoryview | Extent]:
+        """The values as they are sent: bytes of the memory tier, or extents of the file."""
         if not by_layer:
             for lease in leases:
-                self._send(lease, 0, lease.info.num_bytes)
+                yield from self._cut(lease, 0, lease.info.num_bytes)
             return
         starts = [0] * len(leases)
         for layer in range(max([len(lease.parts) for lease in leases], default=0)):
             for i, lease in enumerate(leases):
                 if layer < len(lease.parts):
-                    self._send(lease, starts[i], lease.parts[layer].num_bytes)
+                    yield from self._cut(lease, starts[i], lease.parts[layer].num_bytes)
                     starts[i] += lease.parts[layer].num_bytes
 
-    def _send(self, lease: Lease, start: int, num_bytes: int) -> None:
+    def _cut(self, lease: Lease, start: int, num_bytes: int) -> Iterator[memoryview | Extent]:
         if not lease.on_disk:
-            # Not by sendfile, whose page by page halves the speed on memory.
-            for view in cut(self._store.arena.views(lease.extents), start, num_bytes):
-                self.channel.send_raw(view)
+            yield from cut(self._store.arena.views(lease.extents), start, num_bytes)
             return
         for extent in lease.extents:
             step = min(extent.num_bytes - start, num_bytes)
             if step > 0:
-                self.channel.send_file(self._store.value_file.fd, extent.offset + start, step)
+                yield Extent(extent.offset + start, step)
                 num_bytes -= step
             start = max(0, start - extent.num_bytes)
 
