@@ -2,11 +2,12 @@
 
 Every store runs in a process of its own with the server processes it needs; all of them take turns
 within one run. A get counts until every byte is in the caller's own buffer and its checksum has
-been compared; then the bytes are compared themselves, outside the time. Values together are larger
-than the CPU's cache, and buffers take turns over as many bytes. The page cache is warm: what a
-store wrote to files is read from the kernel's memory, as is whatever was stored a moment ago.
-What a put leaves to the background is finished, untimed, before the next store has its turn: puts
-are measured in bursts of TOTAL_BYTES.
+been compared, so that a put counts from where that checksum is taken; then the bytes are compared
+themselves, outside the time. Values together are larger than the CPU's cache, and buffers take
+turns over as many bytes. The page cache is warm: what a store wrote to files is read from the
+kernel's memory, as is whatever was stored a moment ago.
+What a put leaves to the background, a store's or the kernel's, is finished, untimed, before the next
+store has its turn: puts are measured in bursts of TOTAL_BYTES.
 
 Caches are full nearly always, so puts are measured in stores that have been filled before: a put
 takes the place of an older value, ours by evicting it, the others by overwriting it.
@@ -202,6 +203,7 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
                 runner.measure(do, num_bytes, count=place >= fill)
                 if do == "put":
                     runner.ask(do="settle")
+                    os.sync()
 
 
 def report(runners: Sequence[Runner]) -> None:

@@ -92,6 +92,13 @@ class Served:
         await server.start()
         return server
 
+    def interrupt(self) -> None:
+        """End every connection, from the store's side."""
+        with self.lanes._lock:  # one that has greeted its client may not be listed yet
+            connections = list(self.lanes._connections)
+        for connection in connections:
+            connection.channel.interrupt()
+
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
@@ -1058,8 +1065,7 @@ def test_a_witness_that_was_silent_for_long_is_replaced(
 ) -> None:
     with remembering(served, [1]) as client:
         assert isinstance(only(client, 1), StoredValue)
-        for connection in list(served.lanes._connections):
-            connection.channel.interrupt()
+        served.interrupt()
         eventually(lambda: not served.lanes._connections)
         kinds = asked(client, monkeypatch)
         assert isinstance(only(client, 1), StoredValue)

@@ -423,14 +423,14 @@ def test_a_reader_that_trickles_does_not_stretch_the_deadline_of_a_file(
 
 def test_a_frame_over_its_bound_is_not_read(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    one.send_raw(HEADER.pack(101, Kind.GET))
+    one.send_raw(HEADER.pack(101, Kind.GET, 0))
     with pytest.raises(Broken, match="101 bytes"):
         other.receive(100)
 
 
 def test_the_end_of_the_other_is_noticed(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    one.send_raw(HEADER.pack(10, Kind.GET) + b"half")
+    one.send_raw(HEADER.pack(10, Kind.GET, 0) + b"half")
     one.close()
     with pytest.raises(Broken, match="closed"):
         other.receive(100)

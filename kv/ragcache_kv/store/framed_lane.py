@@ -202,9 +202,15 @@ class FramedLane(Lane, Generic[C]):
         self.pool.close()
 
     def ask(
-        self, kind: Kind, message: Message, wanted: Kind, reply_type: type[M], deadline: float
+        self,
+        kind: Kind,
+        message: Message,
+        wanted: Kind,
+        reply_type: type[M],
+        deadline: float,
+        early: memoryview | None = None,
     ) -> Asked[C, M]:
-        """Send a message and wait for the answer.
+        """Send a message and wait for the answer. early: bytes for the store, if it wants them.
 
         Raises Broken; and what the store has raised, after which the connection goes on.
         """
@@ -212,7 +218,7 @@ class FramedLane(Lane, Generic[C]):
         asked_at = time.monotonic()
         try:
             connection.deadline = deadline
-            connection.send(kind, message)
+            connection.send(kind, message, early, skippable=True)
             connection.stay_awake()
             reply = answer(connection, wanted, reply_type)
         except RagCacheError:

@@ -1,7 +1,8 @@
 """Frames of the data lanes: small messages over a Unix or a TCP socket, for both ends.
 
-A frame is a header (``HEADER``) and a protobuf message. A connection carries one call at a time, so
-an answer needs no number to be told from another; hardly any release is answered.
+A frame is a header (``HEADER``), a protobuf message, and bytes that may be skipped. A connection
+carries one call at a time, so an answer needs no number to be told from another; hardly any release
+is answered.
 
     client                            server
                                       WELCOME (HelloReply); on a Unix socket with three fds, the
@@ -12,9 +13,10 @@ an answer needs no number to be told from another; hardly any release is answere
     RELEASE (LaneRelease)             nothing; RELEASED if it names corrupt values, once they are
                                       dropped, so that a put that follows finds room
     READS (LaneReads)                 nothing; shared: what was read again without asking
-    PUT (PutHeader)                   GRANT (LaneGrant)
+    PUT (PutHeader); on the socket    GRANT (LaneGrant)
+    lane with the first bytes
       shared: COMMIT, or ABORT        PUT_DONE (PutReply), or nothing
-      socket: the value's bytes       PUT_DONE (PutReply)
+      socket: the value's other bytes PUT_DONE (PutReply)
                                       ERROR (LaneError) instead of any answer
 
 What one end has not heard of for too long it lets go: a call that breaks off in the middle ends the
@@ -37,8 +39,8 @@ from google.protobuf.message import DecodeError, Message
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
-HEADER = struct.Struct("<IBxxx")
-"""Bytes of the message that follows, and its kind."""
+HEADER = struct.Struct("<IBxxxI")
+"""Bytes of the message that follows, its kind, and bytes after it, to be skipped if not taken."""
 
 MAX_REQUEST_BYTES = 1 << 20
 """Bound of a client's message: MAX_KEYS keys, or the header of a put with all it may name."""
@@ -54,6 +56,9 @@ READ_BYTES = 16 << 10
 
 PIECE_BYTES = 128 << 10
 """How much is received before it is verified: still in the cache, and worth a system call."""
+
+EARLY_BYTES = 512 << 10
+"""How much of a value is put before the store has agreed to take it: what it reads meanwhile."""
 
 AWAKE_S = 300e-6
 NAPS = 64
@@ -112,6 +117,7 @@ class Channel:
         self._ahead = bytearray(READ_BYTES)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
+        self._skippable = 0
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._naps = 0
@@ -130,16 +136,22 @@ class Channel:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def send(
-        self, kind: Kind, message: Message | None = None, data: memoryview | None = None
+        self,
+        kind: Kind,
+        message: Message | None = None,
+        data: memoryview | None = None,
+        skippable: bool = False,
     ) -> None:
-        """Send a frame, the bytes that begin what follows it, and what is owed. Raises Broken."""
-        mine = frame(kind, message)
+        """Send a frame, with the bytes that begin what follows it, and what is owed.
+
+        skippable: whether the other end may do without the bytes. Raises Broken.
+        """
         if kind == Kind.PUT:  # nothing may come between it and its value
             self.send_owed()
         if data is None:
-            self.send_raw(mine)
+            self.send_raw(frame(kind, message))
         else:
-            self._send_both(mine, data)
+            self._send_both(frame(kind, message, len(data) if skippable else 0), data)
         if self.owed:  # while the other end is busy with what was sent
             self.send_owed()
 
@@ -232,11 +244,14 @@ class Channel:
     def receive(self, most: int) -> tuple[int, memoryview]:
         """Kind and message of the next frame; the message is valid until the next call.
 
-        Raises Broken, also for a message of more than most bytes.
+        Skips what may be skipped of the last one and was not taken. Raises Broken, also for a
+        message of more than most bytes.
         """
+        if self._skippable:
+            self._skip()
         while self._end - self._start < HEADER.size:
             self._read_ahead()
-        size, kind = HEADER.unpack_from(self._ahead, self._start)
+        size, kind, self._skippable = HEADER.unpack_from(self._ahead, self._start)
         if size > most:
             raise Broken(f"a frame of {size} bytes")
         self._start += HEADER.size
@@ -247,11 +262,20 @@ class Channel:
             self._start += size
             return kind, message
         message = memoryview(bytearray(size))
-        self.receive_into(message)
+        self._fill(message)
         return kind, message
 
     def receive_into(self, target: memoryview) -> None:
         """Fill target with bytes that are no frame. Raises Broken."""
+        self._skippable = max(0, self._skippable - len(target))
+        self._fill(target)
+
+    def _skip(self) -> None:
+        waste = memoryview(bytearray(PIECE_BYTES))
+        while self._skippable:
+            self.receive_into(waste[: self._skippable])
+
+    def _fill(self, target: memoryview) -> None:
         done = min(self._end - self._start, len(target))
         if done:
             target[:done] = self._view[self._start : self._start + done]
@@ -293,12 +317,12 @@ class Channel:
                 raise _broken(error) from error
 
 
-def frame(kind: Kind, message: Message | None = None) -> bytes:
-    """A frame as bytes."""
+def frame(kind: Kind, message: Message | None = None, skippable: int = 0) -> bytes:
+    """A frame as bytes, without the skippable ones."""
     if message is None:
-        return HEADER.pack(0, kind)
+        return HEADER.pack(0, kind, skippable)
     payload = message.SerializeToString()
-    return HEADER.pack(len(payload), kind) + payload
+    return HEADER.pack(len(payload), kind, skippable) + payload
 
 
 def parse(message_type: type[M], payload: memoryview) -> M:

@@ -17,6 +17,7 @@ from ragcache_kv.store.buffers import Verifier
 from ragcache_kv.store.framed_lane import Asked, FramedLane, answer
 from ragcache_kv.store.lane import Asking, no_answer
 from ragcache_kv.store.lane_protocol import (
+    EARLY_BYTES,
     PIECE_BYTES,
     SOCKET_BUFFER_BYTES,
     Broken,
@@ -61,12 +62,14 @@ class SocketLane(FramedLane[Channel]):
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
         """See Lane."""
         header = to_put_header(variant, ack, traceparent())
-        asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline)
+        early, rest = value[:EARLY_BYTES], value[EARLY_BYTES:]
+        asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline, early)
         grant = asked.reply
         if not grant.granted:
             asked.done()
             return from_outcome(grant.outcome)
-        asked.connection.send_raw(value)
+        if rest:
+            asked.connection.send_raw(rest)
         return from_outcome(self.end_put(asked).outcome)
 
     def _ask(

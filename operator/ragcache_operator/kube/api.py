@@ -146,7 +146,7 @@ class Api:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _no_answer(error) from error
         finally:
-            response.release()
+            _end(response)
 
     async def lines(self, path: str, **query: str) -> AsyncIterator[str]:
         """Lines of a text that goes on: a pod's log with ``follow``."""
@@ -157,7 +157,7 @@ class Api:
         except _BROKEN as error:
             raise _no_answer(error) from error
         finally:
-            response.close()
+            _end(response)
 
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
@@ -245,7 +245,7 @@ class Api:
         except _BROKEN as error:
             raise _no_answer(error) from error
         finally:
-            response.close()
+            _end(response)
 
     async def _object(
         self, method: str, path: str, query: dict[str, str], body: Object, media_type: str = _JSON
@@ -283,7 +283,7 @@ class Api:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise _no_answer(error) from error
         finally:
-            response.release()
+            _end(response)
 
     async def _send(
         self,
@@ -319,8 +319,18 @@ class Api:
         except (aiohttp.ClientError, TimeoutError):
             raw = ""
         finally:
-            response.release()
+            _end(response)
         raise _error(response.status, _status(raw))
+
+
+def _end(response: aiohttp.ClientResponse) -> None:
+    """Let go of an answer: of its connection, too, unless all was read.
+
+    That one is cut off: the goodbye of TLS waits for the server, perhaps beyond the event loop.
+    """
+    if response.connection is not None and response.connection.transport is not None:
+        response.connection.transport.abort()
+    response.close()
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:

@@ -1,0 +1,82 @@
+"""The client of the Kubernetes API against a server that answers as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import gc
+import json
+import socket
+import ssl
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from ragcache_operator.certificates import make_certificate
+from ragcache_operator.kube.api import Api
+from ragcache_operator.kube.resources import PODS
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[Path]:
+    """A kubeconfig of a server that begins a watch and then says nothing, not even goodbye."""
+    pair = make_certificate(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
+    (tmp_path / "cert.pem").write_bytes(pair.certificate)
+    (tmp_path / "key.pem").write_bytes(pair.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    connections = contextlib.ExitStack()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                accepted, _ = listener.accept()
+                connection = context.wrap_socket(accepted, server_side=True)
+                connections.enter_context(connection)
+                connection.recv(1 << 16)
+                connection.sendall(HEAD + b"%x\r\n%s\r\n" % (len(EVENT), EVENT))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    cluster = {
+        "server": f"https://127.0.0.1:{listener.getsockname()[1]}",
+        "certificate-authority-data": base64.b64encode(pair.authority).decode("ascii"),
+    }
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "one", "cluster": cluster}],
+        "users": [{"name": "one", "user": {"token": "none"}}],
+        "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+        "current-context": "one",
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(config))
+    yield path
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    connections.close()
+
+
+def test_a_watch_that_is_left_leaves_no_connection(silent: Path) -> None:
+    async def watch() -> None:
+        async with await Api.connect(silent) as api, aclosing(api.watch(PODS, "1")) as events:
+            assert await anext(events) == ("ADDED", {"metadata": {"name": "one"}})
+
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        asyncio.run(watch())
+        gc.collect()
+    assert [str(one.message) for one in said] == []
