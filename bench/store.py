@@ -6,8 +6,8 @@ been compared, so that a put counts from where that checksum is taken; then the 
 themselves, outside the time. Values together are larger than the CPU's cache, and buffers take
 turns over as many bytes. The page cache is warm: what a store wrote to files is read from the
 kernel's memory, as is whatever was stored a moment ago.
-What a put leaves to the background, a store's or the kernel's, is finished, untimed, before the next
-store has its turn: puts are measured in bursts of TOTAL_BYTES.
+What a put leaves to the background, a store's or the kernel's, is finished, untimed, before the
+next store has its turn: puts are measured in bursts of TOTAL_BYTES.
 
 Caches are full nearly always, so puts are measured in stores that have been filled before: a put
 takes the place of an older value, ours by evicting it, the others by overwriting it.

@@ -571,6 +571,21 @@ async def test_the_async_client_does_the_same(served: Served) -> None:
     await client.close()
 
 
+def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -> None:
+    with client_of(served.address, "socket") as client:
+        variant, value = new(1, [2 * MIB, 100])
+        other, _ = new(2, [2 * MIB, 100])
+        assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+        for refused in (replace(other, origin=Origin(domain="")), replace(other, parts=())):
+            with pytest.raises(InvalidInput):
+                client.put(refused, value, TIMEOUT_S)
+            assert client.put(variant, value, TIMEOUT_S) is PutOutcome.HELD_ALREADY
+            found = only(client, 1)
+            assert isinstance(found, StoredValue)
+            assert found.value == value
+        assert len(served.lanes._connections) == 1
+
+
 def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
     rng = np.random.default_rng(0)
     with client_of(served.address, "shared") as client:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -397,6 +398,41 @@ def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
         one.send(kind)
         assert [other.receive(0)[0] for _ in range(2)] == expected
         assert not one.owed
+
+
+@pytest.mark.parametrize("size", [0, 1, READ_BYTES, 3_000_000])
+@pytest.mark.parametrize("taken", [0, 1, READ_BYTES - 1, 3_000_000])
+def test_bytes_after_a_message_may_be_taken_or_left(
+    ends: tuple[Channel, Channel], size: int, taken: int
+) -> None:
+    one, other = ends
+    taken = min(size, taken)
+    data = memoryview(Random(size).randbytes(size))
+    asked = pb.PutHeader(traceparent="t")
+
+    def send() -> None:
+        for _ in range(2):
+            one.owed = [(Kind.RELEASE, pb.LaneRelease())]
+            one.send(Kind.PUT, asked, data, skippable=True)
+        one.send(Kind.GET, asked, data)  # not to be left
+        one.send(Kind.COMMIT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for _ in range(2):
+        assert other.receive(100)[0] == Kind.RELEASE
+        kind, payload = other.receive(100)
+        assert kind == Kind.PUT
+        assert parse(pb.PutHeader, payload) == asked
+        target = memoryview(bytearray(taken))
+        other.receive_into(target)
+        assert target == data[:taken]
+    assert other.receive(100)[0] == Kind.GET
+    target = memoryview(bytearray(size))
+    other.receive_into(target)
+    assert target == data
+    assert other.receive(100)[0] == Kind.COMMIT
+    thread.join()
 
 
 def test_a_reader_that_trickles_does_not_stretch_the_deadline_of_a_file(
