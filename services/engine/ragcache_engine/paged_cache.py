@@ -39,18 +39,18 @@ class PagedCache:
     """
 
     def __init__(self, layers: Mapping[str, Any], device: torch.device) -> None:
-        self._layers = list(layers.values())
+        self.layers = list(layers.values())
         self._device = device
-        shapes = {_shape(layer.kv_cache) for layer in self._layers}
+        shapes = {_shape(layer.kv_cache) for layer in self.layers}
         if len(shapes) != 1:
             raise ValueError(f"layers differ in their KV shape: {shapes}")
         self.shape = shapes.pop()
-        self._packing = _probe(self._layers[0], self.shape) if device.type == "cpu" else None
+        self._packing = _probe(self.layers[0], self.shape) if device.type == "cpu" else None
 
     @property
     def num_layers(self) -> int:
         """Number of attention layers."""
-        return len(self._layers)
+        return len(self.layers)
 
     def moment(self) -> Moment:
         """When the device has done all that it was told to until now; waits for nothing."""
@@ -67,7 +67,7 @@ class PagedCache:
         """Write tokens of all layers. value: [num_layers, 2, T, num_kv_heads, head_dim]."""
         slots = slots.to(self._device, non_blocking=True)
         value = value.to(self._device, non_blocking=True)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             layer.impl.do_kv_cache_update(
                 layer, value[index, 0], value[index, 1], layer.kv_cache, slots
             )
@@ -77,19 +77,27 @@ class PagedCache:
 
         blocks: the request's block table.
         """
-        size = self.shape.block_size
-        first, last = start // size, -(-end // size)
-        table = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._device)
-        inside = slice(start - first * size, end - first * size)
         value = torch.empty(
             (self.num_layers, 2, end - start, self.shape.num_kv_heads, self.shape.head_dim),
             dtype=self.shape.dtype,
         )
-        for index, layer in enumerate(self._layers):
-            keys, values = self._unpack(layer.kv_cache[table])
-            value[index, 0] = keys[inside]
-            value[index, 1] = values[inside]
+        for index in range(self.num_layers):
+            value[index, 0], value[index, 1] = self._layer(index, blocks, start, end)
         return value
+
+    def keys(self, layer: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Keys of tokens [start, end) of one layer, on the device: [T, num_kv_heads, head_dim]."""
+        return self._layer(layer, blocks, start, end)[0]
+
+    def _layer(
+        self, layer: int, blocks: Sequence[int], start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.shape.block_size
+        first, last = start // size, -(-end // size)
+        table = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._device)
+        inside = slice(start - first * size, end - first * size)
+        keys, values = self._unpack(self.layers[layer].kv_cache[table])
+        return keys[inside], values[inside]
 
     def _unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n * block_size, num_kv_heads, head_dim] of n whole blocks."""

@@ -1,0 +1,75 @@
+"""The model that vLLM runs in this worker, of which a connector is told nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder whose layers all attend alike, and what a pass through it needs.
+
+    forward: the model as the runner calls it, compiled or not. metadata_builder: of the attention
+    backend, for our passes alone: the runner's own has buffers that belong to the step under way.
+    layer_names: of all attention layers.
+    """
+
+    forward: Callable[..., Any]
+    vllm_config: VllmConfig
+    metadata_builder: Any
+    layer_names: tuple[str, ...]
+    block_size: int
+    device: torch.device
+
+
+def find_runner(vllm_config: VllmConfig) -> Any:
+    """The model runner that has this very configuration.
+
+    Looks through all living objects, which takes about a tenth of a second: no vLLM interface
+    leads from a connector to its runner. For the time when the KV cache is made; later vLLM hides
+    them from the garbage collector, and so from this. Raises ValueError if it is not there.
+    """
+    runners = [
+        one
+        for one in gc.get_objects()
+        if type(one).__name__.endswith("ModelRunner")
+        and getattr(one, "vllm_config", None) is vllm_config
+        and getattr(one, "model", None) is not None
+    ]
+    if len(runners) != 1:
+        raise ValueError(f"{len(runners)} model runners have this engine's configuration")
+    return runners[0]
+
+
+def loaded_model(runner: Any, block_size: int) -> LoadedModel:
+    """What a runner has loaded.
+
+    block_size: of the block tables that will be given, which are the KV cache manager's. Raises
+    ValueError if its layers do not attend alike, or its kernel cuts blocks into smaller ones.
+    """
+    groups = [group for of_cache in runner.attn_groups for group in of_cache]
+    if len(groups) != 1:
+        raise ValueError(f"its layers attend in {len(groups)} ways")
+    group = groups[0]
+    kernel_block_size = group.kernel_block_size or group.kv_cache_spec.block_size
+    if kernel_block_size != block_size:
+        raise ValueError(f"its kernel has blocks of {kernel_block_size}, its cache of {block_size}")
+    builder = group.backend.get_builder_cls()(
+        group.kv_cache_spec, group.layer_names, runner.vllm_config, runner.device
+    )
+    return LoadedModel(
+        forward=runner.model,
+        vllm_config=runner.vllm_config,
+        metadata_builder=builder,
+        layer_names=tuple(group.layer_names),
+        block_size=block_size,
+        device=runner.device,
+    )

@@ -1,0 +1,91 @@
+"""Recompute chosen tokens of a request through vLLM's own model (Cache-Craft §3.2.1).
+
+Each run of consecutive positions passes through the model as a request of its own: its queries are
+the run's tokens, its context all that the real request has before them, in the same blocks. Every
+layer writes the keys and values of all runs before any of them attends, so a run sees what others
+have become. The kernels, masks and scalings are vLLM's: what is right in a prefill is right here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from ragcache_engine.loaded_model import LoadedModel
+
+
+class Recomputer:
+    """Passes of a worker's model between its own. For the worker's main thread only.
+
+    max_tokens, max_runs: bounds of one pass, by what the model was compiled and its buffers made
+    for.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        scheduler = model.vllm_config.scheduler_config
+        self.max_tokens: int = scheduler.max_num_batched_tokens
+        self.max_runs: int = scheduler.max_num_seqs
+        self._model = model
+
+    def recompute(
+        self, token_ids: Sequence[int], blocks: Sequence[int], runs: Sequence[range]
+    ) -> None:
+        """Compute the KV of runs of a prompt's positions anew, in place.
+
+        token_ids: the prompt. blocks: the request's block table. runs: ascending, of maximal
+        length, within max_tokens and max_runs. The KV of every position before the last run's end
+        is in place. Where a selection is larger, passes over its parts in ascending order come to
+        the same: what is later looks at what is earlier, never the other way round.
+        """
+        positions = [position for run in runs for position in run]
+        if len(positions) > self.max_tokens or len(runs) > self.max_runs:
+            raise ValueError(
+                f"{len(positions)} tokens in {len(runs)} runs do not fit a pass of"
+                f" {self.max_tokens} in {self.max_runs}"
+            )
+        if not positions:
+            return
+        model, device = self._model, self._model.device
+        where = torch.tensor(positions, dtype=torch.int64)
+        table = torch.tensor(blocks, dtype=torch.int32)
+        slots = table[where // model.block_size] * model.block_size + where % model.block_size
+        slots = slots.to(device, torch.int64)
+        starts = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32).cumsum(0)
+        starts = starts.to(torch.int32)
+        ends = torch.tensor([run.stop for run in runs], dtype=torch.int32)
+        metadata = model.metadata_builder.build(
+            common_prefix_len=0,
+            common_attn_metadata=CommonAttentionMetadata(
+                query_start_loc=starts.to(device),
+                query_start_loc_cpu=starts,
+                seq_lens=ends.to(device),
+                num_reqs=len(runs),
+                num_actual_tokens=len(positions),
+                max_query_len=max(len(run) for run in runs),
+                max_seq_len=runs[-1].stop,
+                block_table_tensor=table.expand(len(runs), -1).contiguous().to(device),
+                slot_mapping=slots,
+                causal=True,
+                seq_lens_cpu_upper_bound=ends,
+                is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+            ),
+        )
+        context = set_forward_context(
+            dict.fromkeys(model.layer_names, metadata),
+            model.vllm_config,
+            num_tokens=len(positions),
+            slot_mapping=dict.fromkeys(model.layer_names, slots),
+        )
+        with context, torch.inference_mode():
+            model.forward(
+                # The compiled model has dropped its guards: any other type reads garbage.
+                input_ids=torch.tensor(
+                    [token_ids[position] for position in positions], dtype=torch.int32
+                ).to(device),
+                positions=where.to(device),
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )

