@@ -68,14 +68,18 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
         found["refusal"] = str(refused)
 
     segments = [range(41), range(41, 300), range(300, 301), range(301, 520)]
-    mass = AttentionObserver(cache, recomputer).observe(token_ids, table(1), segments)
-    found["observed"] = mass.tolist()
+    observer = AttentionObserver(cache, recomputer)
+    observation = observer.observe(token_ids, table(1), segments[-1], segments)
+    found["observed"] = observation.mass.tolist()
+    found["influence"] = observation.influence.tolist()
+    alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
+    found["influence_of_nothing"] = float(alone.influence.max())
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
 
 
-def reference(model: str, token_ids: Sequence[int]) -> list[list[float]]:
-    """The observed attention by another implementation of the model, in float32."""
+def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What was observed, by another implementation of the model and in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -83,11 +87,15 @@ def reference(model: str, token_ids: Sequence[int]) -> list[list[float]]:
         model, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
-        weights = llama(torch.tensor([token_ids[:520]]), output_attentions=True).attentions
-    mean = torch.stack(weights)[:, 0, :, 301:].mean((0, 1))  # [219, 520]
+        said = llama(torch.tensor([token_ids[:520]]), output_attentions=True, use_cache=True)
+    weights = torch.stack(said.attentions)[:, 0, :, 301:]  # [layers, heads, 219, 520]
+    mean = weights.mean((0, 1))
     sums = [mean[:, a:b].sum(1) for a, b in ((0, 41), (41, 300), (300, 301), (301, 520))]
-    found: list[list[float]] = torch.stack(sums, dim=1).tolist()
-    return found
+    values = torch.stack([layer.values[0] for layer in said.past_key_values.layers])
+    values = values.repeat_interleave(weights.shape[1] // values.shape[1], dim=1)
+    added = weights[..., 41:301] @ values[:, :, 41:301]
+    influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
+    return {"observed": torch.stack(sums, dim=1).tolist(), "influence": influence.tolist()}
 
 
 def main() -> None:

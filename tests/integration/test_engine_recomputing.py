@@ -45,11 +45,22 @@ def test_more_than_a_pass_takes_is_refused(found: dict[str, Any]) -> None:
 
 
 def test_observed_attention_is_that_of_another_implementation(found: dict[str, Any]) -> None:
-    observed, wanted = np.array(found["observed"]), np.array(found["reference"])
+    observed, wanted = np.array(found["observed"]), np.array(found["reference"]["observed"])
     assert observed.shape == (219, 4)
     np.testing.assert_allclose(observed.sum(1), 1, atol=1e-3)
     np.testing.assert_allclose(observed, wanted, atol=0.05)  # the engine's numbers are bfloat16
     assert np.abs(observed - wanted).mean() < 0.02 * wanted.std()
+
+
+def test_influence_is_that_of_another_implementation(found: dict[str, Any]) -> None:
+    influence, wanted = np.array(found["influence"]), np.array(found["reference"]["influence"])
+    assert influence.shape == (219,)
+    assert wanted.std() > 0.1 * wanted.mean()  # so that this says something
+    assert np.abs(influence - wanted).mean() < 0.1 * wanted.std()
+
+
+def test_the_first_chunk_is_under_no_influence(found: dict[str, Any]) -> None:
+    assert found["influence_of_nothing"] == 0
 
 
 def test_observing_changes_no_kv(found: dict[str, Any]) -> None:

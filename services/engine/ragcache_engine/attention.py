@@ -1,4 +1,10 @@
-"""Whom a chunk's tokens look at: the attention that Cache-Craft's impact and ranking are made of.
+"""Whom a chunk's tokens look at, and what that does to them: what reuse elsewhere would get wrong.
+
+Cache-Craft's impact is made of sums of attention (§3.1, eq. 3, 4). Its ranking of tokens is, too
+(eq. 14), and on a model whose answers need another chunk that ranks little better than chance
+(``bench/blend_quality.py``): sums over heads that all look back a little hide the one head which
+fetches something, and much of what tokens look back at is the same for all of them. Hence
+``Observation.influence``.
 
 A pass over the chunk's tokens through the model gives their queries, layer by layer; their keys,
 and those of all before them, lie in the paged cache. What the pass writes there is what was there.
@@ -8,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +24,22 @@ from ragcache_engine.recomputing import Recomputer
 
 _SCORES = 1 << 24
 """Attention weights at a time: 64 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one chunk's tokens made of what was before them.
+
+    mass: float32 [num_tokens, num_segments], of each token the sum of its attention weights on a
+    segment's tokens, as the mean over heads and layers; each row adds up to 1.
+    influence: float32 [num_tokens], 0 or more. In each head, attention to the chunks before adds a
+    vector to a token's output. What that adds to all the chunk's tokens alike, its mean, is left
+    out: that is how heads spend attention that they have no use for, and it is much the same behind
+    other chunks. Of the rest, the length, over all heads and layers.
+    """
+
+    mass: torch.Tensor
+    influence: torch.Tensor
 
 
 class AttentionObserver:
@@ -34,20 +57,22 @@ class AttentionObserver:
         self._recomputer = recomputer
 
     def observe(
-        self, token_ids: Sequence[int], blocks: Sequence[int], segments: Sequence[range]
-    ) -> torch.Tensor:
-        """Attention of the last segment's tokens to the tokens of every segment.
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        chunk: range,
+        segments: Sequence[range],
+    ) -> Observation:
+        """Look at a chunk's tokens.
 
-        segments: ascending from position 0 without gaps; the last one is the chunk, and within what
-        one pass takes. The KV up to its end is in place. Gives float32 [num_tokens, num_segments]
-        on the CPU, as the mean over heads and layers: of each token, the sum of its weights on a
-        segment's tokens; each row adds up to 1.
+        chunk: positions, as many as one pass takes; the KV up to its end is in place. segments:
+        ascending without gaps, from position 0 to the chunk's end. The first one is the template,
+        which stands before the chunks of every prompt and so has no influence.
         """
-        chunk = segments[-1]
-        watch = _Watch(self._cache, blocks, segments)
+        watch = _Watch(self._cache, blocks, chunk, segments)
         with watch.watching():
             self._recomputer.recompute(token_ids, blocks, [chunk])
-        return watch.mass / self._cache.num_layers
+        return Observation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
 
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -62,11 +87,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 class _Watch:
     """Adds up the attention of one pass."""
 
-    def __init__(self, cache: PagedCache, blocks: Sequence[int], segments: Sequence[range]) -> None:
-        self.mass = torch.zeros(len(segments[-1]), len(segments))
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], chunk: range, segments: Sequence[range]
+    ) -> None:
+        self.mass = torch.zeros(len(chunk), len(segments))
+        self.influence = torch.zeros(len(chunk))  # squared
         self._cache = cache
         self._blocks = blocks
-        self._chunk = segments[-1]
+        self._chunk = chunk
+        self._others = slice(segments[0].stop, chunk.start)
         lengths = torch.tensor([len(segment) for segment in segments])
         # [num_keys, num_segments]: 1 where a key is of a segment.
         self._member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
@@ -95,17 +124,22 @@ class _Watch:
             del impl.forward
 
     def _add(self, index: int, query: torch.Tensor, scale: float) -> None:
-        chunk, end = self._chunk, self._chunk.stop
-        keys = self._cache.keys(index, self._blocks, 0, end).float()  # [keys, kv heads, dim]
+        chunk, others = self._chunk, self._others
+        keys, values = self._cache.layer(index, self._blocks, 0, chunk.stop)
+        keys, values = keys.float(), values.float()  # [keys, kv heads, dim]
         num_kv_heads, dim = keys.shape[1:]
         queries = query[: len(chunk)].reshape(len(chunk), num_kv_heads, -1, dim).float() * scale
         heads = queries.shape[1] * queries.shape[2]
         future = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=keys.device).triu(1)
         member = self._member.to(keys.device)
-        rows = max(1, _SCORES // (end * heads))
+        rows = max(1, _SCORES // (chunk.stop * heads))
+        added = []
         for start in range(0, len(chunk), rows):
             part = queries[start : start + rows]  # [rows, kv heads, group, dim]
             scores = torch.einsum("rhgd,khd->hgrk", part, keys)
             scores[..., chunk.start :].masked_fill_(future[start : start + rows], -torch.inf)
-            weights = scores.softmax(-1) @ member  # [kv heads, group, rows, segments]
-            self.mass[start : start + rows] += weights.mean((0, 1)).cpu()
+            weights = scores.softmax(-1)  # [kv heads, group, rows, keys]
+            self.mass[start : start + rows] += (weights @ member).mean((0, 1)).cpu()
+            added.append(torch.einsum("hgrk,khd->rhgd", weights[..., others], values[others]))
+        vectors = torch.cat(added)
+        self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()

@@ -82,21 +82,21 @@ class PagedCache:
             dtype=self.shape.dtype,
         )
         for index in range(self.num_layers):
-            value[index, 0], value[index, 1] = self._layer(index, blocks, start, end)
+            value[index, 0], value[index, 1] = self.layer(index, blocks, start, end)
         return value
 
-    def keys(self, layer: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Keys of tokens [start, end) of one layer, on the device: [T, num_kv_heads, head_dim]."""
-        return self._layer(layer, blocks, start, end)[0]
-
-    def _layer(
-        self, layer: int, blocks: Sequence[int], start: int, end: int
+    def layer(
+        self, index: int, blocks: Sequence[int], start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens [start, end) of one layer: [T, num_kv_heads, head_dim] each.
+
+        On the device.
+        """
         size = self.shape.block_size
         first, last = start // size, -(-end // size)
         table = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._device)
         inside = slice(start - first * size, end - first * size)
-        keys, values = self._unpack(self.layers[layer].kv_cache[table])
+        keys, values = self._unpack(self.layers[index].kv_cache[table])
         return keys[inside], values[inside]
 
     def _unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

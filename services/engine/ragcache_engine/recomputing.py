@@ -32,7 +32,7 @@ class Recomputer:
 
     def recompute(
         self, token_ids: Sequence[int], blocks: Sequence[int], runs: Sequence[range]
-    ) -> None:
+    ) -> torch.Tensor:
         """Compute the KV of runs of a prompt's positions anew, in place.
 
         token_ids: the prompt. blocks: the request's block table. runs: ascending, of maximal
@@ -47,7 +47,7 @@ class Recomputer:
                 f" {self.max_tokens} in {self.max_runs}"
             )
         if not positions:
-            return
+            raise ValueError("there is nothing to recompute")
         model, device = self._model, self._model.device
         where = torch.tensor(positions, dtype=torch.int64)
         table = torch.tensor(blocks, dtype=torch.int32)
@@ -80,7 +80,7 @@ class Recomputer:
             slot_mapping=dict.fromkeys(model.layer_names, slots),
         )
         with context, torch.inference_mode():
-            model.forward(
+            output: torch.Tensor = model.forward(
                 # The compiled model has dropped its guards: any other type reads garbage.
                 input_ids=torch.tensor(
                     [token_ids[position] for position in positions], dtype=torch.int32
@@ -89,3 +89,4 @@ class Recomputer:
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
+        return output

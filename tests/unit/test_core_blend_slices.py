@@ -1,0 +1,56 @@
+"""Slices of a recomputation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.blend.slices import slices
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=20)
+"""Of the gap before a run, and of the run."""
+
+
+def runs_of(lengths: list[tuple[int, int]]) -> list[range]:
+    runs, position = [], 0
+    for gap, length in lengths:
+        runs.append(range(position + gap, position + gap + length))
+        position = runs[-1].stop
+    return runs
+
+
+@given(LENGTHS, st.integers(1, 50), st.integers(1, 8))
+def test_slices_are_all_of_it_in_order_within_their_bounds(
+    lengths: list[tuple[int, int]], max_tokens: int, max_runs: int
+) -> None:
+    runs = runs_of(lengths)
+    passes = list(slices(runs, max_tokens=max_tokens, max_runs=max_runs))
+    positions = [position for one in passes for run in one for position in run]
+    assert positions == [position for run in runs for position in run]
+    for number, one in enumerate(passes):
+        tokens = sum(len(run) for run in one)
+        assert all(len(run) for run in one)
+        assert 1 <= len(one) <= max_runs
+        assert tokens <= max_tokens
+        if number < len(passes) - 1:  # as full as it can be
+            assert tokens == max_tokens or len(one) == max_runs
+
+
+def test_a_run_is_cut_only_where_a_pass_is_full() -> None:
+    runs = [range(10, 14), range(20, 29), range(40, 41)]
+    assert list(slices(runs, max_tokens=6, max_runs=2)) == [
+        (range(10, 14), range(20, 22)),
+        (range(22, 28),),
+        (range(28, 29), range(40, 41)),
+    ]
+
+
+def test_nothing_makes_no_pass() -> None:
+    assert list(slices([], max_tokens=1, max_runs=1)) == []
+
+
+@pytest.mark.parametrize(("max_tokens", "max_runs"), [(0, 1), (1, 0)])
+def test_a_pass_without_room_is_refused(max_tokens: int, max_runs: int) -> None:
+    with pytest.raises(ValueError, match="or more"):
+        list(slices([range(3)], max_tokens=max_tokens, max_runs=max_runs))
