@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,27 +29,8 @@ class LoadedModel:
     device: torch.device
 
 
-def find_runner(vllm_config: VllmConfig) -> Any:
-    """The model runner that has this very configuration.
-
-    Looks through all living objects, which takes about a tenth of a second: no vLLM interface
-    leads from a connector to its runner. For the time when the KV cache is made; later vLLM hides
-    them from the garbage collector, and so from this. Raises ValueError if it is not there.
-    """
-    runners = [
-        one
-        for one in gc.get_objects()
-        if type(one).__name__.endswith("ModelRunner")
-        and getattr(one, "vllm_config", None) is vllm_config
-        and getattr(one, "model", None) is not None
-    ]
-    if len(runners) != 1:
-        raise ValueError(f"{len(runners)} model runners have this engine's configuration")
-    return runners[0]
-
-
 def loaded_model(runner: Any, block_size: int) -> LoadedModel:
-    """What a runner has loaded.
+    """What a vLLM model runner has loaded.
 
     block_size: of the block tables that will be given, which are the KV cache manager's. Raises
     ValueError if its layers do not attend alike, or its kernel cuts blocks into smaller ones.
