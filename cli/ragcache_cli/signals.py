@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
-from typing import Any
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_until_stopped(main: Coroutine[Any, Any, int]) -> int:
-    """Run main to its end; its exit status. A stop signal cancels it, and then the status is 0.
+def run_until_stopped(main: Coroutine[Any, Any, int], *, stopped_status: int = 0) -> int:
+    """Run main to its end; its exit status. A stop signal cancels it: then it is stopped_status.
 
     A signal during the cleanup cancels that once more, which ``LocalPlatform`` reads as haste.
     """
@@ -35,9 +37,27 @@ def run_until_stopped(main: Coroutine[Any, Any, int]) -> int:
         except asyncio.CancelledError:
             if not asked:
                 raise
-            return 0
+            return stopped_status
         finally:
             for number in heard:
                 loop.remove_signal_handler(number)
 
     return asyncio.run(guarded())
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """For code that blocks the event loop, whose cancellation would wait for it: SIGTERM exits here.
+
+    Only there: an exception out of a signal that comes while the loop itself or a library's
+    callback runs may be swallowed, or break what it lands in.
+    """
+
+    def leave(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

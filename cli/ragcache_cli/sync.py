@@ -6,12 +6,10 @@ is the Job that the operator starts, and it works as well from anywhere that rea
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ import typer
 from ragcache_cli.collection_client import CollectionClient
 from ragcache_cli.documents import read_text
 from ragcache_cli.gateway_client import Refused, TryLater
+from ragcache_cli.signals import interruptible, run_until_stopped
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import Reading
 from ragcache_cli.sources.scratch import Scratch
@@ -72,7 +71,8 @@ class Sync:
         """
         try:
             await self._ensure_collection(self._spec.chunking)
-            gathered = gather(_readings(self._spec.sources, here))
+            with interruptible():
+                gathered = gather(_readings(self._spec.sources, here))
             self._failures += gathered.failures
             await self._list()
             for number, document in enumerate(gathered.wanted):
@@ -188,15 +188,18 @@ def sync_command(
 
     Tokens of its Secrets are read from RAGCACHE_SOURCE_<n>_TOKEN, n being the source's place.
     """
+
+    async def bring() -> int:
+        try:
+            done = await _run(manifest, gateway, remove, mounts, scratch, patience)
+        except RagCacheError as error:
+            _report(Result(finished=False, failures=(Failure("", "", str(error)),)), result)
+            raise
+        _report(done, result)
+        return done.exit_status
+
     # As a container's first process it would not hear of its end without saying so.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        done = asyncio.run(_run(manifest, gateway, remove, mounts, scratch, patience))
-    except RagCacheError as error:
-        _report(Result(finished=False, failures=(Failure("", "", str(error)),)), result)
-        raise
-    _report(done, result)
-    raise typer.Exit(done.exit_status)
+    raise typer.Exit(run_until_stopped(bring(), stopped_status=128 + signal.SIGTERM))
 
 
 async def _run(

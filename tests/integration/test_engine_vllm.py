@@ -326,15 +326,22 @@ def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:
         *(sys.executable, "-m", "ragcache_engine.drain", "--settle-s", "0"),
         *("--deadline-s", "120", "--url", f"{platform.engine.url}/metrics"),
     ]
-    with ThreadPoolExecutor(1) as pool:
-        prompt = make_prompt(300)
-        running = pool.submit(complete, platform.engine.url, prompt.token_ids, max_tokens=400)
-        while not platform.unfinished_requests():
-            assert not running.done()
-            time.sleep(0.01)
+    body = {
+        "model": "model",
+        "prompt": make_prompt(300).token_ids,
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{platform.engine.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        events = (line for line in reply.iter_lines() if line)
+        next(events)
         done = subprocess.run(drain, capture_output=True, text=True, timeout=150, check=True)
         assert "no request is left" in done.stderr
-        assert len(running.result(timeout=1).token_ids) == 400
+        assert platform.unfinished_requests() == []
+        *_, last = events
+        assert last == "data: [DONE]"
 
 
 def test_losing_the_store_costs_recomputation_and_nothing_else(platform: Platform) -> None:

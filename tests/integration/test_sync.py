@@ -365,9 +365,9 @@ async def test_the_commands_mistakes_name_the_field(tmp_path: Path) -> None:
         assert (said["finished"], words in said["failures"][0]["problem"]) == (False, True)
 
 
-async def test_the_command_ends_when_it_is_told_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent", ["gateway", "source"])
+async def test_the_command_ends_when_it_is_told_to(tmp_path: Path, silent: str) -> None:
     """As a container's first process it hears of its end only if it asks to."""
-    manifest = json.dumps(manifest_of(config_map("faq")))
     heard = asyncio.Event()
 
     async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -375,10 +375,22 @@ async def test_the_command_ends_when_it_is_told_to(tmp_path: Path) -> None:
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read()
+        writer.close()
+
+    async with (
+        await asyncio.start_server(never_answer, "127.0.0.1", 0) as silence,
+        await asyncio.start_server(answer, "127.0.0.1", 0) as gateway,
+    ):
+        silent_port = silence.sockets[0].getsockname()[1]
+        port = gateway.sockets[0].getsockname()[1] if silent == "source" else silent_port
+        source = {"http": {"url": f"http://127.0.0.1:{silent_port}/faq.md"}}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "ragcache_cli", "sync", "--object", manifest),
+            *(sys.executable, "-m", "ragcache_cli", "sync"),
+            *("--object", json.dumps(manifest_of(source))),
             *("--gateway", f"http://127.0.0.1:{port}"),
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(tmp_path)},
