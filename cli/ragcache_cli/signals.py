@@ -47,7 +47,7 @@ def run_until_stopped(main: Coroutine[Any, Any, int], *, stopped_status: int = 0
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """For code that blocks the event loop, whose cancellation would wait for it: SIGTERM exits here.
+    """For code that blocks the event loop, so that a cancellation would wait: SIGTERM exits here.
 
     Only there: an exception out of a signal that comes while the loop itself or a library's
     callback runs may be swallowed, or break what it lands in.
