@@ -166,13 +166,12 @@ class Channel:
         """Whether the other end still is there, and nothing has come that nobody waits for."""
         if self._start < self._end:
             return False
+        poll = select.poll()  # one of its own: the channel's is not for two threads at once
         try:
-            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+            poll.register(self.socket, select.POLLIN)
+            return not poll.poll(0)
+        except (OSError, ValueError):  # closed at this end
+            return False
 
     def send_raw(self, data: bytes | memoryview) -> None:
         """Send bytes that are no frame. Raises Broken."""

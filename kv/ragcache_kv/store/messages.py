@@ -349,12 +349,16 @@ def from_miss(number: pb.Miss.ValueType) -> Miss | None:
     return _MISSES_BACK.get(number, Miss.NEVER_STORED)
 
 
-def to_reads(reads: Mapping[VariantKey, tuple[int, float]]) -> pb.LaneReads:
-    """Variants that were read again: how often, and the seconds that took."""
+def to_reads(reads: Iterable[tuple[VariantKey, float]]) -> pb.LaneReads:
+    """Reads that the store was not asked for, with the seconds that each took."""
+    together: dict[VariantKey, tuple[int, float]] = {}
+    for key, seconds in reads:
+        times, before = together.get(key, (0, 0.0))
+        together[key] = times + 1, before + seconds
     return pb.LaneReads(
         reads=[
             pb.LaneReads.Read(key=to_key(key), times=times, seconds=seconds)
-            for key, (times, seconds) in reads.items()
+            for key, (times, seconds) in together.items()
         ]
     )
 

@@ -152,6 +152,8 @@ class SharedLane(FramedLane[SharedConnection]):
             return self._in_order(asking, places, self._ask_and_read(rest))
         # The first one now: a store that was restarted is noticed while it can still be asked anew.
         first = self._reread_or_ask(asking, asking.keys[0], places[0])
+        if len(places) == 1:
+            return iter((first,))
         rest = replace(asking, keys=asking.keys[1:])
         return chain([first], self._in_order(rest, places[1:], iter(())))
 

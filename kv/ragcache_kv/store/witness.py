@@ -25,7 +25,7 @@ class Witness:
         self._lock = threading.Lock()
         self._connection: Channel | None = None
         self._closed = False
-        self._reads: dict[VariantKey, tuple[int, float]] = {}
+        self._reads: list[tuple[VariantKey, float]] = []
         self._owing = threading.Event()
         self._payer: threading.Thread | None = None
 
@@ -55,13 +55,16 @@ class Witness:
 
     def note_read(self, key: VariantKey, seconds: float) -> None:
         """Tell the store, soon, that a value was read again."""
-        with self._lock:
-            times, before = self._reads.get(key, (0, 0.0))
-            self._reads[key] = times + 1, before + seconds
-            if self._payer is None and not self._closed:
-                self._payer = threading.Thread(target=self._pay, name="store reads", daemon=True)
-                self._payer.start()
-        self._owing.set()
+        self._reads.append((key, seconds))  # one step: no lock, which every read would wait for
+        if self._payer is None:
+            with self._lock:
+                if self._payer is None and not self._closed:
+                    self._payer = threading.Thread(
+                        target=self._pay, name="store reads", daemon=True
+                    )
+                    self._payer.start()
+        if not self._owing.is_set():
+            self._owing.set()
 
     def close(self) -> None:
         """End the connection; what was not told yet is not."""
@@ -80,8 +83,9 @@ class Witness:
             with self._lock:
                 if self._closed:
                     return
-                reads, self._reads = self._reads, {}
                 connection = self._connection
+            count = len(self._reads)  # more may come meanwhile
+            reads, self._reads[:count] = self._reads[:count], []
             if connection is None or not reads:
                 continue
             connection.deadline = time.monotonic() + OWED_S
