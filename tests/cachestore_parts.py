@@ -111,7 +111,8 @@ def put(
 
 def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "") -> bytes | Miss:
     """Get as a lane does."""
-    (lease,) = store.open([key], exact, domain)
+    (lease,) = opened = store.open([key], exact, domain)
+    store.note_opened(opened)
     if isinstance(lease, Miss):
         return lease
     raw = bytearray(lease.info.num_bytes)

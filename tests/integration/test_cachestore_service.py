@@ -239,7 +239,8 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
         for number in (1, 2):
             put_value(served.client, key(number), raw, ack=Ack.DURABLE)
     with serving(tmp_path) as served:
-        (lease,) = served.store.open([key(1)])
+        (lease,) = opened = served.store.open([key(1)])
+        served.store.note_opened(opened)
         assert isinstance(lease, Lease)
         wants = [Want.of(key(1))]
         eventually(lambda: served.store.lookup(wants).variants[0].held[0].tier is Tier.MEMORY)

@@ -39,6 +39,7 @@ from ragcache_kv.store.buffers import parts_of
 from ragcache_kv.store.client import LANES, StoreClient
 from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
 from ragcache_kv.store.messages import to_get_request, to_key, to_put_header
+from ragcache_kv.store.shared_lane import SharedLane
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
@@ -275,6 +276,42 @@ def test_values_on_disk_come_too(client: StoreClient, served: Served) -> None:
     for layer, parts in layers:
         for number, part in enumerate(parts):
             assert part == new(number, [4 * MIB, 4 * MIB])[1][layer * 4 * MIB :][: 4 * MIB]
+
+
+@pytest.mark.parametrize("rotten", [0, 3 * MIB - 1, 3 * MIB, 6 * MIB - 1, None])
+@pytest.mark.parametrize("busy", [False, True])
+def test_both_halves_of_a_value_on_disk_are_verified(
+    serve: Serve, rotten: int | None, busy: bool
+) -> None:
+    """Whether another thread reads the second one or, being busy, does not."""
+    served = serve(memory_bytes=8 * MIB, policy="lru")
+    free = threading.Event()
+    with client_of(served.address, "shared") as client:
+        for number in (1, 2):  # there is room for one in memory
+            variant, value = new(number, [MIB] * 6)
+            assert client.put(variant, value, TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+        [lease] = served.store.open([key(1)])
+        assert not isinstance(lease, Miss)
+        assert lease.on_disk
+        if rotten is not None:
+            [extent] = lease.extents
+            byte = os.pread(served.store.value_file.fd, 1, extent.offset + rotten)
+            os.pwrite(served.store.value_file.fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
+        served.store.release([lease.id])
+        lane = client._lane
+        assert isinstance(lane, SharedLane)
+        if busy:
+            lane._halves.submit(free.wait)
+        try:
+            found = only(client, 1)
+        finally:
+            free.set()
+        if rotten is None:
+            assert isinstance(found, StoredValue)
+            assert found.value == new(1, [MIB] * 6)[1]
+            assert found.tier is Tier.DISK
+        else:
+            assert found is Miss.CORRUPT
 
 
 def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Served) -> None:

@@ -444,7 +444,8 @@ def put_for_real(store: Store, name: int) -> None:
 
 def read_for_real(store: Store, name: int) -> np.ndarray:
     """Decoded numbers of a value, read as a client does."""
-    (lease,) = store.open([key(name)])
+    (lease,) = opened = store.open([key(name)])
+    store.note_opened(opened)
     assert isinstance(lease, Lease)
     store.release([lease.id])
     held = next(one for one in store.candidates(0.0) if one.key == key(name))

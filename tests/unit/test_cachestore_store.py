@@ -55,7 +55,8 @@ def eventually(claim: Callable[[], bool]) -> None:
 
 
 def lease_of(store: Store, variant: VariantKey) -> Lease:
-    (lease,) = store.open([variant])
+    (lease,) = opened = store.open([variant])
+    store.note_opened(opened)
     assert isinstance(lease, Lease)
     return lease
 

@@ -151,7 +151,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(alarm=st.booleans())
     def release(self, alarm: bool) -> None:
         lease_id = next(iter(self.leases))
-        del self.leases[lease_id]
+        lease, _ = self.leases.pop(lease_id)
+        self.store.note_opened([lease])  # late: it may be deleted or replaced by now
         self.store.release([lease_id], [lease_id] if alarm else [])
         assert self.store.stats().corrupt == 0
 

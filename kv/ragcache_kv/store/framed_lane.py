@@ -117,7 +117,8 @@ class Pool(Generic[C]):
 
     def _owe(self) -> None:
         """See to it that what idle connections owe is sent soon. Under the lock."""
-        self._owing.set()
+        if not self._owing.is_set():
+            self._owing.set()
         if self._payer is None:
             self._payer = threading.Thread(target=self._pay, name="store releases", daemon=True)
             self._payer.start()

@@ -231,6 +231,8 @@ class Channel:
         To fall asleep and be woken takes longer than a store in reach takes to answer. Where it did
         not pay it is not tried for a while: the store may be far, or share this processor.
         """
+        if self._start < self._end:
+            return
         if self._naps:
             self._naps -= 1
             return

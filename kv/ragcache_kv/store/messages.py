@@ -7,7 +7,7 @@ starts with the argument ``field``) and how to put it right, on every face of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ragcache_core.errors import InvalidInput, TooLarge

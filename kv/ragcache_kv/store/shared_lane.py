@@ -20,6 +20,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -54,6 +56,10 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_PLACES = 4096
 """Values whose places are remembered."""
+
+HALVED_BYTES = 2 << 20
+"""From this size on a value on disk is read by two threads: one copies from the kernel at no more
+than half of what memory gives, and a disk likes to be asked for much at once."""
 
 KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have been copied."""
@@ -134,10 +140,12 @@ class SharedLane(FramedLane[SharedConnection]):
         self._mapped: Mapped | None = None
         self._places = Places(MAX_PLACES)
         self._witness = Witness(self._open)
+        self._halves = ThreadPoolExecutor(1, "store halves")
 
     def close(self) -> None:
         """See Lane."""
         self._witness.close()
+        self._halves.shutdown(wait=False)
         super().close()
 
     def get(self, asking: Asking) -> Iterator[Answer]:
@@ -160,7 +168,7 @@ class SharedLane(FramedLane[SharedConnection]):
     def get_layers(self, asking: Asking) -> Layers:
         """See Lane. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys))
-        copies = _copies(asking, asked)
+        copies = _copies(asking, asked, self._halves)
         return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
 
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
@@ -204,7 +212,7 @@ class SharedLane(FramedLane[SharedConnection]):
     ) -> Iterator[Answer]:
         start = 0
         while True:
-            copies = _copies(asking, asked)
+            copies = _copies(asking, asked, self._halves)
             for place, copied in enumerate(copies, start):
                 _check(asking.deadline)
                 began = time.monotonic()
@@ -329,12 +337,18 @@ class _Copied:
     """
 
     def __init__(
-        self, found: pb.LaneFound, asking: Asking, mapped: Mapped, leased_until: float
+        self,
+        found: pb.LaneFound,
+        asking: Asking,
+        mapped: Mapped,
+        leased_until: float,
+        halves: Executor,
     ) -> None:
         self.answer: Answer = announced(found.header, asking.allocate)
         self.lease = found.lease
         self.corrupt = False
         self._leased_until = leased_until
+        self._halves = halves
         self._file = mapped.file
         self._extents = found.extents
         self.views: list[memoryview] | None = None
@@ -346,7 +360,10 @@ class _Copied:
             self.views = mapped.views(self._extents)
             return
         for extent in self._extents:  # the disk starts on all of them now
-            os.posix_fadvise(self._file, extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED)
+            if not _is_cached(self._file, extent.offset + extent.num_bytes - 1):
+                os.posix_fadvise(
+                    self._file, extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED
+                )
 
     def copy(self) -> None:
         """Copy and verify the whole value."""
@@ -376,11 +393,48 @@ class _Copied:
     def _copied(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
         if self.views is not None:
             return copy_verified(target, cut(self.views, start, len(target)), parts)
+        middle = _middle(parts) if len(target) >= HALVED_BYTES else 0
+        if not middle:
+            return self._read(target, start, parts)
+        first_bytes = sum([part.num_bytes for part in parts[:middle]])
+        rest = target[first_bytes:], start + first_bytes, parts[middle:]
+        try:
+            second = self._halves.submit(self._read, *rest)
+        except RuntimeError:  # the lane is being closed
+            return self._read(target, start, parts)
+        try:
+            first_good = self._read(target[:first_bytes], start, parts[:middle])
+        finally:
+            # Never to write to the caller's memory after this; what was not begun, nobody need do.
+            if not (stolen := second.cancel()):
+                second_good = second.result()
+        if stolen:
+            second_good = self._read(*rest)
+        return first_good and second_good
+
+    def _read(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
         places = _cut_places(self._extents, start, len(target))
         try:
             return read_verified(target, self._file, places, parts)
         except OSError:
             return False
+
+
+def _middle(parts: Sequence[Part]) -> int:
+    """How many parts make half of the bytes or a little more; 0 where that leaves none."""
+    total, before = sum([part.num_bytes for part in parts]), 0
+    for index, part in enumerate(parts):
+        if 2 * before >= total:
+            return index
+        before += part.num_bytes
+    return 0
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether a byte of a file can be had without the disk, as far as the kernel says."""
+    with suppress(OSError):
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    return False
 
 
 def _cut_places(
@@ -394,10 +448,12 @@ def _cut_places(
         start = max(0, start - extent.num_bytes)
 
 
-def _copies(asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply]) -> list[_Copied]:
+def _copies(
+    asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], halves: Executor
+) -> list[_Copied]:
     mapped, leased_until = asked.connection.mapped, asked.asked_at + LEASE_S
     try:
-        return [_Copied(found, asking, mapped, leased_until) for found in asked.reply.found]
+        return [_Copied(found, asking, mapped, leased_until, halves) for found in asked.reply.found]
     except Broken as error:
         raise no_answer(error) from error
 

@@ -171,11 +171,10 @@ def _receive(
 
 def _release(asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]) -> None:
     """Let go of all leases, and of the connection."""
-    found = asked.reply.found
-    leases = [one.lease for one in found if one.lease]
-    corrupt = [
-        one.lease
-        for one, value in zip(found, values, strict=True)
-        if one.lease and value is Miss.CORRUPT
-    ]
+    leases, corrupt = [], []
+    for one, value in zip(asked.reply.found, values, strict=True):
+        if one.lease:
+            leases.append(one.lease)
+            if value is Miss.CORRUPT:
+                corrupt.append(one.lease)
     asked.release(leases, corrupt)

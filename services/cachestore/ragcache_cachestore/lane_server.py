@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -253,6 +254,7 @@ class _Connection(threading.Thread):
             self._greet()
             while True:
                 self.channel.deadline = time.monotonic() + IDLE_S
+                self.channel.stay_awake()
                 kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
                 self.channel.deadline = time.monotonic() + LEASE_S
                 try:
@@ -317,10 +319,10 @@ class _Connection(threading.Thread):
             reply = pb.LaneGetReply()
             for one in answers:
                 self._add(reply, one)
-            if self._shared:
-                self.channel.send(Kind.GOT, reply)
-            else:
-                self._send(reply, self._pieces(leases, request.by_layer))
+            pieces = iter(()) if self._shared else self._pieces(leases, request.by_layer)
+            rest = self._send_first(reply, pieces)
+            self._store.note_opened(answers)  # its client is busy with what has come
+            self._send(rest)
 
     def _add(self, reply: pb.LaneGetReply, one: Lease | Miss) -> None:
         found = reply.found.add()
@@ -335,22 +337,25 @@ class _Connection(threading.Thread):
                     disk=one.on_disk, offset=extent.offset, num_bytes=extent.num_bytes
                 )
 
-    def _send(self, reply: pb.LaneGetReply, pieces: Iterator[memoryview | Extent]) -> None:
-        """Send an answer and the bytes after it."""
-        piece = next(pieces, None)
-        if isinstance(piece, memoryview):
-            # Its first bytes go with the answer, which saves its client from being woken for that.
-            self.channel.send(Kind.GOT, reply, piece[:FIRST_BYTES])
-            piece = piece[FIRST_BYTES:]
-        else:
+    def _send_first(
+        self, reply: pb.LaneGetReply, pieces: Iterator[memoryview | Extent]
+    ) -> Iterator[memoryview | Extent]:
+        """Send an answer, and with it the first bytes after it; what is left to be sent."""
+        first = next(pieces, None)
+        if not isinstance(first, memoryview):
             self.channel.send(Kind.GOT, reply)
-        while piece is not None:
+            return pieces if first is None else chain([first], pieces)
+        # Saves its client from being woken for them.
+        self.channel.send(Kind.GOT, reply, first[:FIRST_BYTES])
+        return chain([first[FIRST_BYTES:]], pieces)
+
+    def _send(self, pieces: Iterator[memoryview | Extent]) -> None:
+        for piece in pieces:
             if isinstance(piece, Extent):
                 self.channel.send_file(self._store.value_file.fd, piece.offset, piece.num_bytes)
             elif piece:
                 # Not by sendfile, whose page by page halves the speed on memory.
                 self.channel.send_raw(piece)
-            piece = next(pieces, None)
 
     def _pieces(self, leases: Sequence[Lease], by_layer: bool) -> Iterator[memoryview | Extent]:
         """The values as they are sent: bytes of the memory tier, or extents of the file."""

@@ -256,7 +256,8 @@ class CacheStoreService:
                 for index, key in enumerate(keys):
                     began = time.monotonic()
                     turn.ends_in(LEASE_S)
-                    (lease,) = self._store.open([key], exact, domain)
+                    (lease,) = opened = self._store.open([key], exact, domain)
+                    self._store.note_opened(opened)
                     if isinstance(lease, Miss):
                         if span is not None:
                             span.miss(lease)

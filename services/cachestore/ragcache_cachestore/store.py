@@ -205,18 +205,32 @@ class Store:
     def open(
         self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
     ) -> list[Lease | Miss]:
-        """A lease for each value that is held and may serve, to be released; else why not."""
+        """A lease for each value that is held and may serve, to be released; else why not.
+
+        Whoever asked is answered first, and then this is counted (``note_opened``).
+        """
         self._mover.pauses.note_call()
+        now = self._books.clock()
+        with self._books.lock:
+            return [self._open(key, exact, domain, now) for key in keys]
+
+    def note_opened(self, answers: Sequence[Lease | Miss]) -> None:
+        """Count what ``open`` gave: for the policies, and what is to be moved because of it."""
         now = self._books.clock()
         cold: list[Holding] = []
         with self._books.lock:
-            found = [self._open(key, exact, domain, now, cold) for key in keys]
+            for one in answers:
+                if isinstance(one, Miss):
+                    self._books.counters.misses[one] += 1
+                elif self._books.catalog.get(one.key) is one.holding:  # not deleted meanwhile
+                    self._used(one.holding, one.tier, now)
+                    if one.on_disk and self._books.promotable(one.holding):
+                        cold.append(one.holding)
         for holding in cold:
             self._mover.promotions.submit(holding, now=False)
-        for answer in found:
-            if isinstance(answer, Miss):
-                self.telemetry.miss(answer)
-        return found
+        for one in answers:
+            if isinstance(one, Miss):
+                self.telemetry.miss(one)
 
     def release(self, lease_ids: Iterable[int], corrupt: Iterable[int] = ()) -> None:
         """End leases. corrupt: those whose bytes did not match; they are read again first."""
@@ -663,19 +677,14 @@ class Store:
             self._books.disk.policy.add(key, holding.candidate, now)
         self._mover.bury_soon()
 
-    def _open(
-        self, key: VariantKey, exact: bool, domain: str, now: float, cold: list[Holding]
-    ) -> Lease | Miss:
+    def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> Lease | Miss:
         holding = self._books.catalog.get(key)
-        miss = self._books.why(key) if holding is None else refusal(holding, exact, domain)
-        if holding is None or miss is not None:
-            assert miss is not None
-            self._books.counters.misses[miss] += 1
+        if holding is None:
+            return self._books.why(key)
+        miss = refusal(holding, exact, domain)
+        if miss is not None:
             return miss
         tier, copy = self._books.best(holding)
-        self._used(holding, tier, now)
-        if tier is Tier.DISK and self._books.promotable(holding):
-            cold.append(holding)
         return self._books.leases.grant(holding, tier, copy, now)
 
     def _used(self, holding: Holding, tier: Tier, now: float) -> None:
