@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -52,6 +54,13 @@ class Contestant(ABC):
         """End what was started."""
 
 
+def page_aligned(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Zeroed memory that begins at a page, as an engine's tensors of that size do."""
+    room = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
+    start = -room.ctypes.data % mmap.PAGESIZE
+    return room[start : start + num_bytes]
+
+
 class Values:
     """Distinct values of one size: windows of random bytes at offsets of their own."""
 
@@ -60,7 +69,7 @@ class Values:
         self._pool = np.random.default_rng(seed).integers(
             0, 256, POOL_BYTES + num_bytes, dtype=np.uint8
         )
-        self._buffers = np.zeros(POOL_BYTES, dtype=np.uint8)
+        self._buffers = page_aligned(POOL_BYTES)
 
     def value(self, number: int) -> memoryview:
         """Bytes of a value."""

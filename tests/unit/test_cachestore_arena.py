@@ -10,6 +10,7 @@ import pytest
 from ragcache_cachestore.arena import Arena
 from ragcache_core.errors import InvalidInput
 from ragcache_core.extents import PAGE_BYTES, Extent
+from ragcache_kv.store.shared_memory import HUGE_BYTES
 
 
 def test_what_is_written_is_seen_by_who_maps_the_descriptor() -> None:
@@ -39,6 +40,20 @@ def test_only_pages_written_take_memory() -> None:
     assert os.fstat(arena.fd).st_blocks == 0
     arena.views((Extent(512 << 20, PAGE_BYTES),))[0][:] = bytes(PAGE_BYTES)
     assert 0 < os.fstat(arena.fd).st_blocks * 512 <= 4 << 20  # a huge page at most
+    arena.close()
+
+
+def test_it_grows_to_what_is_to_be_written_and_keeps_what_was() -> None:
+    arena = Arena(5 * HUGE_BYTES + PAGE_BYTES)
+    first, second = (Extent(0, HUGE_BYTES),), (Extent(HUGE_BYTES, HUGE_BYTES + PAGE_BYTES),)
+    for extents, most in ((first, HUGE_BYTES), (second, 3 * HUGE_BYTES)):
+        arena.grow(extents)
+        assert os.fstat(arena.fd).st_blocks * 512 <= most
+        arena.views(extents)[0][:4] = b"kept"
+    arena.grow((Extent(5 * HUGE_BYTES, PAGE_BYTES),))  # the end is no whole huge page
+    arena.grow(())
+    assert [bytes(arena.views(extents)[0][:4]) for extents in (first, second)] == [b"kept"] * 2
+    assert os.fstat(arena.fd).st_blocks * 512 <= 5 * HUGE_BYTES + PAGE_BYTES
     arena.close()
 
 

@@ -13,7 +13,6 @@ Should it be gone, its connection is closed. It is told afterwards what was read
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import socket
 import threading
@@ -41,6 +40,7 @@ from ragcache_kv.store.messages import (
     to_put_header,
 )
 from ragcache_kv.store.places import Place, Places
+from ragcache_kv.store.shared_memory import SharedMemory
 from ragcache_kv.store.stored_value import (
     Allocate,
     Answer,
@@ -78,8 +78,7 @@ class Mapped:
         weakref.finalize(self, os.close, file_fd)
         weakref.finalize(self, os.close, memory_fd)
         weakref.finalize(self, os.close, board_fd)
-        size = os.fstat(memory_fd).st_size
-        self.memory = memoryview(mmap.mmap(memory_fd, size) if size else b"")
+        self.memory = SharedMemory(memory_fd, os.fstat(memory_fd).st_size).view
         self.board = BoardView(board_fd)
 
     def views(self, extents: Sequence[pb.LaneExtent]) -> list[memoryview]:

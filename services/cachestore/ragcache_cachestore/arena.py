@@ -8,14 +8,14 @@ the value in them is dropped, so it takes at most its capacity and no more.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import mmap
 import os
+import threading
 from collections.abc import Iterable
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.extents import Extent, ExtentAllocator
+from ragcache_kv.store.shared_memory import HUGE_BYTES, SharedMemory
 
 
 class Arena:
@@ -29,17 +29,15 @@ class Arena:
         """Raises InvalidInput if the system does not give so much address space."""
         self.allocator = ExtentAllocator(capacity_bytes)
         num_bytes = self.allocator.free_bytes
-        self._map: mmap.mmap | None = None
-        self._view = memoryview(b"")
+        self._growing = threading.Lock()
+        self._grown_bytes = 0
         fd = -1
         try:
             fd = os.memfd_create("ragcache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, num_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            if num_bytes:
-                self._map = mmap.mmap(fd, num_bytes)
-                self._view = memoryview(self._map)
+            self._memory = SharedMemory(fd, num_bytes)
         except (OSError, OverflowError) as error:
             if fd >= 0:
                 os.close(fd)
@@ -52,12 +50,24 @@ class Arena:
 
     def views(self, extents: Iterable[Extent]) -> list[memoryview]:
         """The bytes of extents, one writable view for each, no copy."""
-        return [self._view[e.offset : e.offset + e.num_bytes] for e in extents]
+        return [self._memory.view[e.offset : e.offset + e.num_bytes] for e in extents]
+
+    def grow(self, extents: Iterable[Extent]) -> None:
+        """Have huge pages up to the end of extents that are to be written, if there are any.
+
+        Places are handed out from the arena's start on, so it grows page by page.
+        """
+        end = max([extent.offset + extent.num_bytes for extent in extents], default=0)
+        if end <= self._grown_bytes:
+            return
+        with self._growing:
+            while self._grown_bytes < end:
+                offset, self._grown_bytes = self._grown_bytes, self._grown_bytes + HUGE_BYTES
+                if not self._memory.make_huge(offset):
+                    # Nor will there be others: what is written takes small pages by itself.
+                    self._grown_bytes = os.fstat(self.fd).st_size
 
     def close(self) -> None:
         """Give the memory back, as soon as no view of it is left here and no client maps it."""
-        self._view.release()
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # views are out; the last one frees it
-                self._map.close()
+        self._memory.view.release()
         os.close(self.fd)

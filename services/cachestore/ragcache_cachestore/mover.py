@@ -279,6 +279,7 @@ class Mover:
             if target is None:
                 return None
             source.holds += 1
+        self._arena.grow(target.extents)
         began = time.monotonic()
         views = self._arena.views(target.extents)
         whole = self._value_file.read_into(source.extents, views)

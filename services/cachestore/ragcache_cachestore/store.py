@@ -329,6 +329,7 @@ class Store:
             with self._books.lock:
                 self._books.arriving_bytes -= new.info.num_bytes
             raise
+        self.arena.grow(copy.extents)
         return Arrival(self, new, copy, seen)
 
     def commit(self, arrival: Arrival, ack: Ack, timeout_s: float) -> PutOutcome:
