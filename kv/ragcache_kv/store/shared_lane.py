@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -39,6 +38,7 @@ from ragcache_kv.store.messages import (
     to_get_request,
     to_put_header,
 )
+from ragcache_kv.store.pair import Pair
 from ragcache_kv.store.places import Place, Places
 from ragcache_kv.store.shared_memory import SharedMemory
 from ragcache_kv.store.stored_value import (
@@ -56,10 +56,6 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_PLACES = 4096
 """Values whose places are remembered."""
-
-HALVED_BYTES = 2 << 20
-"""From this size on a value on disk is read by two threads: one copies from the kernel at no more
-than half of what memory gives, and a disk likes to be asked for much at once."""
 
 KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have been copied."""
@@ -139,12 +135,12 @@ class SharedLane(FramedLane[SharedConnection]):
         self._mapped: Mapped | None = None
         self._places = Places(MAX_PLACES)
         self._witness = Witness(self._open)
-        self._halves = ThreadPoolExecutor(1, "store halves")
+        self._pair = Pair()
 
     def close(self) -> None:
         """See Lane."""
         self._witness.close()
-        self._halves.shutdown(wait=False)
+        self._pair.close()
         super().close()
 
     def get(self, asking: Asking) -> Iterator[Answer]:
@@ -167,7 +163,7 @@ class SharedLane(FramedLane[SharedConnection]):
     def get_layers(self, asking: Asking) -> Layers:
         """See Lane. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys))
-        copies = _copies(asking, asked, self._halves)
+        copies = _copies(asking, asked, self._pair)
         return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
 
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
@@ -211,7 +207,7 @@ class SharedLane(FramedLane[SharedConnection]):
     ) -> Iterator[Answer]:
         start = 0
         while True:
-            copies = _copies(asking, asked, self._halves)
+            copies = _copies(asking, asked, self._pair)
             for place, copied in enumerate(copies, start):
                 _check(asking.deadline)
                 began = time.monotonic()
@@ -280,7 +276,11 @@ class SharedLane(FramedLane[SharedConnection]):
     def _reread(self, asking: Asking, key: VariantKey, place: Place, target: memoryview) -> bool:
         """Copy a value from its place; whether it still was there. Raises Broken."""
         began = time.monotonic()
-        if not copy_verified(target, place.views, place.parts):
+
+        def copy(target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+            return copy_verified(target, cut(place.views, start, len(target)), parts)
+
+        if not self._pair.read(target, 0, place.parts, copy):
             return False
         try:
             self._witness.require(asking.deadline)
@@ -341,13 +341,13 @@ class _Copied:
         asking: Asking,
         mapped: Mapped,
         leased_until: float,
-        halves: Executor,
+        pair: Pair,
     ) -> None:
         self.answer: Answer = announced(found.header, asking.allocate)
         self.lease = found.lease
         self.corrupt = False
         self._leased_until = leased_until
-        self._halves = halves
+        self._pair = pair
         self._file = mapped.file
         self._extents = found.extents
         self.views: list[memoryview] | None = None
@@ -390,43 +390,16 @@ class _Copied:
         return miss
 
     def _copied(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
-        if self.views is not None:
-            return copy_verified(target, cut(self.views, start, len(target)), parts)
-        middle = _middle(parts) if len(target) >= HALVED_BYTES else 0
-        if not middle:
-            return self._read(target, start, parts)
-        first_bytes = sum([part.num_bytes for part in parts[:middle]])
-        rest = target[first_bytes:], start + first_bytes, parts[middle:]
-        try:
-            second = self._halves.submit(self._read, *rest)
-        except RuntimeError:  # the lane is being closed
-            return self._read(target, start, parts)
-        try:
-            first_good = self._read(target[:first_bytes], start, parts[:middle])
-        finally:
-            # Never to write to the caller's memory after this; what was not begun, nobody need do.
-            if not (stolen := second.cancel()):
-                second_good = second.result()
-        if stolen:
-            second_good = self._read(*rest)
-        return first_good and second_good
+        return self._pair.read(target, start, parts, self._read)
 
     def _read(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+        if self.views is not None:
+            return copy_verified(target, cut(self.views, start, len(target)), parts)
         places = _cut_places(self._extents, start, len(target))
         try:
             return read_verified(target, self._file, places, parts)
         except OSError:
             return False
-
-
-def _middle(parts: Sequence[Part]) -> int:
-    """How many parts make half of the bytes or a little more; 0 where that leaves none."""
-    total, before = sum([part.num_bytes for part in parts]), 0
-    for index, part in enumerate(parts):
-        if 2 * before >= total:
-            return index
-        before += part.num_bytes
-    return 0
 
 
 def _is_cached(fd: int, offset: int) -> bool:
@@ -448,11 +421,11 @@ def _cut_places(
 
 
 def _copies(
-    asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], halves: Executor
+    asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], pair: Pair
 ) -> list[_Copied]:
     mapped, leased_until = asked.connection.mapped, asked.asked_at + LEASE_S
     try:
-        return [_Copied(found, asking, mapped, leased_until, halves) for found in asked.reply.found]
+        return [_Copied(found, asking, mapped, leased_until, pair) for found in asked.reply.found]
     except Broken as error:
         raise no_answer(error) from error
 
