@@ -126,10 +126,9 @@ class Runner:
 
     def measure(self, do: str, num_bytes: int, *, count: bool) -> None:
         """Put or get everything; note GB/s if they count."""
-        answer = self.ask(do=do)
-        if count and answer["count"]:
-            rate = answer["count"] * num_bytes / answer["seconds"] / 1e9
-            self.rates[do, num_bytes].append(rate)
+        for seconds, number in self.ask(do=do)["passes"]:
+            if count and number:
+                self.rates[do, num_bytes].append(number * num_bytes / seconds / 1e9)
 
     def median(self, do: str, num_bytes: int) -> float | None:
         """Median GB/s; None if there was nothing to measure."""

@@ -49,6 +49,7 @@ class RagCache(Contestant):
         self._client = StoreClient(f"127.0.0.1:{port}", lanes=(self.lane,))
         self._client.stats(START_S)
         self._puts: Counter[int] = Counter()
+        self._keys: dict[int, VariantKey] = {}
 
     def put(self, number: int, value: memoryview) -> None:
         """See Contestant."""
@@ -58,13 +59,15 @@ class RagCache(Contestant):
         )
         info = VariantInfo(256, len(value), 0, Provenance(exact=True))
         self._puts[number] += 1
-        new = NewVariant(self._key(number), info, Origin(cost_s=0.01), None, parts, FORMAT)
+        # A variant does not change: other bytes are another variant, for which an old one goes.
+        self._keys[number] = VariantKey(number.to_bytes(16), self._puts[number].to_bytes(16))
+        new = NewVariant(self._keys[number], info, Origin(cost_s=0.01), None, parts, FORMAT)
         if self._client.put(new, value, TIMEOUT_S, ack=self.ack) is not PutOutcome.STORED:
             raise OSError("the store refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:
         """See Contestant."""
-        ((_, found),) = self._client.get([self._key(number)], TIMEOUT_S, allocate=lambda _: buffer)
+        ((_, found),) = self._client.get([self._keys[number]], TIMEOUT_S, allocate=lambda _: buffer)
         self.note(found.tier)
 
     def settle(self) -> None:
@@ -74,10 +77,6 @@ class RagCache(Contestant):
 
     def note(self, tier: Tier) -> None:
         """Where a value came from."""
-
-    def _key(self, number: int) -> VariantKey:
-        # A variant does not change: other bytes are another variant, for which an old one goes.
-        return VariantKey(number.to_bytes(16), self._puts[number].to_bytes(16))
 
     def close(self) -> None:
         """See Contestant."""

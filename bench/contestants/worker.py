@@ -38,7 +38,7 @@ class Measure:
         return {}
 
     def put(self) -> dict[str, Any]:
-        """Seconds for a put of new bytes under every number, one after another."""
+        """Seconds for a put of new bytes under every number, one after another, and how many."""
         self._generation += 1
         taken = 0.0
         for number in self._numbers:
@@ -51,19 +51,19 @@ class Measure:
                 self._checksums[number] = xxhash.xxh3_64_intdigest(value)
             self._store.put(number, value)
             taken += time.perf_counter() - begin
-        return {"seconds": taken, "count": len(self._numbers)}
+        return {"passes": [(taken, len(self._numbers))]}
 
     def get(self) -> dict[str, Any]:
-        """Seconds for gets until every byte is in the caller's buffer and its checksum compared.
+        """Seconds for gets until every byte is in the caller's buffer and its checksum compared,
+        and how many gets, of each timed pass.
 
         Everything is got once before, untimed: what was not touched while the others had their turn
         is slow to touch again, whoever it belongs to.
         """
         self._get_all()
-        passes = [self._get_all() for _ in range(PASSES)]
-        return {name: sum([one[name] for one in passes]) for name in ("seconds", "count")}
+        return {"passes": [self._get_all() for _ in range(PASSES)]}
 
-    def _get_all(self) -> dict[str, Any]:
+    def _get_all(self) -> tuple[float, int]:
         taken, count = 0.0, 0
         for place, number in enumerate(random.sample(self._numbers, len(self._numbers))):
             value, wanted = self._value(number), self._checksums.get(number, 0)
@@ -78,7 +78,7 @@ class Measure:
                 raise ValueError(f"value {number} came back changed")
             if self._store.counts:
                 taken, count = taken + seconds, count + 1
-        return {"seconds": taken, "count": count}
+        return taken, count
 
     def _value(self, number: int) -> memoryview:
         return self._values.value(number + self._generation * len(self._numbers))
