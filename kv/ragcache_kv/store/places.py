@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ragcache_core.keys import VariantKey
 from ragcache_core.variant import Part, Tier, ValueShape, VariantInfo
+from ragcache_kv.store.buffers import copy_verified, cut
 from ragcache_kv.store.lane import Asking
 from ragcache_kv.store.stored_value import Allocate, StoredValue, room_for
 
@@ -40,6 +41,11 @@ class Place:
         """The value, with memory that its bytes are to be read into. Raises InvalidInput."""
         room = room_for(self.info, allocate)
         return StoredValue(self.info, self.parts, self.shape, self.value_format, room, Tier.MEMORY)
+
+    def copy(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+        """Copy parts, which begin at start, to memory of their size; whether all were good."""
+        views = self.views if len(parts) == len(self.parts) else cut(self.views, start, len(target))
+        return copy_verified(target, views, parts)
 
 
 class Places:

@@ -147,16 +147,16 @@ class SharedLane(FramedLane[SharedConnection]):
         """See Lane."""
         withdrawals = self._withdrawals
         places = [self._places.get(asking, key, withdrawals) for key in asking.keys]
+        # The first one now: a store that was restarted is noticed while it can still be asked anew.
+        if len(places) == 1 and places[0] is not None:
+            return iter((self._reread_or_ask(asking, asking.keys[0], places[0]),))
         fresh = [key for key, place in zip(asking.keys, places, strict=True) if place is None]
         if len(fresh) == len(places):
             return self._ask_and_read(asking)
         if fresh:
             rest = replace(asking, keys=fresh)
             return self._in_order(asking, places, self._ask_and_read(rest))
-        # The first one now: a store that was restarted is noticed while it can still be asked anew.
         first = self._reread_or_ask(asking, asking.keys[0], places[0])
-        if len(places) == 1:
-            return iter((first,))
         rest = replace(asking, keys=asking.keys[1:])
         return chain([first], self._in_order(rest, places[1:], iter(())))
 
@@ -276,11 +276,7 @@ class SharedLane(FramedLane[SharedConnection]):
     def _reread(self, asking: Asking, key: VariantKey, place: Place, target: memoryview) -> bool:
         """Copy a value from its place; whether it still was there. Raises Broken."""
         began = time.monotonic()
-
-        def copy(target: memoryview, start: int, parts: Sequence[Part]) -> bool:
-            return copy_verified(target, cut(place.views, start, len(target)), parts)
-
-        if not self._pair.read(target, 0, place.parts, copy):
+        if not self._pair.read(target, 0, place.parts, place.copy):
             return False
         try:
             self._witness.require(asking.deadline)
