@@ -4,9 +4,11 @@ The bundled model answers held-out handbook questions, eight documents in random
 every chunk was captured in another prompt, behind chunks of other handbooks; it is placed where
 the chunk stands now, its keys turned, and a share of its tokens is recomputed through vLLM's own
 model (``ragcache_engine.recomputing``). Which tokens: ours, those that other chunks had the most
-influence on when they were captured (``ragcache_engine.attention``), and after each the next one;
-Cache-Craft's, by its ranking and fix overhead; at random; or those that most attention was paid
-to, as H2O keeps them. Full recomputation is what all are compared with.
+influence on when they were captured (``ragcache_engine.attention``) and that the question looks at
+(``core/blend/need``); by influence alone; Cache-Craft's, by its ranking and fix overhead; at
+random; or those that most attention was paid to, as H2O keeps them. Full recomputation is what all
+are compared with. To see what the question looks at, its tokens are computed once more, before
+anything is repaired; they are not among the recomputed ones that are counted.
 
 Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full recomputation, KL
 from its distribution of the answer's first token, and the share of context tokens recomputed.
@@ -33,11 +35,13 @@ from models.tinyrag.handbook import Question
 from models.tinyrag.prompt import chunk_ids, frame
 from ragcache_core.blend.context_impact import context_impact
 from ragcache_core.blend.fix_overhead import VariantFit
+from ragcache_core.blend.need import InfluencedChunk, by_need
 from ragcache_core.blend.prefix import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
 from ragcache_core.blend.recomputation import (
     RepairChunk,
     budget_tokens,
+    first_of,
     ranking,
     recomputation,
 )
@@ -56,9 +60,6 @@ KINDS = ("single", "two_step")
 
 NEIGHBOURS = (2, 5)
 """Chunks before the one that is captured: from, to."""
-
-AFTER = 0.999
-"""A token comes right after the one before it, which its own computation starts from."""
 
 MAX_ANSWER_TOKENS = 32
 FIRST_BLOCK = 64
@@ -178,6 +179,12 @@ class Lab:
         slots = self.cache.slots(table, start, start + value.shape[2])
         self.cache.write(value, slots)
 
+    def regard(self, token_ids: Sequence[int], table: Sequence[int], first: int) -> list[float]:
+        """What the tokens from position first on look at, by position."""
+        question = range(first, len(token_ids))
+        seen: list[float] = self._observer.regard(token_ids, table, question).tolist()
+        return seen
+
     def answer(self, token_ids: Sequence[int], table: Sequence[int], first: int) -> Answer:
         """Compute the prompt from position first on and decode greedily."""
         torch, ids = self._torch, list(token_ids)
@@ -224,6 +231,7 @@ class Trial:
     rng: Random
     starts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    regard: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.case.head)
@@ -232,6 +240,7 @@ class Trial:
             self.token_ids += ids
         self.end = len(self.token_ids)
         self.token_ids += self.case.tail
+        self.regard = self.lab.regard(self.token_ids, self._placed(), self.end)
 
     end: int = 0
 
@@ -248,24 +257,34 @@ class Trial:
 
     def reuse(self, runs: Sequence[range]) -> Answer:
         """The head computed, chunks placed, runs recomputed."""
-        table = self.lab.table(2)
-        self.lab.recomputer.recompute(self.token_ids, table, [range(len(self.case.head))])
-        for captured, start in zip(self.captured, self.starts, strict=True):
-            self.lab.place(table, captured, start)
+        table = self._placed()
         passes = self.lab.recomputer
         for one in slices(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
             passes.recompute(self.token_ids, table, one)
         return self.lab.answer(self.token_ids, table, self.end)
 
-    def ours(self, budget: int) -> tuple[range, ...]:
-        """Those under the most influence, each with the one after it."""
-        need: dict[int, float] = {}
+    def _placed(self) -> list[int]:
+        """The head computed, chunks placed."""
+        table = self.lab.table(2)
+        self.lab.recomputer.recompute(self.token_ids, table, [range(len(self.case.head))])
         for captured, start in zip(self.captured, self.starts, strict=True):
-            before = 0.0
-            for i, influence in enumerate(captured.influence):
-                need[start + i] = max(influence, before * AFTER)
-                before = influence
-        return self.by_order(sorted(need, key=lambda p: -need[p]), budget)
+            self.lab.place(table, captured, start)
+        return table
+
+    def ours(self, budget: int) -> tuple[range, ...]:
+        """Those under the most influence that the question looks at."""
+        return first_of(by_need(self._influenced, self.regard), budget).runs
+
+    def influence(self, budget: int) -> tuple[range, ...]:
+        """Those under the most influence."""
+        return first_of(by_need(self._influenced), budget).runs
+
+    @property
+    def _influenced(self) -> list[InfluencedChunk]:
+        return [
+            InfluencedChunk(start, captured.influence)
+            for captured, start in zip(self.captured, self.starts, strict=True)
+        ]
 
     def cache_craft(self, budget: int) -> tuple[range, ...]:
         """The highest inter-attention of each chunk, as many as its fix overhead asks for."""
@@ -278,15 +297,11 @@ class Trial:
             before.append(PrefixChunk(key_of(ids), len(ids)))
         return recomputation(chunks, budget).runs
 
-    def by_order(self, order: Sequence[int], budget: int) -> tuple[range, ...]:
-        """The first positions of an order of all."""
-        return as_runs(sorted(order[:budget]))
-
     def random(self, budget: int) -> tuple[range, ...]:
         """Positions at random."""
         order = list(range(len(self.case.head), self.end))
         self.rng.shuffle(order)
-        return self.by_order(order, budget)
+        return first_of(order, budget).runs
 
     def heavy(self, budget: int) -> tuple[range, ...]:
         """Those that were paid the most attention by their own chunk."""
@@ -295,18 +310,7 @@ class Trial:
             for captured, start in zip(self.captured, self.starts, strict=True)
             for i, weight in enumerate(captured.received)
         }
-        return self.by_order(sorted(paid, key=lambda p: -paid[p]), budget)
-
-
-def as_runs(positions: Sequence[int]) -> tuple[range, ...]:
-    """Ascending positions as maximal runs."""
-    runs: list[range] = []
-    for position in positions:
-        if runs and runs[-1].stop == position:
-            runs[-1] = range(runs[-1].start, position + 1)
-        else:
-            runs.append(range(position, position + 1))
-    return tuple(runs)
+        return first_of(sorted(paid, key=lambda p: -paid[p]), budget).runs
 
 
 def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:
@@ -353,6 +357,7 @@ Choose = Callable[[Trial, int], Sequence[range]]
 
 METHODS: Mapping[str, Choose] = {
     "ours": Trial.ours,
+    "influence": Trial.influence,
     "Cache-Craft": Trial.cache_craft,
     "random": Trial.random,
     "heavy": Trial.heavy,
@@ -430,6 +435,7 @@ def main() -> None:
         "ours_minus_random_at_20pct": round(
             rows["ours 20%"]["exact_match"] - rows["random 20%"]["exact_match"], 4
         ),
+        "influence_alone_at_20pct_over_full": share("influence 20%"),
         "cache_craft_minus_random_at_20pct": round(
             rows["Cache-Craft 20%"]["exact_match"] - rows["random 20%"]["exact_match"], 4
         ),

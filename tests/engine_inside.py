@@ -15,6 +15,8 @@ from typing import Any
 BLOCKS_APART = 20
 """Block tables start so far from each other, and from what the engine itself has used."""
 
+QUESTION = range(480, 520)
+
 
 def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """What a worker that has just prefilled token_ids can say of its own model and cache."""
@@ -74,6 +76,7 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     found["influence"] = observation.influence.tolist()
     alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
     found["influence_of_nothing"] = float(alone.influence.max())
+    found["regard"] = observer.regard(token_ids, table(1), QUESTION).tolist()
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
 
@@ -95,7 +98,13 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     values = values.repeat_interleave(weights.shape[1] // values.shape[1], dim=1)
     added = weights[..., 41:301] @ values[:, :, 41:301]
     influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
-    return {"observed": torch.stack(sums, dim=1).tolist(), "influence": influence.tolist()}
+    asked = weights[:, :, QUESTION.start - 301 :, : QUESTION.start]
+    regard = (asked.amax(2) - asked.mean(2)).amax((0, 1))
+    return {
+        "observed": torch.stack(sums, dim=1).tolist(),
+        "influence": influence.tolist(),
+        "regard": regard.tolist(),
+    }
 
 
 def main() -> None:

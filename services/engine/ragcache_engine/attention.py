@@ -1,4 +1,5 @@
 """Whom a chunk's tokens look at, and what that does to them: what reuse elsewhere would get wrong.
+And what a question looks at, which is where that matters.
 
 Cache-Craft's impact is made of sums of attention (§3.1, eq. 3, 4). Its ranking of tokens is, too
 (eq. 14), and on a model whose answers need another chunk that ranks little better than chance
@@ -12,6 +13,7 @@ and those of all before them, lie in the paged cache. What the pass writes there
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -69,10 +71,25 @@ class AttentionObserver:
         ascending without gaps, from position 0 to the chunk's end. The first one is the template,
         which stands before the chunks of every prompt and so has no influence.
         """
-        watch = _Watch(self._cache, blocks, chunk, segments)
+        watch = _Influence(self._cache, blocks, chunk, segments)
         with watch.watching():
             self._recomputer.recompute(token_ids, blocks, [chunk])
         return Observation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
+
+    def regard(
+        self, token_ids: Sequence[int], blocks: Sequence[int], question: range
+    ) -> torch.Tensor:
+        """What a question looks at: float32 [question.start], in [0, 1], by position.
+
+        In each head of each layer, the most that any of the question's tokens attends to a
+        position, less what they do on average: a head that finds something for one of them stands
+        out, one that always looks at the same place does not. Of that the most over heads and
+        layers. question: positions, as many as one pass takes; the KV of all before is in place.
+        """
+        watch = _Regard(self._cache, blocks, question)
+        with watch.watching():
+            self._recomputer.recompute(token_ids, blocks, [question])
+        return watch.most
 
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -84,21 +101,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """What backends call other ways of weighing keys, and the values that mean: not at all."""
 
 
-class _Watch:
-    """Adds up the attention of one pass."""
+class _Watch(ABC):
+    """Sees the attention of one pass over the tokens at positions."""
 
-    def __init__(
-        self, cache: PagedCache, blocks: Sequence[int], chunk: range, segments: Sequence[range]
-    ) -> None:
-        self.mass = torch.zeros(len(chunk), len(segments))
-        self.influence = torch.zeros(len(chunk))  # squared
+    def __init__(self, cache: PagedCache, blocks: Sequence[int], positions: range) -> None:
         self._cache = cache
         self._blocks = blocks
-        self._chunk = chunk
-        self._others = slice(segments[0].stop, chunk.start)
-        lengths = torch.tensor([len(segment) for segment in segments])
-        # [num_keys, num_segments]: 1 where a key is of a segment.
-        self._member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
+        self._positions = positions
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -114,7 +123,7 @@ class _Watch:
 
         def forward(layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
             output = attend(layer, query, *rest, **named)
-            self._add(index, query, impl.scale)
+            self._see(index, query, impl.scale)
             return output
 
         impl.forward = forward  # of this instance; the class keeps its own
@@ -123,23 +132,75 @@ class _Watch:
         finally:
             del impl.forward
 
-    def _add(self, index: int, query: torch.Tensor, scale: float) -> None:
-        chunk, others = self._chunk, self._others
-        keys, values = self._cache.layer(index, self._blocks, 0, chunk.stop)
+    def _see(self, index: int, query: torch.Tensor, scale: float) -> None:
+        positions = self._positions
+        count, end = len(positions), positions.stop
+        keys, values = self._cache.layer(index, self._blocks, 0, end)
         keys, values = keys.float(), values.float()  # [keys, kv heads, dim]
         num_kv_heads, dim = keys.shape[1:]
-        queries = query[: len(chunk)].reshape(len(chunk), num_kv_heads, -1, dim).float() * scale
-        heads = queries.shape[1] * queries.shape[2]
-        future = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=keys.device).triu(1)
-        member = self._member.to(keys.device)
-        rows = max(1, _SCORES // (chunk.stop * heads))
-        added = []
-        for start in range(0, len(chunk), rows):
-            part = queries[start : start + rows]  # [rows, kv heads, group, dim]
-            scores = torch.einsum("rhgd,khd->hgrk", part, keys)
-            scores[..., chunk.start :].masked_fill_(future[start : start + rows], -torch.inf)
-            weights = scores.softmax(-1)  # [kv heads, group, rows, keys]
-            self.mass[start : start + rows] += (weights @ member).mean((0, 1)).cpu()
-            added.append(torch.einsum("hgrk,khd->rhgd", weights[..., others], values[others]))
+        queries = query[:count].reshape(count, num_kv_heads, -1, dim).float() * scale
+        future = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+        step = max(1, _SCORES // (end * queries.shape[1] * queries.shape[2]))
+
+        def weights() -> Iterator[torch.Tensor]:
+            for start in range(0, count, step):
+                part = queries[start : start + step]  # [rows, kv heads, group, dim]
+                scores = torch.einsum("rhgd,khd->hgrk", part, keys)
+                scores[..., positions.start :].masked_fill_(
+                    future[start : start + step], -torch.inf
+                )
+                yield scores.softmax(-1)
+
+        self._add(weights(), values)
+
+    @abstractmethod
+    def _add(self, weights: Iterator[torch.Tensor], values: torch.Tensor) -> None:
+        """Take a layer's attention.
+
+        weights: [kv heads, group, rows, keys] of some tokens after another. values: [keys, kv
+        heads, dim].
+        """
+
+
+class _Influence(_Watch):
+    """Adds up what a chunk's tokens look at, and what that does to them."""
+
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], chunk: range, segments: Sequence[range]
+    ) -> None:
+        super().__init__(cache, blocks, chunk)
+        self.mass = torch.zeros(len(chunk), len(segments))
+        self.influence = torch.zeros(len(chunk))  # squared
+        self._others = slice(segments[0].stop, chunk.start)
+        lengths = torch.tensor([len(segment) for segment in segments])
+        # [num_keys, num_segments]: 1 where a key is of a segment.
+        self._member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
+
+    def _add(self, weights: Iterator[torch.Tensor], values: torch.Tensor) -> None:
+        member, others = self._member.to(values.device), self._others
+        mass, added = [], []
+        for part in weights:
+            mass.append((part @ member).mean((0, 1)))
+            added.append(torch.einsum("hgrk,khd->rhgd", part[..., others], values[others]))
+        self.mass += torch.cat(mass).cpu()
         vectors = torch.cat(added)
         self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
+
+
+class _Regard(_Watch):
+    """Finds what stands out among what a question's tokens look at."""
+
+    def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
+        super().__init__(cache, blocks, question)
+        self.most = torch.zeros(question.start)
+
+    def _add(self, weights: Iterator[torch.Tensor], values: torch.Tensor) -> None:
+        del values
+        before = slice(0, self._positions.start)
+        most, total = [], []
+        for part in weights:
+            most.append(part[..., before].amax(2))  # [kv heads, group, keys]
+            total.append(part[..., before].sum(2))
+        mean = torch.stack(total).sum(0) / len(self._positions)
+        lifted = (torch.stack(most).amax(0) - mean).amax((0, 1))
+        self.most = torch.maximum(self.most, lifted.cpu())

@@ -1,0 +1,112 @@
+"""Which tokens need recomputing first: influence on them, and the question's regard for them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.blend.need import AFTER, BEFORE, InfluencedChunk, by_need
+from ragcache_core.blend.recomputation import first_of
+
+influences = st.lists(st.floats(0, 1e6), max_size=30)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[InfluencedChunk], list[float]]:
+    """Chunks with gaps between them, in any order, and regard for what is up to their end."""
+    chunks, position = [], 0
+    for influence in draw(st.lists(influences, max_size=4)):
+        position += draw(st.integers(0, 5))
+        chunks.append(InfluencedChunk(position, influence))
+        position += len(influence)
+    regard = draw(st.lists(st.floats(0, 1), min_size=position, max_size=position + 3))
+    return draw(st.permutations(chunks)), regard
+
+
+@given(prompts(), st.booleans())
+def test_every_token_comes_up_once(
+    prompt: tuple[list[InfluencedChunk], list[float]], is_regarded: bool
+) -> None:
+    chunks, regard = prompt
+    order = by_need(chunks, regard if is_regarded else None)
+    wanted = [c.start + i for c in chunks for i in range(len(c.influence))]
+    assert sorted(order) == sorted(wanted)
+
+
+@given(prompts())
+def test_equal_regard_for_all_is_as_none(
+    prompt: tuple[list[InfluencedChunk], list[float]],
+) -> None:
+    chunks, regard = prompt
+    assert by_need(chunks, [1.0] * len(regard)) == by_need(chunks)
+
+
+@given(prompts(), st.integers(0, 200), st.floats(0, 1))
+def test_more_regard_never_puts_a_token_behind(
+    prompt: tuple[list[InfluencedChunk], list[float]], which: int, more: float
+) -> None:
+    chunks, regard = prompt
+    order = by_need(chunks, regard)
+    if not order:
+        return
+    position = order[which % len(order)]
+    alone = list(regard)
+    # Its neighbours are looked at as it is, so all that see it rise; only those beyond can fall.
+    alone[position] += more
+    near = range(position - BEFORE, position + AFTER + 1)
+    ahead = {p for p in order[: order.index(position)] if p not in near}
+    after = by_need(chunks, alone)
+    assert {p for p in after[: after.index(position)] if p not in near} <= ahead
+
+
+def test_the_next_token_is_drawn_along() -> None:
+    assert by_need([InfluencedChunk(10, [0, 5, 0, 3, 0, 0])]) == [11, 12, 13, 14, 10, 15]
+
+
+def test_chunks_are_one_order_and_do_not_draw_each_other_along() -> None:
+    chunks = [InfluencedChunk(3, [4, 0, 2]), InfluencedChunk(0, [1, 1, 9])]
+    assert by_need(chunks) == [2, 3, 4, 5, 0, 1]
+
+
+def test_what_the_question_looks_at_comes_before_what_it_does_not() -> None:
+    influence = [1.0] * 20
+    regard = [0.01] * 20
+    regard[9] = 0.81
+    near = list(range(9 - BEFORE, 9 + AFTER + 1))
+    order = by_need([InfluencedChunk(0, influence)], regard)
+    assert order[: len(near)] == near
+    # Ten times the influence outweighs eighty times the regard.
+    influence[0] = 10.0
+    assert by_need([InfluencedChunk(0, influence)], regard)[0] == 0
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        by_need([InfluencedChunk(0, [1, 2]), InfluencedChunk(1, [1])])
+    with pytest.raises(ValueError, match="ends at 1"):
+        by_need([InfluencedChunk(0, [1, 2])], [1.0])
+    with pytest.raises(ValueError, match="regard is finite"):
+        by_need([InfluencedChunk(0, [1])], [-1.0])
+    with pytest.raises(ValueError, match="0 or later"):
+        InfluencedChunk(-1, [])
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="influence is finite"):
+            InfluencedChunk(0, [wrong])
+
+
+@given(st.permutations(range(20)), st.integers(0, 25), st.integers(0, 25))
+def test_the_first_of_an_order_are_chosen(order: list[int], budget: int, head: int) -> None:
+    wanted = sorted([p for p in order if p >= head][:budget])
+    found = first_of(order, budget, exact_head=head)
+    assert found.positions() == wanted
+    assert all(b.start > a.stop for a, b in zip(found.runs, found.runs[1:], strict=False))
+
+
+def test_of_nothing_nothing_is_chosen() -> None:
+    assert by_need([]) == by_need([InfluencedChunk(3, [])], []) == []
+    assert first_of([], 5).runs == first_of([3], 0).runs == ()
+    with pytest.raises(ValueError, match="0 tokens or more"):
+        first_of([1], -1)
