@@ -71,16 +71,16 @@ def test_chunks_are_one_order_and_do_not_draw_each_other_along() -> None:
     assert by_need(chunks) == [2, 3, 4, 5, 0, 1]
 
 
-def test_what_the_question_looks_at_comes_before_what_it_does_not() -> None:
+def test_what_the_question_looks_at_comes_in_every_other_turn() -> None:
     influence = [1.0] * 20
     regard = [0.01] * 20
     regard[9] = 0.81
     near = list(range(9 - BEFORE, 9 + AFTER + 1))
     order = by_need([InfluencedChunk(0, influence)], regard)
-    assert order[: len(near)] == near
+    assert order[:6] == [near[0], 0, near[1], 1, near[2], 2]
     # Ten times the influence outweighs eighty times the regard.
-    influence[0] = 10.0
-    assert by_need([InfluencedChunk(0, influence)], regard)[0] == 0
+    influence[19] = 10.0
+    assert by_need([InfluencedChunk(0, influence)], regard)[:3] == [19, near[0], 0]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

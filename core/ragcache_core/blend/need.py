@@ -48,10 +48,11 @@ def by_need(chunks: Sequence[InfluencedChunk], regard: Sequence[float] | None = 
     """Positions of all chunks' tokens, those that need recomputation most first.
 
     regard: by position, up to the last chunk's end at least, 0 or more: what the question looks
-    at. None: it is not known, so that influence alone decides. The need of a token is its
-    influence, or nearly that of the token before it, times the square root of the regard for it
-    and its neighbours: with the regard itself, few tokens would take all. Ties go to the earlier
-    position. Raises ValueError for chunks that overlap, and for too little regard.
+    at. None: it is not known, so that influence alone decides. A token's influence counts as
+    nearly that of the token before it, if that is more. In every other turn it counts times the
+    square root of the regard for the token and its neighbours: with the regard itself, few tokens
+    would take all. Ties go to the earlier position. Raises ValueError for chunks that overlap, and
+    for too little regard.
     """
     in_place = sorted((chunk for chunk in chunks if len(chunk.influence)), key=lambda c: c.start)
     if not in_place:
@@ -59,16 +60,25 @@ def by_need(chunks: Sequence[InfluencedChunk], regard: Sequence[float] | None = 
     positions = np.concatenate([c.start + np.arange(len(c.influence)) for c in in_place])
     if (np.diff(positions) < 1).any():
         raise ValueError("chunks do not overlap")
-    need = np.concatenate([_drawn_along(chunk.influence) for chunk in in_place])
+    influence = np.concatenate([_drawn_along(chunk.influence) for chunk in in_place])
+    turns = 2 * _ranks(influence)
     if regard is not None:
         seen = np.asarray(regard, dtype=np.float64)
         if len(seen) <= positions[-1]:
             raise ValueError(f"regard ends at {len(seen)}, before position {positions[-1]}")
         if not (np.isfinite(seen).all() and (seen >= 0).all()):
             raise ValueError("regard is finite and 0 or more")
-        need = need * np.sqrt(_around(seen)[positions])
-    order: list[int] = positions[np.argsort(-need, kind="stable")].tolist()
+        regarded = influence * np.sqrt(_around(seen)[positions])
+        turns = np.minimum(2 * _ranks(regarded), turns + 1)
+    order: list[int] = positions[np.argsort(turns, kind="stable")].tolist()
     return order
+
+
+def _ranks(need: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Of each token its place among all, from 0, the highest first."""
+    ranks = np.empty(len(need), dtype=np.int64)
+    ranks[np.argsort(-need, kind="stable")] = np.arange(len(need))
+    return ranks
 
 
 def _drawn_along(influence: Sequence[float]) -> NDArray[np.float64]:
