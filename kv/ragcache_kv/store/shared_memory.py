@@ -71,12 +71,11 @@ class SharedMemory:
 
         False if the system does not do that, or has no such page left.
         """
-        if offset + HUGE_BYTES > self._num_bytes or mmap.PAGESIZE != 4096:
+        if offset + HUGE_BYTES > self._num_bytes or mmap.PAGESIZE != _BASE_PAGE_BYTES:
             return False
         try:
-            os.posix_fallocate(
-                self._fd, offset, mmap.PAGESIZE
-            )  # one with nothing in it is not made
+            # Of nothing at all the kernel makes none.
+            os.posix_fallocate(self._fd, offset, mmap.PAGESIZE)
         except OSError:
             return False
         return not _libc.madvise(self._address + offset, HUGE_BYTES, _MADV_COLLAPSE)
