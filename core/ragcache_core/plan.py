@@ -23,10 +23,11 @@ DOMAIN_MAX_CHARS = 128
 
 
 class Action(StrEnum):
-    """What to do with a segment: load its exact variant, or compute it whatever is stored."""
+    """What to do with a segment."""
 
-    EXACT = "exact"
-    COMPUTE = "compute"
+    EXACT = "exact"  # load the variant of just this prefix, or compute
+    BLEND = "blend"  # load that, or another variant of the chunk and repair it, or compute
+    COMPUTE = "compute"  # whatever is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,20 @@ class ReusePlan:
     domain: access domain of every segment (who may share their KV).
     planned_at_ms: Unix time before which nobody had looked for the segments' chunks; KV of one that
     is deleted after it is not stored. 0: nobody knows.
+    budget: share, in [0, 1], of the tokens taken from other prefixes (``blend``) that may be
+    computed anew at most.
     """
 
     request: str
     domain: str
     segments: tuple[Segment, ...]
     planned_at_ms: int = 0
+    budget: float = 0.0
+
+    @property
+    def blends(self) -> bool:
+        """Whether any segment may be taken from another prefix."""
+        return any(segment.action is Action.BLEND for segment in self.segments)
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of this plan; ``from_json`` reads it back."""
@@ -67,6 +76,7 @@ class ReusePlan:
             "domain": self.domain,
             "segments": [_to_json(segment) for segment in self.segments],
             "planned_at_ms": self.planned_at_ms,
+            "budget": self.budget,
         }
 
     @classmethod
@@ -82,6 +92,7 @@ class ReusePlan:
             domain=_text("ragcache.domain", plan.get("domain")),
             segments=segments,
             planned_at_ms=_unix_ms("ragcache.planned_at_ms", plan.get("planned_at_ms", 0)),
+            budget=_share("ragcache.budget", plan.get("budget", 0.0)),
         )
 
 
@@ -166,6 +177,13 @@ def _unix_ms(path: str, value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise InvalidInput(path, f"is {value!r}", "send milliseconds of Unix time")
     return value
+
+
+def _share(path: str, value: object) -> float:
+    # A bool is an int to Python, and nan is in no range.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InvalidInput(path, f"is {value!r}", "send a share from 0 to 1")
+    return float(value)
 
 
 def _text(path: str, value: object) -> str:

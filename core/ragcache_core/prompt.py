@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcache_core.keys import KVSpace, chunk_key
 from ragcache_core.plan import Action, ReusePlan, Segment
@@ -67,6 +67,27 @@ def plan_exact(
     """
     segments = _segments(prompt, space, domain, Action.EXACT, documents)
     return ReusePlan(request, domain, segments, planned_at_ms)
+
+
+def plan_blend(
+    prompt: Prompt,
+    space: KVSpace,
+    domain: str,
+    request: str,
+    budget: float,
+    documents: Sequence[str] = (),
+    planned_at_ms: int = 0,
+) -> ReusePlan:
+    """Plan that reuses chunks behind whatever prefix, and repairs them (Cache-Craft §3).
+
+    budget: share of what comes from other prefixes that is computed anew at most. The head stands
+    before the chunks of every prompt and is exact or computed. Others: as of ``plan_exact``.
+    """
+    segments = tuple(
+        replace(segment, action=Action.BLEND) if segment.start >= prompt.head else segment
+        for segment in _segments(prompt, space, domain, Action.EXACT, documents)
+    )
+    return ReusePlan(request, domain, segments, planned_at_ms, budget)
 
 
 def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:

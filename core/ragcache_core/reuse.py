@@ -34,7 +34,7 @@ def checked_segments(
         if segment.start != position or segment.end > len(token_ids):
             break
         tokens = token_ids[segment.start : segment.end]
-        if segment.action is not Action.EXACT:
+        if segment.action is Action.COMPUTE:
             break
         if chunk_key(space, plan.domain, tokens) != segment.chunk:
             break

@@ -23,10 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace
+from ragcache_engine.blender import Blender, blender
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version
+from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version, worker
 from ragcache_engine.records import RecordBook, serve
+from ragcache_engine.salting import salt
 from ragcache_engine.scheduler_side import SchedulerSide
 from ragcache_engine.transfer import StepJobs, StepReport
 from ragcache_engine.worker_side import WorkerSide
@@ -35,6 +37,7 @@ from ragcache_kv.store.sharded import ShardedStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -79,6 +82,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 serve(book, self._config.records_listen) if self._config.records_listen else None
             )
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Learn of the pool of blocks; vLLM calls it once, in the scheduler's process."""
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool, self._vllm_config.cache_config.block_size)
+
     # Worker process.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -90,7 +98,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         _check_layout(cache, self._space)
         # Connects on the worker side's own threads, which are bound to no core (``threads``).
         client = ShardedStore(self._config.cachestore)
-        self._worker = WorkerSide(self._config, self._space, cache, client)
+        self._worker = WorkerSide(self._config, self._space, cache, client, self._blender(cache))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads; called on every step."""
@@ -111,11 +119,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.save(self._jobs())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Ids whose (saves, loads) ended; saves never hold blocks back."""
+        """Ids whose (observations, loads) ended; saves never hold blocks back."""
         if self._worker is None:
             return None, None
-        self._worker.advance(finished_req_ids)
-        return None, self._worker.take_received() or None
+        self._worker.advance(finished_req_ids, busy=self._jobs().num_tokens > 0)
+        return self._worker.take_released() or None, self._worker.take_received() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed; vLLM computes from the first of them on."""
@@ -143,6 +151,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Tokens that can be loaded beyond those computed, and whether asynchronously."""
         assert self._scheduler is not None
         tokens = self._scheduler.loadable_tokens(request.request_id, num_computed_tokens)
+        if tokens and (first := self._scheduler.approximate_from(request.request_id)) is not None:
+            # Before vLLM caches the blocks under their hashes, which it does when they have come.
+            salt(request, first // self._vllm_config.cache_config.block_size)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
@@ -173,14 +184,14 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, _WorkerMetadata):
             self._scheduler.on_outcomes(report.report.outcomes)
+        self._scheduler.on_released(connector_output.finished_sending or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its blocks may be freed at once."""
+        """A request ended; its blocks may be freed, unless its chunks are observed first."""
         assert self._scheduler is not None
-        self._scheduler.on_finished(request.request_id)
-        return False, None
+        return self._scheduler.on_finished(request.request_id, block_ids), None
 
     def shutdown(self) -> None:
         """The process is ending."""
@@ -190,6 +201,15 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.close()
             if self._records is not None:
                 self._records.stop(None)
+
+    def _blender(self, cache: PagedCache) -> Blender | None:
+        """None where this model cannot be blended, which is no reason not to serve it."""
+        config = load_model_folder(str(self._vllm_config.model_config.model)).config
+        try:
+            return blender(worker().model_runner, cache, config, self._space)
+        except Exception as error:
+            log.warning("chunks are reused behind their own prefix only: %s", error)
+            return None
 
     def _jobs(self) -> StepJobs:
         metadata = self._get_connector_metadata()

@@ -18,7 +18,9 @@ from ragcache_engine.records import reason
 from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
 from ragcache_engine.values import decode
+from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store.sharded import ShardedStore
+from ragcache_kv.store.stored_value import StoredValue
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -27,12 +29,13 @@ Write = Callable[[LoadJob, torch.Tensor, int], None]
 
 @dataclass(slots=True)
 class _Arrival:
-    """One variant that came; value None: it did not, and nothing after it will."""
+    """One variant that came; value None: it did not, and unless it is mended nothing after it."""
 
     span: Span
     value: torch.Tensor | None
     num_bytes: int = 0
     reason: str = ""
+    mended: bool = False
 
 
 @dataclass(slots=True)
@@ -44,28 +47,50 @@ class _Load:
     spans_done: int = 0
     tokens: int = 0
     num_bytes: int = 0
+    holes: list[range] = field(default_factory=list)
+
+    def may_lack(self, span: Span) -> bool:
+        """Whether what span has can be computed later, when the load is mended."""
+        repair = self.job.repair
+        return repair is not None and span.start >= repair.exact_end
 
 
 class Loader:
     """Runs LoadJobs. ``write`` is called on the thread that calls ``advance``, never elsewhere.
 
     write(job, value, start): put value, the prompt tokens from start on, into the job's blocks.
-    Values arrive in order, so what has been written is always a prefix.
+    Values arrive in order, so what has been written is always a prefix, but for holes that are
+    mended. rotation: of the model's keys, for those that have moved; None where that is not known,
+    and then no job has any.
     """
 
-    def __init__(self, client: ShardedStore, space: KVSpace, deadline_s: float) -> None:
+    def __init__(
+        self,
+        client: ShardedStore,
+        space: KVSpace,
+        deadline_s: float,
+        rotation: KeyRotation | None = None,
+    ) -> None:
         self._client = client
         self._space = space
         self._deadline_s = deadline_s
+        self._rotation = rotation
         self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
         self._pool.submit(self._connect)
 
     def _connect(self) -> None:
+        if self._rotation is not None:
+            self._rotation.warm_up()
         self._client.connect(self._deadline_s)
         for shard, lane in self._client.lanes().items():
             log.info("values of shard %s come over the %s lane", shard, lane)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no load is under way."""
+        return not self._loads
 
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""
@@ -120,10 +145,14 @@ class Loader:
                     return None
                 load.cancelled.set()
                 return self._outcome(load, load.job.spans[load.spans_done], "load late")
-            if arrival.value is None:
-                return self._outcome(load, arrival.span, arrival.reason)
             span = arrival.span
             start, end = max(span.start, load.job.first), min(span.end, load.job.end)
+            if arrival.value is None:
+                if not arrival.mended:
+                    return self._outcome(load, span, arrival.reason)
+                load.holes.append(range(start, end))
+                load.spans_done += 1
+                continue
             write(load.job, arrival.value[:, :, start - span.start : end - span.start], start)
             load.spans_done += 1
             load.tokens += end - start
@@ -139,7 +168,25 @@ class Loader:
             time.monotonic() - load.started,
             missing.variant if missing else None,
             reason,
+            tuple(load.holes),
         )
+
+    def _arrival(self, load: _Load, span: Span, stored: StoredValue | Miss) -> _Arrival:
+        mended = load.may_lack(span)
+        if isinstance(stored, Miss):
+            return _Arrival(span, None, reason=reason(stored), mended=mended)
+        if not (mended or stored.info.serves_exact):
+            # It was when it was looked up; since then it has been held with a loss.
+            return _Arrival(span, None, reason=reason(Miss.OTHER_PRECISION))
+        if span.base_position not in (None, stored.info.base_position):
+            return _Arrival(span, None, reason="other position", mended=mended)
+        value = decode(stored, span.end - span.start, self._space)
+        if value is None:
+            return _Arrival(span, None, reason="other layout", mended=mended)
+        if span.moved_by:
+            assert self._rotation is not None
+            self._rotation.rotate_part(value, span.moved_by)
+        return _Arrival(span, value, num_bytes=len(stored.value))
 
     def _fetch(self, load: _Load) -> None:
         spans = load.job.spans
@@ -152,7 +199,7 @@ class Loader:
             values = self._client.get(
                 [span.variant for span in spans],
                 left_s,
-                exact=True,
+                exact=load.job.repair is None,
                 domain=load.job.domain,
             )
             for span, (key, stored) in zip(spans, values, strict=False):
@@ -160,14 +207,10 @@ class Loader:
                     return
                 if key != span.variant:
                     raise RagCacheError("the store answered in another order")
-                if isinstance(stored, Miss):
-                    load.arrivals.put(_Arrival(span, None, reason=reason(stored)))
+                arrival = self._arrival(load, span, stored)
+                load.arrivals.put(arrival)
+                if arrival.value is None and not arrival.mended:
                     return
-                value = decode(stored, span.end - span.start, self._space)
-                if value is None:
-                    load.arrivals.put(_Arrival(span, None, reason="other layout"))
-                    return
-                load.arrivals.put(_Arrival(span, value, num_bytes=len(stored.value)))
                 done += 1
             if done < len(spans):
                 load.arrivals.put(_Arrival(spans[done], None, reason="store ended early"))

@@ -1,13 +1,17 @@
 """vLLM's entry point (``vllm.general_plugins``): makes the connector known by name.
 
-vLLM calls it in the API server, the engine core and every worker, more than once, before the model
-is built; so it imports nothing heavy and may run twice.
+It also remembers the worker of this process, which vLLM does not tell a connector of: to recompute
+tokens takes the model. vLLM calls it in the API server, the engine core and every worker, more than
+once, before the worker is made; so it imports nothing heavy and may run twice.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 CONNECTOR = "RagCacheConnector"
 SUPPORTED_VLLM = "0.32"
@@ -15,9 +19,12 @@ SUPPORTED_VLLM = "0.32"
 
 log = logging.getLogger("vllm.ragcache")
 
+_worker: weakref.ref[Any] | None = None
+"""The last worker that was made in this process, of which there is one."""
+
 
 def register() -> None:
-    """Register the connector with vLLM's factory."""
+    """Register the connector with vLLM's factory, and see to it that the worker is remembered."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
@@ -28,6 +35,33 @@ def register() -> None:
         )
     except ValueError:
         log.debug("%s is registered already", CONNECTOR)
+    _remember_workers()
+
+
+def worker() -> Any:
+    """The worker of this process, vLLM's ``WorkerBase``. Raises LookupError if there is none."""
+    found = _worker() if _worker is not None else None
+    if found is None:
+        raise LookupError(
+            "no worker was seen: is VLLM_PLUGINS set, without ragcache, or ragcache not installed?"
+        )
+    return found
+
+
+def _remember_workers() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415
+
+    plain = WorkerBase.__init__
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def remembering(self: Any, *given: Any, **named: Any) -> None:
+        global _worker  # noqa: PLW0603  vLLM hands nothing from here to a connector
+        plain(self, *given, **named)
+        _worker = weakref.ref(self)
+
+    WorkerBase.__init__ = remembering
 
 
 def vllm_version() -> str:

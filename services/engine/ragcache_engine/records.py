@@ -32,6 +32,9 @@ class Record:
     local_tokens: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
+    blended_tokens: int = 0
+    repaired_tokens: int = 0
+    repair_s: float = 0.0
     miss: str = ""
 
 
@@ -84,6 +87,9 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             local_tokens=record.local_tokens,
             loaded_tokens=record.loaded_tokens,
             loaded_bytes=record.loaded_bytes,
+            blended_tokens=record.blended_tokens,
+            repaired_tokens=record.repaired_tokens,
+            repair_s=record.repair_s,
             miss=record.miss,
         )
 

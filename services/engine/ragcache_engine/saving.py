@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
+from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.storing import NewVariant, PutOutcome
-from ragcache_core.variant import Origin
+from ragcache_core.variant import Origin, Part, Provenance, VariantInfo
 from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import SaveJob
 from ragcache_engine.values import native_bytes, native_parts, shape_of
 from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.value import FORMAT
+from ragcache_kv.value import FORMAT, checksum
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -44,24 +48,55 @@ class Saver:
         """Take a contiguous CPU tensor to send; returns at once."""
         with self._lock:
             self._pending[job.span.variant] = job.info.num_bytes
-        self._pool.submit(self._put, job, origin, value)
+        self._pool.submit(
+            self._put, job, job.span.variant, partial(self._value, job, origin, value)
+        )
+
+    def save_observation(self, job: SaveJob, observation: ChunkObservation, cost_s: float) -> None:
+        """Take what was seen of a variant that was saved; returns at once.
+
+        It goes where the variant goes: with its document, and with each chunk that it is about.
+        """
+        raw = memoryview(observation.to_bytes())
+        key = observation_key(job.span.variant)
+        if not self.wants(key, len(raw)):
+            return
+        with self._lock:
+            self._pending[key] = len(raw)
+        chunks = (*job.origin.prefix_chunks, job.span.variant.chunk)
+        variant = NewVariant(
+            key=key,
+            info=VariantInfo(job.info.num_tokens, len(raw), 0, Provenance(exact=False)),
+            origin=replace(job.origin, prefix_chunks=chunks, parent=None, cost_s=cost_s),
+            shape=None,
+            parts=(Part(len(raw), checksum(raw)),),
+        )
+        self._pool.submit(self._put, job, key, lambda: (variant, raw))
 
     def close(self) -> None:
         """Drop what has not been sent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _put(self, job: SaveJob, origin: Origin, value: torch.Tensor) -> None:
+    def _value(
+        self, job: SaveJob, origin: Origin, value: torch.Tensor
+    ) -> tuple[NewVariant, memoryview]:
+        raw = native_bytes(value)
+        variant = NewVariant(
+            key=job.span.variant,
+            info=job.info,
+            origin=origin,
+            shape=shape_of(self._space),
+            parts=native_parts(raw, self._space, job.info.num_tokens),
+            value_format=FORMAT,
+        )
+        return variant, raw
+
+    def _put(
+        self, job: SaveJob, key: VariantKey, make: Callable[[], tuple[NewVariant, memoryview]]
+    ) -> None:
         num_tokens = job.info.num_tokens
         try:
-            raw = native_bytes(value)
-            variant = NewVariant(
-                key=job.span.variant,
-                info=job.info,
-                origin=origin,
-                shape=shape_of(self._space),
-                parts=native_parts(raw, self._space, num_tokens),
-                value_format=FORMAT,
-            )
+            variant, raw = make()
             outcome = self._client.put(variant, raw, self._deadline_s, as_of=job.as_of)
             if outcome is PutOutcome.DELETED:
                 log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
@@ -71,4 +106,4 @@ class Saver:
             log.exception("a variant of %d tokens was not saved", num_tokens)
         finally:
             with self._lock:
-                del self._pending[job.span.variant]
+                del self._pending[key]

@@ -9,16 +9,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Any, Protocol
 
+from ragcache_core.blend.blending import Blend, Candidate, blend
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.plan import Action, ReusePlan
 from ragcache_core.reuse import NamedSegment, checked_segments, longest_exact_chain
 from ragcache_core.storing import AsOf, Held, Want
 from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
+from ragcache_engine.candidates import candidates
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.records import Record, RecordBook, reason
-from ragcache_engine.transfer import Computing, LoadJob, LoadOutcome, SaveJob, Span, StepJobs
+from ragcache_engine.transfer import (
+    NO_BLEND,
+    Computing,
+    LoadJob,
+    LoadOutcome,
+    ObserveJob,
+    Repair,
+    SaveJob,
+    Span,
+    StepJobs,
+)
 from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_kv.value import value_bytes
 
@@ -26,6 +39,28 @@ log = logging.getLogger("vllm.ragcache")
 
 _LOOKUP_SHARE = 0.8
 """Share of the lookup's deadline that the store gets; the rest is for threads to take turns."""
+
+
+_SPARE_BLOCKS = 8
+"""Free blocks that are left to vLLM before a question gets any to look at chunks with."""
+
+_KEPT_SHARE = 8
+"""Of all blocks, one in so many is kept at most for requests that have ended."""
+
+
+class Blocks(Protocol):
+    """What is used of vLLM's ``BlockPool``."""
+
+    num_gpu_blocks: int
+
+    def get_num_free_blocks(self) -> int:
+        """How many could be taken."""
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Take blocks."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Give blocks back."""
 
 
 class _Phase(Enum):
@@ -42,12 +77,15 @@ class _Request:
     plan: ReusePlan
     token_ids: Sequence[int]
     segments: tuple[NamedSegment, ...]
-    lookup: Future[ShardedAnswer] | None
+    lookup: Future[_Found] | None
     arrived: float
     stored: dict[VariantKey, Held] | None = None
+    blend: Blend | None = None  # what it is put together from, if not of exact variants alone
+    tainted_from: int | None = None  # what is computed beyond leans on what is not exact
+    tainted_before: int | None = None  # the same, before the load that is under way
     misses: dict[VariantKey, Miss] = field(default_factory=dict)
     as_of: Mapping[str, AsOf] = field(default_factory=dict)
-    saved: set[VariantKey] = field(default_factory=set)
+    saved: dict[int, SaveJob] = field(default_factory=dict)  # by place
     load_failed: bool = False
     pending_load: tuple[int, int] | None = None  # [first, end) promised to vLLM
     phase: _Phase = _Phase.WAITING
@@ -56,8 +94,19 @@ class _Request:
     recorded: bool = False  # the record tells of the first token; a later preemption is not in it
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A store's answer, and for a plan that blends what the chunks' variants are like."""
+
+    answer: ShardedAnswer
+    candidates: Mapping[int, Sequence[Candidate]]
+
+
 class SchedulerSide:
-    """One per engine. Called on the scheduler's thread only; never blocks it for long."""
+    """One per engine. Called on the scheduler's thread only; never blocks it for long.
+
+    blocks: vLLM's pool of blocks, once it is known (``bind``); None: nothing is blended.
+    """
 
     def __init__(
         self, config: EngineConfig, space: KVSpace, book: RecordBook, client: ShardedStore
@@ -69,9 +118,18 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadJob] = []
+        self._observes: list[ObserveJob] = []
+        self._blocks: Blocks | None = None
+        self._block_size = 1
+        self._scratch: dict[str, list[Any]] = {}  # blocks by request, while its load is under way
+        self._kept: dict[str, int] = {}  # number of blocks by request that has ended
         self._wait_left_s = config.lookup_wait_s
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
         self._pool.submit(client.connect, config.lookup_deadline_s)
+
+    def bind(self, blocks: Blocks, block_size: int) -> None:
+        """Blend from now on. blocks: the pool that scratch blocks are taken from."""
+        self._blocks, self._block_size = blocks, block_size
 
     # The life of a request, in the order of vLLM's calls.
 
@@ -94,7 +152,7 @@ class SchedulerSide:
             log.exception("plan of request %s is dropped", request_id)
             return
         now = time.monotonic()
-        lookup = self._pool.submit(self._lookup, segments, plan.domain) if segments else None
+        lookup = self._pool.submit(self._lookup, segments, plan) if segments else None
         request = _Request(plan, token_ids, segments, lookup, now, phase_since=now)
         request.record.prompt_tokens = len(token_ids)
         if len(segments) < len(plan.segments):
@@ -120,14 +178,30 @@ class SchedulerSide:
             return 0
         if request.stored is None and not self._finish_lookup(request):
             return None
-        chain = _chain(request)
+        if request.blend is not None:
+            covered = request.blend.end
+        else:
+            chain = _chain(request)
+            covered = chain[-1].segment.end if chain else 0
         # The last token is always computed: its output is the first token of the answer.
-        end = min(chain[-1].segment.end if chain else 0, len(request.token_ids) - 1)
+        end = min(covered, len(request.token_ids) - 1)
         if end - num_local < self._config.min_load_tokens:
             request.pending_load = None
             return 0
         request.pending_load = (num_local, end)
         return end - num_local
+
+    def approximate_from(self, request_id: str) -> int | None:
+        """First position of what is about to be loaded that is not exact; None: all of it is.
+
+        From there on the request's blocks are nobody else's (``salting``).
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.blend is None or request.pending_load is None:
+            return None
+        first, end = request.pending_load
+        exact_end = max(first, request.blend.exact_end)
+        return exact_end if exact_end < end else None
 
     def on_allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> None:
         """Blocks are there. num_external: tokens that vLLM expects to be loaded into them."""
@@ -139,19 +213,32 @@ class SchedulerSide:
                 self._enter(request, _Phase.PREFILL)
             return
         first, end = request.pending_load
-        spans = tuple(
-            Span(named.variant, named.segment.start, named.segment.end)
-            for named in request.segments
-            if named.segment.end > first and named.segment.start < end
-        )
+        if request.blend is None:
+            spans = tuple(
+                Span(named.variant, named.segment.start, named.segment.end)
+                for named in request.segments
+                if named.segment.end > first and named.segment.start < end
+            )
+            repair = None
+        else:
+            spans = tuple(
+                Span(source.variant, source.start, source.end, source.base_position)
+                for source in request.blend.sources
+                if source.variant is not None and source.end > first and source.start < end
+            )
+            repair = self._repair(request_id, request, request.blend, first, end)
         domain = request.plan.domain
-        self._loads.append(LoadJob(request_id, spans, first, end, tuple(blocks), domain))
+        self._loads.append(LoadJob(request_id, spans, first, end, tuple(blocks), domain, repair))
         request.pending_load = None
         self._enter(request, _Phase.LOADING)
 
     def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
         """Loads ended in the worker."""
         for outcome in outcomes:
+            if (scratch := self._scratch.pop(outcome.request_id, None)) and self._blocks:
+                self._blocks.free_blocks(scratch)
+            if outcome.reason == NO_BLEND:
+                self._blocks = None
             request = self._requests.get(outcome.request_id)
             if request is None:
                 continue
@@ -159,11 +246,17 @@ class SchedulerSide:
             if not request.recorded:
                 request.record.loaded_tokens = outcome.tokens
                 request.record.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
+                request.record.blended_tokens = outcome.blended
+                request.record.repaired_tokens = outcome.repaired
+                request.record.repair_s = outcome.repair_s
                 request.record.miss = outcome.reason or request.record.miss
-            if outcome.missing is not None:
+            if outcome.reason:
                 # vLLM asks again after a failure; the same answer would loop for ever.
                 request.load_failed = True
-                self._forget_from(request, outcome.missing)
+                # What is not exact of this load has been given up, and is computed.
+                request.tainted_from = request.tainted_before
+                if outcome.missing is not None:
+                    self._forget_from(request, outcome.missing)
 
     def step(
         self,
@@ -198,36 +291,58 @@ class SchedulerSide:
                     computing.append(Computing(request_id, computed, end))
         self._wait_left_s = self._config.lookup_wait_s
         loads, self._loads = self._loads, []
-        return StepJobs(tuple(loads), tuple(saves), tuple(computing), num_tokens)
+        observes, self._observes = self._observes, []
+        return StepJobs(tuple(loads), tuple(saves), tuple(observes), tuple(computing), num_tokens)
 
-    def on_finished(self, request_id: str) -> None:
-        """The request ended, was aborted or failed."""
+    def on_finished(self, request_id: str, blocks: Sequence[int]) -> bool:
+        """The request ended, was aborted or failed.
+
+        blocks: its block table. Returns whether they are to be kept until ``on_released``.
+        """
         request = self._requests.pop(request_id, None)
         if request is None:
-            return
+            return False
         if request.lookup is not None:
             request.lookup.cancel()
         # An answer of one token ends in its prefill step.
         self._enter(request, _Phase.DECODE)
         self._keep_record(request)
+        return self._observe(request_id, request, blocks)
+
+    def on_released(self, request_ids: Iterable[str]) -> None:
+        """The blocks of requests that have ended are not needed any more."""
+        for request_id in request_ids:
+            self._kept.pop(request_id, None)
 
     def close(self) -> None:
         """Stop asking the store."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _lookup(self, segments: Sequence[NamedSegment], domain: str) -> ShardedAnswer:
-        wants = [Want.of(named.variant) for named in segments]
+    def _lookup(self, segments: Sequence[NamedSegment], plan: ReusePlan) -> _Found:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = _LOOKUP_SHARE * self._config.lookup_deadline_s
-        return self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=domain)
+        if not (plan.blends and self._blocks is not None):
+            wants = [Want.of(named.variant) for named in segments]
+            answer = self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=plan.domain)
+            return _Found(answer, {})
+        ends = time.monotonic() + timeout_s
+        wants = [
+            Want(named.variant.chunk)
+            if named.segment.action is Action.BLEND
+            else Want.of(named.variant)
+            for named in segments
+        ]
+        answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)
+        left_s = ends - time.monotonic()
+        return _Found(answer, candidates(self._client, segments, answer, plan.domain, left_s))
 
     def _finish_lookup(self, request: _Request) -> bool:
         """Take over the store's answer; False while there is none and it is not late."""
         assert request.lookup is not None
         asked = time.monotonic()
         try:
-            answer = request.lookup.result(timeout=max(0.0, self._wait_left_s))
+            found = request.lookup.result(timeout=max(0.0, self._wait_left_s))
         except FutureTimeoutError:
             self._wait_left_s -= time.monotonic() - asked
             if time.monotonic() - request.arrived < self._config.lookup_deadline_s:
@@ -239,6 +354,7 @@ class SchedulerSide:
             log.warning("the store could not be asked: %s", error)
             request.stored, request.record.miss = {}, "store unavailable"
         else:
+            answer = found.answer
             request.stored = answer.held()
             # The chunks were chosen before this answer: a delete in between counts, too.
             planned = request.plan.planned_at_ms
@@ -256,6 +372,72 @@ class SchedulerSide:
             # Of the first one that is missing: what comes after it could not be used anyway.
             miss = request.misses.get(missing[0].variant, Miss.NEVER_STORED)
             request.record.miss = reason(miss)
+        if request.stored and request.plan.blends and self._blocks is not None:
+            self._blend(request, found.candidates)
+        return True
+
+    @staticmethod
+    def _blend(request: _Request, held: Mapping[int, Sequence[Candidate]]) -> None:
+        chain = len(_chain(request))
+        found = blend(request.segments, chain, held, request.plan.budget)
+        if found.approximate:
+            request.blend, request.record.miss = found, ""
+
+    def _repair(
+        self, request_id: str, request: _Request, found: Blend, first: int, end: int
+    ) -> Repair | None:
+        """What to do with the load of a blend; None where this part of it is exact."""
+        exact_end = max(first, found.exact_end)
+        if exact_end >= end:
+            return None
+        # What the engine still had of an earlier load of it is no less tainted.
+        request.tainted_before = request.tainted_from
+        request.tainted_from = min(exact_end, request.tainted_from or exact_end)
+        return Repair(
+            exact_end=exact_end,
+            token_ids=request.token_ids,
+            chunks=found.influenced(end),
+            holes=found.holes(first, end),
+            budget=found.wanted,
+            scratch=self._take_scratch(request_id),
+        )
+
+    def _take_scratch(self, request_id: str) -> tuple[int, ...]:
+        """Blocks for the KV of a question, if there are any to spare."""
+        assert self._blocks is not None
+        count = -(-self._config.question_tokens // self._block_size)
+        if self._blocks.get_num_free_blocks() < count + _SPARE_BLOCKS:
+            return ()
+        self._scratch[request_id] = taken = self._blocks.get_new_blocks(count)
+        return tuple(block.block_id for block in taken)
+
+    def _observe(self, request_id: str, request: _Request, blocks: Sequence[int]) -> bool:
+        """Have the chunks that were saved of a request observed; whether that keeps its blocks."""
+        saves = {
+            place: save
+            for place, save in request.saved.items()
+            if save.info.provenance.exact and request.segments[place].segment.action is Action.BLEND
+        }
+        if not (saves and self._blocks is not None and request.plan.blends):
+            return False
+        last = request.segments[max(saves)].segment.end
+        blocks = blocks[: -(-last // self._block_size)]
+        room = self._blocks.num_gpu_blocks // _KEPT_SHARE
+        if sum(self._kept.values()) + len(blocks) > room:
+            return False
+        self._kept[request_id] = len(blocks)
+        chunks = [n for n in request.segments if n.segment.action is Action.BLEND]
+        before = len(request.segments) - len(chunks)  # the template, one segment or none
+        self._observes.append(
+            ObserveJob(
+                request_id,
+                request.token_ids[:last],
+                tuple(blocks),
+                (range(chunks[0].segment.start), *(_range(n) for n in chunks)),
+                (b"", *(n.segment.chunk for n in chunks)),
+                {place - before + 1: save for place, save in saves.items()},
+            )
+        )
         return True
 
     @staticmethod
@@ -265,8 +447,7 @@ class SchedulerSide:
         for place, named in enumerate(request.segments):
             if named.segment.end > computed:
                 break
-            if _is_wanted(request, named.variant):
-                request.saved.add(named.variant)
+            if _is_wanted(request, place):
                 due.append(place)
         return due
 
@@ -274,9 +455,8 @@ class SchedulerSide:
     def _may_save(request: _Request, computed: int) -> bool:
         """Whether what is computed from here on may be of a variant that is saved."""
         return any(
-            named.segment.end > computed
-            and (named.variant in request.saved or _is_wanted(request, named.variant))
-            for named in request.segments
+            named.segment.end > computed and (place in request.saved or _is_wanted(request, place))
+            for place, named in enumerate(request.segments)
         )
 
     def _save_job(
@@ -288,9 +468,9 @@ class SchedulerSide:
             num_tokens=end - start,
             num_bytes=value_bytes(self._space, end - start),
             base_position=start,
-            # Everything before it was computed, loaded as exact, or shared by vLLM's own prefix
-            # cache, which this connector fills with exact KV only.
-            provenance=Provenance(exact=True),
+            # Unless something before it is blended, all of that was computed, loaded as exact, or
+            # shared by vLLM's own prefix cache, in which blends share with nobody.
+            provenance=Provenance(exact=not _is_tainted(request, named)),
         )
         origin = Origin(
             prefix_chunks=tuple(one.segment.chunk for one in before),
@@ -299,7 +479,9 @@ class SchedulerSide:
             document=named.segment.document,
         )
         span = Span(named.variant, start, end)
-        return SaveJob(request_id, span, info, origin, request.as_of, blocks)
+        job = SaveJob(request_id, span, info, origin, request.as_of, blocks)
+        request.saved[place] = job
+        return job
 
     def _forget_from(self, request: _Request, missing: VariantKey) -> None:
         """Treat missing and what follows as not stored, so that it is saved anew."""
@@ -335,9 +517,22 @@ def _chain(request: _Request) -> tuple[NamedSegment, ...]:
     return longest_exact_chain(request.segments, stored)
 
 
-def _is_wanted(request: _Request, key: VariantKey) -> bool:
+def _is_tainted(request: _Request, named: NamedSegment) -> bool:
+    """Whether a segment leans on what is not exact, or is so itself."""
+    return request.tainted_from is not None and named.segment.end > request.tainted_from
+
+
+def _is_wanted(request: _Request, place: int) -> bool:
     """Whether the store would be better off with what this request computes."""
-    held = (request.stored or {}).get(key)
-    if key in request.saved:
+    if place in request.saved:
         return False
+    named = request.segments[place]
+    if _is_tainted(request, named):
+        # Where nothing is held of a chunk, what was computed behind a blend is better than that.
+        return request.blend is not None and named.segment.start in request.blend.unknown
+    held = (request.stored or {}).get(named.variant)
     return held is None or not held.info.serves_exact or held.wanted_better
+
+
+def _range(named: NamedSegment) -> range:
+    return range(named.segment.start, named.segment.end)

@@ -6,21 +6,52 @@ which vLLM pickles and carries, are all they share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ragcache_core.keys import VariantKey
+from ragcache_core.blend.need import InfluencedChunk
+from ragcache_core.keys import ChunkKey, VariantKey
 from ragcache_core.storing import AsOf
 from ragcache_core.variant import Origin, VariantInfo
+
+NO_BLEND = "this engine cannot blend"
+"""Reason of a load's failure, after which none is asked to be mended any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One variant's tokens [start, end) in the prompt of one request."""
+    """Tokens [start, end) of the prompt of one request, and the variant that holds them.
+
+    base_position: where the variant's first token stood when it was computed, if not there.
+    """
 
     variant: VariantKey
     start: int
     end: int
+    base_position: int | None = None
+
+    @property
+    def moved_by(self) -> int:
+        """Positions from where it was computed to where it is used."""
+        return 0 if self.base_position is None else self.start - self.base_position
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What to do with a load that is not exact, once it is there (Cache-Craft §3.2).
+
+    exact_end: position up to which the load is exact. token_ids: the prompt. chunks: those to mend,
+    with the influence on each token. holes: what nothing is held of; computed in whole. budget:
+    tokens to recompute beside them. scratch: blocks that belong to no request, for the KV of the
+    question when it looks at the chunks.
+    """
+
+    exact_end: int
+    token_ids: Sequence[int]
+    chunks: tuple[InfluencedChunk, ...]
+    holes: tuple[range, ...]
+    budget: int
+    scratch: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +60,7 @@ class LoadJob:
 
     spans: the variants that hold them, ascending; fetched whole, of the first and the last one
     maybe only a part is written. blocks: the request's block table, at least up to ``end``.
-    domain: access domain of the plan.
+    domain: access domain of the plan. repair: None where all of it is exact.
     """
 
     request_id: str
@@ -38,6 +69,7 @@ class LoadJob:
     end: int
     blocks: tuple[int, ...]
     domain: str
+    repair: Repair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +86,24 @@ class SaveJob:
     origin: Origin
     as_of: Mapping[str, AsOf]
     blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveJob:
+    """See what chunks of a request that has ended took from those before them.
+
+    Its blocks are kept until this is done or given up. token_ids: of the prompt, up to the last
+    chunk's end. segments: ascending without gaps from position 0, the template first, then a chunk
+    each. chunks: key of each segment. saves: what was saved of the request, by the place of its
+    segment.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    blocks: tuple[int, ...]
+    segments: tuple[range, ...]
+    chunks: tuple[ChunkKey, ...]
+    saves: Mapping[int, SaveJob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +124,7 @@ class StepJobs:
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
+    observes: tuple[ObserveJob, ...] = ()
     computing: tuple[Computing, ...] = ()
     num_tokens: int = 0
 
@@ -82,8 +133,10 @@ class StepJobs:
 class LoadOutcome:
     """What became of a LoadJob.
 
-    tokens: loaded and used. num_bytes: fetched for them. missing: the first variant that did not
-    come, or None.
+    tokens: loaded and used, those that were repaired among them. num_bytes: fetched for them.
+    missing: the first variant that did not come, or None. reason: why it failed, or "".
+    holes: what did not come of a load that is mended. blended: of tokens, those that are not exact.
+    repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.
     """
 
     request_id: str
@@ -92,6 +145,10 @@ class LoadOutcome:
     seconds: float
     missing: VariantKey | None
     reason: str
+    holes: tuple[range, ...] = ()
+    blended: int = 0
+    repaired: int = 0
+    repair_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -9,13 +9,23 @@ from dataclasses import replace
 import torch
 
 from ragcache_core.keys import KVSpace
+from ragcache_engine.blender import Blender
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
 from ragcache_engine.loading import Loader
 from ragcache_engine.moment import Moment
+from ragcache_engine.observing import Observing
 from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.repairing import Repairer
 from ragcache_engine.saving import Saver
-from ragcache_engine.transfer import LoadJob, LoadOutcome, SaveJob, StepJobs, StepReport
+from ragcache_engine.transfer import (
+    NO_BLEND,
+    LoadJob,
+    LoadOutcome,
+    SaveJob,
+    StepJobs,
+    StepReport,
+)
 from ragcache_kv.store.sharded import ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
@@ -29,14 +39,32 @@ class WorkerSide:
     """
 
     def __init__(
-        self, config: EngineConfig, space: KVSpace, cache: PagedCache, client: ShardedStore
+        self,
+        config: EngineConfig,
+        space: KVSpace,
+        cache: PagedCache,
+        client: ShardedStore,
+        blender: Blender | None = None,
     ) -> None:
         self._costs = ComputeCosts()
         self._pass_began: Moment | None = None
         self._cache = cache
         self._client = client
-        self._loader = Loader(self._client, space, config.load_deadline_s)
+        rotation = blender.rotation if blender else None
+        self._loader = Loader(self._client, space, config.load_deadline_s, rotation)
         self._saver = Saver(self._client, space, config.save_deadline_s, config.save_queue_bytes)
+        self._repairer: Repairer | None = None
+        self._observing: Observing | None = None
+        if blender is not None:
+            recomputer, observer = blender.recomputer, blender.observer
+            self._repairer = Repairer(cache, recomputer, observer, config.repair_slice_tokens)
+            self._observing = Observing(
+                observer,
+                recomputer.max_tokens,
+                self._saver.save_observation,
+                config.observe_deadline_s,
+            )
+        self._released: set[str] = set()
         self._jobs: dict[str, LoadJob] = {}
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -46,7 +74,15 @@ class WorkerSide:
         """Begin this step's loads; its forward pass comes next."""
         for job in jobs.loads:
             self._jobs[job.request_id] = job
-            self._loader.start(job)
+            if job.repair is not None and self._repairer is None:
+                self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, NO_BLEND))
+            else:
+                self._loader.start(job)
+        for observe in jobs.observes:
+            if self._observing is None:
+                self._released.add(observe.request_id)
+            else:
+                self._observing.start(observe)
         self._pass_began = self._moment()
 
     def save(self, jobs: StepJobs) -> None:
@@ -60,22 +96,38 @@ class WorkerSide:
             except Exception:
                 log.exception("a variant was not saved")
 
-    def advance(self, finished: Iterable[str]) -> None:
-        """Write what has arrived. finished: requests that ended, whose loads nobody wants."""
+    def advance(self, finished: Iterable[str], *, busy: bool) -> None:
+        """Write what has arrived and go on with repairs.
+
+        finished: requests that ended, whose loads nobody wants. busy: requests ran in this step.
+        """
         for request_id in finished:
             self._loader.cancel(request_id)
+            if self._repairer is not None:
+                self._repairer.cancel(request_id)
             self._costs.forget(request_id)
+        idle = not busy and self._loader.idle and (self._repairer is None or self._repairer.idle)
         for outcome in self._loader.advance(self._write):
-            job = self._jobs.pop(outcome.request_id)
-            self._received.add(outcome.request_id)
-            if outcome.missing is not None:
-                outcome = self._recomputed(job, outcome)  # noqa: PLW2901
-            self._report.outcomes.append(outcome)
+            job = self._jobs[outcome.request_id]
+            if job.repair is not None and self._repairer is not None and not outcome.reason:
+                self._repairer.start(job, outcome)
+            else:
+                self._end(job, outcome)
+        if self._repairer is not None:
+            for job, outcome in self._repairer.advance(busy=busy):
+                self._end(job, outcome)
+        if self._observing is not None:
+            self._released |= self._observing.advance(idle=idle)
 
     def take_received(self) -> set[str]:
         """Requests whose loads ended, well or not, since the last call."""
         received, self._received = self._received, set()
         return received
+
+    def take_released(self) -> set[str]:
+        """Requests that have ended, the blocks of which are not needed any more."""
+        released, self._released = self._released, set()
+        return released
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks that vLLM has to recompute."""
@@ -120,13 +172,23 @@ class WorkerSide:
             log.exception("what a variant took is not known")
             return 0.0
 
+    def _end(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        """A load has ended, well or not."""
+        del self._jobs[job.request_id]
+        self._received.add(job.request_id)
+        self._report.outcomes.append(self._recomputed(job, outcome) if outcome.reason else outcome)
+
     def _recomputed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
         """Report what did not come as bad blocks; returns the outcome without what they take along.
 
         vLLM computes from the start of the first bad block on, so tokens of a good variant that
-        share it are computed again with it.
+        share it are computed again with it; and so is all that would have had to be mended.
         """
         size = self._cache.shape.block_size
-        first_bad = (job.first + outcome.tokens) // size
+        good = job.first + outcome.tokens
+        if job.repair is not None:
+            good = min(good, max(job.first, job.repair.exact_end))
+        first_bad = good // size
         self._bad_blocks.update(job.blocks[first_bad : -(-job.end // size)])
-        return replace(outcome, tokens=max(0, first_bad * size - job.first))
+        tokens = max(0, first_bad * size - job.first)
+        return replace(outcome, tokens=tokens, holes=(), blended=0, repaired=0)

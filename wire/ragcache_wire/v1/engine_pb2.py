@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dragcache_wire/v1/engine.proto\x12\x0bragcache.v1\"*\n\x17GetRequestRecordRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"\xbc\x01\n\rRequestRecord\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04miss\x18\t \x01(\t2^\n\x06\x45ngine\x12T\n\x10GetRequestRecord\x12$.ragcache.v1.GetRequestRecordRequest\x1a\x1a.ragcache.v1.RequestRecordb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dragcache_wire/v1/engine.proto\x12\x0bragcache.v1\"*\n\x17GetRequestRecordRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"\xff\x01\n\rRequestRecord\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04miss\x18\t \x01(\t\x12\x16\n\x0e\x62lended_tokens\x18\n \x01(\r\x12\x17\n\x0frepaired_tokens\x18\x0b \x01(\r\x12\x10\n\x08repair_s\x18\x0c \x01(\x01\x32^\n\x06\x45ngine\x12T\n\x10GetRequestRecord\x12$.ragcache.v1.GetRequestRecordRequest\x1a\x1a.ragcache.v1.RequestRecordb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETREQUESTRECORDREQUEST']._serialized_start=46
   _globals['_GETREQUESTRECORDREQUEST']._serialized_end=88
   _globals['_REQUESTRECORD']._serialized_start=91
-  _globals['_REQUESTRECORD']._serialized_end=279
-  _globals['_ENGINE']._serialized_start=281
-  _globals['_ENGINE']._serialized_end=375
+  _globals['_REQUESTRECORD']._serialized_end=346
+  _globals['_ENGINE']._serialized_start=348
+  _globals['_ENGINE']._serialized_end=442
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,9 @@ class RequestRecord(_message.Message):
     LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
+    BLENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPAIRED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPAIR_S_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
     """waiting to be scheduled, before a load and after it"""
@@ -65,6 +68,12 @@ class RequestRecord(_message.Message):
     loaded_bytes: _builtins.int
     miss: _builtins.str
     """why no more was loaded; empty when everything planned was"""
+    blended_tokens: _builtins.int
+    """of loaded_tokens, those computed behind another prefix"""
+    repaired_tokens: _builtins.int
+    """computed anew before the request was scheduled"""
+    repair_s: _builtins.float
+    """of load_s, what that took"""
     def __init__(
         self,
         *,
@@ -77,10 +86,13 @@ class RequestRecord(_message.Message):
         loaded_tokens: _builtins.int = ...,
         loaded_bytes: _builtins.int = ...,
         miss: _builtins.str = ...,
+        blended_tokens: _builtins.int = ...,
+        repaired_tokens: _builtins.int = ...,
+        repair_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "repair_s", b"repair_s", "repaired_tokens", b"repaired_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

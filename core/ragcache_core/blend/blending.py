@@ -1,0 +1,186 @@
+"""Blending: which stored variant each chunk of a prompt comes from, and how much is mended.
+
+Cache-Craft §3.3 takes the variant with the lowest CCI * (1 - beta'). One that was computed behind
+just this prefix has beta' 1 and so comes first, also where what stands before it now is a blend: it
+is what a full computation would have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ragcache_core.blend.fix_overhead import VariantFit, best_variant
+from ragcache_core.blend.need import InfluencedChunk
+from ragcache_core.blend.observation import ChunkObservation
+from ragcache_core.blend.prefix import PrefixChunk
+from ragcache_core.blend.prefix_overlap import prefix_overlap
+from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
+from ragcache_core.keys import VariantKey
+from ragcache_core.plan import Action
+from ragcache_core.reuse import NamedSegment
+from ragcache_core.variant import VariantInfo
+
+ALPHA = 3.0
+"""Recomputation factor (eq. 12), where nobody has calibrated one: the highest of the paper's own
+(§6), at which it found most quality. Only a chunk much of whose prefix is back wants less than the
+budget then."""
+
+UNKNOWN_CCI = 1.0
+"""Of a variant that has not been observed: it may lean on its prefix as much as any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A variant of a chunk that is held, and what it was seen to take from its prefix, if known."""
+
+    key: VariantKey
+    info: VariantInfo
+    observation: ChunkObservation | None = None
+
+    def __post_init__(self) -> None:
+        if self.observation and len(self.observation.influence) != self.info.num_tokens:
+            raise ValueError("an observation has the tokens of its variant")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the KV of prompt tokens [start, end) comes from.
+
+    variant: None where nothing is held and all of it is computed. base_position: of its first token
+    when it was computed. influence: of each token, scaled by what of the prefix is not back; None
+    where nothing is to mend.
+    """
+
+    variant: VariantKey | None
+    start: int
+    end: int
+    base_position: int
+    influence: tuple[float, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """How a prompt is put together from its start on.
+
+    sources: without gaps from position 0. exact_end: positions below it are exact. wanted: tokens
+    to recompute, beside those of which nothing is held. unknown: where chunks start of which
+    nothing is held, behind the last source, too.
+    """
+
+    sources: tuple[Source, ...]
+    exact_end: int
+    wanted: int
+    unknown: frozenset[int] = frozenset()
+
+    @property
+    def end(self) -> int:
+        """Position after the last source."""
+        return self.sources[-1].end if self.sources else 0
+
+    @property
+    def approximate(self) -> bool:
+        """Whether any of it is not exact."""
+        return self.end > self.exact_end
+
+    def influenced(self, end: int) -> tuple[InfluencedChunk, ...]:
+        """What there is of the chunks to mend before position end."""
+        return tuple(
+            InfluencedChunk(source.start, source.influence[: end - source.start])
+            for source in self.sources
+            if source.influence is not None and source.start < end
+        )
+
+    def holes(self, first: int, end: int) -> tuple[range, ...]:
+        """Positions in [first, end) of which nothing is held."""
+        return tuple(
+            range(max(first, source.start), min(end, source.end))
+            for source in self.sources
+            if source.variant is None and source.end > first and source.start < end
+        )
+
+
+def blend(
+    segments: Sequence[NamedSegment],
+    exact: int,
+    candidates: Mapping[int, Sequence[Candidate]],
+    budget: float,
+    alpha: float = ALPHA,
+) -> Blend:
+    """Put a prompt together from what is held.
+
+    segments: of a checked plan. exact: how many of them, from the first on, are held as exact
+    (``reuse.longest_exact_chain``). candidates: what is held of the others, by place. budget: share
+    of the tokens from other prefixes that may be recomputed at most; within it each chunk wants
+    its CFO (eq. 12). It ends with the last segment of which something is held, and before a
+    segment that may only be exact and is not.
+    """
+    sources: list[Source] = []
+    unknown: set[int] = set()
+    whole = 0  # sources up to the last of which something is held
+    wants = foreign = 0
+    before: list[PrefixChunk] = []
+    for place, named in enumerate(segments):
+        segment = named.segment
+        length = segment.end - segment.start
+        if place < exact:
+            sources.append(Source(named.variant, segment.start, segment.end, segment.start))
+            whole = len(sources)
+        elif segment.action is Action.BLEND:
+            source, fit = _source(named, before, candidates.get(place, ()))
+            sources.append(source)
+            if fit is not None:
+                whole = len(sources)
+                foreign += length
+                wants += wanted_tokens(fit.fix_overhead(alpha), length)
+            else:
+                unknown.add(segment.start)
+        else:
+            break
+        if segment.action is Action.BLEND:
+            before.append(PrefixChunk(segment.chunk, length))
+    exact_end = segments[exact - 1].segment.end if exact else 0
+    wanted = min(wants, budget_tokens(budget, foreign))
+    return Blend(_comparable(sources[:whole]), exact_end, wanted, frozenset(unknown))
+
+
+def _source(
+    named: NamedSegment, before: Sequence[PrefixChunk], candidates: Sequence[Candidate]
+) -> tuple[Source, VariantFit | None]:
+    start, end = named.segment.start, named.segment.end
+    fitting = {c.key: c for c in candidates if c.info.num_tokens == end - start}
+    fit = best_variant(_fit(candidate, named, before) for candidate in fitting.values())
+    if fit is None:
+        return Source(None, start, end, start), None
+    best = fitting[fit.key]
+    influence: tuple[float, ...] | None = None
+    if fit.mismatch > 0:
+        gone = 1.0 - fit.adjusted_overlap
+        influence = tuple(gone * i for i in best.observation.influence) if best.observation else ()
+    return Source(best.key, start, end, best.info.base_position, influence), fit
+
+
+def _fit(candidate: Candidate, named: NamedSegment, before: Sequence[PrefixChunk]) -> VariantFit:
+    seen = candidate.observation
+    if candidate.key == named.variant:
+        overlap = 1.0  # text between chunks included
+    else:
+        overlap = prefix_overlap(seen.attended, before).adjusted if seen else 0.0
+    return VariantFit(candidate.key, seen.cci if seen else UNKNOWN_CCI, overlap)
+
+
+def _comparable(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """Sources of which no influence is known get that of the others on average."""
+    known = [i for source in sources for i in source.influence or ()]
+    usual = sum(known) / len(known) if known and sum(known) > 0 else 1.0
+    return tuple(
+        Source(s.variant, s.start, s.end, s.base_position, (usual,) * s.num_tokens)
+        if s.influence is not None and len(s.influence) != s.num_tokens
+        else s
+        for s in sources
+    )

@@ -1,0 +1,78 @@
+"""Observation: what a chunk was seen to take from the chunks before it, kept beside its KV.
+
+An engine measures it after a variant was computed (``attention`` there) and puts it into the store
+as a small value of its own, named after the variant, so that a variant may be observed later than
+it is stored, or never.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragcache_core.blend.context_impact import context_impact
+from ragcache_core.blend.prefix import AttendedChunk
+from ragcache_core.keys import KEY_BYTES, VariantKey
+
+OBSERVATION_FORMAT = 1
+"""Version of the bytes; another one is read as no observation."""
+
+_HEAD = struct.Struct("<BIIf")  # version, prefix chunks, tokens, intra
+_ATTENDED = struct.Struct(f"<{KEY_BYTES}sIf")  # chunk, tokens, inter
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkObservation:
+    """Of one variant.
+
+    attended: the chunks before it and the attention that they were paid (Cache-Craft eq. 3), first
+    to last, without the template. intra: attention within it (eq. 4). influence: of each of its
+    tokens, 0 or more (``need``).
+    """
+
+    attended: tuple[AttendedChunk, ...]
+    intra: float
+    influence: tuple[float, ...]
+
+    @property
+    def cci(self) -> float:
+        """Cache context impact (eq. 11), in [0.5, 1]."""
+        return context_impact(len(self.influence), self.intra, self.attended).cci
+
+    def to_bytes(self) -> bytes:
+        """``from_bytes`` reads it back, but for what float32 rounds."""
+        head = _HEAD.pack(OBSERVATION_FORMAT, len(self.attended), len(self.influence), self.intra)
+        attended = [_ATTENDED.pack(a.chunk, a.num_tokens, a.inter) for a in self.attended]
+        return b"".join([head, *attended, np.asarray(self.influence, dtype="<f4").tobytes()])
+
+    @classmethod
+    def from_bytes(cls, raw: bytes | memoryview) -> ChunkObservation:
+        """Raises ValueError for anything that ``to_bytes`` does not make."""
+        try:
+            version, num_attended, num_tokens, intra = _HEAD.unpack_from(raw)
+            if version != OBSERVATION_FORMAT:
+                raise ValueError(f"format {version} is not {OBSERVATION_FORMAT}")
+            start = _HEAD.size + num_attended * _ATTENDED.size
+            if len(raw) != start + 4 * num_tokens or not num_tokens:
+                raise ValueError(f"{len(raw)} bytes are no observation of {num_tokens} tokens")
+            attended = tuple(
+                AttendedChunk(chunk, tokens, inter)
+                for chunk, tokens, inter in _ATTENDED.iter_unpack(raw[_HEAD.size : start])
+            )
+        except struct.error as error:
+            raise ValueError(str(error)) from error
+        influence = np.frombuffer(raw[start:], dtype="<f4")
+        if not (np.isfinite(influence).all() and (influence >= 0).all()):
+            raise ValueError("influence is finite and 0 or more")
+        if not (np.isfinite(intra) and intra >= 0):
+            raise ValueError("intra-attention is finite and 0 or more")
+        return cls(attended, intra, tuple(influence.tolist()))
+
+
+def observation_key(variant: VariantKey) -> VariantKey:
+    """Name of a variant's observation among the values of a store."""
+    chunk = hashlib.blake2b(variant.chunk, digest_size=KEY_BYTES, person=b"ragcache-seen")
+    return VariantKey(chunk.digest(), variant.prefix)

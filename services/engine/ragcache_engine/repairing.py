@@ -1,0 +1,153 @@
+"""Mend loads that are not exact, in slices between the engine's own passes (Cache-Craft §3.2).
+
+What was loaded lies in the request's blocks. First the question looks at it; by that and by what
+is known of the chunks, tokens are chosen and computed anew, in ascending order, together with
+whatever did not come. Then vLLM takes the request up as if all of it had been loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ragcache_core.blend.need import by_need
+from ragcache_core.blend.recomputation import first_of
+from ragcache_core.blend.slices import merged, split
+from ragcache_engine.attention import AttentionObserver
+from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.recomputing import Recomputer
+from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair
+
+log = logging.getLogger("vllm.ragcache")
+
+REPAIR_FAILED = "repair failed"
+
+
+@dataclass(slots=True)
+class _Mending:
+    """runs: what is left to compute; None before the question has looked."""
+
+    job: LoadJob
+    repair: Repair
+    outcome: LoadOutcome
+    began: float
+    runs: tuple[range, ...] | None = None
+    repaired: int = 0
+    cancelled: bool = False
+
+
+class Repairer:
+    """Mends one load after another. For the worker's main thread only.
+
+    slice_tokens: computed in one step at most while other requests run, so that these go on
+    decoding; where none does, a step takes a whole pass.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        recomputer: Recomputer,
+        observer: AttentionObserver,
+        slice_tokens: int,
+    ) -> None:
+        self._cache = cache
+        self._recomputer = recomputer
+        self._observer = observer
+        self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
+        self._mendings: list[_Mending] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to mend."""
+        return not self._mendings
+
+    def start(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        """Take up a load that has been written as far as it came."""
+        assert job.repair is not None
+        self._mendings.append(_Mending(job, job.repair, outcome, time.monotonic()))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop mending a load; it is still reported."""
+        for mending in self._mendings:
+            if mending.job.request_id == request_id:
+                mending.cancelled = True
+
+    def advance(self, *, busy: bool) -> list[tuple[LoadJob, LoadOutcome]]:
+        """Go on for one step; returns the loads that are mended, or failed to be.
+
+        busy: other requests run in this step. One that fails takes no other along.
+        """
+        ended = []
+        room = self._slice_tokens if busy else self._recomputer.max_tokens
+        while self._mendings and room > 0:
+            mending = self._mendings[0]
+            try:
+                reason = "cancelled" if mending.cancelled else ""
+                if not reason:
+                    room -= self._go_on(mending, room)
+                if not (reason or mending.runs == ()):
+                    continue
+            except Exception:
+                log.exception("KV of request %s could not be mended", mending.job.request_id)
+                reason = REPAIR_FAILED
+            del self._mendings[0]
+            spent_s = time.monotonic() - mending.began
+            exact = max(0, mending.repair.exact_end - mending.job.first)
+            outcome = replace(
+                mending.outcome,
+                reason=reason,
+                blended=max(0, mending.outcome.tokens - exact),
+                repaired=mending.repaired,
+                repair_s=spent_s,
+            )
+            ended.append((mending.job, outcome))
+        return ended
+
+    def _go_on(self, mending: _Mending, room: int) -> int:
+        """Make one pass; returns how many tokens it had."""
+        repair, job = mending.repair, mending.job
+        if mending.runs is None:
+            holes = merged([*repair.holes, *mending.outcome.holes])
+            self._blank(job, holes)
+            regard, looked = self._look(mending)
+            order = by_need(repair.chunks, regard)
+            chosen = first_of(order, repair.budget, exact_head=job.first)
+            mending.runs = merged([*chosen.runs, *holes])
+            return looked
+        taken, mending.runs = split(
+            mending.runs, max_tokens=room, max_runs=self._recomputer.max_runs
+        )
+        self._recomputer.recompute(repair.token_ids, job.blocks, taken)
+        tokens = sum(map(len, taken))
+        mending.repaired += tokens
+        return tokens
+
+    def _look(self, mending: _Mending) -> tuple[list[float] | None, int]:
+        """What the question looks at, by position, and how many tokens that took."""
+        repair, job = mending.repair, mending.job
+        size = self._cache.shape.block_size
+        own = job.blocks[: -(-job.end // size)]
+        room = (len(own) + len(repair.scratch)) * size - job.end
+        # Of more than there is room for, its last words: what stands before them is mostly history.
+        question = list(repair.token_ids[job.end :])[-min(room, self._recomputer.max_tokens) :]
+        if not (repair.budget and repair.chunks and question and repair.scratch):
+            return None, 0
+        token_ids = [*repair.token_ids[: job.end], *question]
+        regard = self._observer.regard(
+            token_ids, (*own, *repair.scratch), range(job.end, len(token_ids))
+        )
+        return regard.tolist(), len(question)
+
+    def _blank(self, job: LoadJob, holes: Sequence[range]) -> None:
+        """Put zeros where nothing came: what lies there now may be anything, even no number."""
+        shape = self._cache.shape
+        for hole in holes:
+            zeros = torch.zeros(
+                (self._cache.num_layers, 2, len(hole), shape.num_kv_heads, shape.head_dim),
+                dtype=shape.dtype,
+            )
+            self._cache.write(zeros, self._cache.slots(job.blocks, hole.start, hole.stop))
