@@ -110,7 +110,7 @@ def warm(engine: Engine) -> Engine:
     assert engine.side.loadable_tokens("first", 0) == 0
     engine.side.on_allocated("first", BLOCKS, 0)
     assert len(engine.prefill("first")) == 4
-    engine.side.on_finished("first")
+    engine.side.on_finished("first", BLOCKS)
     return engine
 
 
@@ -144,7 +144,7 @@ def test_the_whole_chain_is_loaded_but_never_the_question(warm: Engine) -> None:
     warm.side.on_outcomes([outcome])
     warm.side.on_allocated("again", BLOCKS, 0)
     assert warm.prefill("again", computed=chunks_end) == []
-    warm.side.on_finished("again")
+    warm.side.on_finished("again", BLOCKS)
     record = warm.record("again")
     assert (record.loaded_tokens, record.loaded_bytes, record.miss) == (chunks_end, 4096, "")
 
@@ -227,7 +227,7 @@ def test_after_a_failed_load_the_request_is_computed_and_saved_anew(warm: Engine
     assert warm.side.loadable_tokens("again", 32) == 0
     warm.side.on_allocated("again", BLOCKS, 0)
     assert missing in warm.prefill("again", computed=32)
-    warm.side.on_finished("again")
+    warm.side.on_finished("again", BLOCKS)
     assert warm.record("again").miss == "corrupt"
 
 
@@ -250,7 +250,7 @@ def test_a_preempted_request_is_loaded_again_and_its_record_stays(warm: Engine) 
     warm.side.on_outcomes([LoadOutcome("r", 7, 8, 0.01, job.spans[1].variant, "store unavailable")])
     assert warm.side.loadable_tokens("r", 0) == 0
     warm.side.on_allocated("r", BLOCKS, 0)
-    warm.side.on_finished("r")
+    warm.side.on_finished("r", BLOCKS)
     assert warm.record("r") == told
 
 
@@ -309,7 +309,7 @@ def test_the_record_says_why_the_first_missing_variant_was_not_there(warm: Engin
     warm.side.loadable_tokens("again", 0)
     warm.side.on_allocated("again", BLOCKS, 0)
     warm.prefill("again")
-    warm.side.on_finished("again")
+    warm.side.on_finished("again", BLOCKS)
     assert warm.record("again").miss == "other precision"
 
 
@@ -319,7 +319,7 @@ def test_an_outage_of_the_store_is_a_miss(engine: Engine) -> None:
     assert engine.side.loadable_tokens("r", 0) == 0
     engine.side.on_allocated("r", BLOCKS, 0)
     engine.prefill("r")
-    engine.side.on_finished("r")
+    engine.side.on_finished("r", BLOCKS)
     assert engine.record("r").miss == "store unavailable"
 
 

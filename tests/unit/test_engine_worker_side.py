@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -44,6 +44,9 @@ from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
 from ragcache_kv.value import FORMAT, value_bytes  # noqa: E402
 from ragcache_wire.members import FixedMembers  # noqa: E402
 
+if TYPE_CHECKING:
+    from ragcache_engine.blender import Blender
+
 INT8 = Precision(Codec.INT8, Codec.INT8)
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 BLOCK = 32
@@ -65,6 +68,7 @@ class FakeCache:
 
     def __init__(self) -> None:
         self.shape = CacheShape(1, BLOCK, 4, torch.bfloat16)
+        self.num_layers = 2
         self.slots_written: dict[int, torch.Tensor] = {}
         self.broken = False
         self.clock: Callable[[], float] = time.monotonic
@@ -96,6 +100,8 @@ class FakeStore:
         self.put_gate = threading.Event()
         self.put_gate.set()
         self.puts: list[NewVariant] = []
+        self.put_bytes: list[bytes] = []
+        self.asked_exact: list[bool] = []
         self.as_of: list[object] = []
 
     def fill(self, wanted: Sequence[Span]) -> dict[VariantKey, torch.Tensor]:
@@ -115,7 +121,7 @@ class FakeStore:
     def get(
         self, keys: Sequence[VariantKey], timeout_s: float, *, exact: bool, domain: str
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
-        assert exact
+        self.asked_exact.append(exact)
         assert domain == "tenant"
         for number, wanted in enumerate(keys):
             self.gate.wait(TIMEOUT_S)
@@ -129,6 +135,7 @@ class FakeStore:
         self.put_gate.wait(TIMEOUT_S)
         assert verified([value], variant.parts)
         self.puts.append(variant)
+        self.put_bytes.append(bytes(value))
         self.as_of.append(as_of)
         return PutOutcome.STORED
 
@@ -145,13 +152,14 @@ class FakeStore:
 class Worker:
     """Plays vLLM's part: polls until the load has ended."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, blender: Blender | None = None) -> None:
         self.cache, self.store = FakeCache(), FakeStore()
         self.side = WorkerSide(
             config or EngineConfig(FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
+            blender,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:
@@ -163,7 +171,7 @@ class Worker:
         while request_id not in self.side.take_received():
             assert time.monotonic() < deadline, "the load never ended"
             time.sleep(0.001)
-            self.side.advance(())
+            self.side.advance((), busy=False)
         report = self.side.take_report()
         assert report is not None
         (outcome,) = report.outcomes
@@ -181,6 +189,7 @@ def test_every_token_lands_in_its_own_slot(worker: Worker) -> None:
     wanted = spans(10, 50, 131)
     tensors = worker.store.fill(wanted)
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
+    assert worker.store.asked_exact == [True]
     assert (outcome.tokens, outcome.missing) == (131, None)
     assert outcome.num_bytes == value_bytes(SPACE, 131)
     assert worker.side.take_bad_blocks() == set()
@@ -304,11 +313,11 @@ def test_a_load_nobody_wants_any_more_is_reported_so_that_its_blocks_are_freed(
     worker.store.fill(wanted)
     worker.store.gate.clear()
     worker.side.start_loads(StepJobs(loads=(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"),)))
-    worker.side.advance({"r"})
+    worker.side.advance({"r"}, busy=False)
     assert worker.side.take_received() == {"r"}
     worker.store.gate.set()
     time.sleep(0.05)
-    worker.side.advance(())
+    worker.side.advance((), busy=False)
     assert worker.cache.slots_written == {}
 
 
@@ -339,7 +348,7 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while received != {"a", "b"}:
         assert time.monotonic() < deadline, f"only {received} ended"
-        worker.side.advance(())
+        worker.side.advance((), busy=False)
         received |= worker.side.take_received()
     report = worker.side.take_report()
     assert report is not None
@@ -405,7 +414,7 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     assert (put.shape, put.value_format, len(put.parts)) == (shape_of(SPACE), FORMAT, 2)
     assert put.info.precision == Precision()
     assert worker.store.as_of == [job.as_of]
-    worker.side.advance({"r"})
+    worker.side.advance({"r"}, busy=False)
     worker.side.start_loads(StepJobs())
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
     until_put(worker.store, 2)

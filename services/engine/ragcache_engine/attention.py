@@ -17,12 +17,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.recomputing import Recomputer
+
+if TYPE_CHECKING:
+    from ragcache_engine.recomputing import Recomputer
 
 _SCORES = 1 << 24
 """Attention weights at a time: 64 MiB of float32."""
@@ -135,8 +137,7 @@ class _Watch(ABC):
     def _see(self, index: int, query: torch.Tensor, scale: float) -> None:
         positions = self._positions
         count, end = len(positions), positions.stop
-        keys, values = self._cache.layer(index, self._blocks, 0, end)
-        keys, values = keys.float(), values.float()  # [keys, kv heads, dim]
+        keys = self._cache.keys(index, self._blocks, 0, end).float()  # [keys, kv heads, dim]
         num_kv_heads, dim = keys.shape[1:]
         queries = query[:count].reshape(count, num_kv_heads, -1, dim).float() * scale
         future = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
@@ -151,15 +152,11 @@ class _Watch(ABC):
                 )
                 yield scores.softmax(-1)
 
-        self._add(weights(), values)
+        self._add(index, weights())
 
     @abstractmethod
-    def _add(self, weights: Iterator[torch.Tensor], values: torch.Tensor) -> None:
-        """Take a layer's attention.
-
-        weights: [kv heads, group, rows, keys] of some tokens after another. values: [keys, kv
-        heads, dim].
-        """
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        """Take a layer's attention: [kv heads, group, rows, keys] of some tokens after another."""
 
 
 class _Influence(_Watch):
@@ -176,12 +173,15 @@ class _Influence(_Watch):
         # [num_keys, num_segments]: 1 where a key is of a segment.
         self._member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
 
-    def _add(self, weights: Iterator[torch.Tensor], values: torch.Tensor) -> None:
-        member, others = self._member.to(values.device), self._others
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        others = self._others
+        _, values = self._cache.layer(index, self._blocks, others.start, others.stop)
+        values = values.float()
+        member = self._member.to(values.device)
         mass, added = [], []
         for part in weights:
             mass.append((part @ member).mean((0, 1)))
-            added.append(torch.einsum("hgrk,khd->rhgd", part[..., others], values[others]))
+            added.append(torch.einsum("hgrk,khd->rhgd", part[..., others], values))
         self.mass += torch.cat(mass).cpu()
         vectors = torch.cat(added)
         self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
@@ -194,8 +194,7 @@ class _Regard(_Watch):
         super().__init__(cache, blocks, question)
         self.most = torch.zeros(question.start)
 
-    def _add(self, weights: Iterator[torch.Tensor], values: torch.Tensor) -> None:
-        del values
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
         before = slice(0, self._positions.start)
         most, total = [], []
         for part in weights:

@@ -23,6 +23,9 @@ class EngineConfig:
     a round trip and an idle engine step or two (so a system prompt alone is not worth one).
     save_queue_bytes: memory bound of values waiting to be sent to the store; what does not fit is
     not saved (a lost save is a future miss, an unbounded queue a dead engine).
+    min_blend_share: of the tokens behind what is exact, at least so many must be held if the prompt
+    is to be put together from other prompts' chunks; with fewer, computing them all takes little
+    longer, and what comes of that is exact.
     repair_slice_tokens: recomputed in one step at most while other requests run, which decode one
     token in it. question_tokens: that look at chunks before these are repaired, at most.
     observe_deadline_s: how long blocks of a request that has ended are kept to see what its chunks
@@ -37,9 +40,10 @@ class EngineConfig:
     save_deadline_s: float = 30.0
     min_load_tokens: int = 64
     save_queue_bytes: int = 1 << 30
+    min_blend_share: float = 0.5
     repair_slice_tokens: int = 256
     question_tokens: int = 128
-    observe_deadline_s: float = 5.0
+    observe_deadline_s: float = 60.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:

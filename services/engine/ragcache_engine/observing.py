@@ -10,13 +10,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix import AttendedChunk
-from ragcache_engine.attention import AttentionObserver
 from ragcache_engine.transfer import ObserveJob, SaveJob
+
+if TYPE_CHECKING:
+    from ragcache_engine.attention import AttentionObserver
 
 log = logging.getLogger("vllm.ragcache")
 

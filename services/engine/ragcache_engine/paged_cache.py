@@ -92,26 +92,41 @@ class PagedCache:
 
         On the device.
         """
-        size = self.shape.block_size
-        first, last = start // size, -(-end // size)
-        table = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._device)
-        inside = slice(start - first * size, end - first * size)
-        keys, values = self._unpack(self.layers[index].kv_cache[table])
+        keys, values = self._unpack(self._rows(index, blocks, start, end))
+        inside = self._inside(start, end)
         return keys[inside], values[inside]
+
+    def keys(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Keys alone, as ``layer`` has them."""
+        rows = self._rows(index, blocks, start, end)
+        return self._unpack_one(rows, 0)[self._inside(start, end)]
+
+    def _rows(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """The whole blocks of one layer that have tokens [start, end)."""
+        size = self.shape.block_size
+        table = torch.tensor(blocks[start // size : -(-end // size)], dtype=torch.int64)
+        return self.layers[index].kv_cache[table.to(self._device)]
+
+    def _inside(self, start: int, end: int) -> slice:
+        """Where tokens [start, end) are among those of their blocks."""
+        before = start // self.shape.block_size * self.shape.block_size
+        return slice(start - before, end - before)
 
     def _unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n * block_size, num_kv_heads, head_dim] of n whole blocks."""
+        return self._unpack_one(rows, 0), self._unpack_one(rows, 1)
+
+    def _unpack_one(self, rows: torch.Tensor, which: int) -> torch.Tensor:
+        """Keys (0) or values (1) of n whole blocks."""
         shape = self.shape
         if self._packing is not None:
             flat = rows.reshape(rows.shape[0], shape.num_kv_heads, -1)
-            rows = flat[..., self._packing].reshape(
-                -1, shape.num_kv_heads, 2, shape.block_size, shape.head_dim
-            )
-            keys, values = rows[:, :, 0], rows[:, :, 1]
+            size = shape.block_size * shape.head_dim
+            taken = flat[..., self._packing[which * size : (which + 1) * size]]
+            tokens = taken.reshape(-1, shape.num_kv_heads, shape.block_size, shape.head_dim)
         else:
-            keys, values = rows[..., : shape.head_dim], rows[..., shape.head_dim :]
-        tokens = (-1, shape.num_kv_heads, shape.head_dim)
-        return keys.transpose(1, 2).reshape(tokens), values.transpose(1, 2).reshape(tokens)
+            tokens = rows[..., which * shape.head_dim : (which + 1) * shape.head_dim]
+        return tokens.transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)
 
 
 def _shape(kv_cache: torch.Tensor) -> CacheShape:

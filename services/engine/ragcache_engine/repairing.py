@@ -11,16 +11,19 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ragcache_core.blend.need import by_need
 from ragcache_core.blend.recomputation import first_of
 from ragcache_core.blend.slices import merged, split
-from ragcache_engine.attention import AttentionObserver
 from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.recomputing import Recomputer
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair
+
+if TYPE_CHECKING:
+    from ragcache_engine.attention import AttentionObserver
+    from ragcache_engine.recomputing import Recomputer
 
 log = logging.getLogger("vllm.ragcache")
 

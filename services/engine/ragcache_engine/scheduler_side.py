@@ -376,11 +376,13 @@ class SchedulerSide:
             self._blend(request, found.candidates)
         return True
 
-    @staticmethod
-    def _blend(request: _Request, held: Mapping[int, Sequence[Candidate]]) -> None:
+    def _blend(self, request: _Request, held: Mapping[int, Sequence[Candidate]]) -> None:
         chain = len(_chain(request))
         found = blend(request.segments, chain, held, request.plan.budget)
-        if found.approximate:
+        if not found.approximate:
+            return
+        holes = sum(map(len, found.holes(found.exact_end, found.end)))
+        if 1 - holes / (found.end - found.exact_end) >= self._config.min_blend_share:
             request.blend, request.record.miss = found, ""
 
     def _repair(
@@ -487,7 +489,8 @@ class SchedulerSide:
         """Treat missing and what follows as not stored, so that it is saved anew."""
         stored = request.stored or {}
         names = [named.variant for named in request.segments]
-        for key in names[names.index(missing) :]:
+        # One of another prefix is none of these: behind it there was nothing exact to be lost.
+        for key in names[names.index(missing) :] if missing in names else [missing]:
             stored.pop(key, None)
 
     def _keep_record(self, request: _Request) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ragcache_core.keys import KVSpace
-from ragcache_engine.blender import Blender
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
 from ragcache_engine.loading import Loader
@@ -27,6 +27,9 @@ from ragcache_engine.transfer import (
     StepReport,
 )
 from ragcache_kv.store.sharded import ShardedStore
+
+if TYPE_CHECKING:
+    from ragcache_engine.blender import Blender
 
 log = logging.getLogger("vllm.ragcache")
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
-from ragcache_core.prompt import plan_compute, plan_exact
 from ragcache_gateway.chat import (
     AnswerMessage,
     CacheUse,
@@ -34,6 +33,7 @@ from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.retrieval import Retrieved, retrieve
+from ragcache_gateway.reuse import Reuse, plan_reuse, wanted_reuse
 from ragcache_gateway.terms import in_rest_terms
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.v1 import engine_pb2
@@ -137,6 +137,7 @@ class Answer:
             tokenize=to_ms(self._tokenize_s),
             queue=to_ms(record.queue_s) if record else None,
             load=to_ms(record.load_s) if record else None,
+            repair=to_ms(record.repair_s) if record else None,
             prefill=to_ms(record.prefill_s) if record else None,
             first_token=to_ms(self._first_token_s),
             total=to_ms(total_s),
@@ -144,13 +145,18 @@ class Answer:
 
 
 class Answerer:
-    """Answers questions. tokenizing: one thread, because the prompt builder takes no more."""
+    """Answers questions.
+
+    tokenizing: one thread, because the prompt builder takes no more. reuse: for requests that do
+    not ask for another.
+    """
 
     def __init__(
         self,
         *,
         model: str,
         space: KVSpace,
+        reuse: Reuse,
         prompts: PromptBuilder,
         tokenizing: Executor,
         retriever: RetrieverClient,
@@ -159,6 +165,7 @@ class Answerer:
     ) -> None:
         self._model = model
         self._space = space
+        self._reuse = reuse
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._retriever = retriever
@@ -175,6 +182,7 @@ class Answerer:
             raise NotFound("model", str(request.model), f"ask for {self._model!r}")
         conversation = read_conversation(request.messages)
         options = request.ragcache
+        reuse = wanted_reuse(options, self._reuse)
         try:
             retrieved = await retrieve(
                 self._retriever, options.collection, conversation.question, options.top_k
@@ -191,25 +199,26 @@ class Answerer:
             request.answer_tokens(),
         )
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        off = options.reuse == "off"
-        if off:
-            plan = plan_compute(prompt.prompt, self._space, DOMAIN, request_id)
-        else:
-            documents = [
-                document_name(options.collection, passage.chunk.document_id)
-                for passage in prompt.passages
-            ]
-            plan = plan_exact(
-                prompt.prompt, self._space, DOMAIN, request_id, documents, retrieved.asked_at_ms
-            )
+        documents = [
+            document_name(options.collection, passage.chunk.document_id)
+            for passage in prompt.passages
+        ]
         body = completion_body(
             request,
             model=self._model,
             token_ids=prompt.prompt.token_ids,
             max_tokens=prompt.max_tokens,
-            plan=plan,
+            plan=plan_reuse(
+                reuse,
+                prompt.prompt,
+                self._space,
+                DOMAIN,
+                request_id,
+                documents,
+                retrieved.asked_at_ms,
+            ),
             # Nothing else has this salt, so the engine's own prefix cache cannot hit either.
-            cache_salt=request_id if off else None,
+            cache_salt=request_id if reuse.mode == "off" else None,
         )
         tokenize_s = time.perf_counter() - before
 
@@ -239,6 +248,8 @@ def cache_use(record: engine_pb2.RequestRecord | None) -> CacheUse:
         local_tokens=record.local_tokens,
         loaded_tokens=record.loaded_tokens,
         loaded_bytes=record.loaded_bytes,
+        blended_tokens=record.blended_tokens,
+        repaired_tokens=record.repaired_tokens,
         miss=record.miss,
     )
 

@@ -123,9 +123,25 @@ class RagCacheOptions(BaseModel):
     top_k: int = Field(
         default=4, ge=1, le=MAX_TOP_K, strict=True, description="Chunks to retrieve."
     )
-    reuse: Literal["exact", "off"] = Field(
-        default="exact",
-        description="exact: load stored KV that is bit-equal to computed KV. off: compute it all.",
+    reuse: Literal["exact", "blend", "off"] | None = Field(
+        default=None,
+        description=(
+            "exact: load stored KV that is bit-equal to computed KV. blend: also load KV that was "
+            "computed behind other chunks, and compute a share of it anew; the answer may differ "
+            "from that of a full computation. off: compute it all. Without it, what the platform "
+            "is set to."
+        ),
+    )
+    max_recompute: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        strict=True,
+        description=(
+            "Most that blend computes anew, as a share of the tokens taken from behind other "
+            "chunks; only with blend. Without it, what the platform is set to."
+        ),
     )
 
 
@@ -224,7 +240,10 @@ class Timing(BaseModel):
     search: float = Field(description="In the index.")
     tokenize: float = Field(description="Assembling the prompt, token ids included.")
     queue: float | None = Field(default=None, description="Waiting in the engine.")
-    load: float | None = Field(default=None, description="Loading stored KV.")
+    load: float | None = Field(default=None, description="Loading stored KV, repair included.")
+    repair: float | None = Field(
+        default=None, description="Of load, computing a share of what was blended anew."
+    )
     prefill: float | None = Field(default=None, description="Computing the rest of the prompt.")
     first_token: float = Field(description="From the request to the first token.")
     total: float
@@ -239,6 +258,13 @@ class CacheUse(BaseModel):
     )
     loaded_tokens: int | None = Field(default=None, description="Loaded from the cache store.")
     loaded_bytes: int | None = None
+    blended_tokens: int | None = Field(
+        default=None,
+        description="Of loaded_tokens, those that are not exact: computed behind other chunks.",
+    )
+    repaired_tokens: int | None = Field(
+        default=None, description="Of blended_tokens, those that were computed anew."
+    )
     miss: str | None = Field(
         default=None, description="Why no more was loaded; empty when all that was planned was."
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_wire.members import Members, members_from
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+ReuseMode = Literal["exact", "blend"]
 
 MIN_MODEL_LEN = 64
 """Below this not even the shortest chat template leaves room for a chunk and an answer."""
@@ -36,6 +38,7 @@ class Config:
     retriever: "host:port" of its gRPC service. cachestore: the store's shards.
     model: folder or Hugging Face name; read for its tokenizer and its fingerprint.
     model_name: the name under which the engine serves it, and clients ask for it.
+    reuse, max_recompute: how stored KV is used where a request does not say it (``reuse.Reuse``).
     """
 
     listen_host: str
@@ -47,6 +50,8 @@ class Config:
     model_name: str
     model_dtype: Dtype
     max_model_len: int
+    reuse: ReuseMode = "exact"
+    max_recompute: float = 0.2
     log_level: int = logging.INFO
 
     max_in_flight: int = 128
@@ -77,11 +82,8 @@ class Config:
 def read_config(environment: Mapping[str, str]) -> Config:
     """Config from environment variables. Raises InvalidInput naming the variable."""
     host, port = _address(environment, "RAGCACHE_LISTEN")
-    dtype = environment.get("RAGCACHE_MODEL_DTYPE", "auto")
-    if dtype not in get_args(Dtype):
-        raise InvalidInput(
-            "RAGCACHE_MODEL_DTYPE", f"is {dtype!r}", f"set one of {', '.join(get_args(Dtype))}"
-        )
+    dtype = _choice(environment, "RAGCACHE_MODEL_DTYPE", get_args(Dtype))
+    reuse = _choice(environment, "RAGCACHE_REUSE", get_args(ReuseMode))
     return Config(
         listen_host=host,
         listen_port=port,
@@ -91,6 +93,8 @@ def read_config(environment: Mapping[str, str]) -> Config:
         model=_text(environment, "RAGCACHE_MODEL"),
         model_name=_text(environment, "RAGCACHE_MODEL_NAME"),
         model_dtype=dtype,  # type: ignore[arg-type]  # checked against the literal above
+        reuse=reuse,  # type: ignore[arg-type]  # likewise
+        max_recompute=_share(environment, "RAGCACHE_MAX_RECOMPUTE", 0.2),
         max_model_len=_tokens(environment, "RAGCACHE_MAX_MODEL_LEN"),
         log_level=_log_level(environment, "RAGCACHE_LOG_LEVEL"),
         stop_grace_s=_seconds(environment, "RAGCACHE_STOP_GRACE_S", STOP_GRACE_S),
@@ -101,6 +105,14 @@ def _text(environment: Mapping[str, str], name: str) -> str:
     value = environment.get(name, "").strip()
     if not value:
         raise InvalidInput(name, "is not set", "set it")
+    return value
+
+
+def _choice(environment: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """One of choices; the first, if nothing is set."""
+    value = environment.get(name, choices[0])
+    if value not in choices:
+        raise InvalidInput(name, f"is {value!r}", f"set one of {', '.join(choices)}")
     return value
 
 
@@ -162,6 +174,17 @@ def _seconds(environment: Mapping[str, str], name: str, default: int) -> int:
     if not value.isascii() or not value.isdigit():
         raise InvalidInput(name, f"is {value!r}", "set a number of seconds")
     return int(value)
+
+
+def _share(environment: Mapping[str, str], name: str, default: float) -> float:
+    value = environment.get(name, "").strip() or str(default)
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise InvalidInput(name, f"is {value!r}", "set a share from 0 to 1")
+    return share
 
 
 def _tokens(environment: Mapping[str, str], name: str) -> int:

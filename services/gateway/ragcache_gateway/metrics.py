@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ragcache_gateway.chat import CacheUse, Timing
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_STAGES = ("retrieve", "embed", "search", "tokenize", "queue", "load", "prefill")
+_STAGES = ("retrieve", "embed", "search", "tokenize", "queue", "load", "repair", "prefill")
 
 
 class Metrics:
@@ -64,7 +64,8 @@ class Metrics:
         )
         self.prompt_tokens = Counter(
             "ragcache_gateway_prompt_tokens_total",
-            "Prompt tokens, by where their KV came from.",
+            "Prompt tokens, by where their KV came from: loaded is exact, blended is not, and "
+            "repaired was computed anew among it.",
             ("source",),
             registry=self.registry,
         )
@@ -99,7 +100,13 @@ class Metrics:
         if cache.prompt_tokens is None:
             return
         loaded, local = cache.loaded_tokens or 0, cache.local_tokens or 0
-        computed = max(0, cache.prompt_tokens - loaded - local)
-        for source, tokens in (("loaded", loaded), ("local", local), ("computed", computed)):
-            self.prompt_tokens.labels(source).inc(tokens)
+        blended, repaired = cache.blended_tokens or 0, cache.repaired_tokens or 0
+        for source, tokens in (
+            ("loaded", loaded - blended),
+            ("blended", blended - repaired),
+            ("repaired", repaired),
+            ("local", local),
+            ("computed", cache.prompt_tokens - loaded - local),
+        ):
+            self.prompt_tokens.labels(source).inc(max(0, tokens))
         self.loaded_bytes.inc(cache.loaded_bytes or 0)

@@ -21,6 +21,7 @@ from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.readiness import Readiness
+from ragcache_gateway.reuse import Reuse
 from ragcache_gateway.variants import StoredVariants
 from ragcache_kv.store.sharded import AsyncShardedStore
 from ragcache_wire.health_client import HealthClient
@@ -72,6 +73,7 @@ async def connected(
             answerer=Answerer(
                 model=config.model_name,
                 space=space,
+                reuse=Reuse(config.reuse, config.max_recompute),
                 prompts=prompts,
                 tokenizing=tokenizing,
                 retriever=retriever,

@@ -1,0 +1,365 @@
+"""What the scheduler side decides for prompts that are put together from other prompts' chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from ragcache_core.blend.observation import ChunkObservation, observation_key
+from ragcache_core.blend.prefix import AttendedChunk
+from ragcache_core.errors import Unavailable
+from ragcache_core.keys import VariantKey
+from ragcache_core.prompt import Prompt, assemble, plan_blend
+from ragcache_core.storing import Held, Variants, Want
+from ragcache_core.variant import Miss, Part, Tier
+from ragcache_engine.config import EngineConfig
+from ragcache_engine.records import RecordBook
+from ragcache_engine.scheduler_side import SchedulerSide
+from ragcache_engine.transfer import NO_BLEND, LoadJob, LoadOutcome, SaveJob
+from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
+from ragcache_kv.store.stored_value import StoredValue
+from ragcache_wire.members import FixedMembers
+from tests.unit.test_engine_scheduler_side import AS_OF, SPACE
+
+HEAD, TAIL = range(20), range(9)
+A, B, C, D = range(100, 140), range(200, 250), range(300, 330), range(400, 460)
+BLOCK = 16
+BLOCKS = tuple(range(10, 40))
+
+
+class FakeStore:
+    """Answers lookups of variants and of chunks, and has observations of some."""
+
+    def __init__(self) -> None:
+        self.stored: dict[VariantKey, Held] = {}
+        self.seen: dict[VariantKey, bytes] = {}
+        self.get_outage: Exception | None = None
+
+    def lookup(
+        self, wants: Sequence[Want], timeout_s: float = 1.0, *, exact: bool = False, domain: str
+    ) -> ShardedAnswer:
+        assert domain
+        return ShardedAnswer(tuple(self._answer(want, exact) for want in wants), AS_OF)
+
+    def _answer(self, want: Want, exact: bool) -> Variants:
+        found = [
+            held
+            for key, held in self.stored.items()
+            if key.chunk == want.chunk and want.prefix in (None, key.prefix)
+            if held.info.serves_exact or not exact
+        ]
+        return Variants(tuple(found)) if found else Variants(miss=Miss.NEVER_STORED)
+
+    def get(
+        self, keys: Sequence[VariantKey], timeout_s: float, *, domain: str
+    ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
+        for key in keys:
+            if self.get_outage:
+                raise self.get_outage
+            raw = self.seen.get(key)
+            if raw is None:
+                yield key, Miss.NEVER_STORED
+                continue
+            info = next(iter(self.stored.values())).info
+            part = Part(len(raw), 0)
+            yield key, StoredValue(info, (part,), None, 0, memoryview(raw), Tier.MEMORY)
+
+    def connect(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Block:
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+
+
+class Pool:
+    """vLLM's blocks."""
+
+    num_gpu_blocks = 400
+
+    def __init__(self) -> None:
+        self.free = [Block(n) for n in range(1000, 1030)]
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        return taken
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        self.free += ordered_blocks
+
+
+class Engine:
+    """Plays vLLM's part."""
+
+    def __init__(self) -> None:
+        self.store, self.pool, self.book = FakeStore(), Pool(), RecordBook()
+        config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32)
+        self.side = SchedulerSide(config, SPACE, self.book, cast("ShardedStore", self.store))
+        self.side.bind(self.pool, BLOCK)
+
+    def arrive(self, name: str, prompt: Prompt, budget: float = 0.2) -> None:
+        plan = plan_blend(prompt, SPACE, "public", name, budget).to_json()
+        self.side.on_new_request(name, prompt.token_ids, {"ragcache": plan})
+
+    def load(self, name: str, local: int = 0) -> LoadJob:
+        """Have what is wanted allocated."""
+        tokens = self.side.loadable_tokens(name, local)
+        assert tokens
+        self.side.on_allocated(name, BLOCKS, tokens)
+        (job,) = self.side.step([], lambda _: BLOCKS).loads
+        return job
+
+    def compute(self, name: str, prompt: Prompt, computed: int = 0) -> list[SaveJob]:
+        """Prefill the rest; what is saved is stored."""
+        self.side.on_allocated(name, BLOCKS, 0)
+        left = len(prompt.token_ids) - computed
+        saves = list(self.side.step([(name, computed, left)], lambda _: BLOCKS).saves)
+        for job in saves:
+            key = job.span.variant
+            self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
+        return saves
+
+    def first_visit(self, name: str, prompt: Prompt) -> list[SaveJob]:
+        self.arrive(name, prompt)
+        assert self.side.loadable_tokens(name, 0) == 0
+        return self.compute(name, prompt)
+
+    def finish(self, name: str) -> bool:
+        return self.side.on_finished(name, BLOCKS)
+
+
+def prompt_of(*chunks: range) -> Prompt:
+    return assemble(HEAD, chunks, TAIL)
+
+
+FIRST = prompt_of(A, B, C)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def warm(engine: Engine) -> Engine:
+    engine.first_visit("first", FIRST)
+    engine.finish("first")
+    engine.side.step([], lambda _: BLOCKS)
+    engine.side.on_released(["first"])
+    return engine
+
+
+def succeed(engine: Engine, job: LoadJob, **given: Any) -> None:
+    tokens = job.end - job.first
+    engine.side.on_outcomes([LoadOutcome(job.request_id, tokens, 99, 0.1, None, "", **given)])
+
+
+def test_the_first_visitor_computes_and_what_it_computes_is_exact(engine: Engine) -> None:
+    saves = engine.first_visit("first", FIRST)
+    assert [job.info.provenance.exact for job in saves] == [True] * 4
+    assert engine.side.approximate_from("first") is None
+
+
+def test_the_same_prompt_is_loaded_exactly(warm: Engine) -> None:
+    warm.arrive("again", FIRST)
+    job = warm.load("again")
+    assert (job.end, job.repair) == (FIRST.chunk_ends[-1], None)
+    assert warm.side.approximate_from("again") is None
+
+
+def test_chunks_come_from_wherever_they_were_computed(warm: Engine) -> None:
+    prompt = prompt_of(C, A, B)
+    warm.arrive("other", prompt)
+    assert warm.side.loadable_tokens("other", 0) == prompt.chunk_ends[-1]
+    assert warm.side.approximate_from("other") == len(HEAD)
+    job = warm.load("other")
+    assert [(s.start, s.end, s.base_position) for s in job.spans] == [
+        (0, 20, 0),
+        (20, 50, 110),
+        (50, 90, 20),
+        (90, 140, 60),
+    ]
+    assert job.repair is not None
+    assert (job.repair.exact_end, job.repair.holes, job.repair.budget) == (20, (), 24)
+    assert [(c.start, len(c.influence)) for c in job.repair.chunks] == [
+        (20, 30),
+        (50, 40),
+        (90, 50),
+    ]
+    assert job.repair.token_ids == prompt.token_ids
+
+
+def test_a_head_and_a_first_chunk_in_their_place_stay_exact(warm: Engine) -> None:
+    warm.arrive("other", prompt_of(A, C))
+    job = warm.load("other")
+    assert job.repair is not None
+    assert job.repair.exact_end == 60
+    assert [chunk.start for chunk in job.repair.chunks] == [60]
+
+
+def test_where_little_is_held_all_is_computed_and_exact(warm: Engine) -> None:
+    prompt = prompt_of(D, range(500, 600), C)
+    saves = warm.first_visit("other", prompt)
+    assert [(save.span.start, save.info.provenance.exact) for save in saves] == [
+        (20, True),
+        (80, True),
+        (180, True),
+    ]
+
+
+def test_what_nothing_is_held_of_is_a_hole_between_and_computed_behind(warm: Engine) -> None:
+    warm.arrive("other", prompt_of(B, D, A, range(500, 540)))
+    job = warm.load("other")
+    assert job.repair is not None
+    assert job.repair.holes == (range(70, 130),)
+    assert job.end == 170
+    assert [span.start for span in job.spans] == [0, 20, 130]
+
+
+def test_of_what_was_computed_behind_a_blend_only_unknown_chunks_are_saved_and_tainted(
+    warm: Engine,
+) -> None:
+    last = range(500, 540)
+    prompt = prompt_of(B, D, A, last)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    succeed(warm, job, holes=(), blended=90, repaired=80, repair_s=0.5)
+    saves = warm.compute("other", prompt, job.end)
+    assert [(s.span.start, s.info.provenance.exact) for s in saves] == [(70, False), (170, False)]
+    assert not warm.finish("other")  # nor is it observed
+    record = warm.book.get("other")
+    assert record is not None
+    assert (record.blended_tokens, record.repaired_tokens, record.repair_s) == (90, 80, 0.5)
+    assert record.miss == ""
+    # What is tainted serves blends and never stands for a computation.
+    warm.arrive("next", prompt_of(B, D))
+    again = warm.load("next")
+    assert again.repair is not None
+    assert len(again.spans) == 3
+
+
+def test_a_load_that_fails_leaves_an_exact_request(warm: Engine) -> None:
+    prompt = prompt_of(C, A, B)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    outcome = LoadOutcome("other", 0, 0, 0.1, job.spans[1].variant, "store unavailable")
+    warm.side.on_outcomes([outcome])
+    assert warm.side.loadable_tokens("other", 0) == 0
+    assert warm.side.approximate_from("other") is None
+    saves = warm.compute("other", prompt)
+    assert [s.info.provenance.exact for s in saves] == [True] * 3
+    assert warm.finish("other")
+
+
+def test_a_preempted_blend_stays_tainted_whatever_its_second_load_does(warm: Engine) -> None:
+    prompt = prompt_of(C, A, B, D)
+    warm.arrive("other", prompt)
+    succeed(warm, warm.load("other"))
+    # vLLM still has 64 tokens in blocks of its own, which are blended.
+    job = warm.load("other", local=64)
+    assert job.repair is not None
+    assert (job.first, job.repair.exact_end) == (64, 64)
+    outcome = LoadOutcome("other", 0, 0, 0.1, job.spans[0].variant, "store unavailable")
+    warm.side.on_outcomes([outcome])
+    (saved,) = warm.compute("other", prompt, 64)
+    assert not saved.info.provenance.exact
+
+
+def test_the_variant_that_fits_best_is_taken(engine: Engine) -> None:
+    one, other = prompt_of(A, C), prompt_of(B, D, C)
+    for name, prompt in (("one", one), ("other", other)):
+        for save in engine.first_visit(name, prompt):
+            before = save.origin.prefix_chunks[1:]
+            attended = tuple(AttendedChunk(chunk, 50, 5.0) for chunk in before)
+            length = save.info.num_tokens
+            seen = ChunkObservation(attended, 1.0, (0.5,) * length)
+            engine.store.seen[observation_key(save.span.variant)] = seen.to_bytes()
+    engine.arrive("r", prompt_of(range(500, 520), B, D, C))
+    job = engine.load("r")
+    assert job.spans[-1].base_position == other.chunk_ends[1]
+    engine.arrive("s", prompt_of(range(500, 520), A, C))
+    assert engine.load("s").spans[-1].base_position == one.chunk_ends[0]
+
+
+@pytest.mark.parametrize("outage", [Unavailable("cachestore", "gone"), None])
+def test_without_observations_all_that_is_held_may_be_needed_alike(
+    warm: Engine, outage: Exception | None
+) -> None:
+    warm.store.get_outage = outage
+    key = next(iter(warm.store.stored))
+    warm.store.seen[observation_key(key)] = b"garbled"
+    warm.arrive("other", prompt_of(C, A))
+    job = warm.load("other")
+    assert job.repair is not None
+    assert {i for chunk in job.repair.chunks for i in chunk.influence} == {1.0}
+
+
+def test_scratch_is_given_back_whatever_became_of_the_request(warm: Engine) -> None:
+    free = warm.pool.get_num_free_blocks()
+    warm.arrive("other", prompt_of(C, A))
+    job = warm.load("other")
+    assert job.repair is not None
+    assert len(job.repair.scratch) == 8  # 128 tokens in blocks of 16
+    assert warm.pool.get_num_free_blocks() == free - 8
+    warm.finish("other")
+    warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.1, None, "cancelled")])
+    assert warm.pool.get_num_free_blocks() == free
+
+
+def test_blocks_that_vllm_may_need_are_not_taken(warm: Engine) -> None:
+    warm.pool.free = warm.pool.free[:12]
+    warm.arrive("other", prompt_of(C, A))
+    job = warm.load("other")
+    assert job.repair is not None
+    assert job.repair.scratch == ()
+    warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.1, None, "cancelled")])
+    assert warm.pool.get_num_free_blocks() == 12
+
+
+def test_an_engine_that_cannot_blend_is_not_asked_twice(warm: Engine) -> None:
+    warm.arrive("other", prompt_of(C, A))
+    warm.load("other")
+    warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.0, None, NO_BLEND)])
+    warm.arrive("next", prompt_of(C, A))
+    assert warm.side.loadable_tokens("next", 0) == 0  # its head alone is not worth it
+
+
+def test_chunks_are_observed_when_their_request_has_ended(engine: Engine) -> None:
+    saves = engine.first_visit("first", FIRST)
+    assert engine.finish("first")
+    (job,) = engine.side.step([], lambda _: BLOCKS).observes
+    assert job.segments == (range(20), range(20, 60), range(60, 110), range(110, 140))
+    assert job.chunks == (b"", *(save.span.variant.chunk for save in saves[1:]))
+    assert job.saves == {place: save for place, save in enumerate(saves) if place}
+    assert job.blocks == BLOCKS[:9]
+    assert tuple(job.token_ids) == FIRST.token_ids[:140]
+
+
+def test_only_a_few_blocks_are_kept_from_vllm(engine: Engine) -> None:
+    engine.pool.num_gpu_blocks = 8 * 20
+    kept = []
+    for number in range(4):
+        prompt = prompt_of(*(range(n + 1000 * number, n + 1000 * number + 60) for n in (0, 500)))
+        engine.first_visit(str(number), prompt)  # nine blocks
+        kept.append(engine.finish(str(number)))
+    assert kept == [True, True, False, False]
+    engine.side.on_released(["0"])
+    engine.first_visit("last", prompt_of(range(9000, 9060)))
+    assert engine.finish("last")
+
+
+def test_a_request_that_saved_nothing_keeps_nothing(warm: Engine) -> None:
+    warm.arrive("again", FIRST)
+    job = warm.load("again")
+    succeed(warm, job)
+    assert warm.compute("again", FIRST, job.end) == []
+    assert not warm.finish("again")
