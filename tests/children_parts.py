@@ -208,6 +208,7 @@ _store = _maybe(
     replication=_maybe(enabled=st.booleans()),
     resources=_resources,
 )
+_reuse = _maybe(mode=st.sampled_from(["exact", "blend"]), maxRecompute=st.floats(0, 1))
 _scheduling = _maybe(
     priorityClassName=_names,
     nodeSelector=st.just({"pool": "rag"}),
@@ -234,6 +235,7 @@ def _spec(model: st.SearchStrategy[Object]) -> st.SearchStrategy[Object]:
         retriever=_retriever,
         engines=_engines,
         cacheStore=_store,
+        reuse=_reuse,
         scheduling=_scheduling,
         dataPolicy=st.sampled_from(["Retain", "Delete"]),
         networkPolicy=_network,

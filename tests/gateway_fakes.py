@@ -173,6 +173,9 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             local_tokens=10,
             loaded_tokens=60,
             loaded_bytes=61440,
+            blended_tokens=20,
+            repaired_tokens=5,
+            repair_s=0.0015,
         )
 
 

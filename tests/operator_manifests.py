@@ -427,6 +427,23 @@ _CACHES = (
         *("spec.cacheStore.precision.key", "'int8' is not allowed", "use 'native' or 'packed'"),
     ),
     Bad(
+        *("reuse that recomputes nothing by name", _S, cache(reuse={"mode": "off"})),
+        *("spec.reuse.mode", "'off' is not allowed", "use 'exact' or 'blend'"),
+    ),
+    Bad(
+        *("share above all", _S, cache(reuse={"mode": "blend", "maxRecompute": 1.5})),
+        *("spec.reuse.maxRecompute", "1.5 is too large", "use at most 1.0"),
+    ),
+    Bad(
+        *("share below nothing", _S, cache(reuse={"maxRecompute": -0.1})),
+        *("spec.reuse.maxRecompute", "-0.1 is too small", "use at least 0.0"),
+    ),
+    Bad(
+        *("share in quotes", _S, cache(reuse={"maxRecompute": "0.2"})),
+        "spec.reuse.maxRecompute",
+        *("'0.2' is not a number", "write a number, without quotes"),
+    ),
+    Bad(
         *("collector without http", _S, cache(telemetry={"otlp": {"endpoint": "collector:4317"}})),
         *("spec.telemetry.otlp.endpoint", "'collector:4317' is no URL of a collector"),
         "write it like http://collector:4318",

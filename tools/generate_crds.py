@@ -152,7 +152,7 @@ def _default(field: Schema) -> str:
             return "below"
         case bool():
             return f"`{str(default).lower()}`"
-        case str() | int():
+        case str() | int() | float():
             return f"`{default}`"
     return f"`{yaml.safe_dump(default, default_flow_style=True).strip()}`"
 

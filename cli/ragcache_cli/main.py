@@ -270,8 +270,20 @@ def ask_command(
         int | None, typer.Option("--top-k", "-k", help="Chunks to retrieve.", show_default="4")
     ] = None,
     reuse: Annotated[
-        Literal["exact", "off"] | None,
-        typer.Option("--reuse", help="Use stored KV, or compute it all.", show_default="exact"),
+        Literal["exact", "blend", "off"] | None,
+        typer.Option(
+            "--reuse",
+            help="Use stored KV: exact, or also from behind other chunks; or compute it all.",
+            show_default="the platform's",
+        ),
+    ] = None,
+    max_recompute: Annotated[
+        float | None,
+        typer.Option(
+            "--max-recompute",
+            help="Share, from 0 to 1, that blend computes anew.",
+            show_default="the platform's",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     gateway: GatewayOption = None,
@@ -279,7 +291,12 @@ def ask_command(
     """Ask a question; show the answer, its sources and where the time went."""
     if not question.strip():
         raise InvalidInput("QUESTION", "is empty", "write one")
-    options = {"collection": collection, "top_k": top_k, "reuse": reuse}
+    options = {
+        "collection": collection,
+        "top_k": top_k,
+        "reuse": reuse,
+        "max_recompute": max_recompute,
+    }
     given = {name: value for name, value in options.items() if value is not None}
     console = None if as_json else make_console()
     reply = asyncio.run(_ask(_gateway_url(gateway), question, given, console))

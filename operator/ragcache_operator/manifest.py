@@ -193,6 +193,8 @@ _PHRASES = {
     "string_type": ("{shown} is not a string", "write a string"),
     "string_unicode": ("holds half a character", "write whole ones, in UTF-8"),
     "int_type": ("{shown} is not a whole number", "write a whole number, without quotes"),
+    "float_type": ("{shown} is not a number", "write a number, without quotes"),
+    "finite_number": ("{shown} is not a number", "write a number, without quotes"),
     "bool_type": ("{shown} is neither true nor false", "write true or false, without quotes"),
     "model_type": ("{shown} is not a mapping", "write a mapping"),
     "dict_type": ("{shown} is not a mapping", "write a mapping"),

@@ -258,6 +258,16 @@ def test_ask_shows_answer_sources_and_times(gateway: FakeGateway) -> None:
     ]
 
 
+def test_ask_passes_on_how_to_reuse(gateway: FakeGateway) -> None:
+    result = ragcache("ask", "Where?", "--reuse", "blend", "--max-recompute", 0.25)
+    assert result.exit_code == 0
+    assert gateway.asked[0]["ragcache"] == {
+        "collection": "default",
+        "reuse": "blend",
+        "max_recompute": 0.25,
+    }
+
+
 @pytest.mark.usefixtures("gateway")
 def test_ask_for_programs() -> None:
     result = ragcache("ask", "Where?", "--json")

@@ -23,6 +23,8 @@ CACHE = {
     "local_tokens": 10,
     "loaded_tokens": 60,
     "loaded_bytes": 61440,
+    "blended_tokens": 20,
+    "repaired_tokens": 5,
     "miss": "",
 }
 
@@ -56,6 +58,7 @@ async def test_a_whole_answer_has_text_citations_timing_and_cache(gateway: World
     timing = answer["ragcache"]["timing_ms"]
     assert (timing["stages"], timing["embed"], timing["search"]) == (2, 9.5, 0.25)
     assert (timing["queue"], timing["load"], timing["prefill"]) == (1, 2, 3)
+    assert timing["repair"] == 1.5
     assert 0 < timing["retrieve"] <= timing["first_token"] <= timing["total"]
     assert gateway.records.asked == [answer["id"]]
 
@@ -85,6 +88,52 @@ async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) 
     plan = ReusePlan.from_json(one["kv_transfer_params"]["ragcache"])
     assert {segment.action for segment in plan.segments} == {Action.COMPUTE}
     assert one["cache_salt"] != two["cache_salt"]
+
+
+def sent_plan(gateway: World) -> ReusePlan:
+    """Plan of the last question."""
+    return ReusePlan.from_json(gateway.engine.requests[-1]["kv_transfer_params"]["ragcache"])
+
+
+async def test_blend_takes_chunks_from_anywhere_and_the_head_only_as_it_is(gateway: World) -> None:
+    response = await gateway.ask(ragcache={"reuse": "blend", "max_recompute": 0.5})
+    assert response.status_code == 200
+    plan = sent_plan(gateway)
+    head, *chunks = plan.segments
+    assert head.action is Action.EXACT
+    assert [segment.action for segment in chunks] == [Action.BLEND] * 3
+    assert [segment.document for segment in chunks][-1] == "default/search.md"
+    assert plan.budget == 0.5
+    assert plan.planned_at_ms > 0
+    assert "cache_salt" not in gateway.engine.requests[-1]
+    # Without a share of its own, what the platform is set to.
+    await gateway.ask(ragcache={"reuse": "blend"})
+    assert sent_plan(gateway).budget == gateway.config.max_recompute
+
+
+async def test_a_platform_that_blends_does_so_unless_asked_otherwise(tiny_model: Path) -> None:
+    async with world(tiny_model, reuse="blend", max_recompute=0.3) as gateway:
+        await gateway.ask()
+        assert (sent_plan(gateway).blends, sent_plan(gateway).budget) == (True, 0.3)
+        await gateway.ask(ragcache={"max_recompute": 0})
+        assert (sent_plan(gateway).blends, sent_plan(gateway).budget) == (True, 0)
+        await gateway.ask(ragcache={"reuse": "exact"})
+        assert {segment.action for segment in sent_plan(gateway).segments} == {Action.EXACT}
+        await gateway.ask(ragcache={"reuse": "off"})
+        assert {segment.action for segment in sent_plan(gateway).segments} == {Action.COMPUTE}
+
+
+@pytest.mark.parametrize("reuse", [None, "exact", "off"])
+async def test_a_share_to_recompute_is_only_for_blend(gateway: World, reuse: str | None) -> None:
+    response = await gateway.ask(ragcache={"reuse": reuse, "max_recompute": 0.2})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "ragcache.max_recompute"
+    assert error["message"] == (
+        f"ragcache.max_recompute: is given, and ragcache.reuse is {reuse or 'exact'}; "
+        "set ragcache.reuse to blend or leave it out"
+    )
+    assert gateway.retriever.searches == []
 
 
 async def test_only_an_allowlist_reaches_the_engine(gateway: World) -> None:

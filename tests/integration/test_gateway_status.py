@@ -73,7 +73,11 @@ async def test_metrics_count_what_happened(gateway: World) -> None:
         'requests_total{code="404",route="unmatched"} 1.0',
         "first_token_seconds_count 1.0",
         'stage_seconds_count{stage="load"} 1.0',
-        'prompt_tokens_total{source="loaded"} 60.0',
+        'stage_seconds_count{stage="repair"} 1.0',
+        'prompt_tokens_total{source="loaded"} 40.0',
+        'prompt_tokens_total{source="blended"} 15.0',
+        'prompt_tokens_total{source="repaired"} 5.0',
+        'prompt_tokens_total{source="local"} 10.0',
         'prompt_tokens_total{source="computed"} 30.0',
         "loaded_bytes_total 61440.0",
     ):

@@ -1,15 +1,23 @@
-"""Slices of a recomputation."""
+"""Slices of a recomputation, cut one by one or all at once, and runs put together."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.slices import slices
+from ragcache_core.blend.slices import merged, slices, split
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=20)
 """Of the gap before a run, and of the run."""
+
+OVERLAPPING = st.lists(
+    st.builds(lambda start, length: range(start, start + length), *[st.integers(0, 30)] * 2),
+    max_size=12,
+)
+"""Runs in any order, some of them empty."""
 
 
 def runs_of(lengths: list[tuple[int, int]]) -> list[range]:
@@ -54,3 +62,46 @@ def test_nothing_makes_no_pass() -> None:
 def test_a_pass_without_room_is_refused(max_tokens: int, max_runs: int) -> None:
     with pytest.raises(ValueError, match="or more"):
         list(slices([range(3)], max_tokens=max_tokens, max_runs=max_runs))
+    with pytest.raises(ValueError, match="or more"):
+        split([], max_tokens=max_tokens, max_runs=max_runs)
+
+
+@given(LENGTHS, st.integers(1, 50), st.integers(1, 8))
+def test_cut_one_by_one_the_passes_are_the_same(
+    lengths: list[tuple[int, int]], max_tokens: int, max_runs: int
+) -> None:
+    left = tuple(runs_of(lengths))
+    whole, passes = left, []
+    while left:
+        before = left
+        taken, left = split(before, max_tokens=max_tokens, max_runs=max_runs)
+        assert merged([*taken, *left]) == before
+        assert all((*taken, *left))
+        assert 1 <= len(taken) <= max_runs
+        assert 1 <= sum(map(len, taken)) <= max_tokens
+        passes.append(taken)
+    assert [p for one in passes for run in one for p in run] == [p for run in whole for p in run]
+    assert passes == list(slices(whole, max_tokens=max_tokens, max_runs=max_runs))
+
+
+def test_what_is_left_begins_where_the_pass_ends() -> None:
+    runs = [range(10, 14), range(20, 29)]
+    assert split(runs, max_tokens=4, max_runs=9) == ((range(10, 14),), (range(20, 29),))
+    assert split(runs, max_tokens=5, max_runs=9)[1] == (range(21, 29),)
+    assert split(runs, max_tokens=99, max_runs=1)[1] == (range(20, 29),)
+    assert split(runs, max_tokens=13, max_runs=2) == (tuple(runs), ())
+    assert split([], max_tokens=1, max_runs=1) == ((), ())
+
+
+@given(OVERLAPPING)
+def test_merged_runs_are_all_positions_as_maximal_runs(runs: list[range]) -> None:
+    joined = merged(runs)
+    assert [p for run in joined for p in run] == sorted({p for run in runs for p in run})
+    assert all(joined)
+    assert all(b.start > a.stop for a, b in pairwise(joined))
+
+
+@given(LENGTHS)
+def test_runs_apart_stay_as_they_are(lengths: list[tuple[int, int]]) -> None:
+    runs = runs_of(lengths)
+    assert merged(runs[::-1]) == tuple(runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ def plans(draw: st.DrawFn) -> ReusePlan:
         segments.append(Segment(chunk, start, position, action, document))
     text = st.text(min_size=1, max_size=128)
     planned_at_ms = draw(st.integers(0, 2**63 - 1))
-    return ReusePlan(draw(text), draw(text), tuple(segments), planned_at_ms)
+    budget = draw(st.floats(0, 1))
+    return ReusePlan(draw(text), draw(text), tuple(segments), planned_at_ms, budget)
 
 
 def valid() -> dict[str, Any]:
@@ -60,7 +62,10 @@ def blamed(plan: object) -> str:
     return "ragcache"
 
 
-@given(st.sampled_from(["v", "request", "domain", "segments", "planned_at_ms"]), anything)
+FIELDS = ["v", "request", "domain", "segments", "planned_at_ms", "budget"]
+
+
+@given(st.sampled_from(FIELDS), anything)
 def test_no_value_of_a_field_breaks_the_parser(field: str, value: object) -> None:
     assert blamed(valid() | {field: value}).startswith("ragcache")
 
@@ -83,7 +88,7 @@ def test_no_value_in_a_segment_breaks_the_parser(field: str, value: object) -> N
         ("chunk", "00", "ragcache.segments[1].chunk"),
         ("chunk", "no hex", "ragcache.segments[1].chunk"),
         ("chunk", None, "ragcache.segments[1].chunk"),
-        ("action", "blend", "ragcache.segments[1].action"),
+        ("action", "guess", "ragcache.segments[1].action"),
         ("action", None, "ragcache.segments[1].action"),
         ("document", 7, "ragcache.segments[1].document"),
         ("document", "x" * (MAX_NAME_CHARS + 1), "ragcache.segments[1].document"),
@@ -110,6 +115,15 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
         ("planned_at_ms", 1 << 63),
         ("planned_at_ms", None),
         ("planned_at_ms", True),
+        ("budget", -0.1),
+        ("budget", 1.5),
+        ("budget", math.nan),
+        ("budget", math.inf),
+        ("budget", 10**400),
+        ("budget", True),
+        ("budget", "x"),
+        ("budget", "0.5"),
+        ("budget", None),
         ("segments", None),
         ("segments", "text"),
         ("segments", [valid()["segments"][0]] * (MAX_SEGMENTS + 1)),
@@ -123,6 +137,26 @@ def test_a_wrong_field_is_named(field: str, value: object) -> None:
 
 def test_fields_of_later_versions_are_ignored() -> None:
     assert ReusePlan.from_json(valid() | {"salt": "x"}) == ReusePlan.from_json(valid())
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_budget_may_be_all_or_nothing(whole: int) -> None:
+    budget = ReusePlan.from_json(valid() | {"budget": whole}).budget
+    assert budget == whole
+    assert type(budget) is float
+
+
+def test_a_plan_without_a_budget_has_none() -> None:
+    plan = valid()
+    del plan["budget"]
+    assert ReusePlan.from_json(plan).budget == 0.0
+
+
+@pytest.mark.parametrize("action", Action)
+def test_a_plan_blends_if_any_of_its_segments_does(action: Action) -> None:
+    segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, action))
+    assert ReusePlan("request-1", "public", segments).blends == (action is Action.BLEND)
+    assert not ReusePlan("request-1", "public", ()).blends
 
 
 names = st.tuples(st.text(max_size=600), st.text(max_size=600))

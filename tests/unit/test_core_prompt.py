@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.prompt import assemble, plan_compute, plan_exact
+from ragcache_core.prompt import assemble, plan_blend, plan_compute, plan_exact
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 ids = st.lists(st.integers(0, 99), max_size=8)
@@ -83,3 +84,27 @@ def test_computing_names_the_same_segments(
         (s.chunk, s.start, s.end) for s in compute
     ]
     assert all(segment.action is Action.COMPUTE for segment in compute)
+
+
+@given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1), st.integers(0, 2**63 - 1))
+def test_blending_differs_from_exact_reuse_only_in_its_chunks_and_budget(
+    head: list[int], chunks: list[list[int]], tail: list[int], budget: float, planned_at_ms: int
+) -> None:
+    prompt = assemble(head, chunks, tail)
+    documents = [f"c/{number}" for number in range(len(chunks))]
+    exact = plan_exact(prompt, SPACE, "public", "request", documents, planned_at_ms)
+    plan = plan_blend(prompt, SPACE, "public", "request", budget, documents, planned_at_ms)
+    assert plan.budget == budget
+    assert plan.blends == any(chunks)
+    assert [s.action for s in plan.segments if s.start < len(head)] == [Action.EXACT] * bool(head)
+    assert {s.action for s in plan.segments if s.start >= len(head)} <= {Action.BLEND}
+    as_exact = tuple(replace(s, action=Action.EXACT) for s in plan.segments)
+    assert replace(plan, segments=as_exact, budget=0.0) == exact
+
+
+@given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1))
+def test_every_plan_to_blend_is_one_that_the_engine_reads(
+    head: list[int], chunks: list[list[int]], tail: list[int], budget: float
+) -> None:
+    plan = plan_blend(assemble(head, chunks, tail), SPACE, "public", "request", budget)
+    assert ReusePlan.from_json(plan.to_json()) == plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.keys import KVSpace, PrefixHasher, VariantKey
 from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.prompt import Prompt, assemble, plan_compute, plan_exact
+from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_compute, plan_exact
 from ragcache_core.reuse import NamedSegment, checked_segments, longest_exact_chain
 from ragcache_core.variant import Provenance, VariantInfo
 
@@ -96,6 +96,38 @@ def test_what_is_to_be_computed_is_not_named(prompt: Prompt) -> None:
     plan = plan_compute(prompt, SPACE, "public", "request")
     assert all(segment.action is Action.COMPUTE for segment in plan.segments)
     assert checked_segments(plan, prompt.token_ids, SPACE) == ()
+
+
+@given(prompts())
+def test_what_may_be_blended_is_named_as_what_is_exact(prompt: Prompt) -> None:
+    plan = plan_blend(prompt, SPACE, "public", "request", 0.2)
+    segments = checked_segments(plan, prompt.token_ids, SPACE)
+    assert tuple(n.segment for n in segments) == plan.segments
+    assert [n.variant for n in segments] == [n.variant for n in named(prompt)]
+    assert longest_exact_chain(segments, stored(segments)) == segments
+
+
+@given(prompts(), st.data())
+def test_a_changed_token_ends_what_may_be_blended(prompt: Prompt, data: st.DataObject) -> None:
+    plan = plan_blend(prompt, SPACE, "public", "request", 0.2)
+    place = data.draw(st.integers(0, prompt.chunk_ends[-1] - 1))
+    forged = list(prompt.token_ids)
+    forged[place] += 1
+    segments = checked_segments(plan, forged, SPACE)
+    within = [segment for segment in plan.segments if segment.end <= place]
+    assert [n.segment for n in segments] == within
+
+
+@given(prompts(), st.data())
+def test_what_is_to_be_computed_ends_what_may_be_blended(
+    prompt: Prompt, data: st.DataObject
+) -> None:
+    plan = plan_blend(prompt, SPACE, "public", "request", 0.2)
+    place = data.draw(st.integers(0, len(plan.segments) - 1))
+    computed = replace(plan.segments[place], action=Action.COMPUTE)
+    mixed = (*plan.segments[:place], computed, *plan.segments[place + 1 :])
+    segments = checked_segments(replace(plan, segments=mixed), prompt.token_ids, SPACE)
+    assert tuple(n.segment for n in segments) == plan.segments[:place]
 
 
 @given(prompts())

@@ -17,6 +17,7 @@ from ragcache_gateway.completion import Piece, completion_body, read_event, refu
 from ragcache_gateway.config import EngineName, read_config
 from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.errors import TooBusy, from_status, from_validation, to_http, value_path
+from ragcache_gateway.reuse import Reuse, wanted_reuse
 from ragcache_gateway.terms import in_rest_terms
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
@@ -60,7 +61,15 @@ def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, An
         ({"ragcache": {"top_k": 51}}, "ragcache.top_k"),
         ({"ragcache": {"top_k": True}}, "ragcache.top_k"),
         ({"ragcache": {"collections": "x"}}, "ragcache.collections"),
-        ({"ragcache": {"reuse": "blend"}}, "ragcache.reuse"),
+        ({"ragcache": {"reuse": "some"}}, "ragcache.reuse"),
+        ({"ragcache": {"reuse": "blend", "max_recompute": 1.5}}, "ragcache.max_recompute"),
+        ({"ragcache": {"reuse": "blend", "max_recompute": -0.1}}, "ragcache.max_recompute"),
+        ({"ragcache": {"reuse": "blend", "max_recompute": "0.2"}}, "ragcache.max_recompute"),
+        ({"ragcache": {"reuse": "blend", "max_recompute": True}}, "ragcache.max_recompute"),
+        (
+            {"ragcache": {"reuse": "blend", "max_recompute": float("nan")}},
+            "ragcache.max_recompute",
+        ),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -133,6 +142,30 @@ def test_null_means_left_out() -> None:
 def test_a_salt_is_only_the_gateways() -> None:
     assert "cache_salt" not in body_of(read(cache_salt="mine"))
     assert body_of(read(), cache_salt="ours")["cache_salt"] == "ours"
+
+
+@pytest.mark.parametrize("default", [Reuse("exact", 0.2), Reuse("blend", 0.3)])
+def test_a_request_reuses_as_the_platform_does_unless_it_says(default: Reuse) -> None:
+    def wanted(**options: Any) -> Reuse:
+        return wanted_reuse(read(ragcache=options).ragcache, default)
+
+    assert wanted() == wanted(reuse=None, max_recompute=None) == default
+    for mode in ("exact", "blend", "off"):
+        assert wanted(reuse=mode).mode == mode
+    assert wanted(reuse="blend") == Reuse("blend", default.max_recompute)
+    assert wanted(reuse="blend", max_recompute=1) == Reuse("blend", 1.0)
+
+
+def test_what_blend_recomputes_means_nothing_without_it() -> None:
+    options = read(ragcache={"max_recompute": 0.1}).ragcache
+    assert wanted_reuse(options, Reuse("blend", 0.3)) == Reuse("blend", 0.1)
+    with pytest.raises(InvalidInput) as caught:
+        wanted_reuse(options, Reuse("exact", 0.3))
+    assert caught.value.field == "ragcache.max_recompute"
+    with pytest.raises(InvalidInput):
+        wanted_reuse(
+            read(ragcache={"reuse": "off", "max_recompute": 0}).ragcache, Reuse("blend", 1)
+        )
 
 
 def test_a_conversation_comes_apart() -> None:
@@ -275,6 +308,9 @@ def test_config_comes_from_the_environment() -> None:
     assert config.stop_grace_s == 10
     assert read_config({**GOOD, "RAGCACHE_STOP_GRACE_S": "300"}).stop_grace_s == 300
     assert (config.model_dtype, config.max_model_len) == ("auto", 2048)
+    assert (config.reuse, config.max_recompute) == ("exact", 0.2)
+    blending = read_config({**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE": " 1 "})
+    assert (blending.reuse, blending.max_recompute) == ("blend", 1.0)
 
 
 @pytest.mark.parametrize("name", sorted(GOOD))
@@ -301,6 +337,12 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_MODEL_DTYPE", "int8"),
         ("RAGCACHE_MAX_MODEL_LEN", "2k"),
         ("RAGCACHE_MAX_MODEL_LEN", "3"),
+        ("RAGCACHE_REUSE", "off"),
+        ("RAGCACHE_REUSE", ""),
+        ("RAGCACHE_MAX_RECOMPUTE", "20%"),
+        ("RAGCACHE_MAX_RECOMPUTE", "1.01"),
+        ("RAGCACHE_MAX_RECOMPUTE", "-0.1"),
+        ("RAGCACHE_MAX_RECOMPUTE", "nan"),
         ("RAGCACHE_LOG_LEVEL", "loud"),
     ],
 )

@@ -17,6 +17,7 @@ from ragcache_cachestore.value_file import FREE_RESERVE_BYTES
 from ragcache_core.errors import InvalidInput
 from ragcache_core.policies.registry import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.variant import Precision
+from ragcache_gateway.config import read_config
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import BOUNDS, with_replicas
 from ragcache_operator.builders.capabilities import Capabilities
@@ -55,7 +56,7 @@ def test_the_store_understands_what_it_is_told(spec: Object) -> None:
     assert told.disk_bytes + FREE_RESERVE_BYTES < store.disk.size_bytes
     assert told.policy == store.policy
     assert told.replication == store.replication.enabled
-    assert told.leaves_only
+    assert told.leaves_only == (cache.spec.reuse.mode == "exact")
     assert told.lane_listen == "0.0.0.0:50052"
     precise = store.precision
     given_precision = Precision.parse(f"{precise.key}/{precise.value}")
@@ -67,6 +68,28 @@ def test_policies_are_those_of_core() -> None:
     policy = CacheStoreSpec.model_fields["policy"]
     assert get_args(policy.annotation) == POLICY_NAMES
     assert policy.default == DEFAULT_POLICY
+
+
+@given(specs)
+def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
+    cache = make_cache(**spec)
+    told = read_config(env_of(children_of(cache), "gateway"))
+    assert (told.reuse, told.max_recompute) == (
+        cache.spec.reuse.mode,
+        cache.spec.reuse.max_recompute,
+    )
+    assert told.max_model_len == cache.spec.model.max_length
+
+
+def test_the_gateway_reuses_as_the_spec_says() -> None:
+    env = env_of(build(), "gateway")
+    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("exact", "0.2")
+    env = env_of(build(reuse={"mode": "blend", "maxRecompute": 1}), "gateway")
+    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("blend", "1.0")
+    # Without either, it does as it would by an empty spec.
+    del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]
+    reuse, told = make_cache().spec.reuse, read_config(env)
+    assert (told.reuse, told.max_recompute) == (reuse.mode, reuse.max_recompute)
 
 
 @given(specs)

@@ -102,6 +102,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.resources.cpu": ("2", STORE, ""),
     "cacheStore.resources.memory": ("3Gi", STORE, ""),
     "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
+    "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
+    "reuse.maxRecompute": (0.5, GATEWAY, ""),
     "scheduling.priorityClassName": ("two", WORKLOADS, ""),
     "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),
     "scheduling.tolerations": ([{"operator": "Exists"}], WORKLOADS, ""),

@@ -32,6 +32,8 @@ KEYWORDS = {
     *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
 }
 
+TYPES = ("object", "array", "string", "integer", "number", "boolean")
+
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
@@ -69,7 +71,7 @@ def test_every_schema_is_structural(kind: Kind) -> None:
         if schema.get("x-kubernetes-int-or-string"):
             assert "type" not in schema, path
         else:
-            assert schema["type"] in ("object", "array", "string", "integer", "boolean"), path
+            assert schema["type"] in TYPES, path
         assert ("items" in schema) == (schema.get("type") == "array"), path
         assert not ("properties" in schema and "additionalProperties" in schema), path
         if schema.get("type") == "object":
@@ -90,6 +92,8 @@ def test_everything_in_a_spec_is_bounded(kind: Kind) -> None:
                 assert "maxItems" in schema, path
             case "integer":
                 assert "minimum" in schema, path
+            case "number":
+                assert {"minimum", "maximum"} <= schema.keys(), path
             case "object":
                 assert "properties" in schema or "maxProperties" in schema, path
 
@@ -199,6 +203,9 @@ DEFAULTED = [
         scheduling={"tolerations": [{"key": "a"}]},
         networkPolicy={"clients": [{"podSelector": {}}]},
     ),
+    cache(reuse={"mode": "blend"}),
+    # What a server holds of 1.0.
+    cache(reuse={"maxRecompute": 1}),
     collection(),
     collection(chunking={}, sync={}),
     source(volume={"claimName": "c"}),

@@ -142,6 +142,7 @@ GOOD = [
         retriever={"embedder": {"source": "http://e/v1", "model": "m"}, "chunking": {"size": 64}},
         engines=[{"name": "a", "args": ["--x"], "kvMemory": "1Gi"}, {"name": "b"}],
         cacheStore={"shards": 2, "disk": {"size": "4Gi", "className": "fast"}},
+        reuse={"mode": "blend", "maxRecompute": 0.25},
         scheduling={"nodeSelector": {"a": "b"}, "tolerations": [{"key": "a"}]},
         networkPolicy={"clients": [{"podSelector": {"matchLabels": {"a": "b"}}}]},
     )

@@ -37,6 +37,7 @@ def test_an_empty_spec_is_a_whole_platform() -> None:
     assert [engine.name for engine in spec.engines] == ["main"]
     assert spec.engines[0].kv_memory_gib == 2
     assert spec.cache_store.memory_bytes == 1 << 30
+    assert (spec.reuse.mode, spec.reuse.max_recompute) == ("exact", 0.2)
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda one: one["metadata"]["name"])
@@ -183,6 +184,15 @@ BAD_SPECS = {
     },
     "spec.cacheStore.disk.size: '[]' is no quantity; "
     "write bytes as Kubernetes does, like 512Mi or 2Gi": {"cacheStore": {"disk": {"size": []}}},
+    "spec.reuse.max_recompute: unknown field; did you mean maxRecompute?": {
+        "reuse": {"max_recompute": 0.1}
+    },
+    "spec.reuse.maxRecompute: True is not a number; write a number, without quotes": {
+        "reuse": {"maxRecompute": True}
+    },
+    "spec.reuse.maxRecompute: nan is not a number; write a number, without quotes": {
+        "reuse": {"maxRecompute": float("nan")}
+    },
     "spec.engines: is empty; give one, or leave the field out": {"engines": []},
     "spec.engines[1].name: 'a' is there already; give each its own": {
         "engines": [{"name": "a"}, {"name": "a"}]

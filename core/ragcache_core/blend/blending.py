@@ -1,8 +1,8 @@
 """Blending: which stored variant each chunk of a prompt comes from, and how much is mended.
 
-Cache-Craft §3.3 takes the variant with the lowest CCI * (1 - beta'). One that was computed behind
-just this prefix has beta' 1 and so comes first, also where what stands before it now is a blend: it
-is what a full computation would have made.
+Cache-Craft §3.3 takes the variant with the lowest CCI * (1 - beta'). One that was computed in full
+behind just this prefix has beta' 1 and so comes first, also where what stands before it now is a
+blend: it is what a full computation would have made.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Blend:
         return tuple(
             range(max(first, source.start), min(end, source.end))
             for source in self.sources
-            if source.variant is None and source.end > first and source.start < end
+            if source.variant is None and max(first, source.start) < min(end, source.end)
         )
 
 
@@ -136,7 +136,7 @@ def blend(
             sources.append(source)
             if fit is not None:
                 whole = len(sources)
-                foreign += length
+                foreign += length if source.influence is not None else 0
                 wants += wanted_tokens(fit.fix_overhead(alpha), length)
             else:
                 unknown.add(segment.start)
@@ -167,7 +167,7 @@ def _source(
 
 def _fit(candidate: Candidate, named: NamedSegment, before: Sequence[PrefixChunk]) -> VariantFit:
     seen = candidate.observation
-    if candidate.key == named.variant:
+    if candidate.key == named.variant and candidate.info.provenance.exact:
         overlap = 1.0  # text between chunks included
     else:
         overlap = prefix_overlap(seen.attended, before).adjusted if seen else 0.0

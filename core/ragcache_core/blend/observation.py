@@ -20,6 +20,8 @@ from ragcache_core.keys import KEY_BYTES, VariantKey
 OBSERVATION_FORMAT = 1
 """Version of the bytes; another one is read as no observation."""
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 _HEAD = struct.Struct("<BIIf")  # version, prefix chunks, tokens, intra
 _ATTENDED = struct.Struct(f"<{KEY_BYTES}sIf")  # chunk, tokens, inter
 
@@ -36,6 +38,11 @@ class ChunkObservation:
     attended: tuple[AttendedChunk, ...]
     intra: float
     influence: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        numbers = np.asarray([self.intra, *self.influence], dtype=np.float64)
+        if not self.influence or not ((numbers >= 0) & (numbers <= _LARGEST)).all():
+            raise ValueError("attention and influence are finite and 0 or more, of a token or more")
 
     @property
     def cci(self) -> float:
@@ -56,7 +63,7 @@ class ChunkObservation:
             if version != OBSERVATION_FORMAT:
                 raise ValueError(f"format {version} is not {OBSERVATION_FORMAT}")
             start = _HEAD.size + num_attended * _ATTENDED.size
-            if len(raw) != start + 4 * num_tokens or not num_tokens:
+            if len(raw) != start + 4 * num_tokens:
                 raise ValueError(f"{len(raw)} bytes are no observation of {num_tokens} tokens")
             attended = tuple(
                 AttendedChunk(chunk, tokens, inter)
@@ -64,12 +71,7 @@ class ChunkObservation:
             )
         except struct.error as error:
             raise ValueError(str(error)) from error
-        influence = np.frombuffer(raw[start:], dtype="<f4")
-        if not (np.isfinite(influence).all() and (influence >= 0).all()):
-            raise ValueError("influence is finite and 0 or more")
-        if not (np.isfinite(intra) and intra >= 0):
-            raise ValueError("intra-attention is finite and 0 or more")
-        return cls(attended, intra, tuple(influence.tolist()))
+        return cls(attended, intra, tuple(np.frombuffer(raw[start:], dtype="<f4").tolist()))
 
 
 def observation_key(variant: VariantKey) -> VariantKey:

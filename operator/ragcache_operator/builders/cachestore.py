@@ -98,6 +98,8 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         "RAGCACHE_POLICY": store.policy,
         "RAGCACHE_ADMISSION": _ADMISSIONS[store.admission],
         "RAGCACHE_PRECISION": str(_precision(store.precision)),
+        # A chunk-cache is then of use without those before it.
+        **({"RAGCACHE_REUSE": "blend"} if cache.spec.reuse.mode == "blend" else {}),
         "RAGCACHE_REPLICATION": "on" if store.replication.enabled else "off",
         **({"RAGCACHE_OTLP_ENDPOINT": otlp.endpoint} if otlp else {}),
     }

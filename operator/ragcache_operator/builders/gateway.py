@@ -65,7 +65,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 
 
 def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
-    model, engines = cache.spec.model, cache.spec.engines
+    model, engines, reuse = cache.spec.model, cache.spec.engines, cache.spec.reuse
     return {
         **model_environment(model),
         "RAGCACHE_LISTEN": str(site.listen(HTTP)),
@@ -79,5 +79,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         "RAGCACHE_MODEL_NAME": model.served_name,
         "RAGCACHE_MODEL_DTYPE": model.dtype,
         "RAGCACHE_MAX_MODEL_LEN": str(model.max_length),
+        "RAGCACHE_REUSE": reuse.mode,
+        "RAGCACHE_MAX_RECOMPUTE": str(reuse.max_recompute),
         "RAGCACHE_STOP_GRACE_S": str(_STOP_GRACE_S),
     }

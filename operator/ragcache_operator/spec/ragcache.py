@@ -312,8 +312,8 @@ class ReplicationSpec(Values):
 class PrecisionSpec(Values):
     """How numbers of chunk-caches are held, keys and values each in their own way.
 
-    Only without loss: what loses precision never stands for a computation, so that under exact
-    reuse, which is all there is, it would take room and serve nobody."""
+    Only ways that lose nothing are offered: what loses precision never stands for a computation,
+    so that exact reuse would find nothing there."""
 
     key: Literal["native", "packed"] = "native"
     """Keys. native: as computed. packed: the same numbers, bit for bit, in about three quarters of
@@ -352,6 +352,20 @@ class CacheStoreSpec(Values):
     def memory_bytes(self) -> int:
         """Bound of the memory tier of one shard in bytes."""
         return parse_quantity(self.memory)
+
+
+class ReuseSpec(Values):
+    """Which chunk-caches stand for a computation, where a request does not say it itself."""
+
+    mode: Literal["exact", "blend"] = "exact"
+    """exact: a chunk-cache that was computed behind just the tokens that stand before the chunk
+    now, so that it is what would be computed. blend: any of the same chunk, also one that was
+    computed behind other chunks; a share of its tokens is computed anew. Answers may then differ
+    from those of a full computation."""
+    max_recompute: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.2
+    """Most that blend computes anew, as a share of the tokens taken from behind other chunks. More
+    takes longer and leaves less that differs from a full computation. It holds for requests that
+    ask for blend themselves, too."""
 
 
 class TolerationSpec(Values):
@@ -494,6 +508,8 @@ class RagCacheSpec(Values):
     """Groups of vLLM engines, each with its own size and number of copies."""
     cache_store: CacheStoreSpec = CacheStoreSpec()
     """Chunk-caches outside the engines: a memory tier above a disk tier."""
+    reuse: ReuseSpec = ReuseSpec()
+    """Which chunk-caches stand for a computation, where a request does not say it itself."""
     scheduling: SchedulingSpec = SchedulingSpec()
     """Where pods may run and how they start, for all parts."""
     data_policy: Literal["Retain", "Delete"] = "Retain"

@@ -105,7 +105,8 @@ class PagedCache:
         """The whole blocks of one layer that have tokens [start, end)."""
         size = self.shape.block_size
         table = torch.tensor(blocks[start // size : -(-end // size)], dtype=torch.int64)
-        return self.layers[index].kv_cache[table.to(self._device)]
+        rows: torch.Tensor = self.layers[index].kv_cache[table.to(self._device)]
+        return rows
 
     def _inside(self, start: int, end: int) -> slice:
         """Where tokens [start, end) are among those of their blocks."""

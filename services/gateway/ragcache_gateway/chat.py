@@ -263,7 +263,9 @@ class CacheUse(BaseModel):
         description="Of loaded_tokens, those that are not exact: computed behind other chunks.",
     )
     repaired_tokens: int | None = Field(
-        default=None, description="Of blended_tokens, those that were computed anew."
+        default=None,
+        description="Of blended_tokens, those that were computed anew: the share that blend "
+        "recomputes, and chunks between others of which nothing was held.",
     )
     miss: str | None = Field(
         default=None, description="Why no more was loaded; empty when all that was planned was."

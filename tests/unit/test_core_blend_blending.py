@@ -1,0 +1,341 @@
+"""Blending: which variant each chunk comes from, what is computed, and how much is mended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.blend.blending import Blend, Candidate, Source, blend
+from ragcache_core.blend.observation import ChunkObservation
+from ragcache_core.blend.prefix import AttendedChunk, PrefixChunk
+from ragcache_core.blend.prefix_overlap import prefix_overlap
+from ragcache_core.keys import KEY_BYTES, VariantKey
+from ragcache_core.plan import Action, Segment
+from ragcache_core.reuse import NamedSegment
+from ragcache_core.variant import Provenance, VariantInfo
+
+HERE = 1000
+"""Number of the prefix before the first segment; those of other prompts are lower."""
+
+CHUNKS = 5
+"""So few that prompts and old prefixes have some in common."""
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def segments_of(*parts: tuple[int, int], head: int = 0) -> tuple[NamedSegment, ...]:
+    """Of (chunk, tokens); chunk -1 is of what may only be exact, as the head is."""
+    named: list[NamedSegment] = []
+    position = 0
+    for chunk, tokens in [(-1, head), *parts] if head else parts:
+        action = Action.BLEND if chunk >= 0 else Action.EXACT
+        name = key(chunk if chunk >= 0 else 2**64)
+        segment = Segment(name, position, position + tokens, action)
+        named.append(NamedSegment(segment, VariantKey(name, key(HERE + len(named)))))
+        position += tokens
+    return tuple(named)
+
+
+def tokens_of(named: NamedSegment) -> int:
+    return named.segment.end - named.segment.start
+
+
+def seen(
+    influence: Sequence[float], *attended: tuple[int, int, float], intra: float = 1.0
+) -> ChunkObservation:
+    """Observation behind chunks of (number, tokens, attention)."""
+    before = tuple(AttendedChunk(key(chunk), tokens, inter) for chunk, tokens, inter in attended)
+    return ChunkObservation(before, intra, tuple(influence))
+
+
+def candidate(
+    named: NamedSegment, prefix: int, observation: ChunkObservation | None = None, longer: int = 0
+) -> Candidate:
+    info = VariantInfo(tokens_of(named) + longer, 1, prefix, Provenance(exact=True))
+    return Candidate(VariantKey(named.segment.chunk, key(prefix)), info, observation)
+
+
+def own(named: NamedSegment, observation: ChunkObservation | None = None) -> Candidate:
+    """The variant of just this prefix."""
+    return replace(candidate(named, 0, observation), key=named.variant)
+
+
+@dataclass(frozen=True)
+class Case:
+    segments: tuple[NamedSegment, ...]
+    exact: int
+    candidates: Mapping[int, Sequence[Candidate]]
+
+    def blend(self, budget: float = 0.2) -> Blend:
+        return blend(self.segments, self.exact, self.candidates, budget)
+
+    def blended(self) -> dict[int, list[Candidate]]:
+        """Candidates that fit, by place of each segment that is to be blended."""
+        fitting = {}
+        for place, named in enumerate(self.segments[self.exact :], start=self.exact):
+            if named.segment.action is not Action.BLEND:
+                break
+            some = self.candidates.get(place, ())
+            fitting[place] = [c for c in some if c.info.num_tokens == tokens_of(named)]
+        return fitting
+
+    def mismatch(self, place: int, one: Candidate) -> float:
+        named = self.segments[place]
+        if one.key == named.variant:
+            return 0.0
+        if one.observation is None:
+            return 1.0  # it may lean on its prefix as much as any, and on none that is back
+        before = [
+            PrefixChunk(n.segment.chunk, tokens_of(n))
+            for n in self.segments[:place]
+            if n.segment.action is Action.BLEND
+        ]
+        return one.observation.cci * (1 - self.overlap(one.observation, before))
+
+    @staticmethod
+    def overlap(observation: ChunkObservation, before: Sequence[PrefixChunk]) -> float:
+        return prefix_overlap(observation.attended, before).adjusted
+
+
+attention = st.floats(0, 10)
+
+
+@st.composite
+def observations(draw: st.DrawFn, num_tokens: int) -> ChunkObservation:
+    attended = st.tuples(st.integers(0, CHUNKS), st.integers(1, 6), attention)
+    influence = draw(st.lists(attention, min_size=num_tokens, max_size=num_tokens))
+    return seen(influence, *draw(st.lists(attended, max_size=4)), intra=draw(attention))
+
+
+@st.composite
+def cases(draw: st.DrawFn, has_own: bool = True) -> Case:
+    part = st.tuples(st.integers(0, CHUNKS), st.integers(1, 6))
+    parts = draw(st.lists(part, max_size=6))
+    if draw(st.booleans()):  # what may only be exact, somewhere among the chunks
+        parts.insert(draw(st.integers(0, len(parts))), (-1, 3))
+    segments = segments_of(*parts, head=draw(st.integers(0, 3)))
+    candidates = {}
+    for place, named in enumerate(segments):
+        some = []
+        for prefix in draw(st.lists(st.integers(0, 99), max_size=3, unique=True)):
+            longer = draw(st.sampled_from([0, 0, 0, 1]))
+            seen_of_it = draw(st.none() | observations(tokens_of(named) + longer))
+            some.append(candidate(named, prefix, seen_of_it, longer))
+        if has_own and draw(st.booleans()):
+            some.append(own(named, draw(st.none() | observations(tokens_of(named)))))
+        if some:
+            candidates[place] = some
+    return Case(segments, draw(st.integers(0, len(segments))), candidates)
+
+
+@given(cases())
+def test_sources_are_the_leading_segments_without_gaps(case: Case) -> None:
+    found = case.blend()
+    leading = [n.segment for n in case.segments[: len(found.sources)]]
+    assert [(s.start, s.end) for s in found.sources] == [(s.start, s.end) for s in leading]
+    assert found.end == sum(source.num_tokens for source in found.sources)
+
+
+@given(cases())
+def test_the_exact_head_comes_from_the_exact_chain(case: Case) -> None:
+    found = case.blend()
+    head = case.segments[: case.exact]
+    assert found.sources[: case.exact] == tuple(
+        Source(n.variant, n.segment.start, n.segment.end, n.segment.start) for n in head
+    )
+    assert found.exact_end == sum(map(tokens_of, head))
+    assert found.approximate == (len(found.sources) > case.exact)
+
+
+@given(cases())
+def test_it_ends_with_what_is_held_and_what_is_not_held_inside_is_a_hole(case: Case) -> None:
+    found, blended = case.blend(), case.blended()
+    last_held = max((place for place, some in blended.items() if some), default=case.exact - 1)
+    assert len(found.sources) == last_held + 1
+    for place, source in enumerate(found.sources[case.exact :], start=case.exact):
+        assert (source.variant is None) == (not blended[place])
+        if source.variant is None:
+            assert (source.base_position, source.influence) == (source.start, None)
+    # Those behind the end are no source, but nobody has them either.
+    unheld = {case.segments[place].segment.start for place, some in blended.items() if not some}
+    assert found.unknown == unheld
+
+
+@given(cases())
+def test_the_variant_with_the_least_to_mend_is_taken(case: Case) -> None:
+    found, blended = case.blend(), case.blended()
+    for place, source in enumerate(found.sources[case.exact :], start=case.exact):
+        if source.variant is None:
+            continue
+        (taken,) = [one for one in blended[place] if one.key == source.variant]
+        least = min(case.mismatch(place, one) for one in blended[place])
+        assert case.mismatch(place, taken) == least
+        assert source.base_position == taken.info.base_position
+        assert (source.influence is None) == (least == 0)
+        assert source.influence is None or len(source.influence) == source.num_tokens
+
+
+@given(cases(), st.data())
+def test_the_order_of_candidates_does_not_matter(case: Case, data: st.DataObject) -> None:
+    places = data.draw(st.permutations(sorted(case.candidates)))
+    mixed = {place: data.draw(st.permutations(case.candidates[place])) for place in places}
+    assert replace(case, candidates=mixed).blend() == case.blend()
+
+
+@given(cases())
+def test_candidates_of_another_length_or_of_what_is_exact_are_ignored(case: Case) -> None:
+    assert replace(case, candidates=case.blended()).blend() == case.blend()
+
+
+@given(cases(has_own=False), st.floats(0, 1))
+def test_no_more_is_wanted_than_the_budget_of_what_is_from_other_prefixes(
+    case: Case, budget: float
+) -> None:
+    found = case.blend(budget)
+    foreign = sum(s.num_tokens for s in found.sources[case.exact :] if s.variant is not None)
+    assert 0 <= found.wanted <= budget * foreign + 1e-6
+
+
+@given(cases(), st.floats(0, 1), st.floats(0, 1))
+def test_a_budget_decides_only_how_much_is_wanted(case: Case, one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    less, more = case.blend(low), case.blend(high)
+    assert less.wanted <= more.wanted
+    assert replace(less, wanted=0) == replace(more, wanted=0) == case.blend(0.0)
+
+
+@given(cases())
+def test_what_has_not_been_observed_is_mended_as_the_others_are(case: Case) -> None:
+    known, unknown = [], []
+    for place, source in enumerate(case.blend().sources):
+        if source.influence is None:
+            continue
+        (taken,) = [c for c in case.blended()[place] if c.key == source.variant]
+        (known if taken.observation else unknown).extend(source.influence)
+    usual = fmean(known) if sum(known) > 0 else 1.0
+    assert unknown == [pytest.approx(usual)] * len(unknown)
+
+
+@given(cases(), st.integers(0, 40), st.integers(0, 40))
+def test_holes_and_influence_are_those_of_the_part_that_is_loaded(
+    case: Case, one: int, other: int
+) -> None:
+    first, end = sorted((one, other))
+    found = case.blend()
+    hole = {p for s in found.sources if s.variant is None for p in range(s.start, s.end)}
+    holes = found.holes(first, end)
+    assert [p for run in holes for p in run] == sorted(hole & set(range(first, end)))
+    assert first == end or all(holes)
+    by_position = {
+        s.start + i: influence
+        for s in found.sources
+        for i, influence in enumerate(s.influence or ())
+        if s.start + i < end
+    }
+    influenced = found.influenced(end)
+    assert all(chunk.influence for chunk in influenced)
+    assert {
+        chunk.start + i: influence
+        for chunk in influenced
+        for i, influence in enumerate(chunk.influence)
+    } == by_position
+
+
+def test_a_variant_of_just_this_prefix_has_nothing_to_mend() -> None:
+    segments = segments_of((1, 4), (2, 4), head=2)
+    foreign = candidate(segments[2], 7, seen([1, 1, 1, 1], (9, 4, 0.1)))
+    found = blend(segments, 1, {2: [foreign, own(segments[2])]}, 1.0)
+    # Not even the hole before it speaks against it: once computed, that is what it was then.
+    assert found.sources[1:] == (
+        Source(None, 2, 6, 2),
+        Source(segments[2].variant, 6, 10, 0),
+    )
+    assert found.wanted == 0
+
+
+def test_a_variant_is_mended_by_what_of_its_prefix_is_not_back() -> None:
+    segments = segments_of((1, 4), (2, 4), head=2)
+    observation = seen([4, 0, 2, 8], (3, 4, 12.0), (1, 4, 4.0), intra=4.0)
+    found = blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 1.0, alpha=1.0)
+    # Chunk 1 had a quarter of its attention, and three quarters are gone.
+    assert found.sources[2] == Source(VariantKey(key(2), key(50)), 6, 10, 50, (3.0, 0.0, 1.5, 6.0))
+    # Attention of 1 to what was before and of 1/4 within; ceil(sigmoid(4) * 3/4 * 4).
+    assert observation.cci == pytest.approx(1 / (1 + math.exp(-4)))
+    assert found.wanted == 3
+    assert blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 0.5).wanted == 2
+
+
+def test_the_template_is_no_chunk_of_a_prefix() -> None:
+    segments = segments_of((1, 3), head=9)
+    first_elsewhere = candidate(segments[1], 5, seen([1, 2, 3]))
+    found = blend(segments, 1, {1: [first_elsewhere]}, 1.0)
+    assert found.sources[1].influence is None
+    assert found.wanted == 0
+
+
+def test_what_is_not_known_gets_the_average_influence() -> None:
+    segments = segments_of((1, 2), (2, 2), (3, 4))
+    held = {
+        0: [candidate(segments[0], 5, seen([1, 3], (9, 2, 1.0)))],
+        1: [candidate(segments[1], 6)],
+        2: [candidate(segments[2], 7, seen([5, 5, 5, 5], (9, 2, 1.0)))],
+    }
+    assert [s.influence for s in blend(segments, 0, held, 1.0).sources] == [
+        (1.0, 3.0),
+        (4.0, 4.0),
+        (5.0, 5.0, 5.0, 5.0),
+    ]
+    alone = blend(segments, 0, {1: held[1]}, 1.0)
+    assert [s.influence for s in alone.sources] == [None, (1.0, 1.0)]
+    assert alone.unknown == {0, 4}
+
+
+def test_it_ends_before_what_may_only_be_exact_and_is_not_held() -> None:
+    segments = segments_of((1, 2), (-1, 3), (2, 2))
+    held = {place: [own(named)] for place, named in enumerate(segments)}
+    assert blend(segments, 0, held, 1.0).end == 2
+    assert blend(segments, 2, held, 1.0).end == 7
+
+
+def test_of_nothing_nothing_is_blended() -> None:
+    nothing = blend([], 0, {}, 1.0)
+    assert (nothing.sources, nothing.end, nothing.wanted) == ((), 0, 0)
+    assert not nothing.approximate
+    assert nothing.influenced(5) == nothing.holes(0, 5) == ()
+    unheld = blend(segments_of((1, 2), (2, 2)), 0, {0: [], 1: []}, 1.0)
+    assert (unheld.sources, unheld.unknown) == ((), {0, 2})
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    segments = segments_of((1, 2))
+    with pytest.raises(ValueError, match="the tokens of its variant"):
+        candidate(segments[0], 5, seen([1.0]))
+    for wrong in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="a share lies in"):
+            blend(segments, 0, {}, wrong)
+    with pytest.raises(ValueError, match="alpha"):
+        blend(segments, 0, {0: [candidate(segments[0], 5)]}, 1.0, alpha=-1.0)
+
+
+def test_what_was_computed_behind_a_blend_does_not_stand_for_a_computation() -> None:
+    [_, named] = segments = segments_of((1, 4), (2, 10))
+    tainted = replace(own(named), info=replace(own(named).info, provenance=Provenance(exact=False)))
+    whole = candidate(named, 7, seen((1.0,) * 10, (1, 4, 2.0)))
+    found = blend(segments, 0, {1: [tainted, whole]}, 1.0)
+    assert found.sources[1].variant == whole.key
+    found = blend(segments, 0, {1: [tainted]}, 1.0)
+    assert (found.sources[1].variant, found.wanted) == (tainted.key, 10)
+
+
+def test_a_budget_is_a_share_of_what_is_from_other_prefixes() -> None:
+    first, second = segments = segments_of((1, 100), (2, 100))
+    found = blend(segments, 0, {0: [candidate(first, 7)], 1: [own(second)]}, 0.15)
+    assert found.wanted == 15
