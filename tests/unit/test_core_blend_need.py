@@ -44,22 +44,28 @@ def test_equal_regard_for_all_is_as_none(
     assert by_need(chunks, [1.0] * len(regard)) == by_need(chunks)
 
 
-@given(prompts(), st.integers(0, 200), st.floats(0, 1))
-def test_more_regard_never_puts_a_token_behind(
-    prompt: tuple[list[InfluencedChunk], list[float]], which: int, more: float
+@given(prompts())
+def test_first_comes_the_most_of_both_and_then_the_most_influence(
+    prompt: tuple[list[InfluencedChunk], list[float]],
 ) -> None:
     chunks, regard = prompt
-    order = by_need(chunks, regard)
-    if not order:
+    influence = {}
+    for chunk in chunks:
+        for place, own in enumerate(chunk.influence):
+            before = chunk.influence[place - 1] if place else 0.0
+            influence[chunk.start + place] = max(own, 0.999 * before)
+    if not influence:
         return
-    position = order[which % len(order)]
-    alone = list(regard)
-    # Its neighbours are looked at as it is, so all that see it rise; only those beyond can fall.
-    alone[position] += more
-    near = range(position - BEFORE, position + AFTER + 1)
-    ahead = {p for p in order[: order.index(position)] if p not in near}
-    after = by_need(chunks, alone)
-    assert {p for p in after[: after.index(position)] if p not in near} <= ahead
+
+    def both(position: int) -> float:
+        around = regard[max(0, position - AFTER) : position + BEFORE + 1]
+        return influence[position] * math.sqrt(max(around))
+
+    first = max(sorted(influence), key=both)
+    most = max(sorted(influence), key=lambda position: influence[position])
+    order = by_need(chunks, regard)
+    assert order[0] == first
+    assert first == most or order[1] == most
 
 
 def test_the_next_token_is_drawn_along() -> None:
