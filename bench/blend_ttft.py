@@ -143,23 +143,24 @@ async def _record(engine: Engine, request: str) -> engine_pb2.RequestRecord:
 
 def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:
     """Have every chunk computed, stored and observed."""
-    client = StoreClient(store.address)
     for number in range(CAPTURED):
         prompt = scene.captured(number)
         plan = plan_blend(prompt, bench.space, DOMAIN, uuid.uuid4().hex, 0.0)
         complete(bench.ours.url, prompt.token_ids, max_tokens=1, plan=plan.to_json())
         _, *chunks = checked_segments(plan, prompt.token_ids, bench.space)
-        _wait_until_stored(client, [named.variant for named in chunks])
-    client.close()
+        wait_until_observed(store.address, [named.variant for named in chunks])
 
 
-def _wait_until_stored(client: StoreClient, variants: Sequence[VariantKey]) -> None:
+def wait_until_observed(store: str, variants: Sequence[VariantKey]) -> None:
+    """Saving and observing happen behind the answer; wait until both are done."""
+    client = StoreClient(store)
     wants = [Want.of(key) for v in variants for key in (v, observation_key(v))]
     deadline = time.monotonic() + STORED_S
     while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
             raise RuntimeError(f"the engine did not save and observe its chunks in {STORED_S} s")
         time.sleep(0.05)
+    client.close()
 
 
 def measure(bench: Bench, scene: Scene, rounds: int, rng: random.Random, suffix: str) -> None:
