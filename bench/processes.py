@@ -179,9 +179,17 @@ def wait_for_cachestore(store: CacheStore) -> None:
 
 
 def launch_engine(
-    folder: Path, model: Path, cachestore: str | None, *arguments: str, max_length: int = 4096
+    folder: Path,
+    model: Path,
+    cachestore: str | None,
+    *arguments: str,
+    max_length: int = 4096,
+    settings: Mapping[str, str] | None = None,
 ) -> Engine:
-    """Start vLLM without waiting for it. cachestore None: plain vLLM without our connector."""
+    """Start vLLM without waiting for it. cachestore None: plain vLLM without our connector.
+
+    settings: further environment.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     env = {
@@ -193,6 +201,7 @@ def launch_engine(
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **(settings or {}),
     }
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.members import Members, members_from
 
+REPAIR_SLICE_TOKENS = 256
+"""``bench/interference.py`` says what it does to requests that decode meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -41,17 +44,31 @@ class EngineConfig:
     min_load_tokens: int = 64
     save_queue_bytes: int = 1 << 30
     min_blend_share: float = 0.5
-    repair_slice_tokens: int = 256
+    repair_slice_tokens: int = REPAIR_SLICE_TOKENS
     question_tokens: int = 128
     observe_deadline_s: float = 60.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
-        """Read RAGCACHE_CACHESTORE and RAGCACHE_RECORDS_LISTEN. Raises InvalidInput."""
+        """Read RAGCACHE_CACHESTORE, RAGCACHE_RECORDS_LISTEN and RAGCACHE_REPAIR_SLICE_TOKENS.
+
+        Raises InvalidInput naming the one that is wrong.
+        """
         cachestore = env.get("RAGCACHE_CACHESTORE", "")
         if not cachestore:
             raise InvalidInput("RAGCACHE_CACHESTORE", "is not set", "set it to host:port")
         return cls(
             members_from("RAGCACHE_CACHESTORE", cachestore),
             env.get("RAGCACHE_RECORDS_LISTEN") or None,
+            repair_slice_tokens=_slice_tokens(env.get("RAGCACHE_REPAIR_SLICE_TOKENS", "")),
         )
+
+
+def _slice_tokens(text: str) -> int:
+    if not text:
+        return REPAIR_SLICE_TOKENS
+    if not (text.isdecimal() and int(text)):
+        raise InvalidInput(
+            "RAGCACHE_REPAIR_SLICE_TOKENS", f"is {text!r}", "set it to 1 or more, or leave it out"
+        )
+    return int(text)
