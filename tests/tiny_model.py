@@ -34,7 +34,7 @@ def make_tiny_model(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = _write_tokenizer(folder)
+    vocabulary = write_tokenizer(folder)
     head_dim = hidden // heads
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -85,7 +85,8 @@ def make_tiny_model(
     return folder
 
 
-def _write_tokenizer(folder: Path) -> int:
+def write_tokenizer(folder: Path) -> int:
+    """Write a tokenizer into folder; returns how many tokens it knows."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -84,7 +84,7 @@ class Pool:
     num_gpu_blocks = 400
 
     def __init__(self) -> None:
-        self.free = [Block(n) for n in range(1000, 1030)]
+        self.free = [Block(n) for n in range(1000, 1100)]
 
     def get_num_free_blocks(self) -> int:
         return len(self.free)
@@ -232,7 +232,7 @@ def test_of_what_was_computed_behind_a_blend_only_unknown_chunks_are_saved_and_t
     prompt = prompt_of(B, D, A, last)
     warm.arrive("other", prompt)
     job = warm.load("other")
-    succeed(warm, job, holes=(), blended=90, repaired=80, repair_s=0.5)
+    succeed(warm, job, blended=90, repaired=80, repair_s=0.5)
     saves = warm.compute("other", prompt, job.end)
     assert [(s.span.start, s.info.provenance.exact) for s in saves] == [(70, False), (170, False)]
     assert not warm.finish("other")  # nor is it observed
@@ -308,21 +308,21 @@ def test_scratch_is_given_back_whatever_became_of_the_request(warm: Engine) -> N
     warm.arrive("other", prompt_of(C, A))
     job = warm.load("other")
     assert job.repair is not None
-    assert len(job.repair.scratch) == 8  # 128 tokens in blocks of 16
-    assert warm.pool.get_num_free_blocks() == free - 8
+    assert len(job.repair.scratch) == 1  # for nine tokens
+    assert warm.pool.get_num_free_blocks() == free - 1
     warm.finish("other")
     warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.1, None, "cancelled")])
     assert warm.pool.get_num_free_blocks() == free
 
 
 def test_blocks_that_vllm_may_need_are_not_taken(warm: Engine) -> None:
-    warm.pool.free = warm.pool.free[:12]
+    warm.pool.free = warm.pool.free[:25]  # a sixteenth of all
     warm.arrive("other", prompt_of(C, A))
     job = warm.load("other")
     assert job.repair is not None
     assert job.repair.scratch == ()
     warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.1, None, "cancelled")])
-    assert warm.pool.get_num_free_blocks() == 12
+    assert warm.pool.get_num_free_blocks() == 25
 
 
 def test_an_engine_that_cannot_blend_is_not_asked_twice(warm: Engine) -> None:
@@ -363,3 +363,77 @@ def test_a_request_that_saved_nothing_keeps_nothing(warm: Engine) -> None:
     succeed(warm, job)
     assert warm.compute("again", FIRST, job.end) == []
     assert not warm.finish("again")
+
+
+def test_blends_from_the_very_start_are_tainted_from_there(engine: Engine) -> None:
+    def headless(*chunks: range) -> Prompt:
+        return assemble([], chunks, TAIL)
+
+    engine.first_visit("first", headless(A, B))
+    prompt = headless(B, C, A)
+    engine.arrive("other", prompt)
+    assert engine.side.loadable_tokens("other", 0) == 120
+    assert engine.side.approximate_from("other") == 0
+    succeed(engine, engine.load("other"))
+    job = engine.load("other", local=32)  # preempted; vLLM still has some of it
+    outcome = LoadOutcome("other", 0, 0, 0.1, job.spans[0].variant, "store unavailable")
+    engine.side.on_outcomes([outcome])
+    saves = engine.compute("other", prompt, 32)
+    assert [save.info.provenance.exact for save in saves] == [False]
+
+
+def test_a_request_that_leaves_while_it_is_loaded_again_keeps_nothing(warm: Engine) -> None:
+    """Its load is yet to be reported, and vLLM takes back the blocks of a request once."""
+    prompt = prompt_of(A, D)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    succeed(warm, job)
+    assert len(warm.compute("other", prompt, job.end)) == 1
+    warm.load("other")  # it was preempted
+    assert not warm.finish("other")
+
+
+def test_a_request_whose_blocks_vllm_took_back_is_not_observed(engine: Engine) -> None:
+    engine.first_visit("first", FIRST)
+    assert not engine.side.on_finished("first", ())
+
+
+def test_of_what_the_engine_does_not_hold_itself_half_must_be_held(warm: Engine) -> None:
+    prompt = prompt_of(C, B, range(500, 580), A)
+    warm.arrive("other", prompt)
+    assert warm.side.loadable_tokens("other", 0) == prompt.chunk_ends[-1]
+    assert warm.side.loadable_tokens("other", 96) == 0  # 80 of 124 would be computed
+    assert warm.side.approximate_from("other") is None
+
+
+def test_nothing_looks_where_nothing_may_be_computed(warm: Engine) -> None:
+    warm.arrive("other", prompt_of(C, A), budget=0.0)
+    job = warm.load("other")
+    assert job.repair is not None
+    assert job.repair.scratch == ()
+
+
+def test_kept_blocks_are_let_go_when_vllm_runs_short(engine: Engine) -> None:
+    engine.first_visit("first", FIRST)
+    assert engine.finish("first")
+    assert not engine.side.step([], lambda _: BLOCKS).let_go
+    engine.pool.free = engine.pool.free[:3]
+    assert engine.side.step([], lambda _: BLOCKS).let_go
+    engine.side.on_released(["first"])
+    assert not engine.side.step([], lambda _: BLOCKS).let_go
+
+
+def test_others_under_way_when_an_engine_turns_out_not_to_blend_lose_nothing(warm: Engine) -> None:
+    free = warm.pool.get_num_free_blocks()
+    for name in ("one", "two", "three"):
+        warm.arrive(name, prompt_of(C, A))
+        assert warm.side.loadable_tokens(name, 0)
+    for name in ("one", "two"):
+        warm.side.on_allocated(name, BLOCKS, 90)
+        warm.side.step([], lambda _: BLOCKS)
+    for name in ("one", "two"):
+        warm.side.on_outcomes([LoadOutcome(name, 0, 0, 0.0, None, NO_BLEND)])
+    assert warm.pool.get_num_free_blocks() == free
+    assert warm.side.loadable_tokens("three", 0) == 0
+    warm.side.on_allocated("three", BLOCKS, 0)
+    assert not warm.side.step([], lambda _: BLOCKS).loads

@@ -217,6 +217,15 @@ def test_without_a_budget_nothing_is_computed_nor_looked_at(blending: Blending) 
     assert (blending.model.passes, blending.model.looks, outcome.repaired) == ([], [], 0)
 
 
+def test_a_chunk_part_of_which_the_engine_holds_itself_may_be_lost(blending: Blending) -> None:
+    wanted = spans(10, 60, 120)
+    blending.worker.store.fill(wanted)
+    blending.worker.store.values[key(1)] = Miss.EVICTED
+    outcome = blending.run(job(wanted[1:], repair(exact_end=32), first=32))
+    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 60, 28)
+    assert blending.model.recomputed == list(range(32, 60))
+
+
 def test_what_the_engine_holds_itself_is_never_computed_anew(blending: Blending) -> None:
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
@@ -398,6 +407,16 @@ def test_blocks_are_let_go_when_the_engine_is_never_idle() -> None:
     assert watching.advance(idle=False) == set()
     now[0] = 60.0
     assert watching.advance(idle=False) == {"ended"}
+
+
+def test_blocks_are_let_go_when_vllm_needs_them(blending: Blending) -> None:
+    side = blending.worker.side
+    side.start_loads(StepJobs(observes=(observe_job(),)))
+    side.advance((), busy=True)
+    assert side.take_released() == set()
+    side.start_loads(StepJobs(let_go=True))
+    side.advance((), busy=True)
+    assert side.take_released() == {"ended"}
 
 
 def test_blocks_are_let_go_when_observing_fails() -> None:

@@ -401,10 +401,11 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     worker = Worker()
     worker.cache.clock = lambda: next(seconds)
     worker.store.fill(spans(40))
-    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass at 10
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
+    worker.side.begin_step()  # at 10
     # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
     worker.side.save(StepJobs(computing=(Computing("r", 0, 30),), num_tokens=100))
-    worker.side.start_loads(StepJobs())
+    worker.side.begin_step()
     job = save_job(3, 20, 40)
     worker.side.save(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
     until_put(worker.store, 1)
@@ -415,7 +416,7 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     assert put.info.precision == Precision()
     assert worker.store.as_of == [job.as_of]
     worker.side.advance({"r"}, busy=False)
-    worker.side.start_loads(StepJobs())
+    worker.side.begin_step()
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
     until_put(worker.store, 2)
     assert worker.store.puts[1].origin.cost_s == 0
@@ -431,7 +432,7 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.cache.clock = clock
     computing = (Computing("r", 20, 40),)
     worker.side.save(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
-    worker.side.start_loads(StepJobs())
+    worker.side.begin_step()
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
     until_put(worker.store, 2)
     assert [put.origin.cost_s for put in worker.store.puts] == [0, 0]

@@ -8,7 +8,7 @@ fetches something, and much of what tokens look back at is the same for all of t
 ``Observation.influence``.
 
 A pass over the chunk's tokens through the model gives their queries, layer by layer; their keys,
-and those of all before them, lie in the paged cache. What the pass writes there is what was there.
+and those of all before them, lie in the paged cache.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class AttentionObserver:
         """
         watch = _Influence(self._cache, blocks, chunk, segments)
         with watch.watching():
-            self._recomputer.recompute(token_ids, blocks, [chunk])
+            # Other requests may share these blocks: not a bit of them may change.
+            self._recomputer.recompute(token_ids, blocks, [chunk], writes=False)
         return Observation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
 
     def regard(

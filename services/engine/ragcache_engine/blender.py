@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ragcache_core.keys import KVSpace
 from ragcache_engine.attention import AttentionObserver
 from ragcache_engine.loaded_model import loaded_model
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.recomputing import Recomputer
-from ragcache_kv.rotation import KeyRotation, read_rope
+from ragcache_kv.rotation import KeyRotation, Pairing, read_rope
+
+_PROBED = (1, 78, 900)
+"""Positions at which our rotation is compared with the model's own."""
+
+_TOLERANCE = 0.02
+"""Of lengths: keys are rounded to bfloat16 twice, which has about three decimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,46 @@ def blender(runner: Any, cache: PagedCache, config: dict[str, Any], space: KVSpa
     config: its config.json. Raises ValueError or RagCacheError, saying why, where the model's keys
     cannot be moved, or its attention is not plain.
     """
-    model = loaded_model(runner, cache.shape.block_size)
+    model = loaded_model(runner, runner.vllm_config.cache_config.block_size)
+    rotary = _rotary(runner.model)
+    pairing = Pairing.HALVES if rotary.is_neox_style else Pairing.NEIGHBOURS
+    rotation = KeyRotation(read_rope(config, pairing), space.dtype)
+    _compare(rotation, rotary, model.device, cache.shape.dtype)
     recomputer = Recomputer(model)
-    rotation = KeyRotation(read_rope(config), space.dtype)
     return Blender(rotation, recomputer, AttentionObserver(cache, recomputer))
+
+
+def _rotary(model: torch.nn.Module) -> Any:
+    """The one rotary embedding that all layers share, or have alike. Raises ValueError."""
+    from vllm.model_executor.layers.rotary_embedding.base import (  # noqa: PLC0415
+        RotaryEmbeddingBase,
+    )
+
+    modules = [module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)]
+    found = {repr(module): module for module in modules}
+    if len(found) != 1:
+        raise ValueError(f"it has {len(found)} kinds of rotary embedding")
+    return next(iter(found.values()))
+
+
+def _compare(rotation: KeyRotation, rotary: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where the model turns keys otherwise than we do."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(4, rotation.rope.head_dim, generator=generator).to(device, dtype)
+
+    def turned(position: int) -> torch.Tensor:
+        positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
+        # It may work in place.
+        _, there = rotary.forward_native(positions, keys.clone(), keys.clone())
+        return there.reshape(keys.shape).contiguous()  # type: ignore[no-any-return]
+
+    first, *others = _PROBED
+    for position in others:
+        wanted = turned(position)
+        moved = rotation.rotate_keys(turned(first), position - first)
+        error = float((moved.float() - wanted.float()).norm() / wanted.float().norm())
+        if not error < _TOLERANCE:
+            raise ValueError(
+                f"its keys turn otherwise than its config.json says (by {error:.2f} of their"
+                f" length, {position - first} positions on)"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 from ragcache_core.blend.blending import Candidate
 from ragcache_core.blend.observation import ChunkObservation, observation_key
@@ -34,7 +33,7 @@ def candidates(
     answer: of a lookup of segments. Of what cannot be read in time nothing is known.
     """
     held = {
-        place: list(islice(found.held, MAX_CANDIDATES))
+        place: _of_most_use(found.held, named.variant)
         for place, (named, found) in enumerate(zip(segments, answer.variants, strict=True))
         if named.segment.action is Action.BLEND and found.held
     }
@@ -43,6 +42,11 @@ def candidates(
         place: [Candidate(one.key, one.info, seen.get(one.key)) for one in some]
         for place, some in held.items()
     }
+
+
+def _of_most_use(held: Sequence[Held], own: VariantKey) -> Sequence[Held]:
+    """At most MAX_CANDIDATES; the one of just this prefix among them, which needs no repair."""
+    return sorted(held, key=lambda one: one.key != own)[:MAX_CANDIDATES]
 
 
 def _observations(
@@ -54,11 +58,17 @@ def _observations(
     keys = [observation_key(one.key) for one in held]
     try:
         for one, (_, stored) in zip(held, client.get(keys, timeout_s, domain=domain), strict=False):
-            if isinstance(stored, Miss):
-                continue
-            observation = ChunkObservation.from_bytes(stored.value)
-            if len(observation.influence) == one.info.num_tokens:
+            observation = None if isinstance(stored, Miss) else _read(stored.value)
+            if observation is not None and len(observation.influence) == one.info.num_tokens:
                 seen[one.key] = observation
-    except (RagCacheError, ValueError) as error:
+    except RagCacheError as error:
         log.warning("what chunks took from others is not known: %s", error)
     return seen
+
+
+def _read(raw: memoryview) -> ChunkObservation | None:
+    try:
+        return ChunkObservation.from_bytes(raw)
+    except ValueError as error:
+        log.warning("what a chunk took from others cannot be read: %s", error)
+        return None

@@ -95,10 +95,16 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         cache = PagedCache(
             {name: layers[name] for name in kv_caches}, next(iter(kv_caches.values())).device
         )
-        _check_layout(cache, self._space)
+        _check_layout(cache, self._space, self._vllm_config.cache_config.block_size)
         # Connects on the worker side's own threads, which are bound to no core (``threads``).
         client = ShardedStore(self._config.cachestore)
         self._worker = WorkerSide(self._config, self._space, cache, client, self._blender(cache))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; vLLM calls this first, ahead of the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads; called on every step."""
@@ -151,9 +157,6 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Tokens that can be loaded beyond those computed, and whether asynchronously."""
         assert self._scheduler is not None
         tokens = self._scheduler.loadable_tokens(request.request_id, num_computed_tokens)
-        if tokens and (first := self._scheduler.approximate_from(request.request_id)) is not None:
-            # Before vLLM caches the blocks under their hashes, which it does when they have come.
-            salt(request, first // self._vllm_config.cache_config.block_size)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
@@ -161,6 +164,10 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         """Blocks were allocated for the request."""
         assert self._scheduler is not None
+        first = self._scheduler.approximate_from(request.request_id)
+        if num_external_tokens and first is not None:
+            # vLLM makes blocks known by their hashes when what is loaded into them has come.
+            salt(request, first // self._vllm_config.cache_config.block_size)
         self._scheduler.on_allocated(
             request.request_id, blocks.get_block_ids()[0], num_external_tokens
         )
@@ -263,9 +270,19 @@ def _kv_space(vllm_config: VllmConfig) -> KVSpace:
     return load_model_folder(str(model.model)).space(str(model.dtype).removeprefix("torch."))
 
 
-def _check_layout(cache: PagedCache, space: KVSpace) -> None:
-    """Keys are made from config.json; what vLLM allocated must agree. Raises InvalidInput."""
+def _check_layout(cache: PagedCache, space: KVSpace, block_size: int) -> None:
+    """Keys are made from config.json; what vLLM allocated must agree. Raises InvalidInput.
+
+    block_size: of the block tables that vLLM hands out.
+    """
     shape = cache.shape
+    if shape.block_size != block_size:
+        raise InvalidInput(
+            "engines[].args",
+            f"make blocks of {block_size} tokens, which the attention backend cuts into"
+            f" {shape.block_size}",
+            f"set --block-size {shape.block_size}",
+        )
     dtype = str(shape.dtype).removeprefix("torch.")
     found = (cache.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     wanted = (space.num_layers, space.num_kv_heads, space.head_dim, space.dtype)

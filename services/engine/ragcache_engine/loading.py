@@ -47,12 +47,12 @@ class _Load:
     spans_done: int = 0
     tokens: int = 0
     num_bytes: int = 0
-    holes: list[range] = field(default_factory=list)
+    lost: list[range] = field(default_factory=list)
 
     def may_lack(self, span: Span) -> bool:
         """Whether what span has can be computed later, when the load is mended."""
         repair = self.job.repair
-        return repair is not None and span.start >= repair.exact_end
+        return repair is not None and max(span.start, self.job.first) >= repair.exact_end
 
 
 class Loader:
@@ -150,7 +150,7 @@ class Loader:
             if arrival.value is None:
                 if not arrival.mended:
                     return self._outcome(load, span, arrival.reason)
-                load.holes.append(range(start, end))
+                load.lost.append(range(start, end))
                 load.spans_done += 1
                 continue
             write(load.job, arrival.value[:, :, start - span.start : end - span.start], start)
@@ -168,7 +168,7 @@ class Loader:
             time.monotonic() - load.started,
             missing.variant if missing else None,
             reason,
-            tuple(load.holes),
+            tuple(load.lost),
         )
 
     def _arrival(self, load: _Load, span: Span, stored: StoredValue | Miss) -> _Arrival:

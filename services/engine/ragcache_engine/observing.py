@@ -74,6 +74,11 @@ class Observing:
         self._watchings = [w for w in self._watchings if w.left and w.started > late]
         return {watching.job.request_id for watching in done}
 
+    def let_go(self) -> None:
+        """Give up what has not been observed yet."""
+        for watching in self._watchings:
+            watching.left.clear()
+
     def _observe(self, job: ObserveJob, place: int) -> None:
         began = self._clock()
         segments = job.segments[: place + 1]

@@ -19,6 +19,8 @@ SUPPORTED_VLLM = "0.32"
 
 log = logging.getLogger("vllm.ragcache")
 
+_REMEMBERING = "_ragcache_remembering"
+
 _worker: weakref.ref[Any] | None = None
 """The last worker that was made in this process, of which there is one."""
 
@@ -52,7 +54,7 @@ def _remember_workers() -> None:
     from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415
 
     plain = WorkerBase.__init__
-    if hasattr(plain, "__wrapped__"):
+    if getattr(plain, _REMEMBERING, False):
         return
 
     @wraps(plain)
@@ -61,6 +63,7 @@ def _remember_workers() -> None:
         plain(self, *given, **named)
         _worker = weakref.ref(self)
 
+    setattr(remembering, _REMEMBERING, True)
     WorkerBase.__init__ = remembering
 
 

@@ -16,6 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ragcache_engine.loaded_model import LoadedModel
 
+_NOWHERE = -1
+"""What vLLM pads slots with; its kernels write nothing there."""
+
 
 class Recomputer:
     """Passes of a worker's model between its own. For the worker's main thread only.
@@ -31,7 +34,12 @@ class Recomputer:
         self._model = model
 
     def recompute(
-        self, token_ids: Sequence[int], blocks: Sequence[int], runs: Sequence[range]
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        runs: Sequence[range],
+        *,
+        writes: bool = True,
     ) -> torch.Tensor:
         """Compute the KV of runs of a prompt's positions anew, in place.
 
@@ -39,6 +47,9 @@ class Recomputer:
         length, within max_tokens and max_runs. The KV of every position before the last run's end
         is in place. Where a selection is larger, passes over its parts in ascending order come to
         the same: what is later looks at what is earlier, never the other way round.
+
+        writes: whether the KV is written; without, that of the runs has to be in place, too, and
+        what a pass is for is to be seen in it.
         """
         positions = [position for run in runs for position in run]
         if len(positions) > self.max_tokens or len(runs) > self.max_runs:
@@ -53,6 +64,8 @@ class Recomputer:
         table = torch.tensor(blocks, dtype=torch.int32)
         slots = table[where // model.block_size] * model.block_size + where % model.block_size
         slots = slots.to(device, torch.int64)
+        if not writes:
+            slots.fill_(_NOWHERE)
         starts = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32).cumsum(0)
         starts = starts.to(torch.int32)
         ends = torch.tensor([run.stop for run in runs], dtype=torch.int32)

@@ -47,7 +47,7 @@ class Repairer:
     """Mends one load after another. For the worker's main thread only.
 
     slice_tokens: computed in one step at most while other requests run, so that these go on
-    decoding; where none does, a step takes a whole pass.
+    decoding; where none does, a step takes a whole pass. question_tokens: that look, at most.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class Repairer:
         recomputer: Recomputer,
         observer: AttentionObserver,
         slice_tokens: int,
+        question_tokens: int,
     ) -> None:
         self._cache = cache
         self._recomputer = recomputer
         self._observer = observer
         self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
+        self._question_tokens = question_tokens
         self._mendings: list[_Mending] = []
 
     @property
@@ -86,6 +88,7 @@ class Repairer:
         """
         ended = []
         room = self._slice_tokens if busy else self._recomputer.max_tokens
+        self._mendings.sort(key=lambda mending: not mending.cancelled)  # those end at once
         while self._mendings and room > 0:
             mending = self._mendings[0]
             try:
@@ -114,7 +117,7 @@ class Repairer:
         """Make one pass; returns how many tokens it had."""
         repair, job = mending.repair, mending.job
         if mending.runs is None:
-            holes = merged([*repair.holes, *mending.outcome.holes])
+            holes = merged([*repair.holes, *mending.outcome.lost])
             self._blank(job, holes)
             regard, looked = self._look(mending)
             order = by_need(repair.chunks, regard)
@@ -135,8 +138,9 @@ class Repairer:
         size = self._cache.shape.block_size
         own = job.blocks[: -(-job.end // size)]
         room = (len(own) + len(repair.scratch)) * size - job.end
+        room = min(room, self._question_tokens, self._recomputer.max_tokens)
         # Of more than there is room for, its last words: what stands before them is mostly history.
-        question = list(repair.token_ids[job.end :])[-min(room, self._recomputer.max_tokens) :]
+        question = list(repair.token_ids[job.end :])[-room:]
         if not (repair.budget and repair.chunks and question and repair.scratch):
             return None, 0
         token_ids = [*repair.token_ids[: job.end], *question]

@@ -46,11 +46,7 @@ class Saver:
 
     def save(self, job: SaveJob, origin: Origin, value: torch.Tensor) -> None:
         """Take a contiguous CPU tensor to send; returns at once."""
-        with self._lock:
-            self._pending[job.span.variant] = job.info.num_bytes
-        self._pool.submit(
-            self._put, job, job.span.variant, partial(self._value, job, origin, value)
-        )
+        self._submit(job, job.span.variant, partial(self._value, job, origin, value))
 
     def save_observation(self, job: SaveJob, observation: ChunkObservation, cost_s: float) -> None:
         """Take what was seen of a variant that was saved; returns at once.
@@ -61,8 +57,6 @@ class Saver:
         key = observation_key(job.span.variant)
         if not self.wants(key, len(raw)):
             return
-        with self._lock:
-            self._pending[key] = len(raw)
         chunks = (*job.origin.prefix_chunks, job.span.variant.chunk)
         variant = NewVariant(
             key=key,
@@ -71,11 +65,23 @@ class Saver:
             shape=None,
             parts=(Part(len(raw), checksum(raw)),),
         )
-        self._pool.submit(self._put, job, key, lambda: (variant, raw))
+        self._submit(job, key, lambda: (variant, raw))
 
     def close(self) -> None:
         """Drop what has not been sent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(
+        self, job: SaveJob, key: VariantKey, make: Callable[[], tuple[NewVariant, memoryview]]
+    ) -> None:
+        with self._lock:
+            self._pending[key] = job.info.num_bytes
+        try:
+            self._pool.submit(self._put, job, key, make)
+        except RuntimeError:  # no thread can be started, or the engine is ending
+            with self._lock:
+                del self._pending[key]
+            raise
 
     def _value(
         self, job: SaveJob, origin: Origin, value: torch.Tensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from ragcache_core.blend.blending import Blend, Candidate, blend
+from ragcache_core.blend.blending import Blend, blend
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.plan import Action, ReusePlan
@@ -41,8 +41,8 @@ _LOOKUP_SHARE = 0.8
 """Share of the lookup's deadline that the store gets; the rest is for threads to take turns."""
 
 
-_SPARE_BLOCKS = 8
-"""Free blocks that are left to vLLM before a question gets any to look at chunks with."""
+_SPARE_SHARE = 16
+"""Of all blocks, one in so many stays free for vLLM, whatever else blocks are good for."""
 
 _KEPT_SHARE = 8
 """Of all blocks, one in so many is kept at most for requests that have ended."""
@@ -96,10 +96,10 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A store's answer, and for a plan that blends what the chunks' variants are like."""
+    """A store's answer, and what a prompt is put together from, if not of exact variants alone."""
 
     answer: ShardedAnswer
-    candidates: Mapping[int, Sequence[Candidate]]
+    blend: Blend | None = None
 
 
 class SchedulerSide:
@@ -120,6 +120,7 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._observes: list[ObserveJob] = []
         self._blocks: Blocks | None = None
+        self._can_blend = False
         self._block_size = 1
         self._scratch: dict[str, list[Any]] = {}  # blocks by request, while its load is under way
         self._kept: dict[str, int] = {}  # number of blocks by request that has ended
@@ -129,7 +130,7 @@ class SchedulerSide:
 
     def bind(self, blocks: Blocks, block_size: int) -> None:
         """Blend from now on. blocks: the pool that scratch blocks are taken from."""
-        self._blocks, self._block_size = blocks, block_size
+        self._blocks, self._block_size, self._can_blend = blocks, block_size, True
 
     # The life of a request, in the order of vLLM's calls.
 
@@ -178,11 +179,7 @@ class SchedulerSide:
             return 0
         if request.stored is None and not self._finish_lookup(request):
             return None
-        if request.blend is not None:
-            covered = request.blend.end
-        else:
-            chain = _chain(request)
-            covered = chain[-1].segment.end if chain else 0
+        covered = self._covered(request, num_local)
         # The last token is always computed: its output is the first token of the answer.
         end = min(covered, len(request.token_ids) - 1)
         if end - num_local < self._config.min_load_tokens:
@@ -209,11 +206,12 @@ class SchedulerSide:
         if request is None:
             return
         if num_external == 0 or request.pending_load is None:
+            request.pending_load = None
             if request.phase is not _Phase.DECODE:
                 self._enter(request, _Phase.PREFILL)
             return
         first, end = request.pending_load
-        if request.blend is None:
+        if request.blend is None or end <= request.blend.exact_end:
             spans = tuple(
                 Span(named.variant, named.segment.start, named.segment.end)
                 for named in request.segments
@@ -238,7 +236,9 @@ class SchedulerSide:
             if (scratch := self._scratch.pop(outcome.request_id, None)) and self._blocks:
                 self._blocks.free_blocks(scratch)
             if outcome.reason == NO_BLEND:
-                self._blocks = None
+                self._can_blend = False
+                for other in self._requests.values():
+                    other.blend = None
             request = self._requests.get(outcome.request_id)
             if request is None:
                 continue
@@ -292,7 +292,14 @@ class SchedulerSide:
         self._wait_left_s = self._config.lookup_wait_s
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
-        return StepJobs(tuple(loads), tuple(saves), tuple(observes), tuple(computing), num_tokens)
+        return StepJobs(
+            tuple(loads),
+            tuple(saves),
+            tuple(observes),
+            let_go=bool(self._kept) and not self._can_spare(0),
+            computing=tuple(computing),
+            num_tokens=num_tokens,
+        )
 
     def on_finished(self, request_id: str, blocks: Sequence[int]) -> bool:
         """The request ended, was aborted or failed.
@@ -304,10 +311,13 @@ class SchedulerSide:
             return False
         if request.lookup is not None:
             request.lookup.cancel()
+        # Of a load that is under way the worker has yet to say that it has ended, and vLLM takes
+        # back a request's blocks once.
+        is_loading = request.phase is _Phase.LOADING
         # An answer of one token ends in its prefill step.
         self._enter(request, _Phase.DECODE)
         self._keep_record(request)
-        return self._observe(request_id, request, blocks)
+        return not is_loading and self._observe(request_id, request, blocks)
 
     def on_released(self, request_ids: Iterable[str]) -> None:
         """The blocks of requests that have ended are not needed any more."""
@@ -322,10 +332,10 @@ class SchedulerSide:
     def _lookup(self, segments: Sequence[NamedSegment], plan: ReusePlan) -> _Found:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = _LOOKUP_SHARE * self._config.lookup_deadline_s
-        if not (plan.blends and self._blocks is not None):
+        if not (plan.blends and self._can_blend):
             wants = [Want.of(named.variant) for named in segments]
             answer = self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=plan.domain)
-            return _Found(answer, {})
+            return _Found(answer)
         ends = time.monotonic() + timeout_s
         wants = [
             Want(named.variant.chunk)
@@ -335,7 +345,10 @@ class SchedulerSide:
         ]
         answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)
         left_s = ends - time.monotonic()
-        return _Found(answer, candidates(self._client, segments, answer, plan.domain, left_s))
+        held = candidates(self._client, segments, answer, plan.domain, left_s)
+        chain = len(_chain(segments, answer.held()))
+        found = blend(segments, chain, held, plan.budget)
+        return _Found(answer, found if found.approximate else None)
 
     def _finish_lookup(self, request: _Request) -> bool:
         """Take over the store's answer; False while there is none and it is not late."""
@@ -356,6 +369,7 @@ class SchedulerSide:
         else:
             answer = found.answer
             request.stored = answer.held()
+            request.blend = found.blend if self._can_blend else None
             # The chunks were chosen before this answer: a delete in between counts, too.
             planned = request.plan.planned_at_ms
             request.as_of = {
@@ -367,23 +381,30 @@ class SchedulerSide:
                 for named, variants in zip(request.segments, answer.variants, strict=True)
                 if variants.miss is not None
             }
-        missing = request.segments[len(_chain(request)) :]
+        missing = request.segments[len(_chain(request.segments, request.stored)) :]
         if missing and not request.record.miss:
             # Of the first one that is missing: what comes after it could not be used anyway.
             miss = request.misses.get(missing[0].variant, Miss.NEVER_STORED)
             request.record.miss = reason(miss)
-        if request.stored and request.plan.blends and self._blocks is not None:
-            self._blend(request, found.candidates)
         return True
 
-    def _blend(self, request: _Request, held: Mapping[int, Sequence[Candidate]]) -> None:
-        chain = len(_chain(request))
-        found = blend(request.segments, chain, held, request.plan.budget)
-        if not found.approximate:
-            return
-        holes = sum(map(len, found.holes(found.exact_end, found.end)))
-        if 1 - holes / (found.end - found.exact_end) >= self._config.min_blend_share:
-            request.blend, request.record.miss = found, ""
+    def _covered(self, request: _Request, num_local: int) -> int:
+        """Where what is held of a prompt ends, in one way or another."""
+        found = request.blend
+        if found is not None:
+            first = max(num_local, found.exact_end)
+            holes = sum(map(len, found.holes(first, found.end)))
+            share = 1 - holes / max(1, found.end - first)
+            if found.end > first and share >= self._config.min_blend_share:
+                return found.end
+        chain = _chain(request.segments, request.stored or {})
+        return chain[-1].segment.end if chain else 0
+
+    def _can_spare(self, count: int) -> bool:
+        """Whether vLLM would have blocks enough without so many of them."""
+        assert self._blocks is not None
+        spare = self._blocks.num_gpu_blocks // _SPARE_SHARE
+        return self._blocks.get_num_free_blocks() - count >= spare
 
     def _repair(
         self, request_id: str, request: _Request, found: Blend, first: int, end: int
@@ -392,23 +413,26 @@ class SchedulerSide:
         exact_end = max(first, found.exact_end)
         if exact_end >= end:
             return None
+        request.record.miss = ""
         # What the engine still had of an earlier load of it is no less tainted.
-        request.tainted_before = request.tainted_from
-        request.tainted_from = min(exact_end, request.tainted_from or exact_end)
+        request.tainted_before = before = request.tainted_from
+        request.tainted_from = exact_end if before is None else min(exact_end, before)
         return Repair(
             exact_end=exact_end,
             token_ids=request.token_ids,
             chunks=found.influenced(end),
             holes=found.holes(first, end),
             budget=found.wanted,
-            scratch=self._take_scratch(request_id),
+            scratch=self._take_scratch(request_id, len(request.token_ids) - end)
+            if found.wanted
+            else (),
         )
 
-    def _take_scratch(self, request_id: str) -> tuple[int, ...]:
+    def _take_scratch(self, request_id: str, question_tokens: int) -> tuple[int, ...]:
         """Blocks for the KV of a question, if there are any to spare."""
-        assert self._blocks is not None
-        count = -(-self._config.question_tokens // self._block_size)
-        if self._blocks.get_num_free_blocks() < count + _SPARE_BLOCKS:
+        tokens = min(question_tokens, self._config.question_tokens)
+        count = -(-tokens // self._block_size)
+        if self._blocks is None or not self._can_spare(count):
             return ()
         self._scratch[request_id] = taken = self._blocks.get_new_blocks(count)
         return tuple(block.block_id for block in taken)
@@ -418,14 +442,20 @@ class SchedulerSide:
         saves = {
             place: save
             for place, save in request.saved.items()
-            if save.info.provenance.exact and request.segments[place].segment.action is Action.BLEND
+            if request.segments[place].segment.action is Action.BLEND
+            # A later load may have put something else into its blocks.
+            and save.info.provenance.exact
+            and not _is_tainted(request, request.segments[place])
         }
-        if not (saves and self._blocks is not None and request.plan.blends):
+        if not (saves and self._blocks is not None and self._can_blend):
             return False
         last = request.segments[max(saves)].segment.end
-        blocks = blocks[: -(-last // self._block_size)]
+        count = -(-last // self._block_size)
+        if len(blocks) < count:  # it was preempted
+            return False
+        blocks = blocks[:count]
         room = self._blocks.num_gpu_blocks // _KEPT_SHARE
-        if sum(self._kept.values()) + len(blocks) > room:
+        if sum(self._kept.values()) + count > room or not self._can_spare(count):
             return False
         self._kept[request_id] = len(blocks)
         chunks = [n for n in request.segments if n.segment.action is Action.BLEND]
@@ -515,9 +545,10 @@ class SchedulerSide:
         request.phase, request.phase_since = phase, now
 
 
-def _chain(request: _Request) -> tuple[NamedSegment, ...]:
-    stored = {key: held.info for key, held in (request.stored or {}).items()}
-    return longest_exact_chain(request.segments, stored)
+def _chain(
+    segments: Sequence[NamedSegment], held: Mapping[VariantKey, Held]
+) -> tuple[NamedSegment, ...]:
+    return longest_exact_chain(segments, {key: one.info for key, one in held.items()})
 
 
 def _is_tainted(request: _Request, named: NamedSegment) -> bool:

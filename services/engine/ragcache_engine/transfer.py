@@ -119,12 +119,14 @@ class Computing:
 class StepJobs:
     """Scheduler to worker.
 
-    computing: of requests with a plan. num_tokens: of every request that runs in the step.
+    let_go: of all blocks that are kept for observing; vLLM needs them. computing: of requests with
+    a plan. num_tokens: of every request that runs in the step.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
+    let_go: bool = False
     computing: tuple[Computing, ...] = ()
     num_tokens: int = 0
 
@@ -135,7 +137,7 @@ class LoadOutcome:
 
     tokens: loaded and used, those that were repaired among them. num_bytes: fetched for them.
     missing: the first variant that did not come, or None. reason: why it failed, or "".
-    holes: what did not come of a load that is mended. blended: of tokens, those that are not exact.
+    lost: what did not come of a load that is mended. blended: of tokens, those that are not exact.
     repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.
     """
 
@@ -145,7 +147,7 @@ class LoadOutcome:
     seconds: float
     missing: VariantKey | None
     reason: str
-    holes: tuple[range, ...] = ()
+    lost: tuple[range, ...] = ()
     blended: int = 0
     repaired: int = 0
     repair_s: float = 0.0

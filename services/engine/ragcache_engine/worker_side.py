@@ -60,7 +60,9 @@ class WorkerSide:
         self._observing: Observing | None = None
         if blender is not None:
             recomputer, observer = blender.recomputer, blender.observer
-            self._repairer = Repairer(cache, recomputer, observer, config.repair_slice_tokens)
+            self._repairer = Repairer(
+                cache, recomputer, observer, config.repair_slice_tokens, config.question_tokens
+            )
             self._observing = Observing(
                 observer,
                 recomputer.max_tokens,
@@ -73,8 +75,12 @@ class WorkerSide:
         self._received: set[str] = set()
         self._report = StepReport()
 
+    def begin_step(self) -> None:
+        """A step has begun; its forward pass comes next."""
+        self._pass_began = self._moment()
+
     def start_loads(self, jobs: StepJobs) -> None:
-        """Begin this step's loads; its forward pass comes next."""
+        """Begin this step's loads and observations."""
         for job in jobs.loads:
             self._jobs[job.request_id] = job
             if job.repair is not None and self._repairer is None:
@@ -86,7 +92,8 @@ class WorkerSide:
                 self._released.add(observe.request_id)
             else:
                 self._observing.start(observe)
-        self._pass_began = self._moment()
+        if jobs.let_go and self._observing is not None:
+            self._observing.let_go()
 
     def save(self, jobs: StepJobs) -> None:
         """Copy this step's new variants out of the cache and queue them for the store."""
@@ -194,4 +201,4 @@ class WorkerSide:
         first_bad = good // size
         self._bad_blocks.update(job.blocks[first_bad : -(-job.end // size)])
         tokens = max(0, first_bad * size - job.first)
-        return replace(outcome, tokens=tokens, holes=(), blended=0, repaired=0)
+        return replace(outcome, tokens=tokens, lost=(), blended=0, repaired=0)
