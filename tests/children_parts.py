@@ -208,7 +208,9 @@ _store = _maybe(
     replication=_maybe(enabled=st.booleans()),
     resources=_resources,
 )
-_reuse = _maybe(mode=st.sampled_from(["exact", "blend"]), maxRecompute=st.floats(0, 1))
+_reuse = _maybe(
+    mode=st.sampled_from(["exact", "blend"]), maxRecompute=st.floats(0, 1), precompute=st.booleans()
+)
 _scheduling = _maybe(
     priorityClassName=_names,
     nodeSelector=st.just({"pool": "rag"}),

@@ -92,7 +92,10 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         changed = old is None or old.text != document.text
         removed = [old.text] if old is not None and changed else []
         return retriever_pb2.UpsertDocumentReply(
-            document=stored, changed=changed, removed_chunks=removed
+            document=stored,
+            changed=changed,
+            removed_chunks=removed,
+            chunks=[document.text] if changed else [],
         )
 
     async def DeleteDocument(self, request: Any, context: Any) -> Any:  # noqa: N802

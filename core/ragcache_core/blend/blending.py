@@ -160,8 +160,9 @@ def _source(
     best = fitting[fit.key]
     influence: tuple[float, ...] | None = None
     if fit.mismatch > 0:
-        gone = 1.0 - fit.adjusted_overlap
-        influence = tuple(gone * i for i in best.observation.influence) if best.observation else ()
+        seen, gone = best.observation, 1.0 - fit.adjusted_overlap
+        # One that stood first has looked at no other chunk; what it would take is not known.
+        influence = tuple(gone * i for i in seen.influence) if seen and seen.attended else ()
     return Source(best.key, start, end, best.info.base_position, influence), fit
 
 

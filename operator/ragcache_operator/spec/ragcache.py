@@ -366,6 +366,10 @@ class ReuseSpec(Values):
     """Most that blend computes anew, as a share of the tokens taken from behind other chunks. More
     takes longer and leaves less that differs from a full computation. It holds for requests that
     ask for blend themselves, too."""
+    precompute: bool = False
+    """Whether the chunks of a document are computed when it is written, each by itself, while no
+    engine answers anybody; so that even the first question about them finds them. Of use where
+    prompts are blended: behind other chunks exact reuse has no use for them."""
 
 
 class TolerationSpec(Values):

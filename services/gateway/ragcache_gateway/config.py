@@ -39,6 +39,7 @@ class Config:
     model: folder or Hugging Face name; read for its tokenizer and its fingerprint.
     model_name: the name under which the engine serves it, and clients ask for it.
     reuse, max_recompute: how stored KV is used where a request does not say it (``reuse.Reuse``).
+    precompute: whether chunks are computed when their document is written (``precompute``).
     """
 
     listen_host: str
@@ -52,6 +53,7 @@ class Config:
     max_model_len: int
     reuse: ReuseMode = "exact"
     max_recompute: float = 0.2
+    precompute: bool = False
     log_level: int = logging.INFO
 
     max_in_flight: int = 128
@@ -95,6 +97,7 @@ def read_config(environment: Mapping[str, str]) -> Config:
         model_dtype=dtype,  # type: ignore[arg-type]  # checked against the literal above
         reuse=reuse,  # type: ignore[arg-type]  # likewise
         max_recompute=_share(environment, "RAGCACHE_MAX_RECOMPUTE", 0.2),
+        precompute=_choice(environment, "RAGCACHE_PRECOMPUTE", ("off", "on")) == "on",
         max_model_len=_tokens(environment, "RAGCACHE_MAX_MODEL_LEN"),
         log_level=_log_level(environment, "RAGCACHE_LOG_LEVEL"),
         stop_grace_s=_seconds(environment, "RAGCACHE_STOP_GRACE_S", STOP_GRACE_S),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -85,8 +86,11 @@ class CollectionSettings(BaseModel):
 async def put_document(request: Request, parts: PartsOf) -> DocumentWritten:
     """Durable and searchable when this answers; an unchanged document is left alone."""
     document: DocumentIn = await read_document(request)
+    written_at_ms = time.time_ns() // 1_000_000
     reply = await parts.retriever.upsert_document(document.to_message())
     removed = await parts.variants.drop(reply.removed_chunks)
+    if parts.precompute is not None:
+        parts.precompute.add(document.collection, document.id, reply.chunks, written_at_ms)
     info = document_info(reply.document)
     return DocumentWritten(**info.model_dump(), changed=reply.changed, removed_variants=removed)
 

@@ -43,6 +43,17 @@ class Metrics:
             ("engine",),
             registry=self.registry,
         )
+        self.precomputed = Counter(
+            "ragcache_gateway_precomputed_chunks_total",
+            "Chunks of written documents: computed, refused, failed, or dropped for want of room.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.precompute_waiting = Gauge(
+            "ragcache_gateway_precompute_waiting_chunks",
+            "Chunks that wait for an idle moment to be computed.",
+            registry=self.registry,
+        )
         self.upstream_failures = Counter(
             "ragcache_gateway_upstream_failures_total",
             "Calls that another part failed or did not answer in time.",

@@ -19,6 +19,7 @@ from ragcache_gateway.conversation import Conversation
 from ragcache_gateway.deletions import Deletions
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
+from ragcache_gateway.precompute import Precompute
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.readiness import Readiness
 from ragcache_gateway.reuse import Reuse
@@ -38,6 +39,7 @@ class Parts:
     store: AsyncShardedStore
     answerer: Answerer
     variants: StoredVariants
+    precompute: Precompute | None
     readiness: Readiness
 
 
@@ -60,10 +62,24 @@ async def connected(
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
 
         # The head of every prompt: the probe warms what all answers begin with.
-        head = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?")).head
-        engines = Engines(config, probe_body(config.model_name, head or [0]), metrics)
+        frame = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?"))
+        engines = Engines(config, probe_body(config.model_name, frame.head or [0]), metrics)
         stack.push_async_callback(engines.close)
         await engines.start()
+        precompute = None
+        if config.precompute:
+            precompute = Precompute(
+                model=config.model_name,
+                space=space,
+                domain=DOMAIN,
+                frame=frame,
+                prompts=prompts,
+                tokenizing=tokenizing,
+                engines=engines,
+                metrics=metrics,
+            )
+            precompute.start()
+            stack.push_async_callback(precompute.close)
 
         yield Parts(
             config=config,
@@ -87,6 +103,7 @@ async def connected(
                 space=space,
                 domain=DOMAIN,
             ),
+            precompute=precompute,
             readiness=Readiness(engines, health),
         )
 

@@ -62,11 +62,12 @@ class CollectionInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpsertResult:
-    """What an upsert did. stored: the document as it is now."""
+    """What an upsert did. stored: the document as it is now. texts: its chunks, if it changed."""
 
     stored: StoredDocument
     changed: bool
     removed_texts: tuple[str, ...]
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +317,8 @@ class KnowledgeBase:
             )
             change = await run(self._writer, self._write, collection, stored, prepared)
             if change is not None:
-                return UpsertResult(stored, changed=True, removed_texts=change.removed_texts)
+                texts = tuple(chunk.text for chunk in prepared.chunks)
+                return UpsertResult(stored, True, change.removed_texts, texts)
 
     async def _prepare(
         self, collection: str, document: Document, present: StoredDocument | None

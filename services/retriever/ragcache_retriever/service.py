@@ -34,7 +34,7 @@ MAX_TITLE_CHARS = 1024
 MAX_METADATA_BYTES = 16 << 10
 MAX_QUERY_CHARS = 8192
 MAX_TOP_K = 1000
-MAX_REMOVED_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
+MAX_TEXTS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
@@ -77,10 +77,12 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         # In a thread: reading megabytes takes longer than others should wait for their answers.
         document = await asyncio.to_thread(_document, request.document)
         result = await self._knowledge_base.upsert(collection, document)
+        removed = _within_a_message(result.removed_texts)
         return pb.UpsertDocumentReply(
             document=_document_message(collection, result.stored, with_text=False),
             changed=result.changed,
-            removed_chunks=_within_a_message(result.removed_texts),
+            removed_chunks=removed,
+            chunks=_within_a_message(result.texts, beside=removed),
         )
 
     async def DeleteDocument(
@@ -272,9 +274,9 @@ def _document_message(collection: str, stored: StoredDocument, *, with_text: boo
     )
 
 
-def _within_a_message(texts: Sequence[str]) -> list[str]:
+def _within_a_message(texts: Sequence[str], beside: Sequence[str] = ()) -> list[str]:
     """As many texts as a reply may hold: with large overlaps, chunks outgrow their document."""
-    room = MAX_REMOVED_BYTES
+    room = MAX_TEXTS_BYTES - sum(len(text.encode()) for text in beside)
     held = []
     for text in texts:
         room -= len(text.encode())

@@ -269,6 +269,7 @@ class UpsertDocumentReply(_message.Message):
     DOCUMENT_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
     REMOVED_CHUNKS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
     @_builtins.property
     def document(self) -> Global___Document:
@@ -280,16 +281,21 @@ class UpsertDocumentReply(_message.Message):
         No more of them than one message holds.
         """
 
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Chunk texts of a document that has changed, in its order; no more than one message holds."""
+
     def __init__(
         self,
         *,
         document: Global___Document | None = ...,
         changed: _builtins.bool = ...,
         removed_chunks: _abc.Iterable[_builtins.str] | None = ...,
+        chunks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "document", b"document", "removed_chunks", b"removed_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "document", b"document", "removed_chunks", b"removed_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
