@@ -12,6 +12,10 @@ anything is repaired; they are not among the recomputed ones that are counted.
 
 Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full recomputation, KL
 from its distribution of the answer's first token, and the share of context tokens recomputed.
+
+--foreign does the same with text that nobody trained on and a model of random weights, sharp enough
+for attention that is not uniform: paragraphs of MuSiQue, eight to a prompt, each captured behind
+others. There is no right answer then, only the KL. It needs the public data (../shared/data).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
@@ -52,6 +57,10 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+FOREIGN = ROOT.parent / "shared" / "data" / "hipporag" / "musique_train.json"
+FOREIGN_TOKENS = 160
+"""Of a paragraph, at most."""
+
 MODEL = ROOT / "models" / "tinyrag" / "model"
 DOCUMENTS = 8
 BUDGETS = (0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 1.0)
@@ -116,7 +125,7 @@ class Score:
 class Lab:
     """The connector's parts inside a worker, and a decoder of answers around them."""
 
-    def __init__(self, worker: Any, end_id: int) -> None:
+    def __init__(self, worker: Any, model_folder: Path, end_id: int) -> None:
         import torch  # noqa: PLC0415  after vLLM's variables are set
 
         from ragcache_engine.attention import AttentionObserver  # noqa: PLC0415
@@ -135,7 +144,7 @@ class Lab:
         self._logits = runner.model.compute_logits
         self._end_id = end_id
         self._block_size = model.block_size
-        config = json.loads((MODEL / "config.json").read_text())
+        config = json.loads((model_folder / "config.json").read_text())
         dtype = str(self.cache.shape.dtype).removeprefix("torch.")
         self._rotation = KeyRotation(read_rope(config), dtype)
 
@@ -185,8 +194,14 @@ class Lab:
         seen: list[float] = self._observer.regard(token_ids, table, question).tolist()
         return seen
 
-    def answer(self, token_ids: Sequence[int], table: Sequence[int], first: int) -> Answer:
-        """Compute the prompt from position first on and decode greedily."""
+    def answer(
+        self,
+        token_ids: Sequence[int],
+        table: Sequence[int],
+        first: int,
+        most: int = MAX_ANSWER_TOKENS,
+    ) -> Answer:
+        """Compute the prompt from position first on and decode greedily, most tokens or fewer."""
         torch, ids = self._torch, list(token_ids)
         answer: list[int] = []
         log_probs = None
@@ -197,7 +212,7 @@ class Lab:
             if log_probs is None:
                 log_probs = torch.log_softmax(logits, -1)
             token = int(logits.argmax())
-            if token == self._end_id or len(answer) == MAX_ANSWER_TOKENS:
+            if token == self._end_id or len(answer) == most:
                 return Answer(tuple(answer), log_probs)
             answer.append(token)
             start = len(ids)
@@ -213,9 +228,12 @@ def key_of(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question: the prompt's parts, and the chunks that are captured with theirs."""
+    """One question: the prompt's parts, and the chunks that are captured with theirs.
 
-    question: Question
+    question: None where there is no right answer.
+    """
+
+    question: Question | None
     head: list[int]
     chunks: list[list[int]]
     tail: list[int]
@@ -229,6 +247,7 @@ class Trial:
     case: Case
     captured: list[Captured]
     rng: Random
+    most: int = MAX_ANSWER_TOKENS
     starts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     regard: list[float] = field(default_factory=list)
@@ -253,7 +272,7 @@ class Trial:
         """Everything computed."""
         table = self.lab.table(1)
         self.lab.recomputer.recompute(self.token_ids, table, [range(self.end)])
-        return self.lab.answer(self.token_ids, table, self.end)
+        return self.lab.answer(self.token_ids, table, self.end, self.most)
 
     def reuse(self, runs: Sequence[range]) -> Answer:
         """The head computed, chunks placed, runs recomputed."""
@@ -261,7 +280,7 @@ class Trial:
         passes = self.lab.recomputer
         for one in slices(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
             passes.recompute(self.token_ids, table, one)
-        return self.lab.answer(self.token_ids, table, self.end)
+        return self.lab.answer(self.token_ids, table, self.end, self.most)
 
     def _placed(self) -> list[int]:
         """The head computed, chunks placed."""
@@ -372,7 +391,7 @@ def work(worker: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
     rng = Random(seed)
     cases, others = draw(rng, tokenizer, count)
     end_id = tokenizer.eos_token_id
-    lab = Lab(worker, end_id)
+    lab = Lab(worker, MODEL, end_id)
     scores: defaultdict[str, Score] = defaultdict(Score)
     for case in cases:
         captured = [
@@ -388,22 +407,82 @@ def work(worker: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
                 taken = sum(len(run) for run in runs) / trial.context_tokens
                 answers[f"{name} {share:.0%}"] = trial.reuse(runs), taken
         for name, (answer, taken) in answers.items():
+            assert case.question is not None
             for group in (name, f"{name}, {case.question.kind}"):
-                _note(scores[group], case, full, answer, tokenizer.decode)
+                _note(scores[group], case.question, full, answer, tokenizer.decode)
                 scores[group].recomputed += taken
     return {name: score.row() for name, score in scores.items()}
 
 
 def _note(
-    score: Score, case: Case, full: Answer, answer: Answer, decode: Callable[[Any], str]
+    score: Score, question: Question, full: Answer, answer: Answer, decode: Callable[[Any], str]
 ) -> None:
     said = decode(answer.token_ids)
-    kl = (full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum()
     score.asked += 1
-    score.right += said == case.question.answer
+    score.right += said == question.answer
     score.rouge += rouge_l(said.split(), decode(full.token_ids).split())
-    score.kl += max(0.0, float(kl))
+    score.kl += divergence(full, answer)
     score.same += answer.token_ids == full.token_ids
+
+
+def divergence(full: Answer, answer: Answer) -> float:
+    """KL of the first token's distributions, in nats."""
+    return max(0.0, float((full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum()))
+
+
+def work_on_foreign_text(
+    worker: Any, model: Path, texts: Sequence[str], count: int, seed: int
+) -> dict[str, float]:
+    """Mean KL by "method budget"."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rng = Random(seed)
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found[:FOREIGN_TOKENS]
+
+    lab = Lab(worker, model, -1)
+    sums: defaultdict[str, float] = defaultdict(float)
+    head = ids("Answer the question from the documents.")
+    for _ in range(count):
+        *drawn, question = rng.sample(texts, DOCUMENTS + 1)
+        case = Case(None, head, [ids(text) for text in drawn], ids(question)[:40])
+        captured = [
+            lab.capture(head, [ids(t) for t in rng.sample(texts, rng.randint(*NEIGHBOURS))], chunk)
+            for chunk in case.chunks
+        ]
+        trial = Trial(lab, case, captured, rng, most=0)
+        full = trial.full()
+        sums["naive"] += divergence(full, trial.reuse(()))
+        for name, choose in METHODS.items():
+            for share in BUDGETS if name == "ours" else BUDGETS[:-1]:
+                runs = choose(trial, budget_tokens(share, trial.context_tokens))
+                sums[f"{name} {share:.0%}"] += divergence(full, trial.reuse(runs))
+    return {name: round(total / count, 4) for name, total in sums.items()}
+
+
+def make_engine(model: Path) -> Any:
+    """vLLM in this process."""
+    from vllm import LLM  # noqa: PLC0415  reads variables that are set before
+
+    return LLM(str(model), enforce_eager=True, max_num_batched_tokens=4096, disable_log_stats=True)
+
+
+def foreign(count: int, seed: int) -> dict[str, object]:
+    """What --foreign finds: mean KL by method and budget."""
+    if not FOREIGN.is_file():
+        return {"skipped": f"there is no {FOREIGN.name}"}
+    from tests.tiny_model import make_tiny_model  # noqa: PLC0415
+
+    asked = json.loads(FOREIGN.read_text())
+    texts = sorted({p["paragraph_text"] for one in asked for p in one["paragraphs"]})
+    with TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "m", layers=6, hidden=256, heads=8, kv_heads=2)
+        engine = make_engine(model)
+        [kl] = engine.collective_rpc(work_on_foreign_text, args=(model, texts, count, seed))
+    return {"kl": kl, "prompts": count, "seed": seed}
 
 
 def main() -> None:
@@ -412,14 +491,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer questions")
     parser.add_argument("--questions", type=int)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--foreign", action="store_true", help="KL on text nobody trained on")
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM  # noqa: PLC0415  reads the variables above
-
-    engine = LLM(
-        str(MODEL), enforce_eager=True, max_num_batched_tokens=4096, disable_log_stats=True
-    )
+    if given.foreign:
+        print(json.dumps(foreign(given.questions or (6 if given.quick else 40), given.seed)))
+        return
+    engine = make_engine(MODEL)
     count = given.questions or (24 if given.quick else 200)
     [rows] = engine.collective_rpc(work, args=(count, given.seed))
     for name, row in rows.items():
