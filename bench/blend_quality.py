@@ -510,7 +510,9 @@ def main() -> None:
 
     found = {
         "quality_at_20pct_over_full": share("ours 20%"),
+        "rouge_l_at_20pct": rows["ours 20%"]["rouge_l"],
         "naive_over_full": share("naive"),
+        "naive_rouge_l": rows["naive"]["rouge_l"],
         "ours_minus_random_at_20pct": round(
             rows["ours 20%"]["exact_match"] - rows["random 20%"]["exact_match"], 4
         ),

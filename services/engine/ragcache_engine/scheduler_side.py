@@ -103,10 +103,7 @@ class _Found:
 
 
 class SchedulerSide:
-    """One per engine. Called on the scheduler's thread only; never blocks it for long.
-
-    blocks: vLLM's pool of blocks, once it is known (``bind``); None: nothing is blended.
-    """
+    """One per engine. Called on the scheduler's thread only; never blocks it for long."""
 
     def __init__(
         self, config: EngineConfig, space: KVSpace, book: RecordBook, client: ShardedStore
