@@ -211,6 +211,36 @@ def test_many_at_once_are_answered_as_they_are_alone(blends: Blends) -> None:
     assert sum(same) >= len(same) - 2
 
 
+def metric(blends: Blends, name: str, **labels: str) -> float:
+    lines = httpx.get(f"{blends.engine.url}/metrics", timeout=5).text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        float(line.rsplit(maxsplit=1)[1])
+        for line in lines
+        if line.startswith((f"{name}{{", f"{name} ")) and all(one in line for one in wanted)
+    )
+
+
+def test_the_engines_metrics_say_what_became_of_loads(blends: Blends) -> None:
+    def counted(kind: str) -> float:
+        return metric(blends, "ragcache_engine_loaded_tokens_total", kind=kind)
+
+    before = {kind: counted(kind) for kind in ("exact", "blended", "repaired")}
+    repairs = metric(blends, "ragcache_engine_repair_seconds_count")
+    _, record = blends.blend(prompt_of(2, 4, question="counted"), 0.25)
+    assert record.repaired_tokens == int(0.25 * (LENGTHS[2] + LENGTHS[4]))
+    deadline = time.monotonic() + 10
+    while metric(blends, "ragcache_engine_repair_seconds_count") == repairs:
+        assert time.monotonic() < deadline, "nothing is counted"
+        time.sleep(0.1)
+    found = {kind: counted(kind) - before[kind] for kind in before}
+    assert found == {
+        "exact": record.loaded_tokens - record.blended_tokens,
+        "blended": record.blended_tokens - record.repaired_tokens,
+        "repaired": record.repaired_tokens,
+    }
+
+
 def test_a_damaged_chunk_is_computed(blends: Blends) -> None:
     blends.store.service.stop()
     corrupt(blends.folder / "store" / "data", blends.chunk_variants(blends.captured[1])[2])

@@ -25,6 +25,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace
 from ragcache_engine.blender import Blender, blender
 from ragcache_engine.config import EngineConfig
+from ragcache_engine.metrics import LoadMetrics, LoadStats
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version, worker
 from ragcache_engine.records import RecordBook, serve
@@ -37,6 +38,7 @@ from ragcache_kv.store.sharded import ShardedStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -87,6 +89,24 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool, self._vllm_config.cache_config.block_size)
 
+    # The server's process, where there is no connector.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Counts as they came from a worker."""
+        return LoadStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LoadMetrics:
+        """Our metrics beside vLLM's own."""
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # Worker process.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -134,6 +154,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed; vLLM computes from the first of them on."""
         return self._worker.take_bad_blocks() if self._worker is not None else set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What became of loads since the last step, for vLLM's metrics and log."""
+        counts = self._worker.take_counts() if self._worker is not None else None
+        return LoadStats(counts.to_dict()) if counts else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler side should know of this step."""

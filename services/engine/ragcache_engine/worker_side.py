@@ -12,6 +12,7 @@ import torch
 from ragcache_core.keys import KVSpace
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
+from ragcache_engine.load_counts import LoadCounts
 from ragcache_engine.loading import Loader
 from ragcache_engine.moment import Moment
 from ragcache_engine.observing import Observing
@@ -70,6 +71,7 @@ class WorkerSide:
                 config.observe_deadline_s,
             )
         self._released: set[str] = set()
+        self._counts = LoadCounts()
         self._jobs: dict[str, LoadJob] = {}
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -151,6 +153,11 @@ class WorkerSide:
         report, self._report = self._report, StepReport()
         return report
 
+    def take_counts(self) -> LoadCounts:
+        """What became of loads since the last call, for metrics."""
+        counts, self._counts = self._counts, LoadCounts()
+        return counts
+
     def close(self) -> None:
         """Give up what is under way."""
         self._loader.close()
@@ -186,7 +193,10 @@ class WorkerSide:
         """A load has ended, well or not."""
         del self._jobs[job.request_id]
         self._received.add(job.request_id)
-        self._report.outcomes.append(self._recomputed(job, outcome) if outcome.reason else outcome)
+        if outcome.reason:
+            outcome = self._recomputed(job, outcome)
+        self._counts.add(outcome)
+        self._report.outcomes.append(outcome)
 
     def _recomputed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
         """Report what did not come as bad blocks; returns the outcome without what they take along.

@@ -1,0 +1,94 @@
+"""What the connector did with its loads, among vLLM's own metrics (``/metrics`` of its server).
+
+A worker counts; vLLM carries the counts to the server's process, which has the Prometheus registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from ragcache_engine.load_counts import LoadCounts
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class LoadStats(KVConnectorStats):  # type: ignore[misc]
+    """``LoadCounts`` in the form in which vLLM carries and logs them."""
+
+    @property
+    def _counts(self) -> LoadCounts:
+        return LoadCounts.from_dict(self.data)
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data = LoadCounts().to_dict()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add those of another worker or step."""
+        return LoadStats((self._counts + LoadCounts.from_dict(other.data)).to_dict())
+
+    def reduce(self) -> dict[str, int | float]:
+        """What one line of log says."""
+        return self._counts.summary()
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not self._counts
+
+
+class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same as Prometheus metrics, by engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[Any, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, histogram = metric_types[Counter], metric_types[Histogram]
+        self._tokens = counter(
+            name="ragcache_engine_loaded_tokens",
+            documentation="Prompt tokens loaded, by whether they are exact, blended as they were, "
+            "or repaired: computed anew before their request was scheduled.",
+            labelnames=[*labelnames, "kind"],
+        )
+        self._failures = counter(
+            name="ragcache_engine_load_failures",
+            documentation="Loads that did not come whole, what they lacked being computed.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._load_s = histogram(
+            name="ragcache_engine_load_seconds",
+            documentation="Fetching a prompt's chunk-caches and writing them into its blocks.",
+            buckets=_SECONDS,
+            labelnames=labelnames,
+        )
+        self._repair_s = histogram(
+            name="ragcache_engine_repair_seconds",
+            documentation="Mending what is blended, turns of other requests included.",
+            buckets=_SECONDS,
+            labelnames=labelnames,
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take what one or more steps counted."""
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        counts = LoadCounts.from_dict(transfer_stats_data)
+        for kind, tokens in counts.tokens.items():
+            self._tokens.labels(*labels, kind).inc(tokens)
+        for reason, times in counts.failures.items():
+            self._failures.labels(*labels, reason).inc(times)
+        for seconds in counts.load_s:
+            self._load_s.labels(*labels).observe(seconds)
+        for seconds in counts.repair_s:
+            self._repair_s.labels(*labels).observe(seconds)

@@ -1,0 +1,49 @@
+"""What became of loads, counted and carried between processes."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_engine.load_counts import LoadCounts
+from ragcache_engine.transfer import LoadOutcome
+
+seconds = st.floats(0, 100)
+outcomes = st.builds(
+    lambda exact, blended, repaired, load_s, repair_s, reason: LoadOutcome(
+        "r", exact + blended, 1, load_s, None, reason, (), blended, repaired, repair_s
+    ),
+    *(st.integers(0, 500),) * 3,
+    *(seconds,) * 2,
+    st.sampled_from(["", "load late", "corrupt"]),
+)
+
+
+def counts_of(some: list[LoadOutcome]) -> LoadCounts:
+    counts = LoadCounts()
+    for outcome in some:
+        counts.add(outcome)
+    return counts
+
+
+@given(st.lists(outcomes), st.lists(outcomes))
+def test_counts_of_two_steps_add_up_to_those_of_both(
+    one: list[LoadOutcome], other: list[LoadOutcome]
+) -> None:
+    both = counts_of(one) + counts_of(other)
+    assert both.summary() == counts_of([*one, *other]).summary()
+
+
+@given(st.lists(outcomes))
+def test_counts_cross_processes(some: list[LoadOutcome]) -> None:
+    counts = counts_of(some)
+    assert LoadCounts.from_dict(json.loads(json.dumps(counts.to_dict()))) == counts
+    assert bool(counts) == bool(some)
+
+
+def test_each_token_is_counted_once() -> None:
+    counts = counts_of([LoadOutcome("r", 100, 1, 0.5, None, "", (), 60, 15, 0.1)])
+    assert counts.tokens == {"exact": 40, "blended": 45, "repaired": 15}
+    assert (counts.load_s, counts.repair_s, counts.failures) == ([0.5], [0.1], {})
