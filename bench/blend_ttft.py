@@ -55,11 +55,14 @@ DOMAIN = "public"
 HEAD_TOKENS = 48
 QUESTION_TOKENS = 32
 CHUNK_TOKENS = (256, 251, 240, 256, 197, 256, 249, 167)
-CAPTURED = 8
-"""Prompts that chunks are captured in. One that is blended has chunks of all of them."""
+CAPTURED = {1: 8, 4: 4}
+"""Prompts that chunks are captured in, by how often CHUNK_TOKENS are in one. One that is blended has
+chunks of all of them."""
+
+ROUNDS = {1: 20, 4: 5}
 BUDGETS = {"blend0": 0.0, "blend15": 0.15, "blend30": 0.30}
 ANSWER_TOKENS = 4
-STORED_S = 120.0
+STORED_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +80,17 @@ class Scene:
         def ids(count: int) -> list[int]:
             return [rng.randrange(vocabulary) for _ in range(count)]
 
-        chunks = [[ids(n) for n in CHUNK_TOKENS * repeat] for _ in range(CAPTURED)]
+        chunks = [[ids(n) for n in CHUNK_TOKENS * repeat] for _ in range(CAPTURED[repeat])]
         return cls(ids(HEAD_TOKENS), chunks, ids(QUESTION_TOKENS))
 
     def captured(self, number: int) -> Prompt:
         """One of the prompts that chunks are captured in."""
-        return assemble(self.head, self.chunks[number % CAPTURED], self.question)
+        return assemble(self.head, self.chunks[number % len(self.chunks)], self.question)
 
     def blended(self, number: int, rng: random.Random) -> Prompt:
         """A prompt of chunks from all of them, each at another place."""
         places = range(len(self.chunks[0]))
-        chunks = [self.chunks[(place + number) % CAPTURED][place] for place in places]
+        chunks = [self.chunks[(place + number) % len(self.chunks)][place] for place in places]
         rng.shuffle(chunks)
         return assemble(self.head, chunks, self.question)
 
@@ -143,7 +146,7 @@ async def _record(engine: Engine, request: str) -> engine_pb2.RequestRecord:
 
 def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:
     """Have every chunk computed, stored and observed."""
-    for number in range(CAPTURED):
+    for number in range(len(scene.chunks)):
         prompt = scene.captured(number)
         plan = plan_blend(prompt, bench.space, DOMAIN, uuid.uuid4().hex, 0.0)
         complete(bench.ours.url, prompt.token_ids, max_tokens=1, plan=plan.to_json())
@@ -215,15 +218,18 @@ def _ratio(ms: Mapping[str, float], case: str) -> float:
     return round(ms["full"] / ms[case], 2)
 
 
-def run(rounds: int, repeats: Sequence[int], folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line, those of the shortest prompt first."""
+def run(rounds: int | None, repeats: Sequence[int], folder: Path) -> dict[str, object]:
+    """Measure; returns the figures of the JSON line, those of the shortest prompt first.
+
+    rounds: in place of ROUNDS.
+    """
     model = make_tiny_model(
         folder / "model", layers=12, hidden=768, heads=12, kv_heads=4, max_length=16384
     )
     loaded = load_model_folder(str(model))
     vocabulary = int(loaded.config["vocab_size"]) - 8
     rng = random.Random(uuid.uuid4().int)
-    result: dict[str, object] = {"rounds": rounds}
+    result: dict[str, object] = {"rounds": rounds or ROUNDS[repeats[0]]}
     with contextlib.ExitStack() as stack:
         store = start_cachestore(folder / "store", memory_bytes=2 << 30)
         stack.callback(lambda: store.service.stop())  # noqa: PLW0108  it is another by then
@@ -237,12 +243,12 @@ def run(rounds: int, repeats: Sequence[int], folder: Path) -> dict[str, object]:
         for repeat in repeats:
             scene = Scene.make(rng, vocabulary, repeat)
             bench = Bench(plain, ours, loaded.space("auto"), defaultdict(list), defaultdict(list))
-            print(f"capturing {CAPTURED} prompts of {repeat * 2}k tokens", file=sys.stderr)
+            print(f"capturing prompts of {repeat * 2}k tokens", file=sys.stderr)
             capture(bench, store, scene)
             measure(bench, scene, 2, rng, "")  # warms up
             bench.times_s.clear()
             bench.records.clear()
-            measure(bench, scene, rounds, rng, "")
+            measure(bench, scene, rounds or ROUNDS[repeat], rng, "")
             found = figures(bench)
             # Restarted, the store has everything on its disk only, until it has been asked twice.
             port = int(store.address.rsplit(":", 1)[1])
@@ -250,7 +256,7 @@ def run(rounds: int, repeats: Sequence[int], folder: Path) -> dict[str, object]:
             store = start_cachestore(folder / "store", memory_bytes=2 << 30, port=port)
             time.sleep(3)  # for the engine to find it again
             disk = Bench(plain, ours, bench.space, defaultdict(list), defaultdict(list))
-            measure(disk, scene, min(rounds, CAPTURED // 2), rng, "_disk")
+            measure(disk, scene, len(scene.chunks) // 2, rng, "_disk")
             on_disk = figures(disk)
             ms, disk_ms = found["ms"], on_disk["ms"]
             assert isinstance(ms, dict)
@@ -272,7 +278,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="6 rounds of 2k tokens only")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(6 if quick else 20, (1,) if quick else (1, 4), Path(folder))))
+        print(json.dumps(run(6 if quick else None, (1,) if quick else (1, 4), Path(folder))))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class EngineConfig:
     longer, and what comes of that is exact.
     repair_slice_tokens: recomputed in one step at most while other requests run, which decode one
     token in it. question_tokens: that look at chunks before these are repaired, at most.
-    observe_deadline_s: how long blocks of a request that has ended are kept to see what its chunks
-    took from each other, at most; the engine does that when it has nothing else to do.
+    observe_deadline_s: how long blocks of a request that has ended are kept, at most, while none of
+    its chunks is looked at; the engine does that when it has nothing else to do.
     """
 
     cachestore: Members

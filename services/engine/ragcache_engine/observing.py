@@ -29,7 +29,7 @@ Keep = Callable[[SaveJob, ChunkObservation, float], None]
 @dataclass(slots=True)
 class _Watching:
     job: ObserveJob
-    started: float
+    since: float
     left: list[int]
 
 
@@ -37,7 +37,7 @@ class Observing:
     """Observes one chunk a step. For the worker's main thread only.
 
     keep(save, observation, seconds): takes what was seen of a variant that was saved. deadline_s:
-    after that a request's blocks are let go, whatever is still to see.
+    after that without anything seen a request's blocks are let go.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class Observing:
             watching = self._watchings[0]
             try:
                 self._observe(watching.job, watching.left.pop(0))
+                watching.since = self._clock()
             except Exception:
                 log.exception("chunks of request %s are not observed", watching.job.request_id)
                 watching.left.clear()
         late = self._clock() - self._deadline_s
-        done = [w for w in self._watchings if not w.left or w.started <= late]
-        self._watchings = [w for w in self._watchings if w.left and w.started > late]
+        done = [w for w in self._watchings if not w.left or w.since <= late]
+        self._watchings = [w for w in self._watchings if w.left and w.since > late]
         return {watching.job.request_id for watching in done}
 
     def let_go(self) -> None:
