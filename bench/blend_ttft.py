@@ -56,8 +56,8 @@ HEAD_TOKENS = 48
 QUESTION_TOKENS = 32
 CHUNK_TOKENS = (256, 251, 240, 256, 197, 256, 249, 167)
 CAPTURED = {1: 8, 4: 4}
-"""Prompts that chunks are captured in, by how often CHUNK_TOKENS are in one. One that is blended has
-chunks of all of them."""
+"""Prompts that chunks are captured in, by how often CHUNK_TOKENS are in one. One that is blended
+has chunks of all of them."""
 
 ROUNDS = {1: 20, 4: 5}
 BUDGETS = {"blend0": 0.0, "blend15": 0.15, "blend30": 0.30}
