@@ -16,7 +16,6 @@ question's look and the recomputed tokens), prefill (the question).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import random
@@ -32,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.completion import complete
+from bench.completion import complete, record_of
 from bench.processes import (
     CacheStore,
     Engine,
@@ -47,7 +46,6 @@ from ragcache_core.reuse import checked_segments
 from ragcache_core.storing import Want
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
-from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from tests.tiny_model import make_tiny_model
 
@@ -132,16 +130,7 @@ class Bench:
             cache_salt=request,  # hides what the engine has itself
         )
         self.times_s[case].append(answer.ttft_s)
-        self.records[case].append(asyncio.run(_record(self.ours, request)))
-
-
-async def _record(engine: Engine, request: str) -> engine_pb2.RequestRecord:
-    assert engine.records is not None
-    client = EngineClient(engine.records)
-    try:
-        return await client.request_record(request)
-    finally:
-        await client.close()
+        self.records[case].append(record_of(self.ours, request))
 
 
 def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:

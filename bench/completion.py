@@ -1,7 +1,8 @@
-"""One streamed completion of an engine, timed from the request's first byte."""
+"""One streamed completion of an engine, timed from the request's first byte, and its record."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -9,6 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
+from bench.processes import Engine
+from ragcache_wire.engine_client import EngineClient
+from ragcache_wire.v1 import engine_pb2
 
 TIMEOUT_S = 120.0
 
@@ -60,3 +65,17 @@ def complete(
     if first is None:
         raise RuntimeError("the engine generated no token")
     return Completion(first - started, tuple(tokens))
+
+
+def record_of(engine: Engine, request: str) -> engine_pb2.RequestRecord:
+    """What an engine with our connector knows of a request, by the id in its plan."""
+
+    async def fetch() -> engine_pb2.RequestRecord:
+        assert engine.records is not None
+        client = EngineClient(engine.records)
+        try:
+            return await client.request_record(request)
+        finally:
+            await client.close()
+
+    return asyncio.run(fetch())

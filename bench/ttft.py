@@ -14,7 +14,6 @@ corrupted on disk must be detected, counted by the store, and computed instead.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import random
@@ -29,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.completion import Completion, complete
+from bench.completion import Completion, complete, record_of
 from bench.processes import (
     Engine,
     launch_engine,
@@ -44,7 +43,6 @@ from ragcache_core.reuse import checked_segments
 from ragcache_core.storing import Want
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
-from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from tests.tiny_model import make_tiny_model
 
@@ -80,16 +78,7 @@ def ask_warm(engine: Engine, prompt: Prompt, space: KVSpace) -> Warm:
     request = uuid.uuid4().hex
     plan = plan_exact(prompt, space, DOMAIN, request).to_json()
     completion = complete(engine.url, prompt.token_ids, max_tokens=ANSWER_TOKENS, plan=plan)
-    return Warm(completion, asyncio.run(_record(engine, request)))
-
-
-async def _record(engine: Engine, request: str) -> engine_pb2.RequestRecord:
-    assert engine.records is not None
-    client = EngineClient(engine.records)
-    try:
-        return await client.request_record(request)
-    finally:
-        await client.close()
+    return Warm(completion, record_of(engine, request))
 
 
 def ask_vllm_prefix_cache(engine: Engine, prompt: Prompt) -> Completion:

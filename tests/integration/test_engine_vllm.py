@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.completion import Completion, complete
+from bench.completion import Completion, complete, record_of
 from bench.processes import (
     CacheStore,
     Engine,
@@ -35,7 +34,6 @@ from ragcache_core.variant import Miss
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
 from ragcache_kv.store.sharded import ShardedStore
-from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.members import FixedMembers
 from ragcache_wire.v1 import engine_pb2
 
@@ -84,15 +82,7 @@ class Platform:
         return complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, cache_salt=salt)
 
     def record(self, request: str) -> engine_pb2.RequestRecord:
-        async def fetch() -> engine_pb2.RequestRecord:
-            assert self.engine.records is not None
-            client = EngineClient(self.engine.records)
-            try:
-                return await client.request_record(request)
-            finally:
-                await client.close()
-
-        return asyncio.run(fetch())
+        return record_of(self.engine, request)
 
     def keys(self, prompt: Prompt, domain: str = "public") -> list[VariantKey]:
         plan = plan_exact(prompt, self.space, domain, "probe")
