@@ -225,7 +225,9 @@ def run(rounds: int | None, repeats: Sequence[int], folder: Path) -> dict[str, o
         length = 1024 + 2048 * max(repeats)
         plain = launch_engine(folder, model, None, "--no-enable-prefix-caching", max_length=length)
         stack.callback(plain.service.stop)
-        ours = launch_engine(folder, model, store.address, max_length=length)
+        # What pays is what is to be found out here.
+        always = {"RAGCACHE_BLEND": "always"}
+        ours = launch_engine(folder, model, store.address, max_length=length, settings=always)
         stack.callback(ours.service.stop)
         wait_for_engine(plain)
         wait_for_engine(ours)

@@ -121,12 +121,14 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(running_cachestore(folder / "store", memory_bytes=1 << 30))
         engines = {
-            "budgeted": launch_engine(folder, model, store.address),
+            "budgeted": launch_engine(
+                folder, model, store.address, settings={"RAGCACHE_BLEND": "always"}
+            ),
             "unbudgeted": launch_engine(
                 folder,
                 model,
                 store.address,
-                settings={"RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED},
+                settings={"RAGCACHE_BLEND": "always", "RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED},
             ),
         }
         for engine in engines.values():

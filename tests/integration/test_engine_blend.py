@@ -72,7 +72,11 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("blends")
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
-    engine = launch_engine(folder, tiny_model, store.address, *ENGINE_ARGUMENTS)
+    engine = launch_engine(
+        # A model so small computes faster than it is put together.
+        *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
+        settings={"RAGCACHE_BLEND": "always"},
+    )
     captured = [prompt_of(0, 1, 2), prompt_of(3, 4, 5)]
     blends = Blends(folder, tiny_model, store, engine, space, captured)
     try:

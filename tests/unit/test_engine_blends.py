@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -100,9 +101,9 @@ class Pool:
 class Engine:
     """Plays vLLM's part."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.store, self.pool, self.book = FakeStore(), Pool(), RecordBook()
-        config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32)
+        config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings)
         self.side = SchedulerSide(config, SPACE, self.book, cast("ShardedStore", self.store))
         self.side.bind(self.pool, BLOCK)
 
@@ -437,3 +438,44 @@ def test_others_under_way_when_an_engine_turns_out_not_to_blend_lose_nothing(war
     assert warm.side.loadable_tokens("three", 0) == 0
     warm.side.on_allocated("three", BLOCKS, 0)
     assert not warm.side.step([], lambda _: BLOCKS).loads
+
+
+def measured(engine: Engine, *, repair_s: float) -> None:
+    """Let the engine learn: a token takes 1 ms to compute, and so long to repair."""
+    for tokens in (100, 200, 300, 400, 500):
+        engine.side.on_passes([(tokens, 1e-3 * tokens)])
+        outcome = LoadOutcome("r", tokens, 9, 1e-5 * tokens, None, "")
+        repaired = replace(outcome, repaired=tokens, repair_s=repair_s * tokens)
+        engine.side.on_outcomes([repaired])
+
+
+@pytest.mark.parametrize(("repair_s", "pays"), [(1e-3, True), (1.0, False)])
+def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays: bool) -> None:
+    measured(warm, repair_s=repair_s)
+    prompt = prompt_of(C, A, B)
+    warm.arrive("other", prompt)
+    for _ in range(3):  # vLLM may ask more than once
+        assert warm.side.loadable_tokens("other", 0) == (prompt.chunk_ends[-1] if pays else 0)
+    if not pays:
+        saves = warm.compute("other", prompt)
+        assert all(save.info.provenance.exact for save in saves)
+        warm.finish("other")
+        record = warm.book.get("other")
+        assert record is not None
+        assert record.miss == "computing is faster"
+
+
+def test_loads_that_failed_teach_nothing(warm: Engine) -> None:
+    measured(warm, repair_s=1e-3)
+    for _ in range(20):
+        warm.side.on_outcomes([LoadOutcome("r", 500, 9, 50.0, None, "load late")])
+    warm.arrive("other", prompt_of(C, A, B))
+    assert warm.side.loadable_tokens("other", 0)
+
+
+def test_a_blend_that_is_asked_for_always_is_made_always() -> None:
+    engine = Engine(blend_always=True)
+    engine.first_visit("first", FIRST)
+    measured(engine, repair_s=1.0)
+    engine.arrive("other", prompt_of(C, A, B))
+    assert engine.side.loadable_tokens("other", 0) == 140

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragcache_core.errors import Unavailable  # noqa: E402
+from ragcache_core.errors import InvalidInput, Unavailable  # noqa: E402
 from ragcache_core.keys import KVSpace, VariantKey  # noqa: E402
 from ragcache_core.storing import AsOf, NewVariant, PutOutcome  # noqa: E402
 from ragcache_core.variant import (  # noqa: E402
@@ -436,3 +436,39 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
     until_put(worker.store, 2)
     assert [put.origin.cost_s for put in worker.store.puts] == [0, 0]
+
+
+def test_what_passes_take_is_reported_when_they_are_large(worker: Worker) -> None:
+    seconds = iter([1.0, 1.5, 2.0, 2.1])
+    worker.cache.clock = lambda: next(seconds)
+    for tokens in (100, 5):
+        worker.side.begin_step()
+        computing = (Computing("r", 0, tokens),)
+        worker.side.save(StepJobs(computing=computing, num_tokens=tokens))
+    report = worker.side.take_report()
+    assert report is not None
+    assert report.passes == [(100, pytest.approx(0.5))]
+    assert worker.side.take_report() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RAGCACHE_BLEND", "never"),
+        ("RAGCACHE_REPAIR_SLICE_TOKENS", "0"),
+        ("RAGCACHE_REPAIR_SLICE_TOKENS", "many"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, value: str) -> None:
+    env = {"RAGCACHE_CACHESTORE": "host:1", name: value}
+    with pytest.raises(InvalidInput) as refused:
+        EngineConfig.from_env(env)
+    assert refused.value.field == name
+
+
+def test_settings_are_read() -> None:
+    env = {"RAGCACHE_CACHESTORE": "host:1"}
+    assert not EngineConfig.from_env(env).blend_always
+    given = {"RAGCACHE_BLEND": "always", "RAGCACHE_REPAIR_SLICE_TOKENS": "64"}
+    config = EngineConfig.from_env(env | given)
+    assert (config.blend_always, config.repair_slice_tokens) == (True, 64)

@@ -29,6 +29,8 @@ class EngineConfig:
     min_blend_share: of the tokens behind what is exact, at least so many must be held if the prompt
     is to be put together from other prompts' chunks; with fewer, computing them all takes little
     longer, and what comes of that is exact.
+    blend_always: put prompts together also where computing them is predicted to be faster; for
+    measurements and tests.
     repair_slice_tokens: recomputed in one step at most while other requests run, which decode one
     token in it. question_tokens: that look at chunks before these are repaired, at most.
     observe_deadline_s: how long blocks of a request that has ended are kept, at most, while none of
@@ -44,13 +46,14 @@ class EngineConfig:
     min_load_tokens: int = 64
     save_queue_bytes: int = 1 << 30
     min_blend_share: float = 0.5
+    blend_always: bool = False
     repair_slice_tokens: int = REPAIR_SLICE_TOKENS
     question_tokens: int = 128
     observe_deadline_s: float = 60.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
-        """Read RAGCACHE_CACHESTORE, RAGCACHE_RECORDS_LISTEN and RAGCACHE_REPAIR_SLICE_TOKENS.
+        """Read RAGCACHE_CACHESTORE, _RECORDS_LISTEN, _BLEND and _REPAIR_SLICE_TOKENS.
 
         Raises InvalidInput naming the one that is wrong.
         """
@@ -60,8 +63,15 @@ class EngineConfig:
         return cls(
             members_from("RAGCACHE_CACHESTORE", cachestore),
             env.get("RAGCACHE_RECORDS_LISTEN") or None,
+            blend_always=_blend(env.get("RAGCACHE_BLEND", "faster")) == "always",
             repair_slice_tokens=_slice_tokens(env.get("RAGCACHE_REPAIR_SLICE_TOKENS", "")),
         )
+
+
+def _blend(text: str) -> str:
+    if text not in ("faster", "always"):
+        raise InvalidInput("RAGCACHE_BLEND", f"is {text!r}", "set it to faster or always")
+    return text
 
 
 def _slice_tokens(text: str) -> int:

@@ -61,7 +61,9 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two workers."""
         assert isinstance(other, _WorkerMetadata)
-        return _WorkerMetadata(StepReport(self.report.outcomes + other.report.outcomes))
+        mine, others = self.report, other.report
+        report = StepReport(mine.outcomes + others.outcomes, mine.passes + others.passes)
+        return _WorkerMetadata(report)
 
 
 class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -215,6 +217,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, _WorkerMetadata):
+            self._scheduler.on_passes(report.report.passes)
             self._scheduler.on_outcomes(report.report.outcomes)
         self._scheduler.on_released(connector_output.finished_sending or ())
 

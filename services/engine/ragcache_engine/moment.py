@@ -26,6 +26,11 @@ class Moment:
         else:
             self._at = clock()
 
+    @property
+    def has_come(self) -> bool:
+        """Whether it is over, so that nobody need wait for it."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def seconds_since(self, earlier: Moment) -> float:
         """Seconds from an earlier moment of the same device; waits until this one has come."""
         if self._event is None or earlier._event is None:

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from ragcache_core.blend.blending import Blend, blend
+from ragcache_core.blend.pays import BlendPays
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.plan import Action, ReusePlan
@@ -81,6 +82,7 @@ class _Request:
     arrived: float
     stored: dict[VariantKey, Held] | None = None
     blend: Blend | None = None  # what it is put together from, if not of exact variants alone
+    pays: bool | None = None  # whether the blend is faster than computing; None: not asked yet
     tainted_from: int | None = None  # what is computed beyond leans on what is not exact
     tainted_before: int | None = None  # the same, before the load that is under way
     misses: dict[VariantKey, Miss] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class SchedulerSide:
         self._observes: list[ObserveJob] = []
         self._blocks: Blocks | None = None
         self._can_blend = False
+        self._pays = BlendPays()
         self._block_size = 1
         self._scratch: dict[str, list[Any]] = {}  # blocks by request, while its load is under way
         self._kept: dict[str, int] = {}  # number of blocks by request that has ended
@@ -227,11 +230,19 @@ class SchedulerSide:
         request.pending_load = None
         self._enter(request, _Phase.LOADING)
 
+    def on_passes(self, passes: Iterable[tuple[int, float]]) -> None:
+        """Passes that computed prompts ended in the worker: tokens and seconds of each."""
+        for tokens, seconds in passes:
+            self._pays.computed(tokens, seconds)
+
     def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
         """Loads ended in the worker."""
         for outcome in outcomes:
             if (scratch := self._scratch.pop(outcome.request_id, None)) and self._blocks:
                 self._blocks.free_blocks(scratch)
+            if not outcome.reason:
+                self._pays.loaded(outcome.tokens, outcome.seconds)
+                self._pays.repaired(outcome.repaired, outcome.repair_s)
             if outcome.reason == NO_BLEND:
                 self._can_blend = False
                 for other in self._requests.values():
@@ -392,10 +403,26 @@ class SchedulerSide:
             first = max(num_local, found.exact_end)
             holes = sum(map(len, found.holes(first, found.end)))
             share = 1 - holes / max(1, found.end - first)
-            if found.end > first and share >= self._config.min_blend_share:
+            is_enough = found.end > first and share >= self._config.min_blend_share
+            if is_enough and self._is_faster(request, found, first, holes):
                 return found.end
         chain = _chain(request.segments, request.stored or {})
         return chain[-1].segment.end if chain else 0
+
+    def _is_faster(self, request: _Request, found: Blend, first: int, holes: int) -> bool:
+        """Whether to blend from position first on, rather than to compute from there."""
+        if request.pays is None:
+            length = len(request.token_ids)
+            end = min(found.end, length - 1)
+            request.pays = self._config.blend_always or self._pays.decide(
+                behind=length - first,
+                loads=end - first - holes,
+                repairs=found.wanted + holes,
+                rest=length - end,
+            )
+            if not request.pays:
+                request.record.miss = "computing is faster"
+        return request.pays
 
     def _can_spare(self, count: int) -> bool:
         """Whether vLLM would have blocks enough without so many of them."""

@@ -155,6 +155,7 @@ class LoadOutcome:
 
 @dataclass(slots=True)
 class StepReport:
-    """Worker to scheduler."""
+    """Worker to scheduler. passes: tokens and seconds of passes that computed prompts."""
 
     outcomes: list[LoadOutcome] = field(default_factory=list)
+    passes: list[tuple[int, float]] = field(default_factory=list)

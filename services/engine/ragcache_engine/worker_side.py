@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.ragcache")
 
 
+_LEAST_PASS = 32
+"""Tokens of a pass that says what computing takes; in smaller ones most are of answers."""
+
+
 class WorkerSide:
     """One per worker. Called on the worker's main thread only, between and after forward passes.
 
@@ -52,6 +56,7 @@ class WorkerSide:
     ) -> None:
         self._costs = ComputeCosts()
         self._pass_began: Moment | None = None
+        self._passes: list[tuple[int, Moment, Moment]] = []
         self._cache = cache
         self._client = client
         rotation = blender.rotation if blender else None
@@ -102,6 +107,8 @@ class WorkerSide:
         began, self._pass_began = self._pass_began, None
         if jobs.computing and began is not None and (ended := self._moment()) is not None:
             self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
+            if jobs.num_tokens >= _LEAST_PASS:
+                self._passes.append((jobs.num_tokens, began, ended))
         for job in jobs.saves:
             try:
                 self._save(job)
@@ -148,7 +155,10 @@ class WorkerSide:
 
     def take_report(self) -> StepReport | None:
         """What ended since the last call, for the scheduler side."""
-        if not self._report.outcomes:
+        while self._passes and self._passes[0][2].has_come:
+            tokens, began, ended = self._passes.pop(0)
+            self._report.passes.append((tokens, ended.seconds_since(began)))
+        if not (self._report.outcomes or self._report.passes):
             return None
         report, self._report = self._report, StepReport()
         return report
