@@ -266,10 +266,10 @@ def run(rounds: int | None, repeats: Sequence[int], folder: Path) -> dict[str, o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="6 rounds of 2k tokens only")
+    parser.add_argument("--quick", action="store_true", help="4 rounds of 2k tokens only")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(6 if quick else None, (1,) if quick else (1, 4), Path(folder))))
+        print(json.dumps(run(4 if quick else None, (1,) if quick else (1, 4), Path(folder))))
 
 
 if __name__ == "__main__":
