@@ -1,8 +1,9 @@
 """Chunks computed before anybody asks for them, so that even the first visitor finds their KV.
 
 Each is computed by itself right behind the template, as it would stand first in a prompt; behind
-other chunks it is of use where prompts are blended. Only while no engine answers anybody, one at a
-time: a question that comes meanwhile waits for one chunk's prefill at most.
+other chunks it is of use where prompts are blended. Only while no engine answers a question of this
+gateway, one at a time: one that comes meanwhile waits for one chunk's prefill at most. What other
+gateways ask is not known here.
 """
 
 from __future__ import annotations
