@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 KEY_BYTES = 16
 """Length of a ChunkKey and of a PrefixKey: 128 bits, where chance collisions stay out of reach."""
 
 ChunkKey = bytes
 PrefixKey = bytes
+
+TokenIds = Sequence[int] | npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,11 @@ class KVSpace:
         return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
+def _token_bytes(token_ids: TokenIds) -> bytes:
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
-def chunk_key(space: KVSpace, domain: str, token_ids: Sequence[int]) -> ChunkKey:
+def chunk_key(space: KVSpace, domain: str, token_ids: TokenIds) -> ChunkKey:
     """Key of a chunk: its own tokens and nothing around them."""
     hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-chunk")
     hasher.update(space.digest())
@@ -75,7 +78,7 @@ class PrefixHasher:
         self._hasher.update(space.digest())
         self._hasher.update(domain.encode() + b"\0")
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: TokenIds) -> None:
         """Append token_ids to the prefix."""
         self._hasher.update(_token_bytes(token_ids))
 

@@ -24,19 +24,27 @@ class Line:
         """How many observations there are, old ones counting less; at most 1 / (1 - DECAY)."""
         return self._sums[0]
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: float, seconds: float) -> None:
         """Something of this size took so many seconds; what makes no sense is left out."""
         if size > 0 and seconds > 0:
             self._sums = [total * DECAY for total in self._sums]
             self.add(size, seconds)
 
-    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
+    def add(self, size: float, seconds: float, weight: float = 1.0) -> None:
         """The same without making anything older."""
         terms = (1.0, size, size * size, seconds, size * seconds)
         self._sums = [total + weight * term for total, term in zip(self._sums, terms, strict=True)]
 
-    def predict(self, size: int) -> float:
+    def predict(self, size: float) -> float:
         """Seconds for this size. Raises ValueError before anything was seen."""
+        at_zero_s, slope = self.fit()
+        return max(at_zero_s + slope * size, self._least_s)
+
+    def fit(self) -> tuple[float, float]:
+        """Seconds at size 0, and seconds that each unit of size takes more; neither is below 0.
+
+        Raises ValueError before anything was seen.
+        """
         weight, total, squares, total_s, products = self._sums
         if not weight:
             raise ValueError("nothing was seen yet")
@@ -48,4 +56,4 @@ class Line:
             slope = (products / weight - mean * mean_s) / spread
         if not 0.0 < slope <= mean_s / mean:
             slope = mean_s / mean
-        return max(mean_s + slope * (size - mean), self._least_s)
+        return max(0.0, mean_s - slope * mean), slope

@@ -1,7 +1,8 @@
 """ReusePlan (DESIGN §7): what the gateway asks of the engine for one prompt.
 
-Travels as JSON under ``kv_transfer_params.ragcache``. The engine trusts none of it: it re-hashes
-the prompt's tokens and computes whatever does not check out.
+Travels as JSON under ``kv_transfer_params.ragcache``, with a seal that says whose it is beside it
+(``plan_seal``). The engine trusts its tokens no more for that: it hashes the prompt's again and
+computes whatever does not check out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ragcache_core.storing import MAX_NAME_CHARS
 PLAN_VERSION = 1
 MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
+PLAIN_DOMAIN = "plain:"
+"""How domains of clients that send no plan begin (``prefix_pieces``), and no others."""
 
 
 class Action(StrEnum):
@@ -55,6 +58,8 @@ class ReusePlan:
     is deleted after it is not stored. 0: nobody knows.
     budget: share, in [0, 1], of the tokens taken from other prefixes (``blend``) that may be
     computed anew at most.
+    handoff: one engine computes this prompt and another goes on from there, each with this plan.
+    Exact or computed: what is blended is nobody else's.
     """
 
     request: str
@@ -62,6 +67,7 @@ class ReusePlan:
     segments: tuple[Segment, ...]
     planned_at_ms: int = 0
     budget: float = 0.0
+    handoff: bool = False
 
     @property
     def blends(self) -> bool:
@@ -77,6 +83,7 @@ class ReusePlan:
             "segments": [_to_json(segment) for segment in self.segments],
             "planned_at_ms": self.planned_at_ms,
             "budget": self.budget,
+            "handoff": self.handoff,
         }
 
     @classmethod
@@ -87,12 +94,18 @@ class ReusePlan:
         if version != PLAN_VERSION:
             raise InvalidInput("ragcache.v", f"is {version!r}", f"send version {PLAN_VERSION}")
         segments = _segments(plan.get("segments"))
+        handoff = _flag("ragcache.handoff", plan.get("handoff", False))
+        if handoff and any(segment.action is Action.BLEND for segment in segments):
+            raise InvalidInput(
+                "ragcache.handoff", "is set, and segments may be blended", "hand over exact ones"
+            )
         return cls(
             request=_text("ragcache.request", plan.get("request")),
-            domain=_text("ragcache.domain", plan.get("domain")),
+            domain=_domain("ragcache.domain", plan.get("domain")),
             segments=segments,
             planned_at_ms=_unix_ms("ragcache.planned_at_ms", plan.get("planned_at_ms", 0)),
             budget=_share("ragcache.budget", plan.get("budget", 0.0)),
+            handoff=handoff,
         )
 
 
@@ -179,11 +192,26 @@ def _unix_ms(path: str, value: object) -> int:
     return value
 
 
+def _flag(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInput(path, f"is {value!r}", "send true or false")
+    return value
+
+
 def _share(path: str, value: object) -> float:
     # A bool is an int to Python, and nan is in no range.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise InvalidInput(path, f"is {value!r}", "send a share from 0 to 1")
     return float(value)
+
+
+def _domain(path: str, value: object) -> str:
+    domain = _text(path, value)
+    if domain.startswith(PLAIN_DOMAIN):
+        raise InvalidInput(
+            path, f"is {domain!r}, of clients without a plan", f"do not begin with {PLAIN_DOMAIN!r}"
+        )
+    return domain
 
 
 def _text(path: str, value: object) -> str:

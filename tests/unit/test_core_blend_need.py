@@ -111,6 +111,17 @@ def test_the_first_of_an_order_are_chosen(order: list[int], budget: int, head: i
     assert all(b.start > a.stop for a, b in zip(found.runs, found.runs[1:], strict=False))
 
 
+@given(st.permutations(range(20)), st.integers(0, 25), st.integers(0, 25), st.data())
+def test_what_is_done_anyway_is_passed_over(
+    order: list[int], first: int, then: int, data: st.DataObject
+) -> None:
+    done = first_of(order, first)
+    again = data.draw(st.permutations(order))
+    found = first_of(again, then, done=done.runs)
+    left = [position for position in again if position not in done.positions()]
+    assert found.positions() == sorted(left[:then])
+
+
 def test_of_nothing_nothing_is_chosen() -> None:
     assert by_need([]) == by_need([InfluencedChunk(3, [])], []) == []
     assert first_of([], 5).runs == first_of([3], 0).runs == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan import MAX_SEGMENTS, Action, ReusePlan, Segment, document_name
+from ragcache_core.plan import (
+    MAX_SEGMENTS,
+    PLAIN_DOMAIN,
+    Action,
+    ReusePlan,
+    Segment,
+    document_name,
+)
 from ragcache_core.storing import MAX_NAME_CHARS
 
 
@@ -28,7 +36,9 @@ def plans(draw: st.DrawFn) -> ReusePlan:
     text = st.text(min_size=1, max_size=128)
     planned_at_ms = draw(st.integers(0, 2**63 - 1))
     budget = draw(st.floats(0, 1))
-    return ReusePlan(draw(text), draw(text), tuple(segments), planned_at_ms, budget)
+    domain = draw(text.filter(lambda name: not name.startswith(PLAIN_DOMAIN)))
+    plan = ReusePlan(draw(text), domain, tuple(segments), planned_at_ms, budget)
+    return replace(plan, handoff=not plan.blends and draw(st.booleans()))
 
 
 def valid() -> dict[str, Any]:
@@ -62,7 +72,7 @@ def blamed(plan: object) -> str:
     return "ragcache"
 
 
-FIELDS = ["v", "request", "domain", "segments", "planned_at_ms", "budget"]
+FIELDS = ["v", "request", "domain", "segments", "planned_at_ms", "budget", "handoff"]
 
 
 @given(st.sampled_from(FIELDS), anything)
@@ -124,6 +134,10 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
         ("budget", "x"),
         ("budget", "0.5"),
         ("budget", None),
+        ("handoff", 1),
+        ("handoff", None),
+        ("domain", "plain:"),
+        ("domain", "plain:tenant"),
         ("segments", None),
         ("segments", "text"),
         ("segments", [valid()["segments"][0]] * (MAX_SEGMENTS + 1)),
@@ -157,6 +171,19 @@ def test_a_plan_blends_if_any_of_its_segments_does(action: Action) -> None:
     segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, action))
     assert ReusePlan("request-1", "public", segments).blends == (action is Action.BLEND)
     assert not ReusePlan("request-1", "public", ()).blends
+
+
+def test_what_is_blended_is_not_handed_over() -> None:
+    segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, Action.BLEND))
+    plan = ReusePlan("request-1", "public", segments, handoff=True).to_json()
+    assert blamed(plan) == "ragcache.handoff"
+
+
+def test_a_plan_is_handed_over_only_if_it_says_so() -> None:
+    plan = valid()
+    del plan["handoff"]
+    assert not ReusePlan.from_json(plan).handoff
+    assert ReusePlan.from_json(plan | {"handoff": True}).handoff
 
 
 names = st.tuples(st.text(max_size=600), st.text(max_size=600))

@@ -7,6 +7,11 @@ much of what a token became came from the chunks that it was captured behind, be
 all tokens of its chunk alike; those are not there any more. And the question's *regard*: a token
 that nobody looks at may stay as it is. Both are measured by the engine, one when a chunk is
 captured, the other when it is used.
+
+Not told apart from this on 154 questions that fail with nothing recomputed, at 20 %: looking again
+when half of the budget is spent (0.87 right for 0.84), three looks for two, looking also with the
+first tokens of a drafted answer, other powers of the regard. Looking again made the time to the
+first token a sixth longer.
 """
 
 from __future__ import annotations

@@ -147,16 +147,21 @@ def recomputation(
     return Recomputation(tuple(_runs(chosen)))
 
 
-def first_of(order: Sequence[int], budget: int, *, exact_head: int = 0) -> Recomputation:
+def first_of(
+    order: Sequence[int], budget: int, *, exact_head: int = 0, done: Sequence[range] = ()
+) -> Recomputation:
     """The first positions of an order of all tokens (``need``), as many as the budget has.
 
     order: each position once. exact_head: positions below it are passed over, as they hold exact
-    KV. Raises ValueError for a budget or a head below 0.
+    KV. done: so are these, which are recomputed anyway. Raises ValueError for a budget or a head
+    below 0.
     """
     if budget < 0 or exact_head < 0:
         raise ValueError("a budget and a head have 0 tokens or more")
     positions = np.asarray(order, dtype=np.int64)
-    chosen = np.sort(positions[positions >= exact_head][:budget])
+    passed = np.asarray([p for run in done for p in run], dtype=np.int64)
+    positions = positions[(positions >= exact_head) & ~np.isin(positions, passed)]
+    chosen = np.sort(positions[:budget])
     mask = bytearray(int(chosen[-1]) + 1 if len(chosen) else 0)
     np.frombuffer(mask, dtype=np.uint8)[chosen] = 1
     return Recomputation(tuple(_runs(mask)))

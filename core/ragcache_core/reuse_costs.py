@@ -1,0 +1,145 @@
+"""Whether reuse is faster than computing, by what both have taken (DESIGN §1).
+
+"Compute everything" always competes: what is predicted to be slower is not done. Loading is
+predicted by bytes and tier, repairing by tokens, computing by a profile measured at start
+(``prefill_profile``), which what passes take goes on correcting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ragcache_core.line import DECAY, Line
+from ragcache_core.prefill_profile import PrefillProfile
+from ragcache_core.variant import Tier
+
+MIN_WEIGHT = 3.5
+"""Of observations of each kind, before anything is predicted: four, as old ones count a little
+less. Until then reuse is tried."""
+
+RETRY_EVERY = 16
+"""One in so many reuses that would not pay is made all the same: what is not done is not measured,
+and one that was slow in a bad minute would be so for ever."""
+
+TIE = 1.1
+"""Predictions that differ by less are the same. Then more is loaded: what is not computed leaves
+the engine to others."""
+
+PROFILE_WEIGHT = 2.0
+"""How many passes of a usual size the profile is worth, before what is seen takes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """One way to begin a prompt: all of it before ``end`` is there without a prefill.
+
+    loads: bytes by tier. repairs: tokens recomputed, those included of which nothing is held.
+    """
+
+    end: int
+    loads: Mapping[Tier, int] = field(default_factory=dict)
+    repairs: int = 0
+
+
+class ReuseCosts:
+    """Not safe to share between threads, but that others may read. Sizes are tokens and bytes."""
+
+    def __init__(self) -> None:
+        self.profile: PrefillProfile | None = None
+        self._predicted_s = self._taken_s = 0.0  # of passes, old ones counting less
+        self._computing, self._repairing = Line(), Line()
+        self._loading = {tier: Line() for tier in Tier}
+        self._declined = 0
+
+    def start_from(self, profile: PrefillProfile) -> None:
+        """Predict computing by this profile; without one it is put down to tokens."""
+        self.profile = profile
+        usual_s = profile.predict(0, profile.computed[-1])
+        self._predicted_s = self._taken_s = PROFILE_WEIGHT * usual_s
+
+    def work(self, cached: float, computed: int) -> float:
+        """Size of a pass that computes so many tokens behind so many (on average) at hand."""
+        return self.profile.predict(round(cached), computed) if self.profile else float(computed)
+
+    def computed(self, work: float, seconds: float) -> None:
+        """A pass of a prefill took so long. work: of just this pass, as ``work`` gave it."""
+        if self.profile is None:
+            self._computing.observe(work, seconds)
+        elif work > 0 and seconds > 0:
+            self._predicted_s = DECAY * self._predicted_s + work
+            self._taken_s = DECAY * self._taken_s + seconds
+
+    def loaded(self, loads: Mapping[Tier, int], seconds: float) -> None:
+        """A load took so long, from its start until its tokens were in place.
+
+        One from several tiers says nothing of either.
+        """
+        if len(loads) == 1:
+            [(tier, num_bytes)] = loads.items()
+            self._loading[tier].observe(num_bytes, seconds)
+
+    def repaired(self, tokens: int, seconds: float) -> None:
+        """A repair took so long, the question's look and the turns of others included."""
+        self._repairing.observe(tokens, seconds)
+
+    def compute_s(self, cached: int, computed: int) -> float | None:
+        """Seconds that computing is going to take; None: not known yet."""
+        if computed <= 0:
+            return 0.0
+        if self.profile is not None:
+            return self.correction * self.profile.predict(cached, computed)
+        if self._computing.weight < MIN_WEIGHT:
+            return None
+        return self._computing.predict(computed)
+
+    def bandwidth(self, tier: Tier) -> tuple[float, float] | None:
+        """(latency in seconds, bytes per second) of loads from a tier; None: not known yet."""
+        line = self._loading[tier]
+        if line.weight < MIN_WEIGHT:
+            return None
+        latency_s, byte_s = line.fit()
+        return max(0.0, latency_s), 1.0 / byte_s
+
+    @property
+    def correction(self) -> float:
+        """What passes take, over what the profile says; 1 without one."""
+        return self._taken_s / self._predicted_s if self.profile is not None else 1.0
+
+    def best(
+        self, first: int, length: int, reuses: Sequence[Reuse], *, tie: float = TIE
+    ) -> Reuse | None:
+        """The one to take for a prompt of ``length`` tokens, of which ``first`` are at hand.
+
+        reuses: each goes further than those before it. Returns None where computing all is fastest.
+        The furthest is tried where something about it is not known. To be asked once for each
+        prompt.
+        """
+        if not reuses:
+            return None
+        furthest = reuses[-1]
+        takes = [self._takes(reuse, length) for reuse in reuses]
+        computing = self.compute_s(first, length - first)
+        known = [seconds for seconds in (computing, *takes) if seconds is not None]
+        if len(known) <= len(reuses):
+            return furthest
+        near = tie * min(known)
+        chosen = next(
+            reuse
+            for reuse, seconds in zip((*reversed(reuses), None), reversed(known), strict=True)
+            if seconds <= near
+        )
+        if chosen is not furthest:
+            self._declined += 1
+            if self._declined % RETRY_EVERY == 0:
+                return furthest
+        return chosen
+
+    def _takes(self, reuse: Reuse, length: int) -> float | None:
+        lines = [(self._loading[tier], size) for tier, size in reuse.loads.items() if size]
+        if reuse.repairs:
+            lines.append((self._repairing, reuse.repairs))
+        rest = self.compute_s(reuse.end, length - reuse.end)
+        if rest is None or any(line.weight < MIN_WEIGHT for line, _ in lines):
+            return None
+        return rest + sum(line.predict(size) for line, size in lines)

@@ -1,0 +1,45 @@
+"""How long to wait for a prompt that another engine computes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.handoff import LEAST_PAUSE_S, PAUSE_SHARE, HandoffWait
+
+times = st.floats(0, 1e6)
+
+
+@given(times, st.floats(0, 60), st.lists(st.floats(0, 5), max_size=30))
+def test_it_ends_when_it_should_and_not_before(
+    began: float, lasts: float, steps: list[float]
+) -> None:
+    wait = HandoffWait(began, began + lasts)
+    now = began
+    for step in steps:
+        now += step
+        again = wait.not_there(now)
+        assert (again is None) == (now >= wait.ends)
+        if again is not None:
+            assert now < again <= wait.ends
+            assert again - now <= max(LEAST_PAUSE_S, PAUSE_SHARE * (now - began)) * 1.01 + 1e-6
+
+
+def test_the_last_question_is_asked_at_the_end() -> None:
+    wait, now, asked = HandoffWait(0.0, 30.0), 0.0, 0
+    while (again := wait.not_there(now)) is not None:
+        now, asked = again, asked + 1
+    assert now == 30.0
+    assert asked < 100
+
+
+def test_one_question_without_an_answer_is_asked_again_and_two_are_an_outage() -> None:
+    wait = HandoffWait(0.0, 60.0)
+    assert wait.no_answer(1.0) is not None
+    assert wait.not_there(2.0) is not None
+    assert wait.no_answer(3.0) is not None
+    assert wait.no_answer(4.0) is None
+
+
+def test_a_silent_store_is_not_waited_for_beyond_the_end() -> None:
+    assert HandoffWait(0.0, 1.0).no_answer(1.0) is None

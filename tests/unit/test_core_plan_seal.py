@@ -1,0 +1,186 @@
+"""The seal of a plan: what has one is believed, and nothing else is."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import hmac
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.plan import Action, ReusePlan, Segment
+from ragcache_core.plan_seal import MAX_KEYS, MIN_KEY_BYTES, is_sealed, parse_keys, seal
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+TOKENS = list(range(100, 160))
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+)
+objects = st.dictionaries(st.text(max_size=4), anything, max_size=5)
+prompts = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+keys = st.binary(min_size=MIN_KEY_BYTES, max_size=80)
+# HMAC fills a key up with zeros, so that of two lengths two may be one.
+same_length_keys = st.binary(min_size=MIN_KEY_BYTES, max_size=MIN_KEY_BYTES)
+
+
+def plan() -> dict[str, Any]:
+    segments = (
+        Segment(bytes(16), 0, 20, Action.EXACT, "d/1"),
+        Segment(bytes([1] * 16), 20, 50, Action.BLEND),
+    )
+    return ReusePlan("request-1", "public", segments, 1_700_000_000_000, 0.2).to_json()
+
+
+@given(objects, prompts, keys, st.randoms(use_true_random=False))
+def test_a_seal_outlives_its_way_as_json(
+    plan: dict[str, Any], prompt: list[int], key: bytes, rng: random.Random
+) -> None:
+    given_seal = seal(plan, prompt, key)
+    items = list(json.loads(json.dumps(plan)).items())
+    rng.shuffle(items)
+    assert is_sealed(dict(items), prompt, given_seal, [key])
+
+
+@given(objects, objects, prompts, prompts, same_length_keys, same_length_keys)
+def test_a_seal_is_of_one_plan_one_prompt_and_one_key(
+    plan: dict[str, Any],
+    other: dict[str, Any],
+    prompt: list[int],
+    other_prompt: list[int],
+    key: bytes,
+    other_key: bytes,
+) -> None:
+    said = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731
+    assume(said(plan) != said(other) and prompt != other_prompt and key != other_key)
+    given_seal = seal(plan, prompt, key)
+    assert not is_sealed(other, prompt, given_seal, [key])
+    assert not is_sealed(plan, other_prompt, given_seal, [key])
+    assert not is_sealed(plan, prompt, given_seal, [other_key])
+
+
+def changes(value: Any) -> list[Any]:
+    """Every way of putting another value for one leaf of it, or of leaving one field out."""
+    if isinstance(value, dict):
+        less = [{k: v for k, v in value.items() if k != name} for name in value]
+        return less + [
+            {**value, name: changed} for name in value for changed in changes(value[name])
+        ]
+    if isinstance(value, list):
+        return [
+            [*value[:i], changed, *value[i + 1 :]]
+            for i, item in enumerate(value)
+            for changed in changes(item)
+        ]
+    return [f"{value}x" if isinstance(value, str) else value + 1]
+
+
+def test_nothing_of_a_sealed_plan_or_its_prompt_can_be_changed() -> None:
+    given_seal = seal(plan(), TOKENS, KEY)
+    assert is_sealed(plan(), TOKENS, given_seal, [KEY])
+    altered = changes(plan())
+    assert {"domain", "segments", "budget", "request"} <= plan().keys()
+    assert len(altered) > 20
+    for forged in altered:
+        assert not is_sealed(forged, TOKENS, given_seal, [KEY])
+    for at in range(len(TOKENS)):
+        prompt = [*TOKENS[:at], TOKENS[at] + 1, *TOKENS[at + 1 :]]
+        assert not is_sealed(plan(), prompt, given_seal, [KEY])
+    for prompt in (TOKENS[:-1], [*TOKENS, 0], [], TOKENS[::-1]):
+        assert not is_sealed(plan(), prompt, given_seal, [KEY])
+    for at in range(len(given_seal)):
+        forged = given_seal[:at] + ("1" if given_seal[at] == "0" else "0") + given_seal[at + 1 :]
+        assert not is_sealed(plan(), TOKENS, forged, [KEY])
+
+
+@given(anything | st.just("é" * 64) | st.text(max_size=80), anything, prompts)
+def test_whatever_a_client_sends_is_answered_and_not_believed(
+    given_seal: object, plan: object, prompt: list[int]
+) -> None:
+    assert not is_sealed(plan, prompt, given_seal, [KEY])
+
+
+def test_what_is_no_json_is_not_believed() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for odd in ({"a": float("nan")}, {"a": object()}, {"a": {1: 2, "b": 3}}, deep):
+        assert not is_sealed(odd, TOKENS, "0" * 64, [KEY])
+
+
+def test_any_key_is_believed_and_the_order_is_no_matter() -> None:
+    given_seal = seal(plan(), TOKENS, KEY)
+    assert is_sealed(plan(), TOKENS, given_seal, [OTHER_KEY, KEY])
+    assert is_sealed(plan(), TOKENS, given_seal, [KEY, OTHER_KEY])
+    assert not is_sealed(plan(), TOKENS, given_seal, [OTHER_KEY])
+    assert not is_sealed(plan(), TOKENS, given_seal, [])
+
+
+def test_a_plan_is_not_changed_by_sealing_it() -> None:
+    before = plan()
+    kept = copy.deepcopy(before)
+    seal(before, TOKENS, KEY)
+    assert before == kept
+
+
+def test_it_is_the_hmac_that_its_description_says() -> None:
+    said = json.dumps(plan(), sort_keys=True, separators=(",", ":")).encode()
+    tokens = b"".join(token.to_bytes(8, "little") for token in TOKENS)
+    message = b"ragcache-plan-seal-1\0" + len(said).to_bytes(8, "little") + said + tokens
+    assert seal(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
+
+
+written = keys.flatmap(
+    lambda key: st.sampled_from(
+        [key.hex(), key.hex().upper(), base64.b64encode(key).decode(), f"  {key.hex()}\t"]
+    ).map(lambda text: (key, text))
+)
+
+
+@given(st.lists(written, min_size=1, max_size=MAX_KEYS), st.sampled_from(["\n", "\r\n", "\n\n"]))
+def test_keys_are_read_in_the_order_of_their_lines(
+    lines: list[tuple[bytes, str]], end: str
+) -> None:
+    content = end.join(text for _, text in lines).encode()
+    assert parse_keys("F", content) == tuple(dict.fromkeys(key for key, _ in lines))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "holds 0 keys"),
+        (b"\n \n", "holds 0 keys"),
+        (b"\n".join(bytes([n] * 32).hex().encode() for n in range(MAX_KEYS + 1)), "holds 9 keys"),
+        (KEY.hex().encode() + b"\n" + b"ab" * 31, "line 2 is a key of 31 bytes"),
+        (base64.b64encode(bytes(31)), "line 1 is a key of 31 bytes"),
+        (b"correct horse battery staple, which is long", "line 1 is neither hex nor base64"),
+        (base64.b64encode(KEY).rstrip(b"="), "line 1 is neither hex nor base64"),
+        (b"\xff" * 40, "line 1 is neither hex nor base64"),
+        ("é".encode() * 40, "line 1 is neither hex nor base64"),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong_is_refused_in_words(content: bytes, problem: str) -> None:
+    with pytest.raises(InvalidInput, match=problem) as error:
+        parse_keys("RAGCACHE_PLAN_KEY_FILE", content)
+    assert str(error.value).startswith("RAGCACHE_PLAN_KEY_FILE: ")
+
+
+@given(st.binary(max_size=31).map(bytes.hex) | st.text(alphabet="xyz +/=", max_size=40))
+def test_no_error_tells_what_a_line_says(line: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_keys("F", line.encode())
+    assert len(line.strip()) < 8 or line.strip() not in str(error.value)

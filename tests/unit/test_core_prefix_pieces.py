@@ -1,0 +1,90 @@
+"""Prompts without a plan are cut by length, and their pieces named by content."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.keys import KVSpace
+from ragcache_core.plan import DOMAIN_MAX_CHARS, ReusePlan
+from ragcache_core.prefix_pieces import (
+    PIECE_TOKENS,
+    handoff_segments,
+    plain_domain,
+    prefix_pieces,
+)
+from ragcache_core.prompt import assemble, plan_exact
+from ragcache_core.reuse import checked_segments
+
+SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+token_ids = st.lists(st.integers(0, 3), max_size=3 * PIECE_TOKENS + 9)
+salts = st.none() | st.text(min_size=1)
+
+
+@given(token_ids)
+def test_pieces_are_whole_and_follow_each_other_from_the_start(ids: list[int]) -> None:
+    pieces = prefix_pieces(SPACE, "d", ids)
+    assert len(pieces) == len(ids) // PIECE_TOKENS
+    for place, named in enumerate(pieces):
+        assert named.segment.start == place * PIECE_TOKENS
+        assert named.segment.end == named.segment.start + PIECE_TOKENS
+
+
+@given(token_ids)
+def test_pieces_have_the_names_that_a_plan_of_them_would_have(ids: list[int]) -> None:
+    pieces = prefix_pieces(SPACE, "d", ids)
+    plan = ReusePlan("r", "d", tuple(named.segment for named in pieces))
+    assert checked_segments(plan, ids, SPACE) == pieces
+
+
+@given(token_ids, token_ids)
+def test_prompts_share_just_the_pieces_of_their_common_beginning(
+    ids: list[int], others: list[int]
+) -> None:
+    common = next(
+        (n for n, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
+        min(len(ids), len(others)),
+    )
+    names = [named.variant for named in prefix_pieces(SPACE, "d", ids)]
+    other_names = [named.variant for named in prefix_pieces(SPACE, "d", others)]
+    whole = common // PIECE_TOKENS
+    assert names[:whole] == other_names[:whole]
+    assert not set(names[whole:]) & set(other_names)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=2 * PIECE_TOKENS + 9), st.data())
+def test_all_but_the_last_token_is_handed_over(ids: list[int], data: st.DataObject) -> None:
+    ends = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)))
+    prompt = assemble((), [ids[a:b] for a, b in itertools.pairwise([0, *ends])], ())
+    own = checked_segments(plan_exact(prompt, SPACE, "d", "r"), ids, SPACE)
+    segments = handoff_segments(SPACE, "d", ids, own)
+    assert segments[: len(own)] == own
+    position = 0
+    for named in segments:
+        assert named.segment.start == position
+        position = named.segment.end
+    assert position == max(len(ids) - 1, ends[-1] if ends else 0)
+    assert all(n.segment.end - n.segment.start <= PIECE_TOKENS for n in segments[len(own) :])
+    plan = ReusePlan("r", "d", tuple(named.segment for named in segments))
+    assert checked_segments(plan, ids, SPACE) == segments
+
+
+@given(salts, salts)
+def test_a_domain_is_that_of_one_salt_alone(salt: str | None, other: str | None) -> None:
+    assert (plain_domain(salt) == plain_domain(other)) == (salt == other)
+    assert len(plain_domain(salt)) <= DOMAIN_MAX_CHARS
+
+
+@given(salts)
+def test_no_plan_may_name_the_domain_of_clients_without_one(salt: str | None) -> None:
+    plan = ReusePlan("r", plain_domain(salt), ()).to_json()
+    with pytest.raises(InvalidInput, match="domain"):
+        ReusePlan.from_json(plan)
+
+
+def test_a_salt_that_is_no_valid_text_has_a_domain() -> None:
+    assert plain_domain("\ud800") != plain_domain(None)

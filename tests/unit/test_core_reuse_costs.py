@@ -1,0 +1,146 @@
+"""Whether reuse is faster than computing, by what both have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.prefill_profile import PrefillProfile
+from ragcache_core.reuse_costs import RETRY_EVERY, TIE, Reuse, ReuseCosts
+from ragcache_core.variant import Tier
+
+LENGTH = 2000
+TOKEN_BYTES = 1000
+PROFILE = PrefillProfile((0, 2000), (100, 2000), ((0.1, 2.0), (0.1, 2.0)), 2048)
+"""A millisecond a token, wherever it stands."""
+
+
+def engine(
+    *, byte_s: float = 1e-8, repair_s: float = 1.3e-3, seen: int = 6, tier: Tier = Tier.MEMORY
+) -> ReuseCosts:
+    """One that computes a token in a millisecond, and was seen to load and repair."""
+    costs = ReuseCosts()
+    costs.start_from(PROFILE)
+    for number in range(1, seen + 1):
+        tokens = 100 * number
+        costs.loaded({tier: tokens * TOKEN_BYTES}, 0.005 + byte_s * TOKEN_BYTES * tokens)
+        costs.repaired(tokens, 0.01 + repair_s * tokens)
+    return costs
+
+
+def blend(repairs: int = 295) -> Reuse:
+    return Reuse(1968, {Tier.MEMORY: 1968 * TOKEN_BYTES}, repairs)
+
+
+def chain(*ends: int, tier: Tier = Tier.MEMORY) -> list[Reuse]:
+    return [Reuse(end, {tier: end * TOKEN_BYTES}) for end in ends]
+
+
+def test_what_spares_most_of_a_slow_prefill_pays() -> None:
+    costs = engine()
+    for reuse in (blend(), *chain(1968)):
+        assert all(costs.best(0, LENGTH, [reuse], tie=1.0) is reuse for _ in range(50))
+
+
+def test_repairing_as_much_as_there_is_to_compute_does_not() -> None:
+    assert engine().best(0, LENGTH, [blend(1968)], tie=1.0) is None
+
+
+def test_nor_does_loading_from_a_slow_disk() -> None:
+    costs = engine(byte_s=2e-6, tier=Tier.DISK)
+    assert costs.best(0, LENGTH, chain(1968, tier=Tier.DISK)) is None
+    # Memory has not been loaded from, so that is tried.
+    assert costs.best(0, LENGTH, (fast := chain(1968))) is fast[0]
+
+
+def test_what_is_not_known_is_tried() -> None:
+    reuse = blend()
+    assert ReuseCosts().best(0, LENGTH, [reuse]) is reuse
+    assert engine(byte_s=2e-6, seen=3).best(0, LENGTH, [reuse]) is reuse
+
+
+def test_one_that_does_not_pay_is_tried_again_some_time() -> None:
+    costs = engine(byte_s=2e-6)
+    taken = [costs.best(0, LENGTH, chain(1968)) for _ in range(4 * RETRY_EVERY)]
+    assert sum(reuse is not None for reuse in taken) == 4
+
+
+def test_a_bad_minute_is_forgotten() -> None:
+    costs = engine(byte_s=2e-6)
+    for _ in range(200):
+        costs.loaded({Tier.MEMORY: 500 * TOKEN_BYTES}, 0.005)
+    assert costs.best(0, LENGTH, chain(1968)) is not None
+
+
+def test_loading_ends_where_computing_becomes_faster() -> None:
+    """Behind what is in memory comes what lies on a disk that is slower than computing."""
+    costs = engine()
+    for number in range(1, 7):
+        costs.loaded({Tier.DISK: number * 10**5}, 5e-6 * number * 10**5)
+    near = Reuse(1000, {Tier.MEMORY: 1000 * TOKEN_BYTES})
+    far = Reuse(1900, {Tier.MEMORY: 1000 * TOKEN_BYTES, Tier.DISK: 900 * TOKEN_BYTES})
+    assert costs.best(0, LENGTH, [near, far]) is near
+
+
+def test_of_what_takes_as_long_more_is_loaded() -> None:
+    costs = engine(byte_s=1e-6)  # a millisecond a token, as computing
+    ways = chain(500, 1000, 1900)
+    assert costs.best(0, LENGTH, ways) is ways[-1]
+    assert costs.best(0, LENGTH, ways, tie=1.0) is None
+
+
+def test_without_a_profile_passes_say_what_computing_takes() -> None:
+    costs = ReuseCosts()
+    assert costs.compute_s(0, 100) is None
+    for number in range(1, 7):
+        work = costs.work(0, 100 * number)
+        costs.computed(work, 0.01 + 2e-3 * work)
+    assert costs.compute_s(0, 1000) == pytest.approx(2.01, rel=0.01)
+    assert costs.correction == 1.0
+
+
+@given(st.floats(0.2, 5))
+def test_passes_correct_the_profile(slower: float) -> None:
+    costs = engine()
+    assert costs.compute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
+    for number in range(300):
+        work = costs.work(0, 100 + number)
+        costs.computed(work, slower * work)
+    assert costs.compute_s(0, 1000) == pytest.approx(slower, rel=0.05)
+    assert costs.correction == pytest.approx(slower, rel=0.05)
+
+
+def test_what_loads_take_can_be_told() -> None:
+    costs = engine()
+    latency_s, bytes_per_s = costs.bandwidth(Tier.MEMORY) or (0.0, 0.0)
+    assert latency_s == pytest.approx(0.005, rel=0.01)
+    assert bytes_per_s == pytest.approx(1e8, rel=0.01)
+    assert costs.bandwidth(Tier.DISK) is None
+
+
+def test_a_load_from_two_tiers_says_nothing_of_either() -> None:
+    costs = ReuseCosts()
+    for _ in range(9):
+        costs.loaded({Tier.MEMORY: 100, Tier.DISK: 100}, 1.0)
+    assert costs.bandwidth(Tier.MEMORY) is None
+    assert costs.bandwidth(Tier.DISK) is None
+
+
+@given(
+    st.lists(st.integers(1, 1999), min_size=1, max_size=8, unique=True),
+    st.floats(1e-9, 1e-5),
+    st.integers(0, 1999),
+)
+def test_what_is_chosen_is_near_the_fastest(ends: Sequence[int], byte_s: float, first: int) -> None:
+    costs = engine(byte_s=byte_s)
+    ways = [reuse for reuse in chain(*sorted(ends)) if reuse.end > first]
+    chosen = costs.best(first, LENGTH, ways)
+    takes = {
+        reuse.end: 0.005 + byte_s * TOKEN_BYTES * reuse.end + 1e-3 * (LENGTH - reuse.end)
+        for reuse in ways
+    }
+    takes[first] = 1e-3 * (LENGTH - first)
+    assert takes[chosen.end if chosen else first] <= 1.02 * TIE * min(takes.values())
