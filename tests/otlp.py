@@ -39,6 +39,17 @@ class Collector:
             for span in of_scope.spans
         ]
 
+    def spans_of(self, part: str) -> list[Any]:
+        """Every span of one part, by the name that its resource has."""
+        return [
+            span
+            for body in self.bodies.get("/v1/traces", ())
+            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            if ("service.name", f"ragcache-{part}") in _attributes(of_resource.resource)
+            for of_scope in of_resource.scope_spans
+            for span in of_scope.spans
+        ]
+
     def figures(self) -> dict[tuple[str, frozenset[tuple[str, str | int]]], float]:
         """The last value of every sum and gauge, by name and attributes."""
         return {
@@ -51,9 +62,16 @@ class Collector:
         }
 
 
+def about(point: Any) -> dict[str, Any]:
+    """Attributes of a point, a span or a resource."""
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
+        for attribute in point.attributes
+    }
+
+
 def _attributes(point: Any) -> Iterator[tuple[str, str | int]]:
-    for attribute in point.attributes:
-        yield attribute.key, attribute.value.string_value or attribute.value.int_value
+    yield from about(point).items()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Typed async client of an engine's own record of its requests."""
+"""Typed async client of what an engine knows of its requests and their costs."""
 
 from __future__ import annotations
 
@@ -30,5 +30,12 @@ class EngineClient:
         message = pb.GetRequestRecordRequest(request=request)
         try:
             return await self._stub.GetRequestRecord(message, timeout=RECORD_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error("engine", error) from error
+
+    async def costs(self) -> pb.Costs:
+        """What prefills and loads take in the engine. Raises Unavailable."""
+        try:
+            return await self._stub.GetCosts(pb.GetCostsRequest(), timeout=RECORD_TIMEOUT_S)
         except grpc.RpcError as error:
             raise from_rpc_error("engine", error) from error

@@ -1,27 +1,22 @@
 """Which shards the cache store has: named outright, or in a file that may change.
 
 A cluster mounts the file from a ConfigMap, so that shards come and go without a restart of whoever
-asks them. Kubernetes changes such a mount by swapping a symbolic link: what the path leads to is
-another file then, whole at any instant.
+asks them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ragcache_core.errors import InvalidInput
-
-log = logging.getLogger("ragcache.members")
+from ragcache_wire.watched_file import WatchedFile
 
 FILE_PREFIX = "file:"
-CHECK_EVERY_S = 1.0
 
 _FORMS = 'set host:port, several with commas between, or file:PATH of {"members": ["host:port"]}'
 
@@ -45,47 +40,11 @@ class FixedMembers:
         return self._addresses
 
 
-class FileMembers:
-    """Members as a file names them; safe to share between threads.
-
-    It is looked at when somebody asks, at most every CHECK_EVERY_S. While there is no file there
-    are no members; one that cannot be read as it should leaves the members as they were.
-    """
+class FileMembers(WatchedFile[tuple[str, ...]]):
+    """Members as a file names them; while there is no file there are none."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._addresses: tuple[str, ...] = ()
-        self._seen: tuple[int, ...] | None = ()
-        self._next_look = float("-inf")
-
-    def current(self) -> tuple[str, ...]:
-        """See Members."""
-        if self._clock() >= self._next_look:
-            with self._lock:
-                if self._clock() >= self._next_look:
-                    self._look()
-                    self._next_look = self._clock() + CHECK_EVERY_S
-        return self._addresses
-
-    def _look(self) -> None:
-        try:
-            state = self._path.stat()
-            seen = (state.st_dev, state.st_ino, state.st_mtime_ns, state.st_size)
-            if seen == self._seen:
-                return
-            # Read only now: a file swapped in between is seen as changed by the next look.
-            addresses = _from_json(self._path.read_bytes())
-        except (OSError, InvalidInput) as error:
-            seen_before, self._seen = self._seen, None
-            if seen_before is not None:
-                log.warning("members stay %s: %s", list(self._addresses), error)
-            return
-        self._seen = seen
-        if addresses != self._addresses:
-            log.info("members: %s", ", ".join(addresses) or "none")
-            self._addresses = addresses
+        super().__init__(path, _from_json, (), name="members", words=_words, clock=clock)
 
 
 def members_from(variable: str, setting: str) -> Members:
@@ -96,6 +55,10 @@ def members_from(variable: str, setting: str) -> Members:
             raise InvalidInput(variable, f"is {setting!r}", "name the file by its absolute path")
         return FileMembers(Path(path))
     return FixedMembers(_checked(variable, [part.strip() for part in setting.split(",")]))
+
+
+def _words(addresses: Sequence[str]) -> str:
+    return ", ".join(addresses) or "none"
 
 
 def _from_json(content: bytes) -> tuple[str, ...]:

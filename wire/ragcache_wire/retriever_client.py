@@ -10,6 +10,7 @@ import grpc.aio
 
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
+from ragcache_wire.trace_context import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
@@ -75,9 +76,12 @@ class RetrieverClient:
     async def search(
         self, collection: str, query: str, top_k: int
     ) -> AsyncGenerator[pb.SearchStage, None]:
-        """Stages of one search as they come; the last has final set."""
+        """Stages of one search as they come; the last has final set.
+
+        It is part of the trace of the caller's current span.
+        """
         request = pb.SearchRequest(collection=collection, query=query, top_k=top_k)
-        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S)
+        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=current_metadata())
         try:
             async for stage in call:
                 yield stage

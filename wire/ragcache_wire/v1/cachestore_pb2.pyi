@@ -1160,7 +1160,7 @@ class LaneReads(_message.Message):
         SECONDS_FIELD_NUMBER: _builtins.int
         times: _builtins.int
         seconds: _builtins.float
-        """that all of them took together"""
+        """that all of them took together; 0: of a copy of the client's own, which"""
         @_builtins.property
         def key(self) -> Global___VariantKey: ...
         def __init__(

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -15,6 +17,118 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class GetCostsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCostsRequest: _TypeAlias = GetCostsRequest  # noqa: Y015
+
+@_typing.final
+class Costs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    correction: _builtins.float
+    """what passes take now, over what the profile says"""
+    @_builtins.property
+    def prefill(self) -> Global___PrefillProfile:
+        """left out where the engine could not measure it"""
+
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadCost]:
+        """of tiers that enough was loaded from"""
+
+    def __init__(
+        self,
+        *,
+        prefill: Global___PrefillProfile | None = ...,
+        correction: _builtins.float = ...,
+        loads: _abc.Iterable[Global___LoadCost] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correction", b"correction", "loads", b"loads", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Costs: _TypeAlias = Costs  # noqa: Y015
+
+@_typing.final
+class PrefillProfile(_message.Message):
+    """T(cached, computed): seconds of one pass, bilinear between the points of a grid."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PASS_TOKENS_FIELD_NUMBER: _builtins.int
+    pass_tokens: _builtins.int
+    """computed in one pass at most"""
+    @_builtins.property
+    def cached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens at hand, ascending"""
+
+    @_builtins.property
+    def computed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens computed, ascending"""
+
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """a row of them for each of cached"""
+
+    def __init__(
+        self,
+        *,
+        cached: _abc.Iterable[_builtins.int] | None = ...,
+        computed: _abc.Iterable[_builtins.int] | None = ...,
+        seconds: _abc.Iterable[_builtins.float] | None = ...,
+        pass_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "computed", b"computed", "pass_tokens", b"pass_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillProfile: _TypeAlias = PrefillProfile  # noqa: Y015
+
+@_typing.final
+class LoadCost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    latency_s: _builtins.float
+    bytes_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        latency_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadCost: _TypeAlias = LoadCost  # noqa: Y015
 
 @_typing.final
 class GetRequestRecordRequest(_message.Message):

@@ -40,6 +40,11 @@ class EngineStub:
                 request_serializer=ragcache__wire_dot_v1_dot_engine__pb2.GetRequestRecordRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_engine__pb2.RequestRecord.FromString,
                 _registered_method=True)
+        self.GetCosts = channel.unary_unary(
+                '/ragcache.v1.Engine/GetCosts',
+                request_serializer=ragcache__wire_dot_v1_dot_engine__pb2.GetCostsRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_engine__pb2.Costs.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -53,6 +58,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCosts(self, request, context):
+        """What prefills and loads take in this engine, for predicting the time to a first token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetRequestRecord,
                     request_deserializer=ragcache__wire_dot_v1_dot_engine__pb2.GetRequestRecordRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_engine__pb2.RequestRecord.SerializeToString,
+            ),
+            'GetCosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCosts,
+                    request_deserializer=ragcache__wire_dot_v1_dot_engine__pb2.GetCostsRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_engine__pb2.Costs.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class Engine:
             '/ragcache.v1.Engine/GetRequestRecord',
             ragcache__wire_dot_v1_dot_engine__pb2.GetRequestRecordRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_engine__pb2.RequestRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Engine/GetCosts',
+            ragcache__wire_dot_v1_dot_engine__pb2.GetCostsRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_engine__pb2.Costs.FromString,
             options,
             channel_credentials,
             insecure,

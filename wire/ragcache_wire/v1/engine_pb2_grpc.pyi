@@ -35,6 +35,8 @@ class EngineStub:
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     GetRequestRecord: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetRequestRecordRequest, _engine_pb2.RequestRecord]
     """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten."""
+    GetCosts: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]
+    """What prefills and loads take in this engine, for predicting the time to a first token."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -43,6 +45,8 @@ class EngineAsyncStub(EngineStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetRequestRecord: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRequestRecordRequest, _engine_pb2.RequestRecord]  # type: ignore[assignment]
     """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten."""
+    GetCosts: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]  # type: ignore[assignment]
+    """What prefills and loads take in this engine, for predicting the time to a first token."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """What an engine knows of the requests it ran. Streamed completions carry no such record."""
@@ -54,5 +58,13 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.RequestRecord, _abc.Awaitable[_engine_pb2.RequestRecord]]:
         """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten."""
+
+    @_abc_1.abstractmethod
+    def GetCosts(
+        self,
+        request: _engine_pb2.GetCostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.Costs, _abc.Awaitable[_engine_pb2.Costs]]:
+        """What prefills and loads take in this engine, for predicting the time to a first token."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,228 @@
+"""Spans: below whom they lie, what they say, and that nothing is made where nobody looks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_wire.trace_context import current_metadata, metadata, traceparent
+from ragcache_wire.tracing import (
+    NO_SPAN,
+    ExportingTracer,
+    Kind,
+    Tracer,
+    current_span,
+    otlp_endpoint,
+    tracer,
+)
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+TRACED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "a=1,b=2"))
+UNSAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00"),)
+
+
+@dataclass
+class Kept:
+    """A tracer whose spans are kept."""
+
+    tells_errors: bool = False
+    exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+
+    def __post_init__(self) -> None:
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = ExportingTracer(provider, "test", tells_errors=self.tells_errors)
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    kept = Kept()
+    yield kept
+    kept.tracer.close()
+
+
+def ids(span: ReadableSpan) -> tuple[str, str, str]:
+    """Of the trace, of the span above, of the span."""
+    above = f"{span.parent.span_id:016x}" if span.parent else ""
+    return f"{span.context.trace_id:032x}", above, f"{span.context.span_id:016x}"
+
+
+def test_a_request_goes_on_with_its_callers_trace_and_hands_it_on(kept: Kept) -> None:
+    with kept.tracer.request("GET", TRACED) as span, span.current():
+        assert current_span() is span
+        with kept.tracer.within("inner", Kind.CLIENT, hits=3) as inner, inner.current():
+            parent, given_on = traceparent(), current_metadata()
+            assert dict(inner.headers()) == dict(given_on or ())
+    assert current_span() is NO_SPAN
+    assert current_metadata() is None
+    outer, below = kept.spans()["GET"], kept.spans()["inner"]
+    assert ids(outer)[:2] == (TRACE_ID, PARENT_ID)
+    assert ids(below)[:2] == (TRACE_ID, ids(outer)[2])
+    assert (outer.kind, below.kind) == (SpanKind.SERVER, SpanKind.CLIENT)
+    assert parent == f"00-{TRACE_ID}-{ids(below)[2]}-01"
+    assert dict(given_on or ()) == {"traceparent": parent, "tracestate": "a=1,b=2"}
+
+
+def test_a_request_of_nobody_begins_a_trace_and_a_call_of_nobody_does_not(kept: Kept) -> None:
+    with kept.tracer.below("call", ()), kept.tracer.below("other", None):
+        pass
+    with kept.tracer.within("inner"):
+        pass
+    with kept.tracer.request("GET", ()):
+        pass
+    assert list(kept.spans()) == ["GET"]
+    assert kept.spans()["GET"].parent is None
+
+
+def test_what_a_caller_does_not_sample_is_not_made(kept: Kept) -> None:
+    for span in (kept.tracer.request("GET", UNSAMPLED), kept.tracer.below("call", UNSAMPLED)):
+        assert not span.is_recording
+        with span, span.current(), kept.tracer.within("inner"):
+            assert (traceparent(), dict(span.headers())) == ("", {})
+    assert kept.spans() == {}
+
+
+@given(nonsense=st.text(max_size=80))
+def test_a_broken_context_is_no_context(nonsense: str) -> None:
+    kept = Kept()
+    with kept.tracer.below("call", [("traceparent", nonsense)]):
+        pass
+    with kept.tracer.request("GET", [("traceparent", nonsense), ("tracestate", nonsense)]):
+        pass
+    assert [(span.name, span.parent) for span in kept.spans().values()] == [("GET", None)]
+    kept.tracer.close()
+
+
+def test_threads_of_a_pool_have_the_span_they_are_given(kept: Kept) -> None:
+    def ask() -> str:
+        with span.current():
+            return traceparent()
+
+    span = kept.tracer.below("load", metadata(TRACED[0][1]), Kind.INTERNAL)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask).result()
+        assert pool.submit(traceparent).result() == ""
+    span.end()
+    assert asked == f"00-{TRACE_ID}-{ids(kept.spans()['load'])[2]}-01"
+
+
+def test_what_is_known_late_is_said_and_what_is_empty_is_not(kept: Kept) -> None:
+    with kept.tracer.request("GET", ()) as span:
+        span.rename("GET /here")
+        span.set(miss="", tokens=0)
+        span.count(hits=1)
+        span.count(hits=2)
+        span.event("first token", chunks=3)
+    span.end()
+    assert len(kept.exporter.get_finished_spans()) == 1
+    found = kept.spans()["GET /here"]
+    assert dict(found.attributes or {}) == {"tokens": 0, "hits": 3}
+    assert [(e.name, dict(e.attributes or {})) for e in found.events] == [
+        ("first token", {"chunks": 3})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(InvalidInput("query", "is 'secret'", "x"), "InvalidInput"), (ValueError("secret"), "Value")],
+)
+def test_an_error_that_may_quote_somebody_is_only_named(
+    kept: Kept, error: Exception, said: str
+) -> None:
+    with suppress(type(error)), kept.tracer.request("GET", ()):
+        raise error
+    found = kept.spans()["GET"]
+    assert found.status.status_code is StatusCode.ERROR
+    assert (found.status.description or "").startswith(said)
+    assert "secret" not in found.to_json()
+
+
+def test_errors_say_which_part_is_away_and_the_first_reason_stays(kept: Kept) -> None:
+    with suppress(Unavailable), kept.tracer.request("a", ()):
+        raise Unavailable("retriever", "secret")
+    with suppress(Unavailable), kept.tracer.request("b", ()) as span:
+        span.fail("too many")
+        raise Unavailable("retriever", "x")
+    assert kept.spans()["a"].status.description == "Unavailable: retriever"
+    assert kept.spans()["b"].status.description == "too many"
+
+
+def test_where_errors_quote_nobody_they_are_told() -> None:
+    kept = Kept(tells_errors=True)
+    with suppress(ValueError), kept.tracer.request("GET", ()):
+        raise ValueError("what is wrong")
+    kept.tracer.close()
+    assert kept.spans()["GET"].status.description == "ValueError: what is wrong"
+
+
+def test_a_block_that_is_cancelled_has_not_failed(kept: Kept) -> None:
+    with suppress(GeneratorExit), kept.tracer.request("GET", ()):
+        raise GeneratorExit
+    found = kept.spans()["GET"]
+    assert (found.status.status_code, dict(found.attributes or {})) == (
+        StatusCode.UNSET,
+        {"cancelled": True},
+    )
+
+
+def test_without_an_endpoint_there_is_a_tracer_that_makes_nothing() -> None:
+    nothing: Any = tracer(None, "gateway", "x")
+    assert type(nothing) is Tracer
+    for span in (nothing.request("a", TRACED), nothing.below("a", TRACED), nothing.within("a")):
+        assert span is NO_SPAN
+        with span, span.current():
+            span.set(a=1)
+            span.count(a=1)
+            span.event("a")
+            span.rename("b")
+            span.fail("c")
+            span.end()
+            assert span.headers() == {}
+    nothing.close()
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "ragcache_gateway.__main__",
+        "ragcache_retriever.__main__",
+        "ragcache_engine.scheduler_side",
+        "ragcache_engine.worker_side",
+        "ragcache_cachestore.__main__",
+    ],
+)
+def test_without_an_endpoint_opentelemetry_is_not_even_imported(modules: str) -> None:
+    code = (
+        f"import sys, {modules}, ragcache_wire.tracing as t; "
+        "t.tracer(None, 'a', 'b').request('c', [('traceparent', 'd')]).end(); "
+        "print(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_endpoint_is_a_url_or_none() -> None:
+    name = "RAGCACHE_OTLP_ENDPOINT"
+    assert otlp_endpoint({}) is None
+    assert otlp_endpoint({name: " "}) is None
+    assert otlp_endpoint({name: "http://collector:4318"}) == "http://collector:4318"
+    with pytest.raises(InvalidInput, match=name):
+        otlp_endpoint({name: "collector:4317"})
