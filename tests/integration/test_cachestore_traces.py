@@ -36,6 +36,7 @@ from ragcache_kv.store.client import StoreClient
 from ragcache_kv.store.sharded import ShardedStore
 from ragcache_kv.store.shared_lane import KEYS_PER_CALL
 from ragcache_wire.members import FixedMembers
+from ragcache_wire.tracing import ExportingTracer
 from tests.cachestore_parts import (
     TIMEOUT_S,
     Served,
@@ -57,7 +58,8 @@ class Traced:
         self.exporter = InMemorySpanExporter()
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self._telemetry = ExportingTelemetry(MeterProvider(shutdown_on_exit=False), tracers)
+        tracer = ExportingTracer(tracers, "test", tells_errors=True)
+        self._telemetry = ExportingTelemetry(MeterProvider(shutdown_on_exit=False), tracer)
         self._serving = serving(folder, lanes=lanes, telemetry=self._telemetry)
         self.served: Served
 
@@ -308,7 +310,7 @@ def _in_a_fresh_process(code: str) -> str:
 
 def test_a_client_does_not_import_opentelemetry() -> None:
     code = (
-        "import sys, ragcache_kv.store.sharded, ragcache_kv.store.trace as t; "
+        "import sys, ragcache_kv.store.sharded, ragcache_wire.trace_context as t; "
         "print(repr(t.traceparent()), any(n.startswith('opentelemetry') for n in sys.modules))"
     )
     assert _in_a_fresh_process(code) == "'' False"
@@ -317,6 +319,6 @@ def test_a_client_does_not_import_opentelemetry() -> None:
 def test_a_client_needs_no_opentelemetry() -> None:
     code = (
         "import sys; sys.modules['opentelemetry.trace'] = None; "
-        "import ragcache_kv.store.trace as t; print(repr(t.traceparent()), t.metadata(''))"
+        "import ragcache_wire.trace_context as t; print(repr(t.traceparent()), t.metadata(''))"
     )
     assert _in_a_fresh_process(code) == "'' None"

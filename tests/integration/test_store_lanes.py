@@ -1088,6 +1088,21 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
         assert isinstance(only(client, 1), StoredValue)
 
 
+@pytest.mark.parametrize("lane", LANES)
+def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
+    served: Served, lane: str
+) -> None:
+    with client_of(served.address, lane) as client:
+        variant, value = new(1, [1000])
+        client.put(variant, value, TIMEOUT_S)
+        before = served.store.stats()
+        client.note_reads([key(1), key(1), key(2)])
+        wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (lane == "shared")
+        eventually(lambda: served.store.stats().hits.get(Tier.MEMORY, 0) == wanted)
+        assert served.store.stats().bytes_by_lane == before.bytes_by_lane, "no lane carried them"
+        assert isinstance(only(client, 1), StoredValue)
+
+
 def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -> None:
     many = 2 * framed_lane.MAX_CONNECTIONS
     with remembering(served, [0]) as client:

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from ragcache_cachestore.telemetry import ExportingTelemetry, Levels, Telemetry
 from ragcache_core.storing import Ack, PutOutcome
 from ragcache_core.variant import Miss, Tier
+from ragcache_wire.tracing import ExportingTracer
 from tests.otlp import collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -55,7 +56,9 @@ class Kept:
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.spans))
         meters = MeterProvider([self.reader], shutdown_on_exit=False)
-        self.telemetry = ExportingTelemetry(meters, tracers)
+        self.telemetry = ExportingTelemetry(
+            meters, ExportingTracer(tracers, "test", tells_errors=True)
+        )
 
     def points(self) -> dict[Point, Any]:
         data = self.reader.get_metrics_data()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -136,6 +136,10 @@ def test_no_number_is_further_off_than_its_codec_allows(
 @given(held=finite_parts())
 def test_decoded_kv_encodes_to_itself(codec: Codec, held: tuple[Bytes, ValueShape, int]) -> None:
     part, shape, num_tokens = held
+    if codec in (Codec.INT8, Codec.INT4):
+        # A scale below bfloat16's normal numbers has fewer bits than it takes to find it again.
+        most = group_most(floats(part, shape), shape.head_dim, GROUP[codec]).astype(np.float64)
+        assume(bool(np.all((most == 0) | (most >= 127 * 2.0**-126))))
     once = decoded(part, shape, num_tokens, codec)
     assert np.array_equal(decoded(once, shape, num_tokens, codec), once)
 

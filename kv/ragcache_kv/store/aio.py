@@ -19,9 +19,9 @@ from ragcache_core.variant import Miss
 from ragcache_kv.store.client import DELETE_TIMEOUT_S, LANES, LOOKUP_TIMEOUT_S, PART, StoreClient
 from ragcache_kv.store.messages import from_event, to_deletion, to_key
 from ragcache_kv.store.stored_value import Allocate, StoredValue
-from ragcache_kv.store.trace import metadata, traceparent
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
+from ragcache_wire.trace_context import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 

@@ -50,9 +50,9 @@ from ragcache_kv.store.messages import (
 from ragcache_kv.store.shared_lane import SharedLane
 from ragcache_kv.store.socket_lane import SocketLane
 from ragcache_kv.store.stored_value import Allocate, Layers, StoredValue
-from ragcache_kv.store.trace import metadata, traceparent
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import NoAnswer, from_rpc_error
+from ragcache_wire.trace_context import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
@@ -180,6 +180,14 @@ class StoreClient:
             )
         deadline = time.monotonic() + timeout_s
         return self._carry(deadline, lambda lane: lane.put(variant, value, ack, deadline))
+
+    def note_reads(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
+        """Say that copies of values that the caller keeps were read, so that they stay hot.
+
+        A hint, which only a store on the same machine takes. Raises Unavailable.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._carry(deadline, lambda lane: lane.note_reads(keys, deadline))
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
         """Bring values from disk into memory, in the background; for how many that begins."""

@@ -21,9 +21,9 @@ from ragcache_kv.store.buffers import Verifier, copy
 from ragcache_kv.store.lane import PART, Asking, Lane
 from ragcache_kv.store.messages import from_outcome, to_get_request, to_put_header
 from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
-from ragcache_kv.store.trace import metadata, traceparent
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.status import from_rpc_error
+from ragcache_wire.trace_context import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.value_part import data_of, encode_data
 

@@ -54,6 +54,9 @@ class Lane(ABC):
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
         """Store a value."""
 
+    def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:  # noqa: B027
+        """Tell the store of reads of copies that the client keeps, where it would believe that."""
+
     @abstractmethod
     def close(self) -> None:
         """End every connection; calls in flight end too."""

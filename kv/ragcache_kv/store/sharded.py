@@ -349,6 +349,19 @@ class ShardedStore:
                 self._note(shard, error, timeout_s)
                 raise
 
+    def note_reads(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
+        """Say that copies of values that the caller keeps were read; see StoreClient. Never raises.
+
+        Their owners are told, and nobody in place of one that is lost.
+        """
+        with self._holders([key.chunk for key in keys]) as holders:
+            owners = [who.owner if who.owner.answers() else None for who in holders]
+            calls = {
+                shard: partial(shard.client.note_reads, part, timeout_s)
+                for shard, part in _parts(keys, owners).items()
+            }
+            self._ask(calls, timeout_s)
+
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
         """Bring variants from disk into memory; returns how many are on their way.
 

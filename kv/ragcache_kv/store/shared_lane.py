@@ -50,8 +50,8 @@ from ragcache_kv.store.stored_value import (
     num_layers,
     room_for,
 )
-from ragcache_kv.store.trace import traceparent
 from ragcache_kv.store.witness import Witness
+from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_PLACES = 4096
@@ -182,6 +182,12 @@ class SharedLane(FramedLane[SharedConnection]):
             raise no_answer(TimedOut("the deadline has passed"))
         asked.connection.send(Kind.COMMIT)
         return from_outcome(self.end_put(asked).outcome)
+
+    def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:
+        """See Lane."""
+        self._witness.require(deadline)
+        for key in keys:
+            self._witness.note_read(key, 0.0)
 
     def _ask(
         self, asking: Asking, start: int, count: int

@@ -31,7 +31,7 @@ from ragcache_kv.store.messages import (
     to_put_header,
 )
 from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
-from ragcache_kv.store.trace import traceparent
+from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 KEYS_PER_CALL = 64

@@ -14,6 +14,7 @@ from ragcache_core.extents import PAGE_BYTES
 from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.variant import Precision
 from ragcache_wire.members import Members, members_from
+from ragcache_wire.tracing import otlp_endpoint
 
 NATIVE = Precision()
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -84,7 +85,7 @@ class Config:
             members=members_from("RAGCACHE_CACHESTORE", members) if members else None,
             own_address=_optional_address(environment, "RAGCACHE_SELF"),
             replication=_choice(environment, "RAGCACHE_REPLICATION", ("on", "off"), "on") == "on",
-            otlp_endpoint=_url(environment, "RAGCACHE_OTLP_ENDPOINT"),
+            otlp_endpoint=otlp_endpoint(environment),
         )
 
 
@@ -150,10 +151,3 @@ def _socket(environment: Mapping[str, str], name: str) -> Path | None:
             f"set it to an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
         )
     return Path(value)
-
-
-def _url(environment: Mapping[str, str], name: str) -> str | None:
-    value = environment.get(name)
-    if value and not value.startswith(("http://", "https://")):
-        raise InvalidInput(name, f"is {value!r}", "set it to a URL like http://collector:4318")
-    return value or None

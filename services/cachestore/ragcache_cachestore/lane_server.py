@@ -20,7 +20,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -29,7 +28,7 @@ from ragcache_cachestore.arrival import Arrival
 from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.store import Store
-from ragcache_cachestore.telemetry import NO_SPAN, Span
+from ragcache_cachestore.telemetry import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.extents import Extent
 from ragcache_core.keys import VariantKey
@@ -56,7 +55,8 @@ from ragcache_kv.store.messages import (
     to_outcome,
     to_value_header,
 )
-from ragcache_kv.store.trace import metadata as trace_metadata
+from ragcache_wire.trace_context import metadata as trace_metadata
+from ragcache_wire.tracing import NO_SPAN, Span
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -309,13 +309,13 @@ class _Connection(threading.Thread):
             answers = self._store.open(keys, exact, domain)
             leases = [one for one in answers if not isinstance(one, Miss)]
             self._leases.update([(lease.id, (lease, now)) for lease in leases])
-            if span is not None:
+            if span.is_recording:
                 span.set(keys=len(keys))
                 for one in answers:
                     if isinstance(one, Miss):
-                        span.miss(one)
+                        count_miss(span, one)
                     else:
-                        span.hit(one.tier, one.info.num_bytes)
+                        count_hit(span, one.tier, one.info.num_bytes)
             reply = pb.LaneGetReply()
             for one in answers:
                 self._add(reply, one)
@@ -410,7 +410,7 @@ class _Connection(threading.Thread):
         for read in message.reads:
             times = min(read.times, MAX_REREADS)
             num_bytes = self._store.note_reread(from_key("reads.key", read.key), times)
-            if num_bytes:
+            if num_bytes and read.seconds != 0:  # else no lane has carried it
                 said_s = read.seconds if math.isfinite(read.seconds) else 0.0
                 seconds = min(max(0.0, said_s / times), now - since)  # none took longer
                 for _ in range(times):
@@ -434,9 +434,7 @@ class _Connection(threading.Thread):
             self.channel.deadline = time.monotonic() + LEASE_S
             self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
 
-    def _span(
-        self, name: str, request: pb.GetRequest | pb.PutHeader
-    ) -> AbstractContextManager[Span | None]:
+    def _span(self, name: str, request: pb.GetRequest | pb.PutHeader) -> Span:
         # At once where nobody traces, which is nearly always.
         parent = trace_metadata(request.traceparent)
         if parent is None:
@@ -466,10 +464,9 @@ class _Connection(threading.Thread):
         return True
 
     def _note_put(
-        self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float, span: Span | None
+        self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float, span: Span
     ) -> None:
-        if span is not None:
-            span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
+        span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - since
         self._store.note_put(outcome, ack, self._lane, new.info.num_bytes, seconds)
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -27,7 +26,7 @@ from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.replication import Replication
 from ragcache_cachestore.store import Store
-from ragcache_cachestore.telemetry import Attribute, Span
+from ragcache_cachestore.telemetry import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.extents import Extent
 from ragcache_core.storing import LEASE_S, Ack, Event, EventKind, Hello, NewVariant, PutOutcome
@@ -49,6 +48,7 @@ from ragcache_kv.store.messages import (
     to_value_header,
 )
 from ragcache_wire.channel import PART_BYTES
+from ragcache_wire.tracing import Attribute, Span
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.value_part import data_of, encode_data
 
@@ -206,8 +206,7 @@ class CacheStoreService:
         with self._span("Put", context, lane=LANE) as span:
             async with self._puts:
                 new, ack, outcome = await self._receive(request_iterator, context)
-            if span is not None:
-                span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
+            span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - began
         self._store.note_put(outcome, ack, LANE, new.info.num_bytes, seconds)
         return pb.PutReply(outcome=to_outcome(outcome))
@@ -259,8 +258,7 @@ class CacheStoreService:
                     (lease,) = opened = self._store.open([key], exact, domain)
                     self._store.note_opened(opened)
                     if isinstance(lease, Miss):
-                        if span is not None:
-                            span.miss(lease)
+                        count_miss(span, lease)
                         header = to_miss_header(index, lease)
                         yield pb.GetPart(header=header).SerializeToString()
                         continue
@@ -283,8 +281,7 @@ class CacheStoreService:
                             self._in(self._reads, release).add_done_callback(_log_failure)
                     seconds = time.monotonic() - began
                     self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
-                    if span is not None:
-                        span.hit(lease.tier, lease.info.num_bytes)
+                    count_hit(span, lease.tier, lease.info.num_bytes)
 
     async def _piece(self, lease: Lease, extent: Extent, check: Check) -> bytes:
         """An encoded GetPart with the bytes of a short extent of a leased value."""
@@ -427,9 +424,7 @@ class CacheStoreService:
         future.add_done_callback(ended)
         return asyncio.wrap_future(future)
 
-    def _span(
-        self, name: str, context: Context, **attributes: Attribute
-    ) -> AbstractContextManager[Span | None]:
+    def _span(self, name: str, context: Context, **attributes: Attribute) -> Span:
         metadata = context.invocation_metadata() or ()
         return self._store.telemetry.span(name, metadata, **attributes)
 

@@ -10,37 +10,37 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from ragcache_core.storing import Ack, PutOutcome
 from ragcache_core.variant import Miss, Tier
+from ragcache_wire.tracing import (
+    EXPORT_TIMEOUT_S,
+    NO_SPAN,
+    Attribute,
+    ExportingTracer,
+    Headers,
+    Kind,
+    Span,
+    Tracer,
+    resource,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span as OtelSpan
 
 EXPORT_INTERVAL_S: Final = 15.0
 """Between two exports of metrics: what most backends scrape at."""
-_TIMEOUT_S: Final = 3.0
-"""For one export, and for the last one when the store ends."""
+_PART: Final = "cachestore"
 _SCOPE: Final = "ragcache.cachestore"
 _PREFIX: Final = "ragcache.store"
-_TRACE_HEADERS: Final = ("traceparent", "tracestate")
 _DURATION_BOUNDS_S: Final = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
 """From a memory hit of one small chunk over shared memory to a cold disk behind a slow network."""
-
-Metadata = Iterable[tuple[str, str | bytes]]
-"""Of a call, as gRPC has it: names in lower case."""
-Attribute = str | int | float | bool
-
-NO_SPAN: Final[AbstractContextManager[None]] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,7 @@ class Telemetry:
     def observe(self, read: Callable[[], Levels]) -> None:
         """Ask read for the store's levels at each export, in a thread of its own."""
 
-    def span(
-        self, name: str, metadata: Metadata = (), **attributes: Attribute
-    ) -> AbstractContextManager[Span | None]:
+    def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
         """A span around a block, below the caller's own (W3C ``traceparent`` in metadata).
 
         A call that is not part of a trace makes none: who asks decides what is traced. An
@@ -99,12 +97,11 @@ class Telemetry:
 
 
 class ExportingTelemetry(Telemetry):
-    """Telemetry for the providers' readers and processors. Owns both providers."""
+    """Telemetry for the readers of meters, and spans of tracer. Owns both."""
 
-    def __init__(self, meters: MeterProvider, tracers: TracerProvider) -> None:
+    def __init__(self, meters: MeterProvider, tracer: Tracer) -> None:
         self._meters = meters
-        self._tracers = tracers
-        self._tracer = tracers.get_tracer(_SCOPE)
+        self._tracer = tracer
         meter = meters.get_meter(_SCOPE)
         self._meter = meter
         self._hits = _Sum("tier", "lane")
@@ -148,32 +145,20 @@ class ExportingTelemetry(Telemetry):
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # noqa: PLC0415
             OTLPMetricExporter,
         )
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-            OTLPSpanExporter,
-        )
         from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415
         from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415
             PeriodicExportingMetricReader,
         )
-        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-        base = endpoint.rstrip("/")
-        resource = Resource.create(
-            {"service.name": "ragcache-cachestore", "service.instance.id": instance}
-        )
         reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(f"{base}/v1/metrics", timeout=_TIMEOUT_S),
+            OTLPMetricExporter(f"{endpoint.rstrip('/')}/v1/metrics", timeout=EXPORT_TIMEOUT_S),
             export_interval_millis=EXPORT_INTERVAL_S * 1000,
-            export_timeout_millis=_TIMEOUT_S * 1000,
+            export_timeout_millis=EXPORT_TIMEOUT_S * 1000,
         )
         # At the end of the process the store closes it in its own time, not the interpreter.
-        meters = MeterProvider([reader], resource, shutdown_on_exit=False)
-        tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(f"{base}/v1/traces", timeout=_TIMEOUT_S)
-        tracers.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(meters, tracers)
+        meters = MeterProvider([reader], resource(_PART, instance), shutdown_on_exit=False)
+        tracer = ExportingTracer.to(endpoint, _PART, instance, tells_errors=True)
+        return cls(meters, tracer)
 
     def hit(self, tier: Tier, lane: str, num_bytes: int, seconds: float) -> None:
         """A value was served."""
@@ -206,70 +191,26 @@ class ExportingTelemetry(Telemetry):
         for gauge in _GAUGES:
             gauge.create(self._meter, once.read)
 
-    def span(
-        self, name: str, metadata: Metadata = (), **attributes: Attribute
-    ) -> AbstractContextManager[Span | None]:
+    def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
         """A span below the caller's own; none where the caller has none."""
-        carrier = {k: v for k, v in metadata if k in _TRACE_HEADERS and isinstance(v, str)}
-        if "traceparent" not in carrier:
-            return NO_SPAN
-        return self._span(name, carrier, attributes)
-
-    def _span(
-        self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Attribute]
-    ) -> AbstractContextManager[Span | None]:
-        from opentelemetry.trace import SpanKind, get_current_span  # noqa: PLC0415
-        from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
-            TraceContextTextMapPropagator,
-        )
-
-        parent = TraceContextTextMapPropagator().extract(carrier)
-        if not get_current_span(parent).get_span_context().is_valid:
-            return NO_SPAN
-        return Span(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes))
+        return self._tracer.below(name, metadata, Kind.SERVER, **attributes)
 
     def close(self) -> None:
         """Send what is left, within some seconds."""
-        self._tracers.shutdown()
-        self._meters.shutdown(timeout_millis=_TIMEOUT_S * 1000)
+        self._tracer.close()
+        self._meters.shutdown(timeout_millis=EXPORT_TIMEOUT_S * 1000)
 
 
-class Span(AbstractContextManager["Span"]):
-    """A span that ends with its block.
+def count_hit(span: Span, tier: Tier, num_bytes: int) -> None:
+    """Say on a call's span that a value was served, of so many bytes."""
+    if span.is_recording:
+        span.count(**{f"hits.{tier.value}": 1, "bytes": num_bytes})
 
-    It is never the current one: a stream that is let go of ends in another context than it began.
-    """
 
-    def __init__(self, span: OtelSpan) -> None:
-        self._span = span
-        self._counts: dict[str, int] = {}
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            from opentelemetry.trace import StatusCode  # noqa: PLC0415
-
-            self._span.record_exception(error)
-            self._span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
-        elif error is not None:  # its caller has gone, which is nobody's failure
-            self._span.set_attribute("cancelled", True)
-        self._span.set_attributes(self._counts)
-        self._span.end()
-
-    def set(self, **attributes: Attribute) -> None:
-        """Say more than was known at its begin."""
-        self._span.set_attributes(attributes)
-
-    def hit(self, tier: Tier, num_bytes: int) -> None:
-        """A value was served, of so many bytes."""
-        self._count(f"hits.{tier.value}", 1)
-        self._count("bytes", num_bytes)
-
-    def miss(self, reason: Miss) -> None:
-        """A variant that was asked for was not served."""
-        self._count(f"misses.{reason.value}", 1)
-
-    def _count(self, name: str, number: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + number
+def count_miss(span: Span, reason: Miss) -> None:
+    """Say on a call's span that a variant was not served."""
+    if span.is_recording:
+        span.count(**{f"misses.{reason.value}": 1})
 
 
 class _Sum:
