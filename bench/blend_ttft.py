@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 
 from bench.completion import complete, record_of
 from bench.processes import (
+    COMPUTES_PLAIN,
     CacheStore,
     Engine,
     launch_engine,
@@ -225,9 +226,9 @@ def run(rounds: int | None, repeats: Sequence[int], folder: Path) -> dict[str, o
         length = 1024 + 2048 * max(repeats)
         plain = launch_engine(folder, model, None, "--no-enable-prefix-caching", max_length=length)
         stack.callback(plain.service.stop)
-        # What pays is what is to be found out here.
-        always = {"RAGCACHE_BLEND": "always"}
-        ours = launch_engine(folder, model, store.address, max_length=length, settings=always)
+        ours = launch_engine(
+            folder, model, store.address, max_length=length, settings=COMPUTES_PLAIN
+        )
         stack.callback(ours.service.stop)
         wait_for_engine(plain)
         wait_for_engine(ours)
@@ -247,7 +248,8 @@ def run(rounds: int | None, repeats: Sequence[int], folder: Path) -> dict[str, o
             store = start_cachestore(folder / "store", memory_bytes=2 << 30, port=port)
             time.sleep(3)  # for the engine to find it again
             disk = Bench(plain, ours, bench.space, defaultdict(list), defaultdict(list))
-            measure(disk, scene, len(scene.chunks) // 2, rng, "_disk")
+            unread = len(scene.chunks) // 2
+            measure(disk, scene, min(unread, rounds or ROUNDS[repeat]), rng, "_disk")
             on_disk = figures(disk)
             ms, disk_ms = found["ms"], on_disk["ms"]
             assert isinstance(ms, dict)

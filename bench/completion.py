@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from bench.processes import Engine
+from ragcache_core.plan_seal import SEAL_FIELD
 from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 
@@ -32,9 +33,14 @@ def complete(
     *,
     max_tokens: int,
     plan: dict[str, Any] | None = None,
+    seal: str | None = None,
     cache_salt: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Completion:
-    """Generate greedily. plan: JSON of a ReusePlan, for an engine with our connector."""
+    """Generate greedily. plan: JSON of a ReusePlan, for an engine with our connector.
+
+    seal: the plan's (``plan_seal``), for an engine that asks for one.
+    """
     body: dict[str, Any] = {
         "model": "model",
         "prompt": list(prompt),
@@ -46,12 +52,15 @@ def complete(
     }
     if plan is not None:
         body["kv_transfer_params"] = {"ragcache": plan}
+        if seal is not None:
+            body["kv_transfer_params"][SEAL_FIELD] = seal
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     started = time.monotonic()
     first: float | None = None
     tokens: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as reply:
+    address = f"{url}/v1/completions"
+    with httpx.stream("POST", address, json=body, headers=headers, timeout=TIMEOUT_S) as reply:
         if reply.status_code != 200:
             raise RuntimeError(f"the engine said {reply.status_code}: {reply.read()!r}")
         for line in reply.iter_lines():

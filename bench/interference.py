@@ -30,7 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 
 from bench.blend_ttft import DOMAIN, Bench, Scene, capture
 from bench.completion import complete
-from bench.processes import Engine, launch_engine, running_cachestore, wait_for_engine
+from bench.processes import (
+    COMPUTES_PLAIN,
+    Engine,
+    launch_engine,
+    running_cachestore,
+    wait_for_engine,
+)
 from ragcache_core.prompt import plan_blend
 from ragcache_kv.model_folder import load_model_folder
 from tests.tiny_model import make_tiny_model
@@ -121,14 +127,12 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(running_cachestore(folder / "store", memory_bytes=1 << 30))
         engines = {
-            "budgeted": launch_engine(
-                folder, model, store.address, settings={"RAGCACHE_BLEND": "always"}
-            ),
+            "budgeted": launch_engine(folder, model, store.address, settings=COMPUTES_PLAIN),
             "unbudgeted": launch_engine(
                 folder,
                 model,
                 store.address,
-                settings={"RAGCACHE_BLEND": "always", "RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED},
+                settings={"RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED, **COMPUTES_PLAIN},
             ),
         }
         for engine in engines.values():

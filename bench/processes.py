@@ -23,13 +23,16 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
 
-KV_TRANSFER = json.dumps(
-    {
-        "kv_connector": "RagCacheConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
-)
+KV_TRANSFER = {
+    "kv_connector": "RagCacheConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+COMPUTES_PLAIN = {"RAGCACHE_PLAIN_PREFIXES": "off"}
+"""Setting under which an engine computes what comes without a plan, for whoever compares with it;
+else the store would serve that, too."""
 
 
 def free_port() -> int:
@@ -185,10 +188,11 @@ def launch_engine(
     *arguments: str,
     max_length: int = 4096,
     settings: Mapping[str, str] | None = None,
+    role: str = "kv_both",
 ) -> Engine:
     """Start vLLM without waiting for it. cachestore None: plain vLLM without our connector.
 
-    settings: further environment.
+    settings: further environment. role: kv_role of the connector.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -214,8 +218,10 @@ def launch_engine(
     records = None
     if cachestore is not None:
         records = f"127.0.0.1:{free_port()}"
-        env |= {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_RECORDS_LISTEN": records}
-        command += ["--kv-transfer-config", KV_TRANSFER]
+        # Small models are computed as fast as they are loaded, and loading is what is looked at.
+        ours = {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_LOAD": "always"}
+        env = {**ours, "RAGCACHE_RECORDS_LISTEN": records, **env}
+        command += ["--kv-transfer-config", json.dumps(KV_TRANSFER | {"kv_role": role})]
     service = Service("engine", command, env, folder / f"engine-{port}.log")
     return Engine(service, f"http://127.0.0.1:{port}", records)
 
@@ -231,10 +237,15 @@ def wait_for_engine(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def running_engine(
-    folder: Path, model: Path, cachestore: str | None, *arguments: str
+    folder: Path,
+    model: Path,
+    cachestore: str | None,
+    *arguments: str,
+    settings: Mapping[str, str] | None = None,
+    role: str = "kv_both",
 ) -> Iterator[Engine]:
-    """An engine that serves."""
-    engine = launch_engine(folder, model, cachestore, *arguments)
+    """An engine that serves; see launch_engine."""
+    engine = launch_engine(folder, model, cachestore, *arguments, settings=settings, role=role)
     try:
         wait_for_engine(engine)
         yield engine

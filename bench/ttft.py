@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 
 from bench.completion import Completion, complete, record_of
 from bench.processes import (
+    COMPUTES_PLAIN,
     Engine,
     launch_engine,
     running_cachestore,
@@ -132,7 +133,9 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
         corrupt(folder / "store" / "data", variants(damaged, space)[DAMAGED])
         store = stack.enter_context(running_cachestore(folder / "store"))
         wait_for_engine(plain)
-        warm_engine = stack.enter_context(running_engine(folder, model, store.address))
+        warm_engine = stack.enter_context(
+            running_engine(folder, model, store.address, settings=COMPUTES_PLAIN)
+        )
 
         for _ in range(2):
             complete(plain.url, warm_up.token_ids, max_tokens=4)

@@ -86,6 +86,8 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ragcache_engine.attention import TEMPERATURE
+
     llama = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
@@ -97,8 +99,10 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     values = torch.stack([layer.values[0] for layer in said.past_key_values.layers])
     values = values.repeat_interleave(weights.shape[1] // values.shape[1], dim=1)
     added = weights[..., 41:301] @ values[:, :, 41:301]
+    added = added[:-1]  # the last layer's goes into no KV
     influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
-    asked = weights[:, :, QUESTION.start - 301 :, : QUESTION.start]
+    asked = weights[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
+    asked /= asked.sum(-1, keepdim=True)
     regard = (asked.amax(2) - asked.mean(2)).amax((0, 1))
     return {
         "observed": torch.stack(sums, dim=1).tolist(),

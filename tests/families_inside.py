@@ -89,7 +89,9 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
 
     from ragcache_core.keys import KVSpace
     from ragcache_engine.blender import blender
+    from ragcache_engine.loaded_model import loaded_model
     from ragcache_engine.paged_cache import PagedCache
+    from ragcache_engine.recomputing import Recomputer
 
     runner = worker.model_runner
     [[group]] = runner.attn_groups
@@ -98,7 +100,8 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     shape = cache.shape
     space = KVSpace("", cache.num_layers, shape.num_kv_heads, shape.head_dim, "bfloat16")
     try:
-        parts = blender(runner, cache, config, space)
+        recomputer = Recomputer(loaded_model(runner, shape.block_size))
+        parts = blender(runner.model, recomputer, cache, config, space)
     except Exception as error:
         return {"refused": str(error)}
 

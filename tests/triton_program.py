@@ -20,9 +20,10 @@ def as_a_program(file: str, **environment: str) -> Any:
     """The JSON that file prints last, run in a process of its own; skips without Triton."""
     if any(importlib.util.find_spec(name) is None for name in ("triton", "torch")):
         pytest.skip("Triton is not installed")
+    found_in = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, file],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": found_in, **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from bench.completion import Completion, complete
-from bench.processes import launch_engine, start_cachestore, wait_for_engine
+from bench.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from bench.stored_values import corrupt
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.keys import VariantKey
@@ -73,9 +73,7 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
     engine = launch_engine(
-        # A model so small computes faster than it is put together.
-        *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
-        settings={"RAGCACHE_BLEND": "always"},
+        *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS), settings=COMPUTES_PLAIN
     )
     captured = [prompt_of(0, 1, 2), prompt_of(3, 4, 5)]
     blends = Blends(folder, tiny_model, store, engine, space, captured)

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+import zmq
 
 from bench.completion import Completion, complete, record_of
 from bench.processes import (
+    COMPUTES_PLAIN,
     CacheStore,
     Engine,
     launch_engine,
@@ -26,7 +29,11 @@ from bench.processes import (
     wait_for_engine,
 )
 from bench.stored_values import corrupt
+from ragcache_core.errors import NotFound
 from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.plan import ReusePlan
+from ragcache_core.plan_seal import seal
+from ragcache_core.prefill_profile import PrefillProfile
 from ragcache_core.prompt import Prompt, assemble, plan_exact
 from ragcache_core.reuse import checked_segments
 from ragcache_core.storing import Deletion, Want
@@ -34,12 +41,16 @@ from ragcache_core.variant import Miss
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
 from ragcache_kv.store.sharded import ShardedStore
+from ragcache_wire.engine_client import EngineClient
 from ragcache_wire.members import FixedMembers
 from ragcache_wire.v1 import engine_pb2
 
 pytestmark = pytest.mark.timeout(600)
 
+OLD_KEY, KEY = random.Random("old key").randbytes(32), random.Random("key").randbytes(32)
 VOCABULARY = 350
+SLOWEST_S = 1234.5
+"""Of a pass, which no engine here ever measures."""
 # Smaller than most prompts here, so that every prefill runs in several pieces.
 ENGINE_ARGUMENTS = ("--max-num-batched-tokens", "384")
 
@@ -57,6 +68,35 @@ def make_prompt(seed: int, shared: int = 0) -> Prompt:
     return assemble(ids(common, 41), chunks, ids(own, 23))
 
 
+def launch(
+    folder: Path, model: Path, store: CacheStore, given: Mapping[str, str] | None = None
+) -> Engine:
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+    }
+    arguments = (*ENGINE_ARGUMENTS, "--kv-events-config", json.dumps(events))
+    settings = {"VLLM_CACHE_ROOT": str(folder / "vllm"), **COMPUTES_PLAIN, **(given or {})}
+    return launch_engine(folder, model, store.address, *arguments, settings=settings)
+
+
+def announced_tokens(folder: Path) -> list[int]:
+    """Of all blocks that an engine has said to hold since its start, by its replay."""
+    socket: zmq.Socket[bytes]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.rcvtimeo = 30_000
+        socket.connect(f"ipc://{folder}/replay")
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        tokens: list[int] = []
+        while payload := socket.recv_multipart()[-1]:
+            _time, events, *_ = msgspec.msgpack.decode(payload)
+            for event in events:
+                tokens += event["token_ids"] if event["type"] == "BlockStored" else ()
+        return tokens
+
+
 @dataclass
 class Platform:
     """A cache store and an engine that can be replaced by a fresh one."""
@@ -71,9 +111,17 @@ class Platform:
         self, prompt: Prompt, domain: str = "public", max_tokens: int = 16
     ) -> tuple[Completion, engine_pb2.RequestRecord]:
         request = uuid.uuid4().hex
-        plan = plan_exact(prompt, self.space, domain, request).to_json()
-        completion = complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan)
+        plan = plan_exact(prompt, self.space, domain, request)
+        completion = self.complete(prompt, plan, max_tokens=max_tokens)
         return completion, self.record(request)
+
+    def complete(self, prompt: Prompt, plan: ReusePlan, max_tokens: int = 16) -> Completion:
+        """What a gateway asks for: the plan is sealed."""
+        said = plan.to_json()
+        sealed = seal(said, prompt.token_ids, KEY)
+        return complete(
+            self.engine.url, prompt.token_ids, max_tokens=max_tokens, plan=said, seal=sealed
+        )
 
     def compute(self, prompt: Prompt, max_tokens: int = 16) -> Completion:
         """vLLM's own work: the prefix computed, cached by vLLM, and used; no plan, no store."""
@@ -112,22 +160,36 @@ class Platform:
         assert not any(isinstance(stored, Miss) for stored in found)
         return [bytes(stored.value) for stored in found if not isinstance(stored, Miss)]
 
+    def metrics(self, *names: str) -> list[str]:
+        """Lines of the engine's metrics that begin with one of names."""
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
+        return [line for line in lines if line.startswith(names)]
+
+    def counted(self, name: str) -> float:
+        """Sum of a counter over all of its labels."""
+        return sum(float(line.rsplit(" ", 1)[1]) for line in self.metrics(f"{name}_total"))
+
     def unfinished_requests(self) -> list[str]:
         """vLLM's own gauges of running and waiting requests that are not zero."""
-        metrics = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
-        gauges = [
-            line
-            for line in metrics
-            if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting"))
-        ]
+        gauges = self.metrics("vllm:num_requests_running", "vllm:num_requests_waiting")
         assert gauges
         return [line for line in gauges if not line.endswith(" 0.0")]
 
     def fresh_engine(self) -> None:
-        """Replace the engine by one whose own cache is empty."""
+        """Replace the engine by one whose own cache is empty, and that asks for seals."""
         self.engine.service.stop()
-        self.engine = launch_engine(self.folder, self.model, self.store.address, *ENGINE_ARGUMENTS)
+        keys = self.folder / "keys"
+        keys.write_text(f"{OLD_KEY.hex()}\n{KEY.hex()}\n")
+        self.engine = launch(
+            self.folder, self.model, self.store, {"RAGCACHE_PLAN_KEY_FILE": str(keys)}
+        )
         wait_for_engine(self.engine)
+
+    @property
+    def profile(self) -> Path:
+        """Where the engine has left what computing takes."""
+        [path] = (self.folder / "vllm" / "ragcache").iterdir()
+        return path
 
     def restart_store(self) -> None:
         port = int(self.store.address.rsplit(":", 1)[1])
@@ -143,7 +205,7 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("platform")
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
-    engine = launch_engine(folder, tiny_model, store.address, *ENGINE_ARGUMENTS)
+    engine = launch(folder, tiny_model, store)
     platform = Platform(folder, tiny_model, store, engine, space)
     try:
         wait_for_engine(engine)
@@ -155,6 +217,9 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         platform.store.service.stop()
         corrupt(folder / "store" / "data", platform.keys(PROMPTS["damaged"])[3])
         platform.restart_store()
+        slower = json.loads(platform.profile.read_text())
+        slower["seconds"][-1][-1] = SLOWEST_S
+        platform.profile.write_text(json.dumps(slower))
         platform.fresh_engine()
         yield platform
     finally:
@@ -169,6 +234,31 @@ def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: 
     assert record.loaded_bytes == sum(map(len, platform.values(prompt)))
     assert record.miss == ""
     assert loaded.token_ids == platform.compute(prompt).token_ids
+
+
+async def test_what_computing_takes_is_measured_once_and_told(platform: Platform) -> None:
+    """The first engine measured, the second one read it, changed as it was."""
+    assert platform.engine.records is not None
+    client = EngineClient(platform.engine.records)
+    costs = await client.costs()
+    await client.close()
+    found, kept = costs.prefill, PrefillProfile.from_json(json.loads(platform.profile.read_text()))
+    assert tuple(found.cached) == kept.cached
+    assert tuple(found.computed) == kept.computed
+    assert found.pass_tokens == kept.pass_tokens == kept.computed[-1] == 384
+    assert found.seconds[-1] == SLOWEST_S
+    assert all(0 < seconds < SLOWEST_S for seconds in found.seconds[:-1])
+    assert costs.correction > 0
+
+
+def test_blocks_that_were_loaded_are_announced(platform: Platform) -> None:
+    prompt = PROMPTS["d"]
+    platform.ask(prompt)
+    whole = prompt.chunk_ends[-1] // 128 * 128
+    tokens = announced_tokens(platform.folder)
+    # In one stretch, or in several as they became whole.
+    own = list(prompt.token_ids[384:whole])
+    assert any(tokens[at : at + len(own)] == own for at in range(len(tokens)))
 
 
 def test_a_shared_prefix_comes_from_vllms_own_cache_and_the_rest_from_the_store(
@@ -209,7 +299,7 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platf
     request = uuid.uuid4().hex
     documents = [f"docs/{name}" for name in "aabc"]
     plan = plan_exact(prompt, platform.space, "tenant", request, documents)
-    complete(platform.engine.url, prompt.token_ids, max_tokens=1, plan=plan.to_json())
+    platform.complete(prompt, plan, max_tokens=1)
     platform.wait_until_stored(prompt, "tenant")
     assert platform.record(request).miss == "never stored"
     head, first, second, third, fourth = (named.chunk for named in plan.segments)
@@ -243,7 +333,10 @@ def test_a_client_that_leaves_during_a_load_leaves_the_engine_whole(platform: Pl
         "max_tokens": 200,
         "stream": True,
         "ignore_eos": True,
-        "kv_transfer_params": {"ragcache": plan},
+        "kv_transfer_params": {
+            "ragcache": plan,
+            "ragcache_seal": seal(plan, prompt.token_ids, KEY),
+        },
     }
     for seconds in (0.0, 0.005, 0.01, 0.02, 0.04):
         body["cache_salt"] = uuid.uuid4().hex  # so that each finds it in the store only
@@ -257,13 +350,51 @@ def test_a_client_that_leaves_during_a_load_leaves_the_engine_whole(platform: Pl
         time.sleep(0.1)
 
 
-def test_a_forged_plan_is_computed(platform: Platform) -> None:
+def test_a_wrong_plan_is_computed(platform: Platform) -> None:
     """A plan made for one prompt and sent with another must not install foreign KV."""
     real, other = PROMPTS["a"], make_prompt(99, shared=9)
-    plan = plan_exact(real, platform.space, "public", "forged").to_json()
-    answer = complete(platform.engine.url, other.token_ids, max_tokens=8, plan=plan)
-    assert platform.record("forged").loaded_tokens == 0
+    plan = plan_exact(real, platform.space, "public", "wrong")
+    answer = platform.complete(other, plan, max_tokens=8)
+    assert platform.record("wrong").loaded_tokens == 0
     assert answer.token_ids == platform.compute(other, max_tokens=8).token_ids
+
+
+def test_a_plan_that_is_not_a_gateways_is_answered_right_and_loads_and_saves_nothing(
+    platform: Platform,
+) -> None:
+    names = ("ragcache_engine_loaded_tokens", "ragcache_engine_refused_plans")
+    loaded, refused = map(platform.counted, names)
+    stored, new = PROMPTS["c"], make_prompt(500, shared=50)
+    forgeries = 0
+    for prompt in (stored, new):
+        right = platform.compute(prompt).token_ids
+        for key, sealed_for in ((None, prompt), (bytes(32), prompt), (KEY, PROMPTS["d"])):
+            request = uuid.uuid4().hex
+            plan = plan_exact(prompt, platform.space, "public", request).to_json()
+            answer = complete(
+                *(platform.engine.url, prompt.token_ids),
+                max_tokens=16,
+                plan=plan,
+                seal=seal(plan, sealed_for.token_ids, key) if key is not None else None,
+                cache_salt=request,  # so that only the store could have it
+            )
+            assert answer.token_ids == right
+            with pytest.raises(NotFound):
+                platform.record(request)
+            forgeries += 1
+    deadline = time.monotonic() + 30
+    while platform.counted(names[1]) < refused + forgeries:
+        assert time.monotonic() < deadline, "not counted"
+        time.sleep(0.05)
+    assert [platform.counted(name) for name in names] == [loaded, refused + forgeries]
+    # One after the other is sent to the store: what is behind them is there, and they are not.
+    behind = make_prompt(501, shared=51)
+    platform.ask(behind)
+    platform.wait_until_stored(behind)
+    assert not platform.is_stored_within(0, new)
+    # The same plan, sealed, is acted on.
+    platform.ask(new)
+    platform.wait_until_stored(new)
 
 
 def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
@@ -276,7 +407,10 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
 
     write(platform.store)
     joining = start_cachestore(platform.folder / "joining")
-    engine = launch_engine(platform.folder, platform.model, f"file:{members}", *ENGINE_ARGUMENTS)
+    engine = launch_engine(
+        *(platform.folder, platform.model, f"file:{members}", *ENGINE_ARGUMENTS),
+        settings=COMPUTES_PLAIN,
+    )
     several = replace(platform, engine=engine)
     try:
         wait_for_engine(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +12,7 @@ from ragcache_core.blend.prefix import AttendedChunk
 from ragcache_core.errors import Unavailable
 from ragcache_core.keys import VariantKey
 from ragcache_core.prompt import Prompt, assemble, plan_blend
+from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_core.storing import Held, Variants, Want
 from ragcache_core.variant import Miss, Part, Tier
 from ragcache_engine.config import EngineConfig
@@ -21,6 +21,7 @@ from ragcache_engine.scheduler_side import SchedulerSide
 from ragcache_engine.transfer import NO_BLEND, LoadJob, LoadOutcome, SaveJob
 from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_kv.store.stored_value import StoredValue
+from ragcache_kv.value import value_bytes
 from ragcache_wire.members import FixedMembers
 from tests.unit.test_engine_scheduler_side import AS_OF, SPACE
 
@@ -104,7 +105,9 @@ class Engine:
     def __init__(self, **settings: Any) -> None:
         self.store, self.pool, self.book = FakeStore(), Pool(), RecordBook()
         config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings)
-        self.side = SchedulerSide(config, SPACE, self.book, cast("ShardedStore", self.store))
+        self.costs = ReuseCosts()
+        store = cast("ShardedStore", self.store)
+        self.side = SchedulerSide(config, SPACE, self.book, store, self.costs)
         self.side.bind(self.pool, BLOCK)
 
     def arrive(self, name: str, prompt: Prompt, budget: float = 0.2) -> None:
@@ -444,9 +447,8 @@ def measured(engine: Engine, *, repair_s: float) -> None:
     """Let the engine learn: a token takes 1 ms to compute, and so long to repair."""
     for tokens in (100, 200, 300, 400, 500):
         engine.side.on_passes([(tokens, 1e-3 * tokens)])
-        outcome = LoadOutcome("r", tokens, 9, 1e-5 * tokens, None, "")
-        repaired = replace(outcome, repaired=tokens, repair_s=repair_s * tokens)
-        engine.side.on_outcomes([repaired])
+        engine.costs.loaded({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
+        engine.costs.repaired(tokens, repair_s * tokens)
 
 
 @pytest.mark.parametrize(("repair_s", "pays"), [(1e-3, True), (1.0, False)])
@@ -467,14 +469,19 @@ def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays:
 
 def test_loads_that_failed_teach_nothing(warm: Engine) -> None:
     measured(warm, repair_s=1e-3)
-    for _ in range(20):
-        warm.side.on_outcomes([LoadOutcome("r", 500, 9, 50.0, None, "load late")])
+    known = warm.costs.bandwidth(Tier.MEMORY)
+    for number in range(20):
+        warm.arrive(f"late-{number}", prompt_of(C, A, B))
+        job = warm.load(f"late-{number}")
+        late = LoadOutcome(job.request_id, 0, 0, 50.0, job.spans[0].variant, "load late")
+        warm.side.on_outcomes([late])
+    assert warm.costs.bandwidth(Tier.MEMORY) == known
     warm.arrive("other", prompt_of(C, A, B))
     assert warm.side.loadable_tokens("other", 0)
 
 
 def test_a_blend_that_is_asked_for_always_is_made_always() -> None:
-    engine = Engine(blend_always=True)
+    engine = Engine(load_always=True)
     engine.first_visit("first", FIRST)
     measured(engine, repair_s=1.0)
     engine.arrive("other", prompt_of(C, A, B))

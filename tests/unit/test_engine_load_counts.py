@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_engine.load_counts import LoadCounts
+from ragcache_engine.load_counts import LoadCounts, TierCounts
 from ragcache_engine.transfer import LoadOutcome
 
 seconds = st.floats(0, 100)
@@ -19,6 +20,9 @@ outcomes = st.builds(
     *(seconds,) * 2,
     st.sampled_from(["", "load late", "corrupt"]),
 )
+
+
+refused = st.dictionaries(st.sampled_from(["forged", "unsealed"]), st.integers(1, 9)).map(Counter)
 
 
 def counts_of(some: list[LoadOutcome]) -> LoadCounts:
@@ -36,14 +40,36 @@ def test_counts_of_two_steps_add_up_to_those_of_both(
     assert both.summary() == counts_of([*one, *other]).summary()
 
 
-@given(st.lists(outcomes))
-def test_counts_cross_processes(some: list[LoadOutcome]) -> None:
+@given(st.lists(outcomes), refused)
+def test_counts_cross_processes(some: list[LoadOutcome], refused: Counter[str]) -> None:
     counts = counts_of(some)
+    counts.refused += refused
     assert LoadCounts.from_dict(json.loads(json.dumps(counts.to_dict()))) == counts
-    assert bool(counts) == bool(some)
+    assert bool(counts) == bool(some or refused)
+
+
+@given(refused, refused)
+def test_refused_plans_of_two_steps_add_up(one: Counter[str], other: Counter[str]) -> None:
+    both = LoadCounts(refused=one) + LoadCounts(refused=other)
+    assert both.refused == one + other
+    assert both.summary() == LoadCounts(refused=one + other).summary()
 
 
 def test_each_token_is_counted_once() -> None:
     counts = counts_of([LoadOutcome("r", 100, 1, 0.5, None, "", (), 60, 15, 0.1)])
     assert counts.tokens == {"exact": 40, "blended": 45, "repaired": 15}
     assert (counts.load_s, counts.repair_s, counts.failures) == ([0.5], [0.1], {})
+
+
+def test_what_tiers_count_adds_up_and_what_they_hold_is_what_was_said_last() -> None:
+    first, last = LoadCounts(), LoadCounts()
+    first.add_tiers(TierCounts({"host": 2}, {"host": 500, "device": 7}))
+    last.add_tiers(TierCounts({"host": 1}, {"host": 300}))
+    loaded = LoadOutcome("r", 1, 1, 0.1, None, "", values_from={"host": 3, "store": 1})
+    last.add(loaded)
+    assert not LoadCounts()
+    assert first
+    both = LoadCounts.from_dict(json.loads(json.dumps((first + last).to_dict())))
+    assert both.evicted == {"host": 3}
+    assert both.held_bytes == {"host": 300, "device": 7}
+    assert both.values_from == {"host": 3, "store": 1}

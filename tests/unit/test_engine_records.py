@@ -6,6 +6,9 @@ import pytest
 
 from bench.processes import free_port
 from ragcache_core.errors import NotFound, RagCacheError
+from ragcache_core.prefill_profile import PrefillProfile
+from ragcache_core.reuse_costs import ReuseCosts
+from ragcache_core.variant import Tier
 from ragcache_engine.records import CAPACITY, Record, RecordBook, serve
 from ragcache_wire.engine_client import EngineClient
 
@@ -13,7 +16,7 @@ from ragcache_wire.engine_client import EngineClient
 async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     book = RecordBook()
     address = f"127.0.0.1:{free_port()}"
-    server = serve(book, address)
+    server = serve(book, ReuseCosts(), address)
     client = EngineClient(address)
     book.put("r", Record(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, miss="corrupt"))
     record = await client.request_record("r")
@@ -21,6 +24,30 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     with pytest.raises(RagCacheError) as caught:
         await client.request_record("other")
     assert isinstance(caught.value, NotFound)
+    await client.close()
+    server.stop(None).wait()
+
+
+async def test_what_prefills_and_loads_take_is_told() -> None:
+    costs = ReuseCosts()
+    address = f"127.0.0.1:{free_port()}"
+    server = serve(RecordBook(), costs, address)
+    client = EngineClient(address)
+    unknown = await client.costs()
+    assert not unknown.HasField("prefill")
+    assert not unknown.loads
+    profile = PrefillProfile((0, 64), (16, 256), ((0.1, 0.2), (0.3, 0.4)), 2048)
+    costs.start_from(profile)
+    for number in range(1, 6):
+        costs.loaded({Tier.DISK: 1000 * number}, 0.01 + 1e-5 * 1000 * number)
+    known = await client.costs()
+    assert list(known.prefill.seconds) == [0.1, 0.2, 0.3, 0.4]
+    assert (list(known.prefill.cached), list(known.prefill.computed)) == ([0, 64], [16, 256])
+    assert known.prefill.pass_tokens == 2048
+    assert known.correction == pytest.approx(1.0)
+    [disk] = known.loads
+    assert disk.tier == "disk"
+    assert (disk.latency_s, disk.bytes_per_s) == (pytest.approx(0.01), pytest.approx(1e5))
     await client.close()
     server.stop(None).wait()
 

@@ -199,6 +199,19 @@ def test_the_question_looks_before_anything_is_mended(blending: Blending) -> Non
     assert outcome.repaired == 8
 
 
+def test_what_did_not_come_takes_nothing_of_the_budget(blending: Blending) -> None:
+    wanted = spans(10, 50, 80, 120)
+    blending.worker.store.fill(wanted)
+    blending.worker.store.values[key(2)] = Miss.EVICTED
+    blending.model.looked_at = (60, 90)
+    chunks = [chunk(10, 50), chunk(50, 80), chunk(80, 120)]
+    outcome = blending.run(job(wanted, repair(*chunks, budget=10)))
+    recomputed = blending.model.recomputed
+    assert len(blending.model.looks) == 1
+    assert set(range(50, 80)) < set(recomputed)
+    assert len(set(recomputed)) == len(recomputed) == outcome.repaired == 40
+
+
 @pytest.mark.parametrize("scratch", [(), SCRATCH])
 def test_a_question_has_no_more_room_than_there_is(
     blending: Blending, scratch: tuple[int, ...]

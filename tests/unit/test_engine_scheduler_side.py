@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.plan import ReusePlan
+from ragcache_core.plan_seal import seal
+from ragcache_core.prefill_profile import PrefillProfile
+from ragcache_core.prefix_pieces import PIECE_TOKENS
 from ragcache_core.prompt import Prompt, assemble, plan_compute, plan_exact
+from ragcache_core.reuse import checked_segments
+from ragcache_core.reuse_costs import RETRY_EVERY, ReuseCosts
 from ragcache_core.storing import AsOf, Held, Variants, Want
 from ragcache_core.variant import Codec, Miss, Origin, Precision, Provenance, Tier
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.records import Record, RecordBook
+from ragcache_engine.refused_plans import Refusal
+from ragcache_engine.roles import Role
 from ragcache_engine.scheduler_side import SchedulerSide
 from ragcache_engine.transfer import Computing, LoadOutcome, SaveJob
 from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
+from ragcache_kv.value import value_bytes
 from ragcache_wire.members import FixedMembers
+from ragcache_wire.plan_keys import PlanKeys
+from ragcache_wire.watched_file import CHECK_EVERY_S
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
 LENGTH = len(PROMPT.token_ids)
 BLOCKS = tuple(range(10, 40))
+PLAIN = [n * 7919 % 1000 for n in range(3 * PIECE_TOKENS + 30)]
 
 
 AS_OF = {"shard:1": AsOf(bytes(16), 7)}
@@ -63,15 +78,42 @@ class FakeStore:
 class Engine:
     """Plays vLLM's part: calls the scheduler side in vLLM's order."""
 
-    def __init__(self) -> None:
-        self.store = FakeStore()
+    def __init__(
+        self,
+        plan_keys: PlanKeys | None = None,
+        *,
+        plain_prefixes: bool = True,
+        role: Role = Role.BOTH,
+        store: FakeStore | None = None,
+        handoff_wait_s: float = 60.0,
+    ) -> None:
+        self.store = store or FakeStore()
         self.book = RecordBook()
-        config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
-        self.side = SchedulerSide(config, SPACE, self.book, cast("ShardedStore", self.store))
+        config = EngineConfig(
+            FixedMembers(()),
+            plan_keys=plan_keys,
+            lookup_wait_s=5.0,
+            min_load_tokens=16,
+            plain_prefixes=plain_prefixes,
+            role=role,
+            handoff_wait_s=handoff_wait_s,
+        )
+        self.costs = ReuseCosts()
+        store = cast("ShardedStore", self.store)
+        self.side = SchedulerSide(config, SPACE, self.book, store, self.costs)
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
         plan = plan_exact(prompt, SPACE, "public", request_id).to_json()
         self.side.on_new_request(request_id, prompt.token_ids, {"ragcache": {**plan, **kwargs}})
+
+    def loaded(self, request_id: str) -> int:
+        """Tokens that are loaded, however often vLLM has to ask."""
+        deadline = time.monotonic() + 20
+        while (tokens := self.side.loadable_tokens(request_id, 0)) is None:
+            assert time.monotonic() < deadline, "never known"
+            time.sleep(0.001)
+        self.side.on_allocated(request_id, BLOCKS, tokens)
+        return tokens
 
     def prefill(self, request_id: str, computed: int = 0, pieces: int = 1) -> list[VariantKey]:
         """Run the prefill in pieces; returns what is saved, in order."""
@@ -91,6 +133,27 @@ class Engine:
                 self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
             computed += scheduled
         return saved
+
+    def plain(
+        self, request_id: str, token_ids: Sequence[int] = PLAIN, **given: Any
+    ) -> tuple[int, list[VariantKey]]:
+        """A request without a plan, served from the store and then computed in two passes.
+
+        Returns how many tokens are loaded, and what is saved.
+        """
+        self.side.on_new_request(request_id, token_ids, None, **given)
+        loaded = self.side.loadable_tokens(request_id, 0)
+        assert loaded is not None
+        self.side.on_allocated(request_id, BLOCKS, loaded)
+        saved = []
+        for end in (len(token_ids) // 2, len(token_ids)):
+            jobs = self.side.step([(request_id, loaded, max(1, end - loaded))], lambda _: BLOCKS)
+            for job in jobs.saves:
+                key = job.span.variant
+                saved.append(key)
+                self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
+        self.side.on_finished(request_id, BLOCKS)
+        return loaded, saved
 
     def record(self, request_id: str) -> Record:
         record = self.book.get(request_id)
@@ -114,11 +177,147 @@ def warm(engine: Engine) -> Engine:
     return engine
 
 
-def test_a_request_without_a_plan_is_left_to_vllm(engine: Engine) -> None:
+def test_a_short_prompt_without_a_plan_is_left_to_vllm(engine: Engine) -> None:
+    engine.store.outage = AssertionError("asked")
+    assert len(PROMPT.token_ids) < PIECE_TOKENS
     engine.side.on_new_request("plain", PROMPT.token_ids, None)
     engine.side.on_new_request("other", PROMPT.token_ids, {"do_remote_prefill": True})
     assert engine.side.loadable_tokens("plain", 0) == 0
     assert engine.prefill("other") == []
+
+
+def test_whole_pieces_of_a_prompt_without_a_plan_are_saved_once_and_loaded(engine: Engine) -> None:
+    loaded, saved = engine.plain("first")
+    assert (loaded, len(saved)) == (0, 3)
+    assert all(held.info.provenance.exact for held in engine.store.stored.values())
+    assert engine.plain("again") == (3 * PIECE_TOKENS, [])
+    # One that goes on elsewhere has the whole pieces of what they share.
+    other = [*PLAIN[: 2 * PIECE_TOKENS + 40], *range(PIECE_TOKENS)]
+    loaded, saved = engine.plain("other", other)
+    assert (loaded, len(saved)) == (2 * PIECE_TOKENS, 1)
+
+
+def test_the_last_token_of_whole_pieces_is_computed(engine: Engine) -> None:
+    engine.plain("first", PLAIN[: 2 * PIECE_TOKENS])
+    assert engine.plain("again", PLAIN[: 2 * PIECE_TOKENS])[0] == 2 * PIECE_TOKENS - 1
+
+
+def test_without_a_plan_prefixes_are_shared_with_the_same_salt_alone(engine: Engine) -> None:
+    engine.plain("first", cache_salt="mine")
+    assert engine.plain("mine", cache_salt="mine")[0] == 3 * PIECE_TOKENS
+    assert engine.plain("no salt")[0] == 0
+    assert engine.plain("other salt", cache_salt="other")[0] == 0
+
+
+def test_without_a_plan_there_is_no_record(engine: Engine) -> None:
+    engine.plain("first")
+    assert engine.book.get("") is None
+    assert engine.book.get("first") is None
+
+
+def test_what_vllm_would_not_cache_is_left_to_it(engine: Engine) -> None:
+    engine.plain("first")
+    assert engine.plain("again", cacheable=False) == (0, [])
+
+
+def test_prefixes_without_a_plan_can_be_switched_off() -> None:
+    engine = Engine(plain_prefixes=False)
+    assert engine.plain("first") == (0, [])
+    assert engine.store.stored == {}
+
+
+def test_an_outage_of_the_store_leaves_a_request_without_a_plan_to_vllm(engine: Engine) -> None:
+    engine.store.outage = Unavailable("cachestore", "gone")
+    assert engine.plain("first") == (0, [])
+
+
+def test_a_prompt_is_handed_over_to_its_last_token_but_one() -> None:
+    computes = Engine(role=Role.PREFILL)
+    computes.arrive("r", handoff=True)
+    assert computes.loaded("r") == 0
+    saves = computes.saves("r", pieces=3)
+    assert [job.span.end for job in saves] == [*(PROMPT.head, *PROMPT.chunk_ends), LENGTH - 1]
+    computes.side.on_finished("r", BLOCKS)
+    goes_on = Engine(role=Role.DECODE, store=computes.store)
+    goes_on.arrive("r", handoff=True)
+    assert goes_on.loaded("r") == LENGTH - 1
+    assert goes_on.prefill("r", computed=LENGTH - 1) == []
+    goes_on.side.on_finished("r", BLOCKS)
+    assert goes_on.record("r").miss == ""
+
+
+def test_an_engine_that_decodes_waits_for_what_is_being_computed() -> None:
+    goes_on = Engine(role=Role.DECODE)
+    goes_on.arrive("r", handoff=True)
+    for _ in range(50):
+        assert goes_on.side.loadable_tokens("r", 0) is None
+        time.sleep(0.001)
+    computes = Engine(role=Role.PREFILL, store=goes_on.store)
+    computes.arrive("r", handoff=True)
+    assert computes.loaded("r") == 0
+    computes.prefill("r")
+    assert goes_on.loaded("r") == LENGTH - 1
+
+
+def test_an_engine_that_has_waited_long_enough_computes_and_saves_the_chunks() -> None:
+    goes_on = Engine(role=Role.DECODE, handoff_wait_s=0.03)
+    goes_on.arrive("r", handoff=True)
+    assert goes_on.loaded("r") == 0
+    ends = [job.span.end for job in goes_on.saves("r", pieces=2)]
+    assert ends == [PROMPT.head, *PROMPT.chunk_ends]
+    goes_on.side.on_finished("r", BLOCKS)
+    assert goes_on.record("r").miss == "handoff late"
+
+
+def test_nobody_waits_for_a_store_that_is_away_or_a_part_of_it_that_is_lost() -> None:
+    goes_on = Engine(role=Role.DECODE)
+    goes_on.store.outage = Unavailable("cachestore", "gone")
+    goes_on.arrive("away", handoff=True)
+    assert goes_on.loaded("away") == 0
+    goes_on.store.outage = None
+    first = checked_segments(plan_exact(PROMPT, SPACE, "public", "r"), PROMPT.token_ids, SPACE)[0]
+    goes_on.store.misses = {first.variant: Miss.LOST}
+    goes_on.arrive("lost", handoff=True)
+    assert goes_on.loaded("lost") == 0
+
+
+def test_nobody_waits_for_the_few_tokens_that_an_engine_does_not_hold_itself() -> None:
+    goes_on = Engine(role=Role.DECODE)
+    goes_on.arrive("r", handoff=True)
+    assert goes_on.side.loadable_tokens("r", LENGTH - 10) == 0
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_whatever_is_not_handed_over_is_served_as_by_any_engine(role: Role) -> None:
+    engine = Engine(role=role)
+    engine.arrive("r")
+    assert engine.loaded("r") == 0
+    assert len(engine.prefill("r")) == 4
+    engine.side.on_finished("r", BLOCKS)
+    assert engine.plain("plain")[0] == 0
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_plan_that_does_not_hold_for_its_prompt_is_not_handed_over(role: Role) -> None:
+    engine = Engine(role=role)
+    computed = plan_compute(PROMPT, SPACE, "public", "computed")
+    params = {"ragcache": replace(computed, handoff=True).to_json()}
+    engine.side.on_new_request("computed", PROMPT.token_ids, params)
+    assert engine.loaded("computed") == 0
+    assert engine.prefill("computed") == []
+    assert engine.store.stored == {}
+
+
+def test_an_engine_that_does_both_hands_nothing_over(engine: Engine) -> None:
+    engine.arrive("r", handoff=True)
+    assert engine.loaded("r") == 0
+    assert len(engine.prefill("r")) == 4
+
+
+def test_a_dropped_plan_does_not_make_a_request_one_without(engine: Engine) -> None:
+    engine.side.on_new_request("r", PLAIN, {"ragcache": {"v": 0}})
+    assert engine.side.loadable_tokens("r", 0) == 0
+    assert engine.side.step([("r", 0, len(PLAIN))], lambda _: BLOCKS).saves == ()
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 7])
@@ -327,3 +526,159 @@ def test_a_malformed_plan_is_dropped(engine: Engine) -> None:
     engine.arrive("r", segments="all of them")
     assert engine.side.loadable_tokens("r", 0) == 0
     assert engine.prefill("r") == []
+
+
+PROFILE = PrefillProfile((0,), (1, 1000), ((1e-3, 1.0),), 2048)
+"""A millisecond a token."""
+
+
+def teach(engine: Engine, tier: Tier, token_s: float) -> None:
+    """Let the engine learn what loading a token from a tier takes."""
+    engine.side.on_profile(PROFILE)
+    for tokens in (100, 200, 300, 400, 500):
+        engine.costs.loaded({tier: value_bytes(SPACE, tokens)}, token_s * tokens)
+
+
+def test_what_computing_does_faster_is_not_loaded(warm: Engine) -> None:
+    teach(warm, Tier.MEMORY, 1e-5)
+    warm.arrive("quick")
+    assert warm.side.loadable_tokens("quick", 0) == PROMPT.chunk_ends[-1]
+    for _ in range(50):
+        teach(warm, Tier.MEMORY, 0.1)
+    warm.arrive("slow")
+    for _ in range(RETRY_EVERY + 1):  # vLLM may ask more than once, which is one decision
+        assert warm.side.loadable_tokens("slow", 0) == 0
+    assert warm.prefill("slow") == []
+    warm.side.on_finished("slow", ())
+    assert warm.record("slow").miss == "computing is faster"
+
+
+def test_loading_ends_before_a_disk_that_is_slower_than_computing(warm: Engine) -> None:
+    last = list(warm.store.stored)[-1]
+    warm.store.stored[last] = replace(warm.store.stored[last], tier=Tier.DISK)
+    teach(warm, Tier.MEMORY, 1e-5)
+    teach(warm, Tier.DISK, 0.1)
+    warm.arrive("r")
+    assert warm.side.loadable_tokens("r", 0) == PROMPT.chunk_ends[-2]
+
+
+def test_a_load_teaches_what_its_tier_takes(warm: Engine) -> None:
+    for number in range(5):
+        request = f"load-{number}"
+        warm.arrive(request)
+        tokens = warm.side.loadable_tokens(request, 0)
+        assert tokens
+        warm.side.on_allocated(request, BLOCKS, tokens)
+        warm.side.on_outcomes([LoadOutcome(request, tokens, 9, 0.5, None, "")])
+    loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
+    latency_s, bytes_per_s = warm.costs.bandwidth(Tier.MEMORY) or (0.0, 0.0)
+    assert latency_s + loaded / bytes_per_s == pytest.approx(0.5)
+    assert warm.costs.bandwidth(Tier.DISK) is None
+
+
+def test_passes_teach_what_computing_takes(engine: Engine) -> None:
+    """Two requests of one pass: what they look at counts for each token that looks."""
+    engine.side.on_profile(PROFILE)
+    engine.arrive("a")
+    jobs = engine.side.step([("a", 0, 100), ("unplanned", 30, 60)], lambda _: BLOCKS)
+    assert jobs.work == pytest.approx(0.16)
+    for _ in range(300):
+        engine.side.on_passes([(jobs.work, 3 * jobs.work)])
+    assert engine.costs.compute_s(0, 500) == pytest.approx(1.5, rel=0.05)
+
+
+KEY, OTHER_KEY = bytes([1] * 32), bytes([2] * 32)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY.hex()}\n")
+    return path
+
+
+@pytest.fixture
+def strict(warm: Engine, key_file: Path) -> Engine:
+    """An engine that asks for seals, with a store that holds the whole prompt."""
+    engine = Engine(PlanKeys(key_file))
+    engine.store.stored = dict(warm.store.stored)
+    return engine
+
+
+def params(plan: ReusePlan, prompt: Prompt = PROMPT, key: bytes = KEY) -> dict[str, Any]:
+    said = plan.to_json()
+    return {"ragcache": said, "ragcache_seal": seal(said, prompt.token_ids, key)}
+
+
+def test_a_sealed_plan_is_acted_on(strict: Engine) -> None:
+    plan = plan_exact(PROMPT, SPACE, "public", "r")
+    strict.side.on_new_request("r", PROMPT.token_ids, params(plan))
+    assert strict.side.loadable_tokens("r", 0) == PROMPT.chunk_ends[-1]
+    assert not strict.side.take_refused()
+
+
+OTHER_PROMPT = assemble(range(20), [range(500, 540)], range(9))
+OURS, THEIRS = (plan_exact(PROMPT, SPACE, domain, "r") for domain in ("public", "tenant"))
+FORGED: dict[str, tuple[dict[str, Any], Refusal]] = {
+    "no seal": ({"ragcache": OURS.to_json()}, Refusal.UNSEALED),
+    "null": ({"ragcache": OURS.to_json(), "ragcache_seal": None}, Refusal.UNSEALED),
+    "another key": (params(OURS, key=OTHER_KEY), Refusal.FORGED),
+    "another prompt": (params(OURS, OTHER_PROMPT), Refusal.FORGED),
+    "another domain": (params(OURS) | {"ragcache": THEIRS.to_json()}, Refusal.FORGED),
+    "no text": ({"ragcache": OURS.to_json(), "ragcache_seal": [1]}, Refusal.FORGED),
+    "no plan": ({"ragcache": 7, "ragcache_seal": "0" * 64}, Refusal.FORGED),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_plan_that_is_not_the_gateways_loads_and_saves_nothing(strict: Engine, case: str) -> None:
+    sent, why = FORGED[case]
+    strict.side.on_new_request("r", PROMPT.token_ids, sent)
+    assert strict.side.loadable_tokens("r", 0) == 0
+    strict.store.stored.clear()
+    strict.side.on_allocated("r", BLOCKS, 0)
+    assert strict.prefill("r") == []
+    assert strict.side.on_finished("r", BLOCKS) is False
+    assert strict.book.get("r") is None
+    assert strict.side.take_refused() == {why.value: 1}
+    assert not strict.side.take_refused()
+
+
+def test_without_keys_any_plan_is_acted_on_and_that_is_said_once(
+    warm: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.ragcache"):
+        Engine()
+        assert [m for m in caplog.messages if "RAGCACHE_PLAN_KEY_FILE is not set" in m]
+        caplog.clear()
+        for name in ("a", "b"):
+            warm.arrive(name)
+            assert warm.side.loadable_tokens(name, 0) == PROMPT.chunk_ends[-1]
+    assert caplog.messages == []
+
+
+def test_keys_change_while_the_engine_runs(strict: Engine, key_file: Path) -> None:
+    now_s = 0.0
+    engine = Engine(PlanKeys(key_file, lambda: now_s))
+    engine.store.stored = strict.store.stored
+
+    def is_believed(key: bytes) -> bool:
+        engine.side.on_new_request("r", PROMPT.token_ids, params(OURS, key=key))
+        loadable = engine.side.loadable_tokens("r", 0)
+        engine.side.on_finished("r", BLOCKS)
+        return loadable != 0
+
+    for keys in ((KEY,), (KEY, OTHER_KEY), (OTHER_KEY, KEY), (OTHER_KEY,)):
+        key_file.write_text("".join(f"{key.hex()}\n" for key in keys))
+        now_s += CHECK_EVERY_S
+        assert {key for key in (KEY, OTHER_KEY) if is_believed(key)} == set(keys)
+    assert engine.side.take_refused() == {"forged": 2}
+
+
+def test_an_invalid_plan_is_counted_too(engine: Engine) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for plan in (7, {}, {"v": 1, "segments": deep}):
+        engine.side.on_new_request("r", PROMPT.token_ids, {"ragcache": plan})
+    assert engine.side.take_refused() == {"invalid": 3}

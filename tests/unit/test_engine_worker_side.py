@@ -28,6 +28,7 @@ from ragcache_core.variant import (  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.moment import Moment  # noqa: E402
 from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
+from ragcache_engine.roles import Role  # noqa: E402
 from ragcache_engine.transfer import (  # noqa: E402
     Computing,
     LoadJob,
@@ -66,9 +67,12 @@ def spans(*ends: int) -> tuple[Span, ...]:
 class FakeCache:
     """A paged cache without packing: slot -> token of [layers, 2, heads, dim]."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.shape = CacheShape(1, BLOCK, 4, torch.bfloat16)
         self.num_layers = 2
+        self.index_of = {"first": 0, "second": 1}
         self.slots_written: dict[int, torch.Tensor] = {}
         self.broken = False
         self.clock: Callable[[], float] = time.monotonic
@@ -88,6 +92,16 @@ class FakeCache:
         slots = self.slots(blocks, start, end).tolist()
         return torch.stack([self.slots_written[slot] for slot in slots], dim=2)
 
+    def empty(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(2, 2, num_tokens, 1, 4, dtype=torch.bfloat16)
+
+    def read_layer(
+        self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
+    ) -> None:
+        if self.broken:
+            raise RuntimeError("device error")
+        out.copy_(self.read(blocks, start, end)[index])
+
 
 class FakeStore:
     """Holds values; every way a store can fail can be asked for."""
@@ -101,7 +115,9 @@ class FakeStore:
         self.put_gate.set()
         self.puts: list[NewVariant] = []
         self.put_bytes: list[bytes] = []
+        self.asked: list[list[VariantKey]] = []
         self.asked_exact: list[bool] = []
+        self.noted: list[VariantKey] = []
         self.as_of: list[object] = []
 
     def fill(self, wanted: Sequence[Span]) -> dict[VariantKey, torch.Tensor]:
@@ -121,6 +137,7 @@ class FakeStore:
     def get(
         self, keys: Sequence[VariantKey], timeout_s: float, *, exact: bool, domain: str
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
+        self.asked.append(list(keys))
         self.asked_exact.append(exact)
         assert domain == "tenant"
         for number, wanted in enumerate(keys):
@@ -139,6 +156,9 @@ class FakeStore:
         self.as_of.append(as_of)
         return PutOutcome.STORED
 
+    def note_reads(self, keys: Sequence[VariantKey]) -> None:
+        self.noted += keys
+
     def connect(self, timeout_s: float) -> None:
         pass
 
@@ -152,13 +172,19 @@ class FakeStore:
 class Worker:
     """Plays vLLM's part: polls until the load has ended."""
 
-    def __init__(self, config: EngineConfig | None = None, blender: Blender | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        blender: Blender | None = None,
+        client: ShardedStore | None = None,
+    ) -> None:
+        """client: of a real store, in place of the fake one."""
         self.cache, self.store = FakeCache(), FakeStore()
         self.side = WorkerSide(
             config or EngineConfig(FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
-            cast("ShardedStore", self.store),
+            client or cast("ShardedStore", self.store),
             blender,
         )
 
@@ -396,16 +422,84 @@ def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
     assert len(worker.store.puts) == 2  # 50 tokens' worth holds two variants of 20
 
 
+@pytest.mark.parametrize("done", [("first", "second"), ("first",), ()])
+def test_a_prefill_engine_saves_layers_as_they_were_when_they_ended(done: Sequence[str]) -> None:
+    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    tensors = worker.store.fill(spans(10, 40))
+    worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
+    jobs = StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
+    worker.side.begin_step(jobs)
+    for name in done:
+        worker.side.layer_done(name)
+    # Layers that have been copied are not read again.
+    for slot, token in worker.cache.slots_written.items():
+        changed = token.clone()
+        changed[: len(done)] = 0
+        worker.cache.slots_written[slot] = changed
+    worker.side.save(jobs)
+    until_put(worker.store, 2)
+    wanted = [bytes(native_bytes(tensors[key(number)])) for number in (0, 1)]
+    assert worker.store.put_bytes == wanted
+    worker.side.close()
+
+
+def test_passes_of_our_own_are_not_saved() -> None:
+    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
+    jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
+    worker.side.begin_step(jobs)
+    worker.side.save(jobs)
+    worker.cache.broken = True  # whoever reads now, fails
+    worker.side.layer_done("first")
+    worker.side.layer_done("no such layer")
+    until_put(worker.store, 1)
+    worker.side.close()
+
+
+def test_a_layer_that_cannot_be_copied_costs_its_early_copy_and_no_more() -> None:
+    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
+    jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
+    worker.side.begin_step(jobs)
+    worker.cache.broken = True
+    worker.side.layer_done("first")
+    worker.cache.broken = False
+    worker.side.save(jobs)
+    until_put(worker.store, 1)
+    worker.side.close()
+
+
+def test_the_queue_is_bounded_for_what_is_copied_early_too() -> None:
+    config = EngineConfig(
+        FixedMembers(()), role=Role.PREFILL, save_queue_bytes=value_bytes(SPACE, 50)
+    )
+    worker = Worker(config)
+    worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
+    worker.store.put_gate.clear()
+    jobs = StepJobs(saves=tuple(save_job(10 + n, 0, 20) for n in range(5)))
+    worker.side.begin_step(jobs)
+    for name in worker.cache.index_of:
+        worker.side.layer_done(name)
+    worker.side.save(jobs)
+    worker.store.put_gate.set()
+    until_put(worker.store, 2)
+    worker.side.close()
+    assert len(worker.store.puts) == 2
+
+
 def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() -> None:
     seconds = iter([10.0, 12.0, 20.0, 21.0, 30.0])
     worker = Worker()
     worker.cache.clock = lambda: next(seconds)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
-    worker.side.begin_step()  # at 10
+    worker.side.begin_step(StepJobs())  # at 10
     # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
     worker.side.save(StepJobs(computing=(Computing("r", 0, 30),), num_tokens=100))
-    worker.side.begin_step()
+    worker.side.begin_step(StepJobs())
     job = save_job(3, 20, 40)
     worker.side.save(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
     until_put(worker.store, 1)
@@ -416,7 +510,7 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     assert put.info.precision == Precision()
     assert worker.store.as_of == [job.as_of]
     worker.side.advance({"r"}, busy=False)
-    worker.side.begin_step()
+    worker.side.begin_step(StepJobs())
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
     until_put(worker.store, 2)
     assert worker.store.puts[1].origin.cost_s == 0
@@ -432,7 +526,7 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.cache.clock = clock
     computing = (Computing("r", 20, 40),)
     worker.side.save(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
-    worker.side.begin_step()
+    worker.side.begin_step(StepJobs())
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
     until_put(worker.store, 2)
     assert [put.origin.cost_s for put in worker.store.puts] == [0, 0]
@@ -442,21 +536,29 @@ def test_what_passes_take_is_reported_when_they_are_large(worker: Worker) -> Non
     seconds = iter([1.0, 1.5, 2.0, 2.1])
     worker.cache.clock = lambda: next(seconds)
     for tokens in (100, 5):
-        worker.side.begin_step()
+        worker.side.begin_step(StepJobs())
         computing = (Computing("r", 0, tokens),)
-        worker.side.save(StepJobs(computing=computing, num_tokens=tokens))
+        worker.side.save(StepJobs(computing=computing, num_tokens=tokens, work=2e-3 * tokens))
     report = worker.side.take_report()
     assert report is not None
-    assert report.passes == [(100, pytest.approx(0.5))]
+    assert report.passes == [(0.2, pytest.approx(0.5))]
     assert worker.side.take_report() is None
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("RAGCACHE_BLEND", "never"),
+        ("RAGCACHE_LOAD", "never"),
+        ("RAGCACHE_HOST_TIER_BYTES", "4G"),
+        ("RAGCACHE_HOST_TIER_BYTES", "-1"),
+        ("RAGCACHE_DEVICE_POOL_BYTES", "1.5Gi"),
+        ("RAGCACHE_TIER_POLICY", "lru"),
         ("RAGCACHE_REPAIR_SLICE_TOKENS", "0"),
         ("RAGCACHE_REPAIR_SLICE_TOKENS", "many"),
+        ("RAGCACHE_PLAIN_PREFIXES", "yes"),
+        ("RAGCACHE_HANDOFF_WAIT_S", "long"),
+        ("RAGCACHE_HANDOFF_WAIT_S", "nan"),
+        ("RAGCACHE_HANDOFF_WAIT_S", "-1"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str) -> None:
@@ -468,7 +570,25 @@ def test_a_wrong_setting_is_named(name: str, value: str) -> None:
 
 def test_settings_are_read() -> None:
     env = {"RAGCACHE_CACHESTORE": "host:1"}
-    assert not EngineConfig.from_env(env).blend_always
-    given = {"RAGCACHE_BLEND": "always", "RAGCACHE_REPAIR_SLICE_TOKENS": "64"}
+    assert not EngineConfig.from_env(env).load_always
+    assert EngineConfig.from_env(env).plain_prefixes
+    given = {
+        "RAGCACHE_LOAD": "always",
+        "RAGCACHE_REPAIR_SLICE_TOKENS": "64",
+        "RAGCACHE_PLAIN_PREFIXES": "off",
+        "RAGCACHE_HANDOFF_WAIT_S": "1.5",
+    }
+    tiers = EngineConfig.from_env(
+        env
+        | {
+            "RAGCACHE_HOST_TIER_BYTES": "4Gi",
+            "RAGCACHE_DEVICE_POOL_BYTES": "1000",
+            "RAGCACHE_TIER_POLICY": "thresholds",
+        }
+    )
+    assert (tiers.host_tier_bytes, tiers.device_pool_bytes) == (4 << 30, 1000)
+    assert tiers.tier_policy == "thresholds"
     config = EngineConfig.from_env(env | given)
-    assert (config.blend_always, config.repair_slice_tokens) == (True, 64)
+    assert (config.load_always, config.repair_slice_tokens) == (True, 64)
+    assert not config.plain_prefixes
+    assert config.handoff_wait_s == 1.5

@@ -26,6 +26,14 @@ from ragcache_engine.paged_cache import PagedCache
 if TYPE_CHECKING:
     from ragcache_engine.recomputing import Recomputer
 
+TEMPERATURE = 4.0
+"""Of a question's look. KV that is out of its context matches a question less than it will, so that
+what it is to find comes second to something else, of which attention itself tells next to nothing.
+Of the 154 questions that it was chosen on, all wrong with nothing recomputed, 20 % recomputed
+in two looks mended 0.79 without it, 0.87 at 2, 0.88 at 4; the KL of the first token was 1.4, 0.9
+and 0.6.
+"""
+
 _SCORES = 1 << 24
 """Attention weights at a time: 64 MiB of float32."""
 
@@ -39,7 +47,8 @@ class Observation:
     influence: float32 [num_tokens], 0 or more. In each head, attention to the chunks before adds a
     vector to a token's output. What that adds to all the chunk's tokens alike, its mean, is left
     out: that is how heads spend attention that they have no use for, and it is much the same behind
-    other chunks. Of the rest, the length, over all heads and layers.
+    other chunks. Of the rest, the length, over all heads and all layers but the last, as what that
+    one adds goes into nobody's KV.
     """
 
     mass: torch.Tensor
@@ -84,10 +93,11 @@ class AttentionObserver:
     ) -> torch.Tensor:
         """What a question looks at: float32 [question.start], in [0, 1], by position.
 
-        In each head of each layer, the most that any of the question's tokens attends to a
-        position, less what they do on average: a head that finds something for one of them stands
-        out, one that always looks at the same place does not. Of that the most over heads and
-        layers. question: positions, as many as one pass takes; the KV of all before is in place.
+        Attention to what is before the question, at TEMPERATURE. In each head of each layer, the
+        most that any of the question's tokens attends to a position, less what they do on average:
+        a head that finds something for one of them stands out, one that always looks at the same
+        place does not. Of that the most over heads and layers. question: positions, as many as one
+        pass takes; the KV of all before is in place.
         """
         watch = _Regard(self._cache, blocks, question)
         with watch.watching():
@@ -151,9 +161,13 @@ class _Watch(ABC):
                 scores[..., positions.start :].masked_fill_(
                     future[start : start + step], -torch.inf
                 )
-                yield scores.softmax(-1)
+                yield self._weigh(scores)
 
         self._add(index, weights())
+
+    def _weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Attention of scores, which are -inf for what is not seen."""
+        return scores.softmax(-1)
 
     @abstractmethod
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
@@ -175,15 +189,18 @@ class _Influence(_Watch):
         self._member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
 
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        others = self._others
+        others, last = self._others, self._cache.num_layers - 1
         _, values = self._cache.layer(index, self._blocks, others.start, others.stop)
         values = values.float()
         member = self._member.to(values.device)
         mass, added = [], []
         for part in weights:
             mass.append((part @ member).mean((0, 1)))
-            added.append(torch.einsum("hgrk,khd->rhgd", part[..., others], values))
+            if index != last:
+                added.append(torch.einsum("hgrk,khd->rhgd", part[..., others], values))
         self.mass += torch.cat(mass).cpu()
+        if index == last:
+            return
         vectors = torch.cat(added)
         self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
 
@@ -195,12 +212,14 @@ class _Regard(_Watch):
         super().__init__(cache, blocks, question)
         self.most = torch.zeros(question.start)
 
+    def _weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        return (scores[..., : self._positions.start] / TEMPERATURE).softmax(-1)
+
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        before = slice(0, self._positions.start)
         most, total = [], []
         for part in weights:
-            most.append(part[..., before].amax(2))  # [kv heads, group, keys]
-            total.append(part[..., before].sum(2))
+            most.append(part.amax(2))  # [kv heads, group, keys]
+            total.append(part.sum(2))
         mean = torch.stack(total).sum(0) / len(self._positions)
         lifted = (torch.stack(most).amax(0) - mean).amax((0, 1))
         self.most = torch.maximum(self.most, lifted.cpu())

@@ -9,7 +9,6 @@ import torch
 
 from ragcache_core.keys import KVSpace
 from ragcache_engine.attention import AttentionObserver
-from ragcache_engine.loaded_model import loaded_model
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.recomputing import Recomputer
 from ragcache_kv.rotation import KeyRotation, Pairing, read_rope
@@ -30,18 +29,22 @@ class Blender:
     observer: AttentionObserver
 
 
-def blender(runner: Any, cache: PagedCache, config: dict[str, Any], space: KVSpace) -> Blender:
+def blender(
+    model: torch.nn.Module,
+    recomputer: Recomputer,
+    cache: PagedCache,
+    config: dict[str, Any],
+    space: KVSpace,
+) -> Blender:
     """Of the model that a vLLM model runner has loaded.
 
     config: its config.json. Raises ValueError or RagCacheError, saying why, where the model's keys
-    cannot be moved, or its attention is not plain.
+    cannot be moved.
     """
-    model = loaded_model(runner, runner.vllm_config.cache_config.block_size)
-    rotary = _rotary(runner.model)
+    rotary = _rotary(model)
     pairing = Pairing.HALVES if rotary.is_neox_style else Pairing.NEIGHBOURS
     rotation = KeyRotation(read_rope(config, pairing), space.dtype)
-    _compare(rotation, rotary, model.device, cache.shape.dtype)
-    recomputer = Recomputer(model)
+    _compare(rotation, rotary, next(model.parameters()).device, cache.shape.dtype)
     return Blender(rotation, recomputer, AttentionObserver(cache, recomputer))
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.hotness.placement import DEFAULT_TIER_POLICY, TIER_POLICIES
+from ragcache_engine.roles import Role
 from ragcache_wire.members import Members, members_from
+from ragcache_wire.plan_keys import PlanKeys, plan_keys_from
+from ragcache_wire.tracing import otlp_endpoint
 
 REPAIR_SLICE_TOKENS = 256
 """``bench/interference.py`` says what it does to requests that decode meanwhile."""
+
+_UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+HANDOFF_WAIT_S = 10.0
+"""Longer than most prompts take; what has not come by then stands in a queue, or nobody has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +28,7 @@ class EngineConfig:
 
     cachestore: the store's shards. records_listen: "host:port" where the engine's record of its
     requests is served, or None.
+    plan_keys: a plan is acted on only if it is sealed with one of them; None: any plan is.
     lookup_wait_s: how long one scheduling step may wait for the store's answers, all requests of
     it together; they are asked about again in the next step. lookup_deadline_s: after that a lookup
     counts as a miss.
@@ -29,16 +40,24 @@ class EngineConfig:
     min_blend_share: of the tokens behind what is exact, at least so many must be held if the prompt
     is to be put together from other prompts' chunks; with fewer, computing them all takes little
     longer, and what comes of that is exact.
-    blend_always: put prompts together also where computing them is predicted to be faster; for
-    measurements and tests.
+    load_always: load also where computing is predicted to be faster; for measurements and tests.
     repair_slice_tokens: recomputed in one step at most while other requests run, which decode one
     token in it. question_tokens: that look at chunks before these are repaired, at most.
+    plain_prefixes: load and save exact prefixes of requests that carry no plan.
+    host_tier_bytes: of values kept in host memory, pinned where there is a GPU. device_pool_bytes:
+    of values kept on the model's device, beside vLLM's own cache. 0: none. tier_policy: what of
+    them is kept where (``ragcache_core.hotness.placement``).
+    role: what the engine does of requests that are handed over; vLLM's kv_role.
+    handoff_wait_s: how long one that decodes waits for what another engine computes, before it
+    computes what is missing.
     observe_deadline_s: how long blocks of a request that has ended are kept, at most, while none of
     its chunks is looked at; the engine does that when it has nothing else to do.
+    otlp_endpoint: base URL of an OpenTelemetry collector; None: no spans are made.
     """
 
     cachestore: Members
     records_listen: str | None = None
+    plan_keys: PlanKeys | None = None
     lookup_wait_s: float = 0.005
     lookup_deadline_s: float = 0.5
     load_deadline_s: float = 5.0
@@ -46,14 +65,21 @@ class EngineConfig:
     min_load_tokens: int = 64
     save_queue_bytes: int = 1 << 30
     min_blend_share: float = 0.5
-    blend_always: bool = False
+    load_always: bool = False
     repair_slice_tokens: int = REPAIR_SLICE_TOKENS
     question_tokens: int = 128
     observe_deadline_s: float = 60.0
+    plain_prefixes: bool = True
+    otlp_endpoint: str | None = None
+    host_tier_bytes: int = 0
+    device_pool_bytes: int = 0
+    tier_policy: str = DEFAULT_TIER_POLICY
+    role: Role = Role.BOTH
+    handoff_wait_s: float = HANDOFF_WAIT_S
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
-        """Read RAGCACHE_CACHESTORE, _RECORDS_LISTEN, _BLEND and _REPAIR_SLICE_TOKENS.
+        """Read RAGCACHE_CACHESTORE, and what else there is in RAGCACHE_*.
 
         Raises InvalidInput naming the one that is wrong.
         """
@@ -63,15 +89,42 @@ class EngineConfig:
         return cls(
             members_from("RAGCACHE_CACHESTORE", cachestore),
             env.get("RAGCACHE_RECORDS_LISTEN") or None,
-            blend_always=_blend(env.get("RAGCACHE_BLEND", "faster")) == "always",
+            plan_keys_from(env),
+            load_always=_load(env.get("RAGCACHE_LOAD", "faster")) == "always",
             repair_slice_tokens=_slice_tokens(env.get("RAGCACHE_REPAIR_SLICE_TOKENS", "")),
+            plain_prefixes=_plain_prefixes(env.get("RAGCACHE_PLAIN_PREFIXES", "on")) == "on",
+            otlp_endpoint=otlp_endpoint(env),
+            host_tier_bytes=_size("RAGCACHE_HOST_TIER_BYTES", env),
+            device_pool_bytes=_size("RAGCACHE_DEVICE_POOL_BYTES", env),
+            tier_policy=_tier_policy(env.get("RAGCACHE_TIER_POLICY", DEFAULT_TIER_POLICY)),
+            handoff_wait_s=_handoff_wait_s(env.get("RAGCACHE_HANDOFF_WAIT_S", "")),
         )
 
 
-def _blend(text: str) -> str:
+def _load(text: str) -> str:
     if text not in ("faster", "always"):
-        raise InvalidInput("RAGCACHE_BLEND", f"is {text!r}", "set it to faster or always")
+        raise InvalidInput("RAGCACHE_LOAD", f"is {text!r}", "set it to faster or always")
     return text
+
+
+def _plain_prefixes(text: str) -> str:
+    if text not in ("on", "off"):
+        raise InvalidInput("RAGCACHE_PLAIN_PREFIXES", f"is {text!r}", "set it to on or off")
+    return text
+
+
+def _handoff_wait_s(text: str) -> float:
+    if not text:
+        return HANDOFF_WAIT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InvalidInput(
+            "RAGCACHE_HANDOFF_WAIT_S", f"is {text!r}", "set it to seconds, or leave it out"
+        )
+    return seconds
 
 
 def _slice_tokens(text: str) -> int:
@@ -82,3 +135,18 @@ def _slice_tokens(text: str) -> int:
             "RAGCACHE_REPAIR_SLICE_TOKENS", f"is {text!r}", "set it to 1 or more, or leave it out"
         )
     return int(text)
+
+
+def _size(name: str, env: Mapping[str, str]) -> int:
+    text = env.get(name, "") or "0"
+    found = re.fullmatch(r"([0-9]+)(Ki|Mi|Gi)?", text, re.ASCII)
+    if found is None:
+        raise InvalidInput(name, f"is {text!r}", "set it to bytes, like 4Gi, or 0 for none")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _tier_policy(text: str) -> str:
+    if text not in TIER_POLICIES:
+        names = " or ".join(TIER_POLICIES)
+        raise InvalidInput("RAGCACHE_TIER_POLICY", f"is {text!r}", f"set it to {names}")
+    return text

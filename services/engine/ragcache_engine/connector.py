@@ -1,21 +1,26 @@
 """The class that vLLM makes: translates its connector interface to the two sides.
 
 vLLM makes one object for the scheduler and one for every worker, in different processes on CPU.
-Loads are asynchronous: vLLM parks the request and other requests keep running. All saving happens
-after the forward pass, so the per-layer hooks stay unused and CUDA graphs stay whole.
+Loads are asynchronous: vLLM parks the request and other requests keep running. Saving happens
+after the forward pass, so the per-layer hooks stay unused and CUDA graphs stay whole; but for an
+engine that computes prompts for others (``Role.PREFILL``), which copies layers out as they end.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -23,18 +28,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace
+from ragcache_core.prefill_profile import PrefillProfile
+from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_engine.blender import Blender, blender
 from ragcache_engine.config import EngineConfig
+from ragcache_engine.load_counts import LoadCounts
+from ragcache_engine.loaded_model import loaded_model
+from ragcache_engine.machine import machine
 from ragcache_engine.metrics import LoadMetrics, LoadStats
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version, worker
+from ragcache_engine.profiling import keep_profile, kept_profile, measure, profile_path
+from ragcache_engine.recomputing import Recomputer
 from ragcache_engine.records import RecordBook, serve
+from ragcache_engine.roles import Role
 from ragcache_engine.salting import salt
 from ragcache_engine.scheduler_side import SchedulerSide
+from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import StepJobs, StepReport
 from ragcache_engine.worker_side import WorkerSide
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.sharded import ShardedStore
+from ragcache_wire.trace_context import TRACEPARENT
+from ragcache_wire.tracing import Tracer, tracer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +63,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.ragcache")
+
+_PROFILE_BUDGET_S = 5.0
+"""Seconds that a start may take longer, if no earlier one has left its profile."""
 
 
 @dataclass(slots=True)
@@ -66,6 +85,13 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return _WorkerMetadata(report)
 
 
+@dataclass(slots=True)
+class _Measured(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker found out at start, which vLLM carries to the scheduler's process."""
+
+    profile: PrefillProfile
+
+
 class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Chunk-caches for an unpatched vLLM; see the module's docstring."""
 
@@ -74,17 +100,22 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _refuse_unsupported(vllm_config)
-        self._config = EngineConfig.from_env(os.environ)
+        role_of_engine = Role(vllm_config.kv_transfer_config.kv_role)
+        self._config = replace(EngineConfig.from_env(os.environ), role=role_of_engine)
         self._space = _kv_space(vllm_config)
+        self._tracer = _tracer(self._config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._cache: PagedCache | None = None
+        self._recomputer: Recomputer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            book = RecordBook()
+            book, costs = RecordBook(), ReuseCosts()
             client = ShardedStore(self._config.cachestore)
-            self._scheduler = SchedulerSide(self._config, self._space, book, client)
-            self._records = (
-                serve(book, self._config.records_listen) if self._config.records_listen else None
+            self._scheduler = SchedulerSide(
+                self._config, self._space, book, client, costs, self._tracer
             )
+            listen = self._config.records_listen
+            self._records = serve(book, costs, listen) if listen else None
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Learn of the pool of blocks; vLLM calls it once, in the scheduler's process."""
@@ -120,13 +151,25 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         _check_layout(cache, self._space, self._vllm_config.cache_config.block_size)
         # Connects on the worker side's own threads, which are bound to no core (``threads``).
         client = ShardedStore(self._config.cachestore)
-        self._worker = WorkerSide(self._config, self._space, cache, client, self._blender(cache))
+        self._cache, self._recomputer = cache, self._reach_model()
+        self._worker = WorkerSide(
+            self._config, self._space, cache, client, self._blender(cache), self._tracer
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What computing takes here; vLLM asks once, when the model is compiled and warm."""
+        try:
+            profile = self._profile()
+        except Exception:
+            log.exception("what computing takes is not known before requests show it")
+            return None
+        return _Measured(profile) if profile is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; vLLM calls this first, ahead of the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.begin_step()
+            self._worker.begin_step(self._jobs())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads; called on every step."""
@@ -139,7 +182,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do per layer: saving reads the cache after the forward pass."""
+        """A layer has ended; of use where prompts are computed for another engine."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         """Copy out what became whole in this step; sending it happens in the background."""
@@ -158,8 +203,10 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker.take_bad_blocks() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What became of loads since the last step, for vLLM's metrics and log."""
-        counts = self._worker.take_counts() if self._worker is not None else None
+        """What this process counted since the last step, for vLLM's metrics and log."""
+        counts = self._worker.take_counts() if self._worker is not None else LoadCounts()
+        if self._scheduler is not None:
+            counts.refused += self._scheduler.take_refused()
         return LoadStats(counts.to_dict()) if counts else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -169,14 +216,28 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # Scheduler process.
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn what the workers found out, by their rank."""
+        first = metadata.get(0)
+        if self._scheduler is not None and isinstance(first, _Measured):
+            self._scheduler.on_profile(first.profile)
+
     def on_new_request(self, request: Request) -> None:
         """A request arrived."""
         # LoRA changes KV, images and embeddings have no token ids: neither has chunk-caches.
-        plain = not request.lora_request and not request.mm_features and request.prompt_token_ids
-        if self._scheduler is not None and plain:
-            self._scheduler.on_new_request(
-                request.request_id, request.prompt_token_ids, request.kv_transfer_params
-            )
+        has_tokens = request.prompt_token_ids and request.prompt_embeds is None
+        if self._scheduler is None or request.lora_request or request.mm_features or not has_tokens:
+            return
+        self._scheduler.on_new_request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.kv_transfer_params,
+            cache_salt=request.cache_salt,
+            cacheable=self._is_cacheable(request),
+            traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -236,15 +297,80 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.close()
             if self._records is not None:
                 self._records.stop(None)
+        self._tracer.close()
+
+    def _reach_model(self) -> Recomputer | None:
+        """None where passes of our own cannot be made, which is no reason not to serve."""
+        block_size = self._vllm_config.cache_config.block_size
+        try:
+            return Recomputer(loaded_model(worker().model_runner, block_size))
+        except Exception as error:
+            log.warning(
+                "chunks are reused behind their own prefix only, and what computing takes is not"
+                " measured at start: %s",
+                error,
+            )
+            return None
 
     def _blender(self, cache: PagedCache) -> Blender | None:
         """None where this model cannot be blended, which is no reason not to serve it."""
+        if self._recomputer is None:
+            return None
         config = load_model_folder(str(self._vllm_config.model_config.model)).config
         try:
-            return blender(worker().model_runner, cache, config, self._space)
+            model = worker().model_runner.model
+            return blender(model, self._recomputer, cache, config, self._space)
         except Exception as error:
             log.warning("chunks are reused behind their own prefix only: %s", error)
             return None
+
+    def _profile(self) -> PrefillProfile | None:
+        """That of an earlier start, or taken now."""
+        if self._cache is None or self._recomputer is None:
+            return None
+        config = self._vllm_config
+        path = profile_path(
+            Path(envs.VLLM_CACHE_ROOT),
+            space=repr(self._space),
+            vllm=vllm_version(),
+            torch=torch.__version__,
+            machine=machine(self._cache.device),
+            pass_tokens=self._recomputer.max_tokens,
+            max_length=config.model_config.max_model_len,
+            compiled=str(config.compilation_config.mode),
+        )
+        profile = kept_profile(path)
+        if profile is None:
+            profile = measure(
+                self._cache,
+                self._recomputer,
+                num_blocks=config.cache_config.num_gpu_blocks,
+                max_length=config.model_config.max_model_len,
+                budget_s=_PROFILE_BUDGET_S,
+            )
+            keep_profile(path, profile)
+        longest = profile.computed[-1]
+        log.info(
+            "a pass over %d tokens takes %.3f s here, behind %d tokens %.3f s",
+            longest,
+            profile.seconds[0][-1],
+            profile.cached[-1],
+            profile.seconds[-1][-1],
+        )
+        return profile
+
+    def _is_cacheable(self, request: Request) -> bool:
+        """Whether vLLM's own prefix cache would serve a request.
+
+        Not one that asks for its prompt's logprobs, or says so itself (skip_reading_prefix_cache),
+        nor one that is pooled. The prompt of a resumable one grows while it runs.
+        """
+        return (
+            bool(self._vllm_config.cache_config.enable_prefix_caching)
+            and request.pooling_params is None
+            and not request.skip_reading_prefix_cache
+            and not request.resumable
+        )
 
     def _jobs(self) -> StepJobs:
         metadata = self._get_connector_metadata()
@@ -284,6 +410,15 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise InvalidInput(
             "engines[].args", "set --kv-cache-dtype", "leave it out: KV is kept in the model's type"
         )
+    role = vllm_config.kv_transfer_config.kv_role
+    if role == Role.PREFILL and vllm_config.max_concurrent_batches > 1:
+        # vLLM takes it that such an engine loads nothing, and gives a load blocks that the pass
+        # before may still be writing.
+        raise InvalidInput(
+            "engines[].args",
+            f"schedule ahead of the pass that runs, with kv_role {role}",
+            "add --no-async-scheduling",
+        )
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise InvalidInput(
@@ -291,6 +426,14 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             f"is {policy!r}",
             "set it to recompute: a lost cache is no error",
         )
+
+
+def _tracer(config: EngineConfig) -> Tracer:
+    if config.otlp_endpoint is None:
+        return Tracer()
+    # What exports runs on the cores of who starts it, and is to stay off those vLLM computes on.
+    with side_pool(1, "ragcache-trace") as pool:
+        return pool.submit(tracer, config.otlp_endpoint, "engine", platform.node()).result()
 
 
 def _kv_space(vllm_config: VllmConfig) -> KVSpace:

@@ -1,4 +1,4 @@
-"""Fetch variants from the store in the background and hand them to the engine's own thread."""
+"""Run loads: values are fetched in the background and written by the engine's own thread."""
 
 from __future__ import annotations
 
@@ -6,36 +6,23 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from ragcache_core.errors import RagCacheError
-from ragcache_core.keys import KVSpace
-from ragcache_core.variant import Miss
-from ragcache_engine.records import reason
+from ragcache_engine.arriving import Arrival
+from ragcache_engine.fetching import Fetcher
 from ragcache_engine.threads import side_pool
+from ragcache_engine.tiers import Offer, Tiers
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
-from ragcache_engine.values import decode
-from ragcache_kv.rotation import KeyRotation
-from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.store.stored_value import StoredValue
+from ragcache_wire.trace_context import metadata
+from ragcache_wire.tracing import NO_SPAN, Kind, Tracer
+from ragcache_wire.tracing import Span as TraceSpan
 
 log = logging.getLogger("vllm.ragcache")
 
-Write = Callable[[LoadJob, torch.Tensor, int], None]
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """One variant that came; value None: it did not, and unless it is mended nothing after it."""
-
-    span: Span
-    value: torch.Tensor | None
-    num_bytes: int = 0
-    reason: str = ""
-    mended: bool = False
+Write = Callable[[LoadJob, Arrival, int, int], None]
 
 
 @dataclass(slots=True)
@@ -43,49 +30,42 @@ class _Load:
     job: LoadJob
     started: float
     cancelled: threading.Event = field(default_factory=threading.Event)
-    arrivals: queue.SimpleQueue[_Arrival] = field(default_factory=queue.SimpleQueue)
+    arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
     spans_done: int = 0
     tokens: int = 0
     num_bytes: int = 0
     lost: list[range] = field(default_factory=list)
-
-    def may_lack(self, span: Span) -> bool:
-        """Whether what span has can be computed later, when the load is mended."""
-        repair = self.job.repair
-        return repair is not None and max(span.start, self.job.first) >= repair.exact_end
+    trace: TraceSpan = NO_SPAN
+    values_from: Counter[str] = field(default_factory=Counter)
+    bytes_from: Counter[str] = field(default_factory=Counter)
+    offers: list[Offer] = field(default_factory=list)
 
 
 class Loader:
     """Runs LoadJobs. ``write`` is called on the thread that calls ``advance``, never elsewhere.
 
-    write(job, value, start): put value, the prompt tokens from start on, into the job's blocks.
-    Values arrive in order, so what has been written is always a prefix, but for holes that are
-    mended. rotation: of the model's keys, for those that have moved; None where that is not known,
-    and then no job has any.
+    write(job, arrival, start, end): put prompt tokens [start, end) of an arrival into the job's
+    blocks. Values arrive in order, so what has been written is always a prefix, but for holes that
+    are mended. What a load has brought is offered to the tiers when it has ended. connect: what is
+    to be done before the first load, if there is time, on a thread of this. tracer: of loads that
+    are part of a trace.
     """
 
     def __init__(
         self,
-        client: ShardedStore,
-        space: KVSpace,
+        fetcher: Fetcher,
+        tiers: Tiers,
         deadline_s: float,
-        rotation: KeyRotation | None = None,
+        connect: Callable[[], None],
+        tracer: Tracer | None = None,
     ) -> None:
-        self._client = client
-        self._space = space
+        self._fetcher = fetcher
+        self._tiers = tiers
         self._deadline_s = deadline_s
-        self._rotation = rotation
+        self._tracer = tracer or Tracer()
         self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
-        # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
-        self._pool.submit(self._connect)
-
-    def _connect(self) -> None:
-        if self._rotation is not None:
-            self._rotation.warm_up()
-        self._client.connect(self._deadline_s)
-        for shard, lane in self._client.lanes().items():
-            log.info("values of shard %s come over the %s lane", shard, lane)
+        self._pool.submit(connect)
 
     @property
     def idle(self) -> bool:
@@ -95,12 +75,13 @@ class Loader:
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""
         load = _Load(job, time.monotonic())
+        load.trace = self._tracer.below("load", metadata(job.traceparent), Kind.INTERNAL)
         self._loads[job.request_id] = load
         try:
-            self._pool.submit(self._fetch, load)
+            self._pool.submit(self._traced_fetch, load)
         except RuntimeError:
             log.exception("load of request %s cannot be started", job.request_id)
-            load.arrivals.put(_Arrival(job.spans[0], None, reason="load failed"))
+            load.arrivals.put(Arrival(job.spans[0], None, reason="load failed"))
 
     def cancel(self, request_id: str) -> None:
         """Stop wanting a load, if it is running; it is still reported, as every load is."""
@@ -124,6 +105,9 @@ class Loader:
             if outcome is not None:
                 outcomes.append(outcome)
                 del self._loads[request_id]
+                self._tiers.offer(load.offers)
+        if outcomes:
+            self._tiers.settle()
         return outcomes
 
     def close(self) -> None:
@@ -147,20 +131,26 @@ class Loader:
                 return self._outcome(load, load.job.spans[load.spans_done], "load late")
             span = arrival.span
             start, end = max(span.start, load.job.first), min(span.end, load.job.end)
-            if arrival.value is None:
+            if arrival.source is None:
                 if not arrival.mended:
                     return self._outcome(load, span, arrival.reason)
                 load.lost.append(range(start, end))
                 load.spans_done += 1
                 continue
-            write(load.job, arrival.value[:, :, start - span.start : end - span.start], start)
+            write(load.job, arrival, start, end)
             load.spans_done += 1
             load.tokens += end - start
             load.num_bytes += arrival.num_bytes
+            load.values_from[arrival.came_from] += 1
+            load.bytes_from[arrival.came_from] += arrival.num_bytes
+            if arrival.offer is not None:
+                load.offers.append(arrival.offer)
         return self._outcome(load, None, "")
 
     @staticmethod
     def _outcome(load: _Load, missing: Span | None, reason: str) -> LoadOutcome:
+        load.trace.set(tokens=load.tokens, bytes=load.num_bytes, miss=reason)
+        load.trace.end()
         return LoadOutcome(
             load.job.request_id,
             load.tokens,
@@ -169,24 +159,13 @@ class Loader:
             missing.variant if missing else None,
             reason,
             tuple(load.lost),
+            values_from=load.values_from,
+            bytes_from=load.bytes_from,
         )
 
-    def _arrival(self, load: _Load, span: Span, stored: StoredValue | Miss) -> _Arrival:
-        mended = load.may_lack(span)
-        if isinstance(stored, Miss):
-            return _Arrival(span, None, reason=reason(stored), mended=mended)
-        if not (mended or stored.info.serves_exact):
-            # It was when it was looked up; since then it has been held with a loss.
-            return _Arrival(span, None, reason=reason(Miss.OTHER_PRECISION))
-        if span.base_position not in (None, stored.info.base_position):
-            return _Arrival(span, None, reason="other position", mended=mended)
-        value = decode(stored, span.end - span.start, self._space)
-        if value is None:
-            return _Arrival(span, None, reason="other layout", mended=mended)
-        if span.moved_by:
-            assert self._rotation is not None
-            self._rotation.rotate_part(value, span.moved_by)
-        return _Arrival(span, value, num_bytes=len(stored.value))
+    def _traced_fetch(self, load: _Load) -> None:
+        with load.trace.current():
+            self._fetch(load)
 
     def _fetch(self, load: _Load) -> None:
         spans = load.job.spans
@@ -196,28 +175,15 @@ class Loader:
         if load.cancelled.is_set() or left_s <= 0:
             return
         try:
-            values = self._client.get(
-                [span.variant for span in spans],
-                left_s,
-                exact=load.job.repair is None,
-                domain=load.job.domain,
-            )
-            for span, (key, stored) in zip(spans, values, strict=False):
+            for arrival in self._fetcher.fetch(load.job, left_s):
                 if load.cancelled.is_set():
                     return
-                if key != span.variant:
-                    raise RagCacheError("the store answered in another order")
-                arrival = self._arrival(load, span, stored)
                 load.arrivals.put(arrival)
-                if arrival.value is None and not arrival.mended:
-                    return
                 done += 1
-            if done < len(spans):
-                load.arrivals.put(_Arrival(spans[done], None, reason="store ended early"))
         except RagCacheError as error:
             log.warning("load of request %s failed: %s", load.job.request_id, error)
-            load.arrivals.put(_Arrival(spans[done], None, reason="store unavailable"))
+            load.arrivals.put(Arrival(spans[done], None, reason="store unavailable"))
         except Exception:
             # Whatever it was, the request must be computed rather than wait for its deadline.
             log.exception("load of request %s failed", load.job.request_id)
-            load.arrivals.put(_Arrival(spans[done], None, reason="load failed"))
+            load.arrivals.put(Arrival(spans[done], None, reason="load failed"))

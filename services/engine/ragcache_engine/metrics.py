@@ -1,6 +1,7 @@
 """What the connector did with its loads, among vLLM's own metrics (``/metrics`` of its server).
 
-A worker counts; vLLM carries the counts to the server's process, which has the Prometheus registry.
+A worker counts, and the scheduler what it refuses; vLLM adds them up and carries them to the
+server's process, which has the Prometheus registry.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -67,6 +68,12 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="Loads that did not come whole, what they lacked being computed.",
             labelnames=[*labelnames, "reason"],
         )
+        self._refused = counter(
+            name="ragcache_engine_refused_plans",
+            documentation="Plans that were not acted on, their prompts being computed: unsealed or "
+            "forged, which no gateway sends where there is a key, or invalid.",
+            labelnames=[*labelnames, "reason"],
+        )
         self._load_s = histogram(
             name="ragcache_engine_load_seconds",
             documentation="Fetching a prompt's chunk-caches and writing them into its blocks.",
@@ -80,6 +87,28 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             labelnames=labelnames,
         )
 
+        self._values = counter(
+            name="ragcache_engine_loaded_values",
+            documentation="Chunk-caches loaded, by the tier they came from: the engine's own "
+            "(device, host), or the cache store.",
+            labelnames=[*labelnames, "tier"],
+        )
+        self._bytes = counter(
+            name="ragcache_engine_loaded_bytes",
+            documentation="Bytes of chunk-caches loaded, by the tier they came from.",
+            labelnames=[*labelnames, "tier"],
+        )
+        self._evicted = counter(
+            name="ragcache_engine_tier_evictions",
+            documentation="Chunk-caches that left the engine's own tiers.",
+            labelnames=[*labelnames, "tier"],
+        )
+        self._held = metric_types[Gauge](
+            name="ragcache_engine_tier_bytes",
+            documentation="Bytes of chunk-caches in the engine's own tiers.",
+            labelnames=[*labelnames, "tier"],
+        )
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take what one or more steps counted."""
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
@@ -88,7 +117,18 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._tokens.labels(*labels, kind).inc(tokens)
         for reason, times in counts.failures.items():
             self._failures.labels(*labels, reason).inc(times)
+        for reason, times in counts.refused.items():
+            self._refused.labels(*labels, reason).inc(times)
         for seconds in counts.load_s:
             self._load_s.labels(*labels).observe(seconds)
         for seconds in counts.repair_s:
             self._repair_s.labels(*labels).observe(seconds)
+        for metric, by_tier in (
+            (self._values, counts.values_from),
+            (self._bytes, counts.bytes_from),
+            (self._evicted, counts.evicted),
+        ):
+            for tier, count in by_tier.items():
+                metric.labels(*labels, tier).inc(count)
+        for tier, held_bytes in counts.held_bytes.items():
+            self._held.labels(*labels, tier).set(held_bytes)

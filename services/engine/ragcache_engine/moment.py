@@ -31,6 +31,11 @@ class Moment:
         """Whether it is over, so that nobody need wait for it."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        """Wait until it has come; for a thread that has nothing else to do."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def seconds_since(self, earlier: Moment) -> float:
         """Seconds from an earlier moment of the same device; waits until this one has come."""
         if self._event is None or earlier._event is None:

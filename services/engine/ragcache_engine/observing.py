@@ -17,6 +17,8 @@ import torch
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix import AttendedChunk
 from ragcache_engine.transfer import ObserveJob, SaveJob
+from ragcache_wire.trace_context import metadata
+from ragcache_wire.tracing import Kind, Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.attention import AttentionObserver
@@ -37,7 +39,8 @@ class Observing:
     """Observes one chunk a step. For the worker's main thread only.
 
     keep(save, observation, seconds): takes what was seen of a variant that was saved. deadline_s:
-    after that without anything seen a request's blocks are let go.
+    after that without anything seen a request's blocks are let go. tracer: of what is part of a
+    trace.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Observing:
         keep: Keep,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self._observer = observer
         self._max_tokens = max_tokens
         self._keep = keep
         self._deadline_s = deadline_s
         self._clock = clock
+        self._tracer = tracer or Tracer()
         self._watchings: list[_Watching] = []
 
     def start(self, job: ObserveJob) -> None:
@@ -65,7 +70,10 @@ class Observing:
         if idle and self._watchings and self._watchings[0].left:
             watching = self._watchings[0]
             try:
-                self._observe(watching.job, watching.left.pop(0))
+                place = watching.left.pop(0)
+                parent = metadata(watching.job.saves[place].traceparent)
+                with self._tracer.below("observe", parent, Kind.INTERNAL, place=place):
+                    self._observe(watching.job, place)
                 watching.since = self._clock()
             except Exception:
                 log.exception("chunks of request %s are not observed", watching.job.request_id)

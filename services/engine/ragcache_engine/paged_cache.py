@@ -40,7 +40,8 @@ class PagedCache:
 
     def __init__(self, layers: Mapping[str, Any], device: torch.device) -> None:
         self.layers = list(layers.values())
-        self._device = device
+        self.device = device
+        self.index_of = {name: index for index, name in enumerate(layers)}
         shapes = {_shape(layer.kv_cache) for layer in self.layers}
         if len(shapes) != 1:
             raise ValueError(f"layers differ in their KV shape: {shapes}")
@@ -54,7 +55,7 @@ class PagedCache:
 
     def moment(self) -> Moment:
         """When the device has done all that it was told to until now; waits for nothing."""
-        return Moment(self._device)
+        return Moment(self.device)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slot of each token in [start, end) of a request with this block table; int64 [T]."""
@@ -64,26 +65,42 @@ class PagedCache:
         return table[positions // size] * size + positions % size
 
     def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write tokens of all layers. value: [num_layers, 2, T, num_kv_heads, head_dim]."""
-        slots = slots.to(self._device, non_blocking=True)
-        value = value.to(self._device, non_blocking=True)
+        """Write tokens of all layers. value: [num_layers, 2, T, num_kv_heads, head_dim].
+
+        On the device or not. If it is no contiguous tensor, one layer's keys are, and its values.
+        """
+        slots = slots.to(self.device, non_blocking=True)
+        if value.is_contiguous():
+            value = value.to(self.device, non_blocking=True)
         for index, layer in enumerate(self.layers):
-            layer.impl.do_kv_cache_update(
-                layer, value[index, 0], value[index, 1], layer.kv_cache, slots
-            )
+            keys, values = (half.to(self.device, non_blocking=True) for half in value[index])
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Tokens [start, end) of all layers on the CPU: [num_layers, 2, T, num_kv_heads, head_dim].
 
         blocks: the request's block table.
         """
-        value = torch.empty(
-            (self.num_layers, 2, end - start, self.shape.num_kv_heads, self.shape.head_dim),
-            dtype=self.shape.dtype,
-        )
+        value = torch.empty(self._dims(end - start), dtype=self.shape.dtype)
         for index in range(self.num_layers):
-            value[index, 0], value[index, 1] = self.layer(index, blocks, start, end)
+            self.read_layer(index, blocks, start, end, value[index])
         return value
+
+    def empty(self, num_tokens: int) -> torch.Tensor:
+        """Memory for ``read_layer``: [num_layers, 2, num_tokens, num_kv_heads, head_dim], CPU."""
+        is_far = self.device.type == "cuda"
+        return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype, pin_memory=is_far)
+
+    def read_layer(
+        self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
+    ) -> None:
+        """Copy tokens [start, end) of one layer to out, [2, T, num_kv_heads, head_dim] on the CPU.
+
+        From a device to pinned memory (``empty``) the copy has ended when the next ``moment`` has
+        come, else on return.
+        """
+        for which, tokens in enumerate(self.layer(index, blocks, start, end)):
+            out[which].copy_(tokens, non_blocking=out.is_pinned())
 
     def layer(
         self, index: int, blocks: Sequence[int], start: int, end: int
@@ -101,11 +118,14 @@ class PagedCache:
         rows = self._rows(index, blocks, start, end)
         return self._unpack_one(rows, 0)[self._inside(start, end)]
 
+    def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+
     def _rows(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """The whole blocks of one layer that have tokens [start, end)."""
         size = self.shape.block_size
         table = torch.tensor(blocks[start // size : -(-end // size)], dtype=torch.int64)
-        rows: torch.Tensor = self.layers[index].kv_cache[table.to(self._device)]
+        rows: torch.Tensor = self.layers[index].kv_cache[table.to(self.device)]
         return rows
 
     def _inside(self, start: int, end: int) -> slice:

@@ -1,4 +1,7 @@
-"""The engine's own record of its requests, served over gRPC (streamed replies carry none)."""
+"""The engine's own record of its requests, and of what they cost, served over gRPC.
+
+Streamed replies carry no record; what costs are is for those who choose among engines.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 import grpc
 
 from ragcache_core.errors import NotFound
-from ragcache_core.variant import Miss
+from ragcache_core.reuse_costs import ReuseCosts
+from ragcache_core.variant import Miss, Tier
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
@@ -65,8 +69,9 @@ class RecordBook:
 
 
 class _EngineServicer(engine_pb2_grpc.EngineServicer):
-    def __init__(self, book: RecordBook) -> None:
+    def __init__(self, book: RecordBook, costs: ReuseCosts) -> None:
         self._book = book
+        self._costs = costs
 
     def GetRequestRecord(  # noqa: N802  name given by the protocol
         self, request: pb.GetRequestRecordRequest, context: Any
@@ -93,14 +98,32 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             miss=record.miss,
         )
 
+    def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802
+        costs = self._costs
+        known = {tier: costs.bandwidth(tier) for tier in Tier}
+        reply = pb.Costs(
+            correction=costs.correction,
+            loads=[
+                pb.LoadCost(tier=tier, latency_s=found[0], bytes_per_s=found[1])
+                for tier, found in known.items()
+                if found is not None
+            ],
+        )
+        if (profile := costs.profile) is not None:
+            reply.prefill.cached.extend(profile.cached)
+            reply.prefill.computed.extend(profile.computed)
+            reply.prefill.seconds.extend(s for row in profile.seconds for s in row)
+            reply.prefill.pass_tokens = profile.pass_tokens
+        return reply
 
-def serve(book: RecordBook, listen: str) -> grpc.Server:
-    """Serve book at listen ("host:port") until the returned server is stopped.
+
+def serve(book: RecordBook, costs: ReuseCosts, listen: str) -> grpc.Server:
+    """Serve both at listen ("host:port") until the returned server is stopped.
 
     Raises RuntimeError when the address is taken.
     """
     server = grpc.server(futures.ThreadPoolExecutor(2, "records"), options=SERVER_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(_EngineServicer(book), server)
+    engine_pb2_grpc.add_EngineServicer_to_server(_EngineServicer(book, costs), server)
     server.add_insecure_port(listen)
     server.start()
     return server

@@ -20,6 +20,8 @@ from ragcache_core.blend.recomputation import first_of
 from ragcache_core.blend.slices import merged, split
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair
+from ragcache_wire.trace_context import metadata
+from ragcache_wire.tracing import Kind, Span, Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.attention import AttentionObserver
@@ -32,12 +34,13 @@ REPAIR_FAILED = "repair failed"
 
 @dataclass(slots=True)
 class _Mending:
-    """runs: what is left to compute; None before the question has looked."""
+    """runs: what is left to compute; None before it has been chosen."""
 
     job: LoadJob
     repair: Repair
     outcome: LoadOutcome
     began: float
+    trace: Span
     runs: tuple[range, ...] | None = None
     repaired: int = 0
     cancelled: bool = False
@@ -48,6 +51,7 @@ class Repairer:
 
     slice_tokens: computed in one step at most while other requests run, so that these go on
     decoding; where none does, a step takes a whole pass. question_tokens: that look, at most.
+    tracer: of repairs that are part of a trace.
     """
 
     def __init__(
@@ -57,12 +61,14 @@ class Repairer:
         observer: AttentionObserver,
         slice_tokens: int,
         question_tokens: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self._cache = cache
         self._recomputer = recomputer
         self._observer = observer
         self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
         self._question_tokens = question_tokens
+        self._tracer = tracer or Tracer()
         self._mendings: list[_Mending] = []
 
     @property
@@ -72,8 +78,11 @@ class Repairer:
 
     def start(self, job: LoadJob, outcome: LoadOutcome) -> None:
         """Take up a load that has been written as far as it came."""
-        assert job.repair is not None
-        self._mendings.append(_Mending(job, job.repair, outcome, time.monotonic()))
+        repair = job.repair
+        assert repair is not None
+        trace = self._tracer.below("repair", metadata(job.traceparent), Kind.INTERNAL)
+        trace.set(chunks=len(repair.chunks), budget=repair.budget)
+        self._mendings.append(_Mending(job, repair, outcome, time.monotonic(), trace))
 
     def cancel(self, request_id: str) -> None:
         """Stop mending a load; it is still reported."""
@@ -110,6 +119,8 @@ class Repairer:
                 repaired=mending.repaired,
                 repair_s=spent_s,
             )
+            mending.trace.set(blended=outcome.blended, repaired=outcome.repaired, miss=reason)
+            mending.trace.end()
             ended.append((mending.job, outcome))
         return ended
 
@@ -117,13 +128,7 @@ class Repairer:
         """Make one pass; returns how many tokens it had."""
         repair, job = mending.repair, mending.job
         if mending.runs is None:
-            holes = merged([*repair.holes, *mending.outcome.lost])
-            self._blank(job, holes)
-            regard, looked = self._look(mending)
-            order = by_need(repair.chunks, regard)
-            chosen = first_of(order, repair.budget, exact_head=job.first)
-            mending.runs = merged([*chosen.runs, *holes])
-            return looked
+            return self._choose(mending)
         taken, mending.runs = split(
             mending.runs, max_tokens=room, max_runs=self._recomputer.max_runs
         )
@@ -132,22 +137,39 @@ class Repairer:
         mending.repaired += tokens
         return tokens
 
-    def _look(self, mending: _Mending) -> tuple[list[float] | None, int]:
-        """What the question looks at, by position, and how many tokens that took."""
+    def _choose(self, mending: _Mending) -> int:
+        """Find what to compute; returns how many tokens looked for that."""
         repair, job = mending.repair, mending.job
+        holes = merged([*repair.holes, *mending.outcome.lost])
+        self._blank(job, holes)
+        question = self._question(job, repair)
+        order = by_need(repair.chunks, self._regard(job, repair, question))
+        # Holes are computed whatever is chosen, so they take nothing of the budget.
+        chosen = first_of(order, repair.budget, exact_head=job.first, done=holes)
+        mending.runs = merged([*chosen.runs, *holes])
+        return len(question)
+
+    def _question(self, job: LoadJob, repair: Repair) -> Sequence[int]:
+        """The tokens that look at the chunks: none where nothing comes of it, or without room."""
+        if not (repair.budget and repair.chunks and repair.scratch):
+            return ()
         size = self._cache.shape.block_size
-        own = job.blocks[: -(-job.end // size)]
-        room = (len(own) + len(repair.scratch)) * size - job.end
+        room = (-(-job.end // size) + len(repair.scratch)) * size - job.end
         room = min(room, self._question_tokens, self._recomputer.max_tokens)
         # Of more than there is room for, its last words: what stands before them is mostly history.
-        question = list(repair.token_ids[job.end :])[-room:]
-        if not (repair.budget and repair.chunks and question and repair.scratch):
-            return None, 0
+        return repair.token_ids[job.end :][-room:]
+
+    def _regard(self, job: LoadJob, repair: Repair, question: Sequence[int]) -> list[float] | None:
+        """What the question looks at, by position; None where there is none."""
+        if not question:
+            return None
         token_ids = [*repair.token_ids[: job.end], *question]
+        own = job.blocks[: -(-job.end // self._cache.shape.block_size)]
         regard = self._observer.regard(
             token_ids, (*own, *repair.scratch), range(job.end, len(token_ids))
         )
-        return regard.tolist(), len(question)
+        seen: list[float] = regard.tolist()
+        return seen
 
     def _blank(self, job: LoadJob, holes: Sequence[range]) -> None:
         """Put zeros where nothing came: what lies there now may be anything, even no number."""

@@ -20,20 +20,31 @@ from ragcache_engine.transfer import SaveJob
 from ragcache_engine.values import native_bytes, native_parts, shape_of
 from ragcache_kv.store.sharded import ShardedStore
 from ragcache_kv.value import FORMAT, checksum
+from ragcache_wire.trace_context import metadata
+from ragcache_wire.tracing import Kind, Tracer
 
 log = logging.getLogger("vllm.ragcache")
 
 
 class Saver:
-    """Puts values in order of arrival; holds at most queue_bytes of them."""
+    """Puts values in order of arrival; holds at most queue_bytes of them.
+
+    tracer: of what is part of a trace.
+    """
 
     def __init__(
-        self, client: ShardedStore, space: KVSpace, deadline_s: float, queue_bytes: int
+        self,
+        client: ShardedStore,
+        space: KVSpace,
+        deadline_s: float,
+        queue_bytes: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self._client = client
         self._space = space
         self._deadline_s = deadline_s
         self._queue_bytes = queue_bytes
+        self._tracer = tracer or Tracer()
         self._pool = side_pool(1, "ragcache-save")
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
@@ -44,9 +55,18 @@ class Saver:
             room = sum(self._pending.values()) + num_bytes <= self._queue_bytes
             return room and key not in self._pending
 
-    def save(self, job: SaveJob, origin: Origin, value: torch.Tensor) -> None:
-        """Take a contiguous CPU tensor to send; returns at once."""
-        self._submit(job, job.span.variant, partial(self._value, job, origin, value))
+    def save(
+        self,
+        job: SaveJob,
+        origin: Origin,
+        value: torch.Tensor,
+        parts: Callable[[], tuple[Part, ...]] | None = None,
+    ) -> None:
+        """Take a contiguous CPU tensor to send; returns at once.
+
+        parts: waits until value is whole, and gives its parts; None: it is, and nobody knows them.
+        """
+        self._submit(job, job.span.variant, partial(self._value, job, origin, value, parts))
 
     def save_observation(self, job: SaveJob, observation: ChunkObservation, cost_s: float) -> None:
         """Take what was seen of a variant that was saved; returns at once.
@@ -84,7 +104,11 @@ class Saver:
             raise
 
     def _value(
-        self, job: SaveJob, origin: Origin, value: torch.Tensor
+        self,
+        job: SaveJob,
+        origin: Origin,
+        value: torch.Tensor,
+        parts: Callable[[], tuple[Part, ...]] | None,
     ) -> tuple[NewVariant, memoryview]:
         raw = native_bytes(value)
         variant = NewVariant(
@@ -92,7 +116,7 @@ class Saver:
             info=job.info,
             origin=origin,
             shape=shape_of(self._space),
-            parts=native_parts(raw, self._space, job.info.num_tokens),
+            parts=parts() if parts else native_parts(raw, self._space, job.info.num_tokens),
             value_format=FORMAT,
         )
         return variant, raw
@@ -101,9 +125,13 @@ class Saver:
         self, job: SaveJob, key: VariantKey, make: Callable[[], tuple[NewVariant, memoryview]]
     ) -> None:
         num_tokens = job.info.num_tokens
+        name = "save" if key == job.span.variant else "save observation"
         try:
-            variant, raw = make()
-            outcome = self._client.put(variant, raw, self._deadline_s, as_of=job.as_of)
+            trace = self._tracer.below(name, metadata(job.traceparent), Kind.INTERNAL)
+            with trace, trace.current():
+                variant, raw = make()
+                outcome = self._client.put(variant, raw, self._deadline_s, as_of=job.as_of)
+                trace.set(tokens=num_tokens, bytes=len(raw), outcome=outcome.value)
             if outcome is PutOutcome.DELETED:
                 log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
         except RagCacheError as error:

@@ -60,7 +60,8 @@ class LoadJob:
 
     spans: the variants that hold them, ascending; fetched whole, of the first and the last one
     maybe only a part is written. blocks: the request's block table, at least up to ``end``.
-    domain: access domain of the plan. repair: None where all of it is exact.
+    domain: access domain of the plan. repair: None where all of it is exact. traceparent: the span
+    that the request is part of, as W3C Trace Context writes it; empty where it is not traced.
     """
 
     request_id: str
@@ -70,6 +71,11 @@ class LoadJob:
     blocks: tuple[int, ...]
     domain: str
     repair: Repair | None = None
+    traceparent: str = ""
+
+    def may_lack(self, span: Span) -> bool:
+        """Whether what span has can be computed later, when the load is mended."""
+        return self.repair is not None and max(span.start, self.first) >= self.repair.exact_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class SaveJob:
     """Save one variant from a request's blocks after this step's forward pass.
 
     origin: all but its cost, which the worker measures. as_of: the deletes that the lookup knew of
-    which the computation was planned on, by the shard's address.
+    which the computation was planned on, by the shard's address. traceparent: as of a LoadJob.
     """
 
     request_id: str
@@ -86,6 +92,7 @@ class SaveJob:
     origin: Origin
     as_of: Mapping[str, AsOf]
     blocks: tuple[int, ...]
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,8 @@ class StepJobs:
     """Scheduler to worker.
 
     let_go: of all blocks that are kept for observing; vLLM needs them. computing: of requests with
-    a plan. num_tokens: of every request that runs in the step.
+    a plan. num_tokens: of every request that runs in the step. work: what computing them is
+    (``ReuseCosts.work``), which comes back with the seconds that it took.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -129,6 +137,7 @@ class StepJobs:
     let_go: bool = False
     computing: tuple[Computing, ...] = ()
     num_tokens: int = 0
+    work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,7 @@ class LoadOutcome:
     missing: the first variant that did not come, or None. reason: why it failed, or "".
     lost: what did not come of a load that is mended. blended: of tokens, those that are not exact.
     repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.
+    values_from, bytes_from: values that were written and their bytes, by where they came from.
     """
 
     request_id: str
@@ -151,11 +161,13 @@ class LoadOutcome:
     blended: int = 0
     repaired: int = 0
     repair_s: float = 0.0
+    values_from: Mapping[str, int] = field(default_factory=dict)
+    bytes_from: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Worker to scheduler. passes: tokens and seconds of passes that computed prompts."""
+    """Worker to scheduler. passes: work and seconds of passes that computed prompts."""
 
     outcomes: list[LoadOutcome] = field(default_factory=list)
-    passes: list[tuple[int, float]] = field(default_factory=list)
+    passes: list[tuple[float, float]] = field(default_factory=list)

@@ -16,7 +16,7 @@ from ragcache_kv.value import FORMAT, value_bytes, value_parts
 
 log = logging.getLogger("vllm.ragcache")
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def shape_of(space: KVSpace) -> ValueShape:
@@ -34,22 +34,31 @@ def native_parts(raw: memoryview, space: KVSpace, num_tokens: int) -> tuple[Part
     return parts_of(raw, value_parts(space, num_tokens))
 
 
+def dims_of(space: KVSpace, num_tokens: int) -> tuple[int, int, int, int, int]:
+    """[num_layers, 2, num_tokens, num_kv_heads, head_dim]."""
+    return (space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
+
+
+def is_of(stored: StoredValue, num_tokens: int, space: KVSpace) -> bool:
+    """Whether a value says that it is of so many tokens of a space, in the format known here."""
+    if stored.value_format != FORMAT or stored.shape != shape_of(space):
+        return False
+    return stored.info.num_tokens == num_tokens and len(stored.parts) == space.num_layers
+
+
 def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor | None:
     """Value as [num_layers, 2, num_tokens, num_kv_heads, head_dim]; None if it is no such value.
 
     Its checksums have been verified where its bytes came in. A native value is used where it lies.
     """
-    shape = shape_of(space)
-    if stored.value_format != FORMAT or stored.shape != shape:
+    if not is_of(stored, num_tokens, space):
         return None
-    if stored.info.num_tokens != num_tokens:
-        return None
-    dims = (space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
+    dims = dims_of(space, num_tokens)
     if stored.info.precision != Precision():
-        return _decoded(stored, shape, dims)
+        return _decoded(stored, shape_of(space), dims)
     if len(stored.value) != value_bytes(space, num_tokens):
         return None
-    return torch.frombuffer(stored.value, dtype=_DTYPES[space.dtype]).view(dims)
+    return torch.frombuffer(stored.value, dtype=DTYPES[space.dtype]).view(dims)
 
 
 def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> torch.Tensor | None:
@@ -57,9 +66,7 @@ def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> t
     # Its loops are compiled when they are first needed, and most engines never need them.
     from ragcache_kv.codecs import decode_part  # noqa: PLC0415
 
-    if len(stored.parts) != shape.num_layers:
-        return None
-    value = torch.empty(dims, dtype=_DTYPES[shape.dtype])
+    value = torch.empty(dims, dtype=DTYPES[shape.dtype])
     try:
         for layer, out in enumerate(value):
             encoded = np.frombuffer(stored.part(layer), np.uint8)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from ragcache_core.keys import KVSpace
+from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
+from ragcache_engine.fetching import Fetcher
 from ragcache_engine.load_counts import LoadCounts
 from ragcache_engine.loading import Loader
 from ragcache_engine.moment import Moment
 from ragcache_engine.observing import Observing
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.repairing import Repairer
+from ragcache_engine.roles import Role
 from ragcache_engine.saving import Saver
+from ragcache_engine.staging import Staging
+from ragcache_engine.tiers import Offer, make_tiers
 from ragcache_engine.transfer import (
     NO_BLEND,
     LoadJob,
@@ -27,7 +29,9 @@ from ragcache_engine.transfer import (
     StepJobs,
     StepReport,
 )
+from ragcache_engine.writing import Writer
 from ragcache_kv.store.sharded import ShardedStore
+from ragcache_wire.tracing import Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.blender import Blender
@@ -53,27 +57,50 @@ class WorkerSide:
         cache: PagedCache,
         client: ShardedStore,
         blender: Blender | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._costs = ComputeCosts()
         self._pass_began: Moment | None = None
-        self._passes: list[tuple[int, Moment, Moment]] = []
+        self._passes: list[tuple[float, Moment, Moment]] = []
         self._cache = cache
         self._client = client
         rotation = blender.rotation if blender else None
-        self._loader = Loader(self._client, space, config.load_deadline_s, rotation)
-        self._saver = Saver(self._client, space, config.save_deadline_s, config.save_queue_bytes)
+        self._tiers = make_tiers(config, space, cache.device, self._note_reads)
+        fetcher = Fetcher(client, space, self._tiers, rotation, cache.device)
+
+        def connect() -> None:
+            # So that the first visitor does not wait for it; an outage is no matter here.
+            if rotation is not None:
+                rotation.warm_up()
+            client.connect(config.load_deadline_s)
+            for shard, lane in client.lanes().items():
+                log.info("values of shard %s come over the %s lane", shard, lane)
+
+        self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, connect, tracer)
+        self._writer = Writer(cache, rotation)
+        self._saver = Saver(
+            self._client, space, config.save_deadline_s, config.save_queue_bytes, tracer
+        )
+        # Of one whose prompts somebody waits for.
+        self._staging = Staging(cache) if config.role is Role.PREFILL else None
         self._repairer: Repairer | None = None
         self._observing: Observing | None = None
         if blender is not None:
             recomputer, observer = blender.recomputer, blender.observer
             self._repairer = Repairer(
-                cache, recomputer, observer, config.repair_slice_tokens, config.question_tokens
+                cache,
+                recomputer,
+                observer,
+                config.repair_slice_tokens,
+                config.question_tokens,
+                tracer,
             )
             self._observing = Observing(
                 observer,
                 recomputer.max_tokens,
                 self._saver.save_observation,
                 config.observe_deadline_s,
+                tracer=tracer,
             )
         self._released: set[str] = set()
         self._counts = LoadCounts()
@@ -82,9 +109,26 @@ class WorkerSide:
         self._received: set[str] = set()
         self._report = StepReport()
 
-    def begin_step(self) -> None:
+    def begin_step(self, jobs: StepJobs) -> None:
         """A step has begun; its forward pass comes next."""
         self._pass_began = self._moment()
+        if self._staging is None:
+            return
+        try:
+            self._staging.begin(self._with_room(jobs.saves))
+        except Exception:
+            log.exception("variants are copied out after the pass")
+            self._staging.end()
+
+    def layer_done(self, name: str) -> None:
+        """A layer has written and read its KV in the pass that runs, while the next one waits."""
+        if self._staging is None:
+            return
+        try:
+            self._staging.add(self._cache.index_of[name])
+        except Exception:
+            log.exception("variants are copied out after the pass")
+            self._staging.end()
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Begin this step's loads and observations."""
@@ -108,12 +152,16 @@ class WorkerSide:
         if jobs.computing and began is not None and (ended := self._moment()) is not None:
             self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
             if jobs.num_tokens >= _LEAST_PASS:
-                self._passes.append((jobs.num_tokens, began, ended))
+                self._passes.append((jobs.work, began, ended))
         for job in jobs.saves:
             try:
                 self._save(job)
             except Exception:
                 log.exception("a variant was not saved")
+        if jobs.saves:
+            self._tiers.settle()
+        if self._staging is not None:
+            self._staging.end()
 
     def advance(self, finished: Iterable[str], *, busy: bool) -> None:
         """Write what has arrived and go on with repairs.
@@ -126,12 +174,13 @@ class WorkerSide:
                 self._repairer.cancel(request_id)
             self._costs.forget(request_id)
         idle = not busy and self._loader.idle and (self._repairer is None or self._repairer.idle)
-        for outcome in self._loader.advance(self._write):
+        for outcome in self._loader.advance(self._writer.write):
             job = self._jobs[outcome.request_id]
             if job.repair is not None and self._repairer is not None and not outcome.reason:
                 self._repairer.start(job, outcome)
             else:
                 self._end(job, outcome)
+        self._let_go()
         if self._repairer is not None:
             for job, outcome in self._repairer.advance(busy=busy):
                 self._end(job, outcome)
@@ -156,8 +205,8 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """What ended since the last call, for the scheduler side."""
         while self._passes and self._passes[0][2].has_come:
-            tokens, began, ended = self._passes.pop(0)
-            self._report.passes.append((tokens, ended.seconds_since(began)))
+            work, began, ended = self._passes.pop(0)
+            self._report.passes.append((work, ended.seconds_since(began)))
         if not (self._report.outcomes or self._report.passes):
             return None
         report, self._report = self._report, StepReport()
@@ -166,23 +215,50 @@ class WorkerSide:
     def take_counts(self) -> LoadCounts:
         """What became of loads since the last call, for metrics."""
         counts, self._counts = self._counts, LoadCounts()
+        counts.add_tiers(self._tiers.take_counts())
         return counts
 
     def close(self) -> None:
         """Give up what is under way."""
         self._loader.close()
+        self._tiers.close()
+        if self._staging is not None:
+            self._staging.close()
         self._saver.close()
         self._client.close()
 
-    def _write(self, job: LoadJob, value: torch.Tensor, start: int) -> None:
-        end = start + value.shape[2]
-        self._cache.write(value, self._cache.slots(job.blocks, start, end))
+    def _let_go(self) -> None:
+        try:
+            self._writer.let_go()
+        except Exception:
+            log.exception("what the device is done with is not known")
+
+    def _note_reads(self, keys: Sequence[VariantKey]) -> None:
+        """Values were read here that a store holds, too, and would think cold."""
+        self._client.note_reads(keys)
+
+    def _with_room(self, jobs: Iterable[SaveJob]) -> list[SaveJob]:
+        """Those that there will be room for in the queue, together."""
+        taken, num_bytes = [], 0
+        for job in jobs:
+            if self._saver.wants(job.span.variant, num_bytes + job.info.num_bytes):
+                taken.append(job)
+                num_bytes += job.info.num_bytes
+        return taken
 
     def _save(self, job: SaveJob) -> None:
         if self._saver.wants(job.span.variant, job.info.num_bytes):
-            value = self._cache.read(job.blocks, job.span.start, job.span.end)
+            staged = self._staging.take(job) if self._staging is not None else None
+            if staged is None:
+                value, parts = self._cache.read(job.blocks, job.span.start, job.span.end), None
+            else:
+                value, parts = staged.value, staged.parts
             cost_s = self._cost_s(job)
-            self._saver.save(job, replace(job.origin, cost_s=cost_s), value)
+            self._saver.save(job, replace(job.origin, cost_s=cost_s), value, parts)
+            offer = Offer.of(
+                job.span.variant, job.info, value.nbytes, job.origin.domain, lambda: value
+            )
+            self._tiers.offer((offer,))
 
     def _moment(self) -> Moment | None:
         try:

@@ -1,0 +1,231 @@
+"""Loading a prompt's chunks from an engine's own host tier, against from the store's shared memory.
+
+The connector's worker side, twice over one real store: with a host tier that holds the chunks, and
+with none. Each load is fetched, handed over, and written by vLLM's own CPU backend, into a paged
+cache of a small model's shape; no model runs. Interleaved, medians. `exact`: chunks in their own
+place; `moved`: each 100 tokens further on, its keys turned. What both have written is compared bit
+by bit, and where the values came from is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
+
+import torch
+from vllm import _custom_ops as custom_ops
+
+from bench.processes import running_cachestore
+from ragcache_core.keys import KVSpace, VariantKey
+from ragcache_core.storing import NewVariant
+from ragcache_core.variant import Origin, Provenance, VariantInfo
+from ragcache_engine.blender import Blender
+from ragcache_engine.config import EngineConfig
+from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair, Span, StepJobs
+from ragcache_engine.values import native_bytes, native_parts, shape_of
+from ragcache_engine.worker_side import WorkerSide
+from ragcache_kv.rotation import KeyRotation, Pairing, Rope
+from ragcache_kv.store.sharded import ShardedStore
+from ragcache_kv.value import FORMAT, value_bytes
+from ragcache_wire.members import FixedMembers
+
+SPACE = KVSpace("bench", num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16")
+ROTATION = KeyRotation(
+    Rope(64, 64, Pairing.HALVES, tuple(1e4 ** (-pair / 32) for pair in range(32))), "bfloat16"
+)
+CHUNK_TOKENS = (48, 256, 251, 240, 256, 197, 256, 249, 167)
+BLOCK_TOKENS = 128
+MOVED_BY = 100
+DOMAIN = "public"
+TIMEOUT_S = 60.0
+POLL_S = 1e-4
+WARM_UP = 4
+"""Rounds until all is connected, compiled and kept; in these what is written is compared."""
+
+
+class Layer:
+    """An attention layer with vLLM's CPU kernel, and no model around it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        heads, dim = SPACE.num_kv_heads, SPACE.head_dim
+        self.kv_cache = torch.zeros(num_blocks, heads, BLOCK_TOKENS, 2 * dim, dtype=torch.bfloat16)
+        self.impl = self
+        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+
+    def do_kv_cache_update(
+        self,
+        layer: Layer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """As vLLM's CPU backend does it."""
+        blocks, heads, size, _ = kv_cache.shape
+        keys, values = kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
+        custom_ops.cpu_attn_reshape_and_cache(
+            key, value, keys, values, slots, self._isa, kv_cache_dtype="auto"
+        )
+
+
+class NoModel:
+    """In place of what mends a blend: the loads here have nothing to mend."""
+
+    max_tokens = 1
+    max_runs = 1
+
+
+@dataclass
+class Worker:
+    """A worker side, with whatever tiers its config says, over a cache of its own."""
+
+    address: str
+    host_tier_bytes: int
+    times_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    came_from: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        members = FixedMembers((self.address,))
+        config = EngineConfig(
+            members, load_deadline_s=TIMEOUT_S, host_tier_bytes=self.host_tier_bytes
+        )
+        num_blocks = -(-(sum(CHUNK_TOKENS) + MOVED_BY) // BLOCK_TOKENS)
+        self.blocks = tuple(random.sample(range(num_blocks), num_blocks))
+        layers = {f"layer.{n}": Layer(num_blocks) for n in range(SPACE.num_layers)}
+        self.cache = PagedCache(layers, torch.device("cpu"))
+        blender = Blender(ROTATION, cast("Any", NoModel()), cast("Any", None))
+        self.side = WorkerSide(config, SPACE, self.cache, ShardedStore(members), blender)
+
+    def load(self, case: str, keys: list[VariantKey]) -> tuple[int, int]:
+        """Load all chunks, one after the other; which tokens of the blocks they are then in."""
+        shift = MOVED_BY if case == "moved" else 0
+        spans, start = [], 0
+        for key, tokens in zip(keys, CHUNK_TOKENS, strict=True):
+            base = start if shift else None
+            spans.append(Span(key, start + shift, start + shift + tokens, base))
+            start += tokens
+        end = start + shift
+        # A blend of which nothing is mended ends with its load.
+        repair = Repair(shift, (), (), (), 0, ()) if shift else None
+        job = LoadJob(uuid.uuid4().hex, tuple(spans), shift, end, self.blocks, DOMAIN, repair)
+        began = time.perf_counter()
+        outcome = self._until_loaded(job)
+        self.times_s[case].append(time.perf_counter() - began)
+        if outcome.reason:
+            raise RuntimeError(f"a load failed: {outcome.reason}")
+        self.came_from[case] += outcome.values_from
+        return shift, end
+
+    def _until_loaded(self, job: LoadJob) -> LoadOutcome:
+        self.side.start_loads(StepJobs(loads=(job,)))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.side.take_received():
+            if time.monotonic() > deadline:
+                raise RuntimeError("a load never ended")
+            time.sleep(POLL_S)
+            self.side.advance((), busy=False)
+        report = self.side.take_report()
+        assert report is not None
+        return report.outcomes[0]
+
+    def forget(self) -> None:
+        self.times_s.clear()
+        self.came_from.clear()
+
+
+def put_all(address: str) -> list[VariantKey]:
+    """Store a value for each chunk."""
+    client = ShardedStore(FixedMembers((address,)))
+    keys, start = [], 0
+    for tokens in CHUNK_TOKENS:
+        key = VariantKey(uuid.uuid4().bytes, uuid.uuid4().bytes)
+        dims = (SPACE.num_layers, 2, tokens, SPACE.num_kv_heads, SPACE.head_dim)
+        raw = native_bytes(torch.randn(dims).bfloat16())
+        info = VariantInfo(tokens, len(raw), start, Provenance(exact=True))
+        parts = native_parts(raw, SPACE, tokens)
+        origin = Origin(domain=DOMAIN)
+        client.put(NewVariant(key, info, origin, shape_of(SPACE), parts, FORMAT), raw, TIMEOUT_S)
+        keys.append(key)
+        start += tokens
+    client.close()
+    return keys
+
+
+def run(rounds: int, folder: Path) -> dict[str, object]:
+    """Measure; returns the figures of the JSON line."""
+    size = value_bytes(SPACE, sum(CHUNK_TOKENS))
+    with running_cachestore(folder, memory_bytes=8 * size) as store:
+        keys = put_all(store.address)
+        workers = {
+            "store": Worker(store.address, 0),
+            "tier": Worker(store.address, 4 * size),
+        }
+        for number in range(rounds + WARM_UP):
+            if number == WARM_UP:
+                for worker in workers.values():
+                    worker.forget()
+            for case in ("exact", "moved"):
+                names = random.sample(list(workers), len(workers))
+                loaded = {name: workers[name].load(case, keys) for name in names}
+                if number < WARM_UP:
+                    _compare(workers, loaded)
+            time.sleep(0.02)  # for what is done behind a load
+        for name, worker in workers.items():
+            expected = {"store": "store", "tier": "host"}[name]
+            if {place for places in worker.came_from.values() for place in places} != {expected}:
+                raise RuntimeError(f"not all came from where it should: {worker.came_from}")
+            worker.side.close()
+    ms = {
+        name: {case: round(statistics.median(t) * 1e3, 2) for case, t in worker.times_s.items()}
+        for name, worker in workers.items()
+    }
+    least = {
+        name: {case: round(min(t) * 1e3, 2) for case, t in worker.times_s.items()}
+        for name, worker in workers.items()
+    }
+    return {
+        "rounds": rounds,
+        "tokens": sum(CHUNK_TOKENS),
+        "mib": round(size / 2**20, 1),
+        "ms": ms,
+        "least_ms": least,
+        "load_store_over_tier_exact": round(ms["store"]["exact"] / ms["tier"]["exact"], 2),
+        "load_store_over_tier_moved": round(ms["store"]["moved"] / ms["tier"]["moved"], 2),
+    }
+
+
+def _compare(workers: dict[str, Worker], loaded: dict[str, tuple[int, int]]) -> None:
+    """Raises RuntimeError unless the same bits lie in the blocks of both."""
+    written = []
+    for name, (start, end) in loaded.items():
+        worker = workers[name]
+        written.append(worker.cache.read(worker.blocks, start, end))
+    if not torch.equal(*written):
+        raise RuntimeError("a tier has given other KV than the store")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="60 rounds, not 400")
+    quick = parser.parse_args().quick
+    # On busy cores two would wait for each other at every layer, whoever sends.
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(run(60 if quick else 400, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Where the values of a load come from: the worker's own tiers, and the store for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from ragcache_core.errors import RagCacheError
+from ragcache_core.keys import KVSpace
+from ragcache_core.variant import Codec, Miss
+from ragcache_engine.arriving import Arrival, Encoded, Native, Source
+from ragcache_engine.chunk_pool import joined
+from ragcache_engine.records import reason
+from ragcache_engine.tiers import Offer, Reading, Tiers
+from ragcache_engine.transfer import LoadJob, Span
+from ragcache_engine.values import decode, is_of
+from ragcache_kv.rotation import KeyRotation
+from ragcache_kv.store.sharded import ShardedStore
+from ragcache_kv.store.stored_value import StoredValue
+from ragcache_kv.value import value_bytes
+
+_CPU = torch.device("cpu")
+
+
+class Fetcher:
+    """Fetches the spans of jobs in their order. For any thread but the worker's main one.
+
+    rotation: of the model's keys; None where that is not known, and then none have moved. device:
+    the model's. What is to be decoded or turned is so by a GPU, when it is written; where there is
+    none, here.
+    """
+
+    def __init__(
+        self,
+        client: ShardedStore,
+        space: KVSpace,
+        tiers: Tiers,
+        rotation: KeyRotation | None,
+        device: torch.device,
+    ) -> None:
+        self._client = client
+        self._space = space
+        self._tiers = tiers
+        self._rotation = rotation
+        self._device = device
+
+    def fetch(self, job: LoadJob, timeout_s: float) -> Iterator[Arrival]:
+        """One arrival for each span, or fewer if one that did not come cannot be mended.
+
+        The store is asked for what no tier has; where that is nothing, it is not asked. Raises
+        RagCacheError, as the store does.
+        """
+        # All of them now: what is evicted while the store is waited for is still to be read.
+        readings = [self._in_tier(job, span) for span in job.spans]
+        wanted = [span.variant for span, r in zip(job.spans, readings, strict=True) if r is None]
+        answers = iter(
+            self._client.get(wanted, timeout_s, exact=job.repair is None, domain=job.domain)
+            if wanted
+            else ()
+        )
+        for place, span in enumerate(job.spans):
+            reading, readings[place] = readings[place], None
+            if reading is not None:
+                yield self._from_tier(span, reading)
+                continue
+            key, stored = next(answers, (None, Miss.LATE))
+            if key is None:
+                yield Arrival(span, None, reason="store ended early")
+                return
+            if key != span.variant:
+                raise RagCacheError("the store answered in another order")
+            arrival = self._from_store(job, span, stored)
+            yield arrival
+            if arrival.source is None and not arrival.mended:
+                return
+
+    def _in_tier(self, job: LoadJob, span: Span) -> Reading | None:
+        # Behind its own prefix a chunk is where it was computed.
+        base = span.start if span.base_position is None else span.base_position
+        exact = not job.may_lack(span)
+        return self._tiers.read(span.variant, span.end - span.start, base, job.domain, exact=exact)
+
+    def _from_tier(self, span: Span, reading: Reading) -> Arrival:
+        num_tokens = span.end - span.start
+        source: Source = reading
+        turn = span.moved_by
+        if turn and self._device == _CPU:
+            value = joined(reading.pieces(0, num_tokens), _CPU)
+            reading.close()
+            source, turn = Native(self._turned(value, turn)), 0
+        size = value_bytes(self._space, num_tokens)
+        return Arrival(span, source, num_bytes=size, came_from=reading.tier, turn=turn)
+
+    def _from_store(self, job: LoadJob, span: Span, stored: StoredValue | Miss) -> Arrival:
+        mended = job.may_lack(span)
+        if isinstance(stored, Miss):
+            return Arrival(span, None, reason=reason(stored), mended=mended)
+        if not (mended or stored.info.serves_exact):
+            # It was when it was looked up; since then it has been held with a loss.
+            return Arrival(span, None, reason=reason(Miss.OTHER_PRECISION))
+        if span.base_position not in (None, stored.info.base_position):
+            return Arrival(span, None, reason="other position", mended=mended)
+        num_tokens, size = span.end - span.start, len(stored.value)
+        if self._is_for_device(stored) and is_of(stored, num_tokens, self._space):
+            native = partial(decode, stored, num_tokens, self._space)
+            source = Encoded(stored, self._space, self._device)
+            offer = Offer.of(span.variant, stored.info, size, job.domain, native)
+            return Arrival(
+                span, source, mended=mended, num_bytes=size, turn=span.moved_by, offer=offer
+            )
+        value = decode(stored, num_tokens, self._space)
+        if value is None:
+            return Arrival(span, None, reason="other layout", mended=mended)
+        kept = Offer.of(span.variant, stored.info, value.nbytes, job.domain, lambda: value)
+        turn = span.moved_by
+        turned = value
+        if turn and self._device == _CPU:
+            # What is kept stays as it was computed: turned twice, it would be rounded twice.
+            turned = self._turned(value, turn, apart=self._tiers.keeps)
+            turn = 0
+        return Arrival(span, Native(turned), mended=mended, num_bytes=size, turn=turn, offer=kept)
+
+    def _turned(self, value: torch.Tensor, turn: int, *, apart: bool = False) -> torch.Tensor:
+        assert self._rotation is not None
+        out = torch.empty_like(value) if apart else None
+        return self._rotation.rotate_part(value, turn, out)
+
+    def _is_for_device(self, stored: StoredValue) -> bool:
+        precision = stored.info.precision
+        lossy = not precision.lossless and Codec.PACKED not in (precision.key, precision.value)
+        return lossy and self._device.type == "cuda"

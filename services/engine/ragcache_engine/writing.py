@@ -1,0 +1,50 @@
+"""How values get into a request's blocks: turned where they have moved, by the model's device."""
+
+from __future__ import annotations
+
+import logging
+
+from ragcache_engine.arriving import Arrival
+from ragcache_engine.chunk_pool import joined
+from ragcache_engine.moment import Moment
+from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.tiers import Reading
+from ragcache_engine.transfer import LoadJob
+from ragcache_kv.rotation import KeyRotation
+
+log = logging.getLogger("vllm.ragcache")
+
+
+class Writer:
+    """For the worker's main thread only: its device does one thing after the other."""
+
+    def __init__(self, cache: PagedCache, rotation: KeyRotation | None) -> None:
+        self._cache = cache
+        self._rotation = rotation
+        self._written: list[Reading] = []
+        self._in_use: list[tuple[Moment, list[Reading]]] = []
+
+    def write(self, job: LoadJob, arrival: Arrival, start: int, end: int) -> None:
+        """Write prompt tokens [start, end) of an arrival's span into the job's blocks."""
+        span, source = arrival.span, arrival.source
+        assert source is not None
+        if isinstance(source, Reading):
+            self._written.append(source)
+        pieces = source.pieces(start - span.start, end - span.start)
+        if arrival.turn:
+            assert self._rotation is not None
+            value = joined(pieces, self._cache.device)
+            pieces = (self._rotation.rotate_part(value, arrival.turn),)
+        for piece in pieces:
+            stop = start + piece.shape[2]
+            self._cache.write(piece, self._cache.slots(job.blocks, start, stop))
+            start = stop
+
+    def let_go(self) -> None:
+        """End the reads of what was written, where the device is done with it; never waits."""
+        if self._written:
+            written, self._written = self._written, []
+            self._in_use.append((self._cache.moment(), written))
+        while self._in_use and self._in_use[0][0].has_come:
+            for reading in self._in_use.pop(0)[1]:
+                reading.close()

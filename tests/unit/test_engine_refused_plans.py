@@ -1,0 +1,62 @@
+"""Plans that are not acted on: all are counted, few are told of."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_engine.refused_plans import SAY_EVERY_S, Refusal, RefusedPlans
+
+reasons = st.sampled_from(Refusal)
+
+
+@given(st.lists(st.lists(reasons)))
+def test_each_is_counted_once(batches: list[list[Refusal]]) -> None:
+    refused = RefusedPlans(lambda: 0.0)
+    for batch in batches:
+        for why in batch:
+            refused.add("r", why)
+        counts = refused.take()
+        assert counts.total() == len(batch)
+        assert all(counts[why.value] == batch.count(why) for why in Refusal)
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
+def test_a_flood_makes_few_lines(steps_s: list[float]) -> None:
+    now_s = 0.0
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.ragcache")
+    logger.addHandler(handler)
+    try:
+        refused = RefusedPlans(lambda: now_s)
+        for step_s in steps_s:
+            now_s += step_s
+            refused.add("r", Refusal.FORGED)
+    finally:
+        logger.removeHandler(handler)
+    assert 1 <= len(lines) <= 1 + sum(steps_s) / SAY_EVERY_S
+
+
+def test_a_line_says_what_and_how_many_more(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    refused = RefusedPlans(lambda: now_s)
+    with caplog.at_level(logging.WARNING, "vllm.ragcache"):
+        refused.add("one", Refusal.INVALID, InvalidInput("ragcache.v", "is 2", "send 1"))
+        refused.add("two", Refusal.UNSEALED)
+        refused.add("three", Refusal.UNSEALED)
+        now_s = SAY_EVERY_S
+        refused.add("four", Refusal.FORGED)
+        now_s *= 2
+        refused.add("five", Refusal.INVALID, InvalidInput("ragcache.v", "x" * 10_000, "send 1"))
+    *short, long = caplog.messages
+    assert len(long) < 400
+    assert short == [
+        "the plan of request one is invalid and dropped: ragcache.v: is 2; send 1",
+        "the plan of request four is forged and dropped; 2 more since the last such line",
+    ]
