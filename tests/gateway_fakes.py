@@ -189,6 +189,7 @@ class FakeEngine:
         self.healthy = True
         self.words = ["It runs in ", "eu-north", "."]
         self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []  # of each request
         self.probes = 0
         self.refuse: tuple[int, dict[str, Any]] | None = None
         self.fail_after: int | None = None  # words, then an error event
@@ -210,6 +211,7 @@ class FakeEngine:
             self.probes += 1
             return await _respond(send, 200, b'{"choices":[{"text":"x","finish_reason":"length"}]}')
         self.requests.append(body)
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await self._stream(body, receive, send)
 

@@ -7,15 +7,19 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from ragcache_core.plan import Action, ReusePlan
+from ragcache_core.plan_seal import is_sealed
 from ragcache_core.reuse import checked_segments
 from ragcache_gateway.chat import ChatCompletion, ChatCompletionChunk
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.plan_keys import PlanKeys
 from ragcache_wire.v1 import retriever_pb2
+from ragcache_wire.watched_file import CHECK_EVERY_S
 from tests.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
 
 CACHE = {
@@ -79,6 +83,28 @@ async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> Non
     assert "cache_salt" not in sent
     assert sent["stream"] is True
     assert sent["stream_options"] == {"include_usage": True}
+
+
+async def test_plans_are_sealed_with_the_first_key_of_a_file_that_may_change(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    one, two, path = bytes([1] * 32), bytes([2] * 32), tmp_path / "keys"
+    path.write_text(f"{one.hex()}\n{two.hex()}\n")
+    now_s = 0.0
+    async with world(tiny_model, plan_keys=PlanKeys(path, lambda: now_s)) as gateway:
+        for reuse in ("exact", "blend", "off"):
+            await gateway.ask(ragcache={"reuse": reuse})
+            assert is_sealed_under(one, gateway.engine.requests[-1])
+        path.write_text(f"{two.hex()}\n")
+        now_s += CHECK_EVERY_S
+        await gateway.ask()
+        assert is_sealed_under(two, gateway.engine.requests[-1])
+        assert not is_sealed_under(one, gateway.engine.requests[-1])
+
+
+def is_sealed_under(key: bytes, sent: dict[str, Any]) -> bool:
+    params = sent["kv_transfer_params"]
+    return is_sealed(params["ragcache"], sent["prompt"], params["ragcache_seal"], [key])
 
 
 async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) -> None:

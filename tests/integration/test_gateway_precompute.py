@@ -11,9 +11,11 @@ import pytest
 
 from ragcache_core.keys import chunk_key
 from ragcache_core.plan import Action, ReusePlan, document_name
+from ragcache_core.plan_seal import is_sealed
 from ragcache_gateway import precompute
 from ragcache_gateway.answer import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.plan_keys import PlanKeys
 from tests.gateway_fakes import World, world
 
 
@@ -58,6 +60,20 @@ async def test_each_chunk_is_computed_right_behind_the_template(gateway: World) 
         assert chunk.document == document_name("default", f"{name}.md")
         assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
         assert body["max_tokens"] == 1
+
+
+async def test_its_plans_are_sealed_like_those_of_questions(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    key, path = bytes([1] * 32), tmp_path / "keys"
+    path.write_text(key.hex())
+    keys = PlanKeys(path)
+    async with world(tiny_model, precompute=True, plan_keys=keys) as gateway:
+        await put(gateway, "a.md")
+        await until(lambda: len(gateway.engine.requests) == 1)
+        [body] = gateway.engine.requests
+    params = body["kv_transfer_params"]
+    assert is_sealed(params["ragcache"], body["prompt"], params["ragcache_seal"], [key])
 
 
 async def test_it_is_the_prefix_that_questions_have(gateway: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,15 @@ from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.plan import ReusePlan
+from ragcache_core.plan_seal import is_sealed
 from ragcache_gateway.chat import DROPPED, REFUSED, ChatRequest, Usage
-from ragcache_gateway.completion import Piece, completion_body, read_event, refusal
+from ragcache_gateway.completion import (
+    Piece,
+    completion_body,
+    read_event,
+    refusal,
+    transfer_params,
+)
 from ragcache_gateway.config import EngineName, read_config
 from ragcache_gateway.conversation import read_conversation
 from ragcache_gateway.errors import TooBusy, from_status, from_validation, to_http, value_path
@@ -39,7 +47,13 @@ def read(**changes: Any) -> ChatRequest:
 
 def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, Any]:
     return completion_body(
-        request, model="m", token_ids=(1, 2), max_tokens=3, plan=PLAN, cache_salt=cache_salt
+        request,
+        model="m",
+        token_ids=(1, 2),
+        max_tokens=3,
+        plan=PLAN,
+        plan_keys=None,
+        cache_salt=cache_salt,
     )
 
 
@@ -313,6 +327,18 @@ def test_config_comes_from_the_environment() -> None:
     assert (blending.reuse, blending.max_recompute) == ("blend", 1.0)
 
 
+def test_plans_are_sealed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
+    assert read_config(GOOD).plan_keys is None
+    path = tmp_path / "keys"
+    path.write_text("ab" * 32 + "\n")
+    keys = read_config({**GOOD, "RAGCACHE_PLAN_KEY_FILE": str(path)}).plan_keys
+    assert keys is not None
+    params = transfer_params(PLAN, (1, 2), keys)
+    assert params["ragcache"] == PLAN.to_json()
+    assert is_sealed(params["ragcache"], [1, 2], params["ragcache_seal"], keys.current())
+    assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.to_json()}
+
+
 @pytest.mark.parametrize("name", sorted(GOOD))
 def test_a_missing_variable_is_named(name: str) -> None:
     with pytest.raises(InvalidInput, match=name):
@@ -323,6 +349,8 @@ def test_a_missing_variable_is_named(name: str) -> None:
     ("name", "value"),
     [
         ("RAGCACHE_LISTEN", "8080"),
+        ("RAGCACHE_PLAN_KEY_FILE", "keys"),
+        ("RAGCACHE_PLAN_KEY_FILE", "/does/not/exist"),
         ("RAGCACHE_LISTEN", "host:99999"),
         ("RAGCACHE_RETRIEVER", "retriever:port"),
         ("RAGCACHE_ENGINES", "engine:8000"),

@@ -35,7 +35,10 @@ from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.retrieval import Retrieved, retrieve
 from ragcache_gateway.reuse import Reuse, plan_reuse, wanted_reuse
 from ragcache_gateway.terms import in_rest_terms
+from ragcache_gateway.traced import note_refusal
+from ragcache_wire.plan_keys import PlanKeys
 from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.tracing import Tracer, current_span
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,8 @@ class Answer:
             except Unavailable as error:
                 self._engine.note_failure(error)
                 self._metrics.upstream_failures.labels(PART).inc()
+                self._completion.span.fail(f"{type(error).__name__}: {error.part}")
+                note_refusal(error)
                 raise
 
     async def account(self) -> Account:
@@ -106,6 +111,7 @@ class Answer:
         timing = self._timing(total_s, record)
         account = Account(self._completion.usage, timing, cache_use(record))
         self._metrics.observe(account.timing, account.cache)
+        _note_account(account)
         return account
 
     async def whole(self) -> ChatCompletion:
@@ -162,6 +168,8 @@ class Answerer:
         retriever: RetrieverClient,
         engines: Engines,
         metrics: Metrics,
+        tracer: Tracer,
+        plan_keys: PlanKeys | None,
     ) -> None:
         self._model = model
         self._space = space
@@ -170,7 +178,9 @@ class Answerer:
         self._tokenizing = tokenizing
         self._retriever = retriever
         self._engines = engines
+        self._plan_keys = plan_keys
         self._metrics = metrics
+        self._tracer = tracer
 
     async def start(self, request: ChatRequest, stack: AsyncExitStack) -> Answer:
         """Work up to the first token. Leaving the stack stops what still runs.
@@ -184,42 +194,52 @@ class Answerer:
         options = request.ragcache
         reuse = wanted_reuse(options, self._reuse)
         try:
-            retrieved = await retrieve(
-                self._retriever, options.collection, conversation.question, options.top_k
-            )
+            with self._tracer.within("retrieve") as span, span.current():
+                retrieved = await retrieve(
+                    self._retriever, options.collection, conversation.question, options.top_k
+                )
+                span.set(stages=retrieved.stages, hits=len(retrieved.hits))
         except RagCacheError as error:
             raise in_rest_terms(error, _field_names(request)) from error
 
         before = time.perf_counter()
-        prompt = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing,
-            self._prompts.build,
-            conversation,
-            retrieved.hits,
-            request.answer_tokens(),
-        )
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        documents = [
-            document_name(options.collection, passage.chunk.document_id)
-            for passage in prompt.passages
-        ]
-        body = completion_body(
-            request,
-            model=self._model,
-            token_ids=prompt.prompt.token_ids,
-            max_tokens=prompt.max_tokens,
-            plan=plan_reuse(
-                reuse,
-                prompt.prompt,
-                self._space,
-                DOMAIN,
-                request_id,
-                documents,
-                retrieved.asked_at_ms,
-            ),
-            # Nothing else has this salt, so the engine's own prefix cache cannot hit either.
-            cache_salt=request_id if reuse.mode == "off" else None,
-        )
+        with self._tracer.within("tokenize") as span:
+            prompt = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizing,
+                self._prompts.build,
+                conversation,
+                retrieved.hits,
+                request.answer_tokens(),
+            )
+            request_id = f"chatcmpl-{uuid.uuid4().hex}"
+            documents = [
+                document_name(options.collection, passage.chunk.document_id)
+                for passage in prompt.passages
+            ]
+            body = completion_body(
+                request,
+                model=self._model,
+                token_ids=prompt.prompt.token_ids,
+                max_tokens=prompt.max_tokens,
+                plan=plan_reuse(
+                    reuse,
+                    prompt.prompt,
+                    self._space,
+                    DOMAIN,
+                    request_id,
+                    documents,
+                    retrieved.asked_at_ms,
+                ),
+                plan_keys=self._plan_keys,
+                # Nothing else has this salt, so the engine's own prefix cache cannot hit either.
+                cache_salt=request_id if reuse.mode == "off" else None,
+            )
+            size = {
+                "chunks": len(prompt.passages),
+                "prompt_tokens": len(prompt.prompt.token_ids),
+            }
+            span.set(**size)
+        current_span().set(answer=request_id, reuse=reuse.mode, **size)
         tokenize_s = time.perf_counter() - before
 
         engine, completion = await self._engines.complete(body, stack)
@@ -252,6 +272,16 @@ def cache_use(record: engine_pb2.RequestRecord | None) -> CacheUse:
         repaired_tokens=record.repaired_tokens,
         miss=record.miss,
     )
+
+
+def _note_account(account: Account) -> None:
+    """Say on the request's span where its KV came from, as far as that is known."""
+    span = current_span()
+    if not span.is_recording:
+        return
+    cache, usage = account.cache, account.usage
+    known = cache.model_dump(exclude={"prompt_tokens"}, exclude_none=True)
+    span.set(**known, **({"completion_tokens": usage.completion_tokens} if usage else {}))
 
 
 def to_ms(seconds: float) -> float:

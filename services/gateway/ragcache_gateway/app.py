@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import platform
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,17 +25,23 @@ from ragcache_gateway.openapi import describe
 from ragcache_gateway.parts import connected
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.terms import in_rest_terms
+from ragcache_gateway.traced import Traced, note_refusal
+from ragcache_wire.tracing import tracer
 
 
 def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
     """The gateway of one model. It connects to the other parts when it starts."""
     metrics = Metrics()
+    spans = tracer(config.otlp_endpoint, "gateway", platform.node())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        async with connected(config, space, prompts, metrics) as parts:
-            app.state.parts = parts
-            yield
+        try:
+            async with connected(config, space, prompts, metrics, spans) as parts:
+                app.state.parts = parts
+                yield
+        finally:
+            await asyncio.to_thread(spans.close)
 
     app = FastAPI(
         title="RagCache",
@@ -56,6 +64,7 @@ def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAP
         timeout_s=config.body_timeout_s,
     )
     app.add_middleware(InFlightLimit, most=config.max_in_flight, metrics=metrics)
+    app.add_middleware(Traced, tracer=spans)
     app.add_middleware(Observed, metrics=metrics)
     _translate_errors(app, metrics)
     return app
@@ -66,6 +75,7 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, RagCacheError)
         if isinstance(error, Unavailable):
             metrics.upstream_failures.labels(error.part).inc()
+        note_refusal(error)
         return response_to(in_rest_terms(error))
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
@@ -76,6 +86,7 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, HTTPException)
         # FastAPI wraps whatever reading a body raises, our bounds on it included.
         if isinstance(error.__cause__, RagCacheError):
+            note_refusal(error.__cause__)
             return response_to(error.__cause__)
         http = from_status(error.status_code, request.method, request.url.path, str(error.detail))
         return JSONResponse(http.body, http.status, error.headers)

@@ -9,7 +9,9 @@ from typing import Any
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.plan import ReusePlan
+from ragcache_core.plan_seal import SEAL_FIELD, seal
 from ragcache_gateway.chat import ChatRequest, Usage
+from ragcache_wire.plan_keys import PlanKeys
 
 PART = "engine"
 
@@ -31,6 +33,7 @@ def completion_body(
     token_ids: Sequence[int],
     max_tokens: int,
     plan: ReusePlan,
+    plan_keys: PlanKeys | None,
     cache_salt: str | None,
 ) -> dict[str, Any]:
     """Body for the engine's ``/v1/completions``.
@@ -44,7 +47,7 @@ def completion_body(
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "kv_transfer_params": {"ragcache": plan.to_json()},
+        "kv_transfer_params": transfer_params(plan, token_ids, plan_keys),
     }
     for name in _PASSED:
         value = getattr(request, name)
@@ -53,6 +56,16 @@ def completion_body(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
+
+
+def transfer_params(
+    plan: ReusePlan, token_ids: Sequence[int], keys: PlanKeys | None
+) -> dict[str, Any]:
+    """A completion's kv_transfer_params: the plan for the prompt token_ids, sealed if with keys."""
+    said = plan.to_json()
+    if keys is None:
+        return {"ragcache": said}
+    return {"ragcache": said, SEAL_FIELD: seal(said, token_ids, keys.current()[0])}
 
 
 def probe_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:

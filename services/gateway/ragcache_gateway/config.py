@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.members import Members, members_from
+from ragcache_wire.plan_keys import PlanKeys, plan_keys_from
+from ragcache_wire.tracing import otlp_endpoint
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 ReuseMode = Literal["exact", "blend"]
@@ -40,6 +42,8 @@ class Config:
     model_name: the name under which the engine serves it, and clients ask for it.
     reuse, max_recompute: how stored KV is used where a request does not say it (``reuse.Reuse``).
     precompute: whether chunks are computed when their document is written (``precompute``).
+    otlp_endpoint: base URL of an OpenTelemetry collector; None: no spans are made.
+    plan_keys: what plans are sealed with; None leaves them without a seal.
     """
 
     listen_host: str
@@ -54,6 +58,8 @@ class Config:
     reuse: ReuseMode = "exact"
     max_recompute: float = 0.2
     precompute: bool = False
+    otlp_endpoint: str | None = None
+    plan_keys: PlanKeys | None = None
     log_level: int = logging.INFO
 
     max_in_flight: int = 128
@@ -98,7 +104,9 @@ def read_config(environment: Mapping[str, str]) -> Config:
         reuse=reuse,  # type: ignore[arg-type]  # likewise
         max_recompute=_share(environment, "RAGCACHE_MAX_RECOMPUTE", 0.2),
         precompute=_choice(environment, "RAGCACHE_PRECOMPUTE", ("off", "on")) == "on",
+        plan_keys=plan_keys_from(environment),
         max_model_len=_tokens(environment, "RAGCACHE_MAX_MODEL_LEN"),
+        otlp_endpoint=otlp_endpoint(environment),
         log_level=_log_level(environment, "RAGCACHE_LOG_LEVEL"),
         stop_grace_s=_seconds(environment, "RAGCACHE_STOP_GRACE_S", STOP_GRACE_S),
     )

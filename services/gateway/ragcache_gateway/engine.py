@@ -19,11 +19,13 @@ from ragcache_gateway.config import Config
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.sse import EventParser
 from ragcache_wire.engine_client import EngineClient
+from ragcache_wire.tracing import Kind, Span, Tracer
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
 
 MAX_REFUSAL_BYTES = 64 << 10
+_COMPLETIONS = "/v1/completions"
 # vLLM's server closes idle connections after 5 s; one that it closes as we send on it would fail.
 _KEEPALIVE_S = 2.0
 _WRITE_TIMEOUT_S = 10.0
@@ -37,9 +39,12 @@ class NotReached(Unavailable):
 
 
 class Completion:
-    """The events of one running completion. After the last piece usage is set, if it came."""
+    """The events of one running completion. After the last piece usage is set, if it came.
 
-    def __init__(self, response: httpx.Response, next_token_timeout_s: float) -> None:
+    span: of the attempt that it came of.
+    """
+
+    def __init__(self, response: httpx.Response, next_token_timeout_s: float, span: Span) -> None:
         self._bytes = response.aiter_bytes()
         self._timeout_s = next_token_timeout_s
         self._parser = EventParser()
@@ -47,6 +52,7 @@ class Completion:
         self._ended = False
         self._error: Unavailable | None = None
         self.usage: Usage | None = None
+        self.span = span
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces as they come. Raises Unavailable if the engine fails or falls silent."""
@@ -112,13 +118,16 @@ class Engine:
     address, records: "host:port" of its HTTP server and of its records.
     """
 
-    def __init__(self, address: str, records: str, config: Config, metrics: Metrics) -> None:
+    def __init__(
+        self, address: str, records: str, config: Config, metrics: Metrics, tracer: Tracer
+    ) -> None:
         self.address = address
         self.in_flight = 0
         self.failure: str | None = "it has not answered yet"
         self._idle = asyncio.Event()
         self._idle.set()
         self._config = config
+        self._tracer = tracer
         self._in_flight_gauge = metrics.engine_in_flight.labels(address)
         self._failures = metrics.engine_failures.labels(address)
         self._records = EngineClient(records)
@@ -158,16 +167,24 @@ class Engine:
         Leaving the stack leaves the completion: the connection closes and the engine aborts the
         request. Raises Unavailable, NotReached among it, or InvalidInput for what it refuses.
         """
-        async with AsyncExitStack() as attempt:
-            self._count(1)
-            attempt.callback(self._count, -1)
-            response = await self._post(body)
-            attempt.push_async_callback(response.aclose)
-            if response.status_code != httpx.codes.OK:
-                raise refusal(response.status_code, await _beginning(response))
-            completion = Completion(response, self._config.next_token_timeout_s)
-            await completion.first()
-            stack.push_async_exit(attempt.pop_all())
+        span = self._span()
+        try:
+            async with AsyncExitStack() as attempt:
+                self._count(1)
+                attempt.callback(self._count, -1)
+                response = await self._post(body, span.headers())
+                attempt.push_async_callback(response.aclose)
+                span.set(**{"http.response.status_code": response.status_code})
+                if response.status_code != httpx.codes.OK:
+                    raise refusal(response.status_code, await _beginning(response))
+                completion = Completion(response, self._config.next_token_timeout_s, span)
+                await completion.first()
+                span.event("first token")
+                stack.push_async_exit(attempt.pop_all())
+        except BaseException as error:
+            span.end(error)
+            raise
+        stack.callback(span.end)
         self.failure = None
         return completion
 
@@ -179,7 +196,7 @@ class Engine:
         """Ask for an answer of one token and remember whether it came. Never raises."""
         try:
             async with asyncio.timeout(self._config.first_token_timeout_s):
-                response = await self._client.post("/v1/completions", json=body)
+                response = await self._client.post(_COMPLETIONS, json=body)
             if response.status_code != httpx.codes.OK:
                 raise refusal(response.status_code, response.content[:MAX_REFUSAL_BYTES])
             self.failure = None
@@ -216,8 +233,21 @@ class Engine:
             self._idle.set()
         self._in_flight_gauge.set(self.in_flight)
 
-    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
-        request = self._client.build_request("POST", "/v1/completions", json=body)
+    def _span(self) -> Span:
+        """Of one attempt, by OpenTelemetry's conventions for HTTP clients."""
+        span = self._tracer.within("engine", Kind.CLIENT)
+        host, _, port = self.address.rpartition(":")
+        attributes: dict[str, str | int] = {
+            "http.request.method": "POST",
+            "server.address": host.strip("[]"),
+            "server.port": int(port),
+            "url.full": f"http://{self.address}{_COMPLETIONS}",
+        }
+        span.set(**attributes)
+        return span
+
+    async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
+        request = self._client.build_request("POST", _COMPLETIONS, json=body, headers=headers)
         for last in (False, True):
             try:
                 return await self._client.send(request, stream=True)

@@ -16,6 +16,7 @@ from ragcache_gateway.config import Config, EngineName
 from ragcache_gateway.engine import Completion, Engine, NotReached, watch
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.resolving import host_and_port, resolve
+from ragcache_wire.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,13 @@ class Engines:
     probe: body of a request for one token, for engines that have not answered since they failed.
     """
 
-    def __init__(self, config: Config, probe: Mapping[str, Any], metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, probe: Mapping[str, Any], metrics: Metrics, tracer: Tracer
+    ) -> None:
         self._config = config
         self._probe = probe
         self._metrics = metrics
+        self._tracer = tracer
         self._addresses: dict[EngineName, tuple[str, ...]] = {}
         self._turns = itertools.count(1)
         self._last_chosen: dict[Engine, int] = {}
@@ -142,7 +146,7 @@ class Engines:
                 self._forget(engine)
         for address, records in wanted.items():
             log.info("engine %s joins", address)
-            engine = Engine(address, records, self._config, self._metrics)
+            engine = Engine(address, records, self._config, self._metrics, self._tracer)
             watching = watch(engine, self._probe, self._config.engine_watch_s)
             self._watched[engine] = asyncio.create_task(watching)
 

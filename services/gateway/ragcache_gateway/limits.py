@@ -14,6 +14,7 @@ from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
 from ragcache_gateway.client import ClientGone
 from ragcache_gateway.errors import TooBusy, to_http
 from ragcache_gateway.metrics import Metrics
+from ragcache_gateway.traced import note_refusal
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class InFlightLimit:
             return
         if self._now >= self._most:
             error = TooBusy(f"{self._most} requests are in flight already; try again")
+            note_refusal(error)
             await response_to(error)(scope, receive, send)
             return
         self._now += 1

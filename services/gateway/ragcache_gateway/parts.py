@@ -27,6 +27,7 @@ from ragcache_gateway.variants import StoredVariants
 from ragcache_kv.store.sharded import AsyncShardedStore
 from ragcache_wire.health_client import HealthClient
 from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Parts:
 
 @asynccontextmanager
 async def connected(
-    config: Config, space: KVSpace, prompts: PromptBuilder, metrics: Metrics
+    config: Config, space: KVSpace, prompts: PromptBuilder, metrics: Metrics, tracer: Tracer
 ) -> AsyncGenerator[Parts, None]:
     """Parts with their clients, which are closed at the end, and engines watched meanwhile."""
     async with AsyncExitStack() as stack:
@@ -63,7 +64,8 @@ async def connected(
 
         # The head of every prompt: the probe warms what all answers begin with.
         frame = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?"))
-        engines = Engines(config, probe_body(config.model_name, frame.head or [0]), metrics)
+        probe = probe_body(config.model_name, frame.head or [0])
+        engines = Engines(config, probe, metrics, tracer)
         stack.push_async_callback(engines.close)
         await engines.start()
         precompute = None
@@ -77,6 +79,7 @@ async def connected(
                 tokenizing=tokenizing,
                 engines=engines,
                 metrics=metrics,
+                plan_keys=config.plan_keys,
             )
             precompute.start()
             stack.push_async_callback(precompute.close)
@@ -95,6 +98,8 @@ async def connected(
                 retriever=retriever,
                 engines=engines,
                 metrics=metrics,
+                tracer=tracer,
+                plan_keys=config.plan_keys,
             ),
             variants=StoredVariants(
                 deletions=deletions,

@@ -22,9 +22,11 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
 from ragcache_core.prompt import assemble, plan_blend
+from ragcache_gateway.completion import transfer_params
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import Frame, PromptBuilder
+from ragcache_wire.plan_keys import PlanKeys
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Precompute:
         tokenizing: Executor,
         engines: Engines,
         metrics: Metrics,
+        plan_keys: PlanKeys | None,
     ) -> None:
         self._model = model
         self._space = space
@@ -69,6 +72,7 @@ class Precompute:
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._engines = engines
+        self._plan_keys = plan_keys
         self._metrics = metrics
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
@@ -154,7 +158,7 @@ class Precompute:
             "max_tokens": 1,
             "temperature": 0.0,
             "stream": True,
-            "kv_transfer_params": {"ragcache": plan.to_json()},
+            "kv_transfer_params": transfer_params(plan, prompt.token_ids, self._plan_keys),
         }
         async with AsyncExitStack() as stack:
             _, completion = await self._engines.complete(body, stack)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_retriever.tokenizer import load_token_counter
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.tracing import Tracer, tracer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
@@ -53,11 +55,15 @@ def start_logging(level: str) -> None:
 
 async def serve(config: Config) -> None:
     """Serve until told to stop. Raises InvalidInput for what only its operator can mend."""
-    async with HealthServer(config.health_listen) as health:
-        await _serve(config, health)
+    spans = tracer(config.otlp_endpoint, "retriever", platform.node())
+    try:
+        async with HealthServer(config.health_listen) as health:
+            await _serve(config, health, spans)
+    finally:
+        await asyncio.to_thread(spans.close)
 
 
-async def _serve(config: Config, health: HealthServer) -> None:
+async def _serve(config: Config, health: HealthServer, spans: Tracer) -> None:
     knowledge_base = KnowledgeBase(
         DocumentStore(config.data_dir),
         make_embedder(config.embedder),
@@ -65,7 +71,7 @@ async def _serve(config: Config, health: HealthServer) -> None:
         config.defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
     )
-    service = RetrieverService(knowledge_base)
+    service = RetrieverService(knowledge_base, spans)
     try:
         server = GrpcServer(
             config.listen,

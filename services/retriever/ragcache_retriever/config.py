@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.collection import Defaults, checked_chunking, checked_window
+from ragcache_wire.tracing import otlp_endpoint
 
 BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"
 MAX_EMBEDDER_THREADS = 256
@@ -36,7 +37,8 @@ class EmbedderConfig:
 class Config:
     """Everything the service is told. model: the serving model, whose tokens bound chunks.
 
-    health_listen: "host:port" for health over HTTP; None: not served.
+    health_listen: "host:port" for health over HTTP; None: not served. otlp_endpoint: base URL of an
+    OpenTelemetry collector; None: no spans are made.
     """
 
     listen: str
@@ -46,6 +48,7 @@ class Config:
     defaults: Defaults
     log_level: str = "info"
     health_listen: str | None = None
+    otlp_endpoint: str | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Config:
@@ -68,6 +71,7 @@ class Config:
             health_listen=_address(environ, "RAGCACHE_HEALTH_LISTEN")
             if environ.get("RAGCACHE_HEALTH_LISTEN")
             else None,
+            otlp_endpoint=otlp_endpoint(environ),
         )
 
 

@@ -23,6 +23,7 @@ from ragcache_retriever.collection import (
 from ragcache_retriever.documents import Document, StoredChunk, StoredDocument
 from ragcache_retriever.knowledge_base import CollectionInfo, KnowledgeBase, SearchStage
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
+from ragcache_wire.tracing import Tracer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
@@ -42,10 +43,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
-    """See retriever.proto for what each call does."""
+    """See retriever.proto for what each call does. tracer: of searches that are part of a trace."""
 
-    def __init__(self, knowledge_base: KnowledgeBase) -> None:
+    def __init__(self, knowledge_base: KnowledgeBase, tracer: Tracer | None = None) -> None:
         self._knowledge_base = knowledge_base
+        self._tracer = tracer or Tracer()
 
     async def PutCollection(
         self, request: pb.PutCollectionRequest, context: Context
@@ -125,8 +127,15 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         top_k = request.top_k
         if not 1 <= top_k <= MAX_TOP_K:
             raise InvalidInput("top_k", f"{top_k} is out of range", f"ask for 1 to {MAX_TOP_K}")
-        async for stage in self._knowledge_base.search(name, query, top_k):
-            yield _stage_message(stage)
+        with self._tracer.below("Search", context.invocation_metadata()) as span:
+            async for stage in self._knowledge_base.search(name, query, top_k):
+                message = _stage_message(stage)
+                span.event("stage", hits=len(stage.hits), progress=stage.progress)
+                if stage.final:
+                    span.set(hits=len(stage.hits), embed_s=stage.embed_s, search_s=stage.search_s)
+                    # Who has the final stage leaves.
+                    span.end()
+                yield message
 
 
 # Checks of what came
