@@ -182,6 +182,7 @@ _retriever = _maybe(
 _engine = _maybe(
     replicas=st.integers(1, 4),
     kvMemory=_bytes,
+    hostTier=_bytes,
     args=st.lists(st.text(max_size=5), max_size=3),
     resources=_resources,
     autoscaling=_maybe(queueDepth=st.just(7)).map(lambda more: {"maxReplicas": 4, **more}),

@@ -390,6 +390,22 @@ _CACHES = (
         "use well over 4Gi, or leave it out to have it derived",
     ),
     Bad(
+        "engine's memory below its KV cache and host tier",
+        _W,
+        cache(engines=[{"kvMemory": "4Gi", "hostTier": "2Gi", "resources": {"memory": "6Gi"}}]),
+        "spec.engines[0].resources.memory",
+        "6Gi does not hold the 4Gi and 2Gi of kvMemory and hostTier",
+        "use well over 4Gi and 2Gi, or leave it out to have it derived",
+    ),
+    Bad(
+        "no host tier",
+        _S,
+        cache(engines=[{"hostTier": "0Gi"}]),
+        "spec.engines[0].hostTier",
+        "0Gi is not above zero",
+        "write a value like 512Mi or 2Gi",
+    ),
+    Bad(
         "memory limit below the request",
         _W,
         cache(gateway={"resources": {"memory": "1Gi", "memoryLimit": "512Mi"}}),

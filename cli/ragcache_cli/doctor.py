@@ -76,7 +76,7 @@ def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
 def memory(spec: RagCacheSpec, available: int) -> Finding:
     """Whether the bytes of memory that are free now hold what spec asks for."""
     needed = _ENGINE_BYTES + _OTHERS_BYTES + spec.cache_store.memory_bytes
-    needed += sum(engine.kv_memory_gib * _GIB for engine in spec.engines)
+    needed += sum(engine.kv_memory_gib * _GIB + engine.host_tier_bytes for engine in spec.engines)
     found = f"{available / _GIB:.1f} GiB free, about {needed / _GIB:.1f} GiB needed"
     if available >= needed:
         return Finding("memory", found)

@@ -19,6 +19,7 @@ import psutil
 from ragcache_cli.keeper import LONGEST_GRACE_S, Keeper
 from ragcache_cli.local_site import RUN_FOLDER, LocalSite
 from ragcache_cli.part import Part, parts_from
+from ragcache_cli.plan_key_file import plan_key_file
 from ragcache_cli.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.probe import Prober
 from ragcache_cli.process import end_families, last_lines
@@ -180,7 +181,8 @@ class LocalPlatform:
     async def _prepare(self) -> None:
         """Take the folder and the ports, build the parts and let them start."""
         (self._data / "logs").mkdir(parents=True, exist_ok=True)
-        # Whoever can open the socket in it reads and writes the store's memory.
+        # Whoever can open the socket in it reads and writes the store's memory, and who has the
+        # key has engines believe what they say.
         (self._data / RUN_FOLDER).mkdir(mode=0o700, exist_ok=True)
         self._held.enter_context(only_supervisor(self._data))
         left_behind = read_record(self._data)
@@ -193,6 +195,7 @@ class LocalPlatform:
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
         site = LocalSite(self._data, self._gateway_port, ports)
+        self._held.enter_context(plan_key_file(Path(site.plan_key_file())))
         for part in parts_from(build_children(self._cache, site), self._cache.metadata.name):
             self._keepers.append(self._keeper(part))
         for keeper in self._keepers:

@@ -50,6 +50,11 @@ class LocalSite:
         """Where it listens."""
         return self.listen(place)
 
+    def publish(self, place: Place) -> str:
+        """A socket in the run folder: ZeroMQ would bind a port on every interface."""
+        path = self._socket(f"{place.part}-{place.port}.sock")
+        return path and f"ipc://{path}"
+
     def stores(self) -> str:
         """The one store's address."""
         return str(self.reach(Place("cachestore", "grpc")))
@@ -60,8 +65,11 @@ class LocalSite:
 
     def lane_socket(self) -> str:
         """In the run folder; none where its path is longer than a socket's may be."""
-        path = self._data / RUN_FOLDER / "cachestore.sock"
-        return str(path) if len(os.fsencode(path)) < _SOCKET_PATH_BYTES else ""
+        return self._socket("cachestore.sock")
+
+    def plan_key_file(self) -> str:
+        """In the run folder, which is nobody else's."""
+        return str(self._data / RUN_FOLDER / "plan.keys")
 
     def data_dir(self, part: str) -> str:
         """A folder under data."""
@@ -97,3 +105,8 @@ class LocalSite:
         given = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
         no_proxy = ",".join(filter(None, (given, "127.0.0.1", "localhost")))
         return {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
+
+    def _socket(self, name: str) -> str:
+        """Path of a socket of this name, or empty where it would be too long."""
+        path = self._data / RUN_FOLDER / name
+        return str(path) if len(os.fsencode(path)) < _SOCKET_PATH_BYTES else ""

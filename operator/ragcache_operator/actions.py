@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.objects import SPEC_HASH
 from ragcache_operator.drift import addition, difference
 from ragcache_operator.kube.resources import Object, identity
@@ -75,6 +76,38 @@ def plan_actions(
         and "deletionTimestamp" not in obj["metadata"]
     )
     return actions
+
+
+def may_lack(
+    secret: str,
+    desired: Sequence[Object],
+    live: Callable[[Object], Object | None],
+    pods: Sequence[Object],
+) -> bool:
+    """Whether a Secret of this name may not be there, as far as can be told without reading it.
+
+    It is made before the workloads that mount it; a pod whose Secret has been deleted since then
+    is not started. desired, live: as of ``plan_actions``. pods: of these workloads.
+    """
+    for obj in desired:
+        if obj["kind"] in WORKLOADS and _mounts(obj["spec"]["template"], secret):
+            found = live(obj)
+            if found is None or not _mounts(found["spec"]["template"], secret):
+                return True
+    return any(_mounts(pod, secret) and _is_being_set_up(pod) for pod in pods)
+
+
+def _mounts(pod: Object, secret: str) -> bool:
+    """pod: or a template of pods."""
+    volumes = pod["spec"].get("volumes") or ()
+    return any((volume.get("secret") or {}).get("secretName") == secret for volume in volumes)
+
+
+def _is_being_set_up(pod: Object) -> bool:
+    """Whether a node has the pod and still brings its volumes and images."""
+    containers = (pod.get("status") or {}).get("containerStatuses") or ()
+    waiting = ((container.get("state") or {}).get("waiting") or {} for container in containers)
+    return any(one.get("reason") == "ContainerCreating" for one in waiting)
 
 
 def _for(obj: Object, found: Object | None, uid: str) -> Action | None:

@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ from ragcache_operator.actions import (
     Remove,
     Taken,
     is_owned,
+    may_lack,
     plan_actions,
 )
-from ragcache_operator.builders import build_children
+from ragcache_operator.builders import build_children, plan_key
 from ragcache_operator.builders.autoscaling import with_replicas
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import WORKLOADS, component_of, selectors
@@ -33,8 +35,8 @@ from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.children import Children, Owner
 from ragcache_operator.drift import restoration
 from ragcache_operator.gateway import CacheUse, Gateways
-from ragcache_operator.kube.api import Api, ApiError
-from ragcache_operator.kube.resources import CLAIMS, Object, identity, resource_of
+from ragcache_operator.kube.api import Api, ApiError, Conflict
+from ragcache_operator.kube.resources import CLAIMS, SECRETS, Object, identity, resource_of
 from ragcache_operator.kube.status import write_status
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.metrics import Metrics
@@ -68,6 +70,10 @@ REFUSED_RETRY_S = (2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 """After writes that the server refuses by rule. A quota or a policy may change; and a server that
 has just learnt of our kinds refuses owners of them for some seconds."""
 
+PLAN_KEY_BYTES = 32
+PLAN_KEY_RETRY_S = 60.0
+"""Before a Secret is offered again to pods that are not started, for this reason or for another."""
+
 CORRECTION_RETRY_S = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
 """Before a correction that did not hold is made again: whoever undoes it means it."""
 CORRECTION_FORGOTTEN_S = 600.0
@@ -96,6 +102,7 @@ class Memory:
     refused: int = 0
     cache: CacheUse | None = None
     next_cache_s: float = 0.0
+    next_plan_key_s: float = 0.0
     told: frozenset[str] = frozenset()
     """Refusals that an Event has told of."""
     corrections: dict[tuple[str, str, str], Correction] = field(default_factory=dict)
@@ -142,10 +149,12 @@ class CacheReconciler:
             await self._refuse(body, "NotServed", str(error), say)
             return None
         self._tell_refusals(cache, memory, say)
-        trouble = await self._act(body, desired, memory, say)
-        accepted, again_s = _judged(trouble, memory)
+        troubles, key_again_s = await self._keep_plan_key(body, cache, site, desired, memory)
+        troubles += await self._act(body, desired, memory, say)
+        accepted, again_s = _judged(troubles, memory)
         waits_s = [
             again_s,
+            key_again_s,
             _until_correction(memory),
             await self._report(body, cache, site, desired, accepted, memory, say),
         ]
@@ -202,6 +211,38 @@ class CacheReconciler:
             if refusal.message not in memory.told:
                 say(Transition("Warning", refusal.reason, refusal.message))
         memory.told = frozenset(refusal.message for refusal in found)
+
+    async def _keep_plan_key(
+        self,
+        body: Object,
+        cache: RagCache,
+        site: ClusterSite,
+        desired: Sequence[Object],
+        memory: Memory,
+    ) -> tuple[list[RagCacheError], float | None]:
+        """Make the Secret with the plans' key where it may be missing; never change one.
+
+        Ahead of the workloads, which wait for it. Returns what stood in the way, and the seconds
+        after which to look again.
+        """
+        name, pods = plan_key.secret_name(cache, site), self._children.of(_owner(body), "Pod")
+        if not may_lack(name, desired, self._children.get, pods):
+            return [], None
+        wait_s = memory.next_plan_key_s - time.monotonic()
+        if wait_s > 0:
+            return [], wait_s
+        made = plan_key.secret(cache, site, secrets.token_bytes(PLAN_KEY_BYTES))
+        try:
+            await self._api.create(SECRETS, made)
+            self._metrics.applied(SECRETS.kind)
+        except Conflict as error:
+            if error.reason != "AlreadyExists":
+                return [error], None
+        except ApiError as error:
+            log.warning("%s: %s", "/".join(_owner(body)), error)
+            return [error], None
+        memory.next_plan_key_s = time.monotonic() + PLAN_KEY_RETRY_S
+        return [], None
 
     async def _act(
         self, body: Object, desired: Sequence[Object], memory: Memory, say: Say

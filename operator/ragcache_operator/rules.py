@@ -210,7 +210,11 @@ def _store_fits(store: CacheStoreSpec) -> Fault | None:
 
 
 def _engine_fits(engine: EngineSpec) -> Fault | None:
-    return _memory_holds(engine.resources, engine.kv_memory, engine.kv_memory_gib << 30, "kvMemory")
+    kv_bytes, tier_bytes = engine.kv_memory_gib << 30, engine.host_tier_bytes
+    if engine.host_tier is None:
+        return _memory_holds(engine.resources, engine.kv_memory, kv_bytes, "kvMemory")
+    needed = f"{engine.kv_memory} and {engine.host_tier}"
+    return _memory_holds(engine.resources, needed, kv_bytes + tier_bytes, "kvMemory and hostTier")
 
 
 CLUSTER_RULES: tuple[Rule, ...] = (

@@ -289,6 +289,12 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
         "metadata": {"name": "docs-gateway", "namespace": "default"},
         "spec": {"ports": [{"port": 80, "protocol": "TCP"}]},
     }
+    key: Object = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "docs-plan-key", "namespace": "default"},
+        "stringData": {"keys": "ab"},
+    }
     lease: Object = {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -322,6 +328,9 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
         await api.replace(LEASES, held)
         assert await api.delete(SERVICES, "docs-gateway", "default")
         assert await api.delete(CONFIG_MAPS, "docs-members", "default")
+        await api.create(
+            SECRETS, {**key, "metadata": {**key["metadata"], "ownerReferences": [owner]}}
+        )
 
     cluster.ask(work, OPERATOR)
     foreign_lease = {**lease, "metadata": {"name": "other", "namespace": NAMESPACE}}
@@ -331,6 +340,10 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
         lambda api: api.list(SECRETS, NAMESPACE),
         lambda api: api.get(SECRETS, "any", "default"),
         lambda api: api.get(SECRETS, "any", NAMESPACE),
+        # Not even one that it has made.
+        lambda api: api.get(SECRETS, "docs-plan-key", "default"),
+        lambda api: api.apply(key),
+        lambda api: api.delete(SECRETS, "docs-plan-key", "default"),
         lambda api: api.delete(RAG_CACHES, "docs", "default"),
         lambda api: api.get(LEASES, "other", NAMESPACE),
         lambda api: api.list(CRDS),

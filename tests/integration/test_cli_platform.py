@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,7 @@ from ragcache_cli.probe import Prober
 from ragcache_cli.state_file import PlatformRecord, find_data, read_record
 from ragcache_cli.supervision import PartState, Phase, RestartPolicy
 from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_core.plan_seal import parse_keys
 from ragcache_operator.builders.site import Address
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCache
@@ -100,6 +102,10 @@ async def test_parts_start_in_order_answer_and_leave_nothing(
         assert living(pids) == pids
         assert find_data(None, root=tmp_path) == (data, record)
         assert platform.address("cachestore", "grpc") == record.parts[0].addresses["grpc"]
+        keys = data / "run" / "plan.keys"
+        assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+        assert len(parse_keys("keys", keys.read_bytes())) == 1
+    assert not keys.exists()
     assert living(pids) == []
     assert read_record(data) is None
     told = [(event.part, event.state.phase) for event in events]

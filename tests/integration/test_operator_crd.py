@@ -354,6 +354,15 @@ def test_explain_reads_well(server: Server, path: str, words: str) -> None:
 
 def test_explain_lists_every_field_with_its_words(server: Server) -> None:
     said = " ".join(server.kubectl("explain", "ragcaches.spec.engines").split())
-    for name in ("args", "autoscaling", "device", "kvMemory", "name", "replicas", "resources"):
+    for name in (
+        "args",
+        "autoscaling",
+        "device",
+        "hostTier",
+        "kvMemory",
+        "name",
+        "replicas",
+        "resources",
+    ):
         assert re.search(rf"{name} <[^>]*>", said), name
     assert "Further arguments of vLLM's server" in said

@@ -212,6 +212,7 @@ def test_a_deletion_takes_the_children_and_what_the_policy_says(
     name = f"gone-{policy.lower()}"
     server.apply(cache(name, dataPolicy=policy))
     eventually(lambda: len(server.names("persistentvolumeclaims", name)) == 2, "claims")
+    [key] = server.names("secrets", name)
     server.kubectl("delete", "ragcache", name, "--wait=false")
     # No kubelet ends the pods here.
     deadline = time.monotonic() + _LIMIT_S
@@ -221,6 +222,8 @@ def test_a_deletion_takes_the_children_and_what_the_policy_says(
     kinds = "deployments,statefulsets,services,configmaps,networkpolicies,serviceaccounts"
     eventually(lambda: not server.names(kinds, name), "no children")
     eventually(lambda: name not in server.kubectl("get", "ragcaches"), "no RagCache")
+    # Its owner's, as the operator may not delete it.
+    eventually(lambda: not server.names("secrets", name), f"no {key}")
     kept = 2 if policy == "Retain" else 0
     eventually(lambda: len(server.names("persistentvolumeclaims", name)) == kept, "claims")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import stat
 import sys
 from itertools import count
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 
 from ragcache_cli.local_site import LocalSite
 from ragcache_cli.part import Part, parts_from
+from ragcache_cli.plan_key_file import plan_key_file
 from ragcache_cli.ports import demand_free, free_ports, is_free
 from ragcache_core.errors import InvalidInput
+from ragcache_core.plan_seal import parse_keys
 from ragcache_operator.builders import build_children
 from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import ModelSource
@@ -71,6 +75,33 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']}"
     assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == engine.env["RAGCACHE_RECORDS_LISTEN"]
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
+    keys = str(tmp_path / "data" / "run" / "plan.keys")
+    assert gateway.env["RAGCACHE_PLAN_KEY_FILE"] == engine.env["RAGCACHE_PLAN_KEY_FILE"] == keys
+    assert "RAGCACHE_PLAN_KEY_FILE" not in store.env
+
+
+def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
+    path, found = tmp_path / "plan.keys", []
+    theirs = tmp_path / "theirs"
+    theirs.write_text("")
+    path.symlink_to(theirs)
+    for _ in range(2):
+        with plan_key_file(path):
+            assert stat.S_IMODE(path.stat(follow_symlinks=False).st_mode) == 0o600
+            found += parse_keys("keys", path.read_bytes())
+        assert not path.exists()
+    assert len(set(found)) == 2
+    assert theirs.read_text() == ""
+
+
+def test_an_engines_events_stay_on_this_machine(parts: dict[str, Part], tmp_path: Path) -> None:
+    arguments = parts["engine-main"].command
+    events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
+    endpoints = {events["endpoint"], events["replay_endpoint"]}
+    assert len(endpoints) == 2
+    assert all(endpoint.startswith("ipc:///") for endpoint in endpoints)
+    deep = local_parts(tmp_path / ("long" * 30))
+    assert "--kv-events-config" not in deep["engine-main"].command
 
 
 def test_every_port_is_used_once(parts: dict[str, Part]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_operator.actions import Change, Correct, Make, Remove, Taken, plan_actions
+from ragcache_operator.actions import Change, Correct, Make, Remove, Taken, may_lack, plan_actions
 from ragcache_operator.builders.objects import SPEC_HASH
 
 UID = "u-1"
@@ -76,3 +76,44 @@ def test_pods_claims_and_jobs_are_never_removed_as_children() -> None:
 def test_an_object_of_another_kind_is_another_object() -> None:
     actions = plan([child("a", "Ingress")], [child("a", "Service")])
     assert actions == [Make(child("a", "Ingress")), Remove(child("a", "Service"))]
+
+
+SECRET = "docs-plan-key"
+
+
+def mounting(*secrets: str) -> dict[str, Any]:
+    return {
+        "volumes": [{"name": f"v{i}", "secret": {"secretName": s}} for i, s in enumerate(secrets)]
+    }
+
+
+def workload(name: str, *secrets: str) -> dict[str, Any]:
+    return child(name, "Deployment", spec={"template": {"spec": mounting(*secrets)}})
+
+
+def pod(waits_for: str | None, *secrets: str) -> dict[str, Any]:
+    state = {"waiting": {"reason": waits_for}} if waits_for else {"running": {}}
+    return child(
+        "p", "Pod", spec=mounting(*secrets), status={"containerStatuses": [{"state": state}]}
+    )
+
+
+def lacks(desired: list[dict[str, Any]], live: list[dict[str, Any]], *pods: dict[str, Any]) -> bool:
+    by_name = {obj["metadata"]["name"]: obj for obj in live}
+    return may_lack(SECRET, desired, lambda obj: by_name.get(obj["metadata"]["name"]), pods)
+
+
+def test_a_secret_may_be_missing_until_all_that_mount_it_are_made() -> None:
+    desired = [workload("a", SECRET), workload("b", "x", SECRET), workload("c"), child("d")]
+    assert lacks(desired, [])
+    assert lacks(desired, [desired[0], workload("b", "x")])
+    assert not lacks(desired, desired[:2])
+    assert not lacks([workload("c"), child("d")], [])
+
+
+def test_a_secret_may_be_missing_where_a_pod_is_not_set_up() -> None:
+    desired = [workload("a", SECRET)]
+    assert lacks(desired, desired, pod(None, SECRET), pod("ContainerCreating", SECRET))
+    unscheduled = {**pod(None, SECRET), "status": {"phase": "Pending"}}
+    fine = (pod(None, SECRET), pod("CrashLoopBackOff", SECRET), unscheduled)
+    assert not lacks(desired, desired, *fine, pod("ContainerCreating", "x"), child("p", "Pod"))

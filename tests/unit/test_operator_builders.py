@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from ragcache_cachestore.config import Config
 from ragcache_cachestore.value_file import FREE_RESERVE_BYTES
 from ragcache_core.errors import InvalidInput
+from ragcache_core.plan_seal import parse_keys
 from ragcache_core.policies.registry import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.variant import Precision
 from ragcache_gateway.config import read_config
-from ragcache_operator.builders import build_children
+from ragcache_operator.builders import build_children, plan_key
 from ragcache_operator.builders.autoscaling import BOUNDS, with_replicas
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.refusals import refusals
@@ -27,6 +28,7 @@ from ragcache_operator.manifest import load_manifest
 from ragcache_operator.quantity import parse_quantity
 from ragcache_operator.spec import CacheStoreSpec
 from tests.children_parts import (
+    UID,
     Object,
     build,
     children_of,
@@ -70,10 +72,15 @@ def test_policies_are_those_of_core() -> None:
     assert policy.default == DEFAULT_POLICY
 
 
+def without_mounts(env: dict[str, str]) -> dict[str, str]:
+    """Without what is read from a volume as soon as it is named."""
+    return {name: value for name, value in env.items() if name != "RAGCACHE_PLAN_KEY_FILE"}
+
+
 @given(specs)
 def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
     cache = make_cache(**spec)
-    told = read_config(env_of(children_of(cache), "gateway"))
+    told = read_config(without_mounts(env_of(children_of(cache), "gateway")))
     assert (told.reuse, told.max_recompute) == (
         cache.spec.reuse.mode,
         cache.spec.reuse.max_recompute,
@@ -88,7 +95,7 @@ def test_the_gateway_reuses_as_the_spec_says() -> None:
     assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("blend", "1.0")
     # Without either, it does as it would by an empty spec.
     del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]
-    reuse, told = make_cache().spec.reuse, read_config(env)
+    reuse, told = make_cache().spec.reuse, read_config(without_mounts(env))
     assert (told.reuse, told.max_recompute) == (reuse.mode, reuse.max_recompute)
 
 
@@ -125,8 +132,27 @@ def test_the_engine_is_vllms_server_with_our_connector() -> None:
         "kv_load_failure_policy": "recompute",
     }
     assert arguments[-2:] == ["--max-num-seqs", "4"]
+    assert "--otlp-traces-endpoint" not in arguments
     assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert container["resources"]["requests"]["memory"] == "5Gi"
+    assert "RAGCACHE_HOST_TIER_BYTES" not in env_of(children, "engine-main")
+
+
+def test_an_engine_has_memory_for_its_host_tier_and_for_what_waits_to_go_there() -> None:
+    children = build(engines=[{"kvMemory": "2Gi", "hostTier": "4Gi"}])
+    assert env_of(children, "engine-main")["RAGCACHE_HOST_TIER_BYTES"] == str(4 << 30)
+    container = container_of(children, "engine-main")
+    assert container["resources"]["requests"]["memory"] == "10Gi"
+
+
+def test_vllm_sends_its_spans_where_the_connector_does_and_begins_no_trace() -> None:
+    children = build(telemetry={"otlp": {"endpoint": "http://collector:4318/"}})
+    arguments = container_of(children, "engine-main")["args"]
+    at = arguments.index("--otlp-traces-endpoint")
+    assert arguments[at + 1] == "http://collector:4318/v1/traces"
+    env = env_of(children, "engine-main")
+    assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    assert env["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"
 
 
 @pytest.mark.parametrize(
@@ -195,6 +221,25 @@ def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports
     assert "RAGCACHE_LANE_SOCKET" not in env
 
 
+def test_an_engine_tells_what_its_cache_holds_to_gateways_alone() -> None:
+    children = build()
+    container = container_of(children, "engine-main")
+    arguments = container["args"]
+    events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
+    assert events["enable_kv_cache_events"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert events["endpoint"] == f"tcp://*:{ports['events']}"
+    assert events["replay_endpoint"] == f"tcp://*:{ports['replay']}"
+    policy = of(children, "NetworkPolicy", "docs-engine")
+    [rule] = [
+        rule
+        for rule in policy["spec"]["ingress"]
+        if {"port": ports["events"], "protocol": "TCP"} in rule["ports"]
+    ]
+    [peer] = rule["from"]
+    assert "gateway" in peer["podSelector"]["matchLabels"].values()
+
+
 def test_the_store_keeps_what_the_spec_says() -> None:
     env = env_of(build(), "cachestore")
     assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("score", "always")
@@ -216,13 +261,7 @@ def test_the_store_keeps_what_the_spec_says() -> None:
         name: env_of(children, name).get("RAGCACHE_OTLP_ENDPOINT")
         for name in ("cachestore", "gateway", "retriever", "engine-main")
     }
-    # Only who reads it, so that nobody else rolls when it changes.
-    assert told == {
-        "cachestore": "http://collector:4318",
-        "gateway": None,
-        "retriever": None,
-        "engine-main": None,
-    }
+    assert told == dict.fromkeys(told, "http://collector:4318")
 
 
 @pytest.mark.parametrize("size", ["64Mi", "100Mi", "255Mi"])
@@ -495,3 +534,56 @@ def test_old_clusters_get_the_versions_they_know() -> None:
     }
     assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
     assert versions["PodDisruptionBudget"] == "policy/v1beta1"
+
+
+def plan_key_volume(children: list[Object], part: str) -> Object | None:
+    """Volume of the file that a part is told to read its keys from."""
+    path = env_of(children, part).get("RAGCACHE_PLAN_KEY_FILE")
+    if path is None:
+        return None
+    folder, _, _ = path.rpartition("/")
+    [mount] = [m for m in container_of(children, part)["volumeMounts"] if m["mountPath"] == folder]
+    # The whole folder: a file that is mounted by itself never changes.
+    assert mount["readOnly"] is True
+    assert "subPath" not in mount
+    [volume] = [v for v in pod_of(children, part)["volumes"] if v["name"] == mount["name"]]
+    found: Object = volume
+    return found
+
+
+def test_the_gateway_and_its_engines_alone_have_the_key() -> None:
+    cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
+    children = children_of(cache)
+    site = ClusterSite.of(cache, tag="1", owner=UID)
+    made = plan_key.secret(cache, site, bytes(range(32)))
+    volumes = {
+        plan_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
+        for part in ("gateway", "engine-one", "engine-two")
+    }
+    assert volumes == {made["metadata"]["name"]}
+    for part in ("retriever", "cachestore"):
+        assert plan_key_volume(children, part) is None
+        assert not [v for v in pod_of(children, part)["volumes"] if "secret" in v]
+    path = env_of(children, "gateway")["RAGCACHE_PLAN_KEY_FILE"]
+    [(file, content)] = made["stringData"].items()
+    assert path.endswith(f"/{file}")
+    assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
+
+
+def test_the_key_goes_with_its_own_object_and_is_no_other_objects() -> None:
+    cache = make_cache()
+
+    def of_uid(uid: str) -> Object:
+        return plan_key.secret(cache, ClusterSite.of(cache, tag="1", owner=uid), bytes(32))
+
+    one, other = of_uid(UID), of_uid("f" + UID[1:])
+    [owner] = one["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("RagCache", "docs", UID)
+    assert one["metadata"]["name"] != other["metadata"]["name"]
+    assert one == of_uid(UID)
+    assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "docs"
+
+
+@given(specs)
+def test_no_object_that_a_builder_makes_holds_a_secret(spec: Object) -> None:
+    assert not kinds_of(children_of(make_cache(**spec)), "Secret")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragcache_operator.builders import plan_key
 from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import (
@@ -20,6 +21,7 @@ from ragcache_operator.builders.labels import (
     selectors,
 )
 from ragcache_operator.builders.objects import SPEC_HASH
+from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.quantity import parse_quantity
 from ragcache_operator.spec import COMPONENTS
 from tests import pod_security
@@ -200,6 +202,10 @@ def test_whatever_an_object_names_is_there_or_the_users_own(spec: Object) -> Non
         for volume in pod["volumes"]:
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in made
+            if "secret" in volume:
+                # The operator makes it, since what is in it is no matter of builders.
+                site = ClusterSite.of(cache, tag="1", owner=UID)
+                assert volume["secret"]["secretName"] == plan_key.secret_name(cache, site)
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 assert claim == cache.spec.model.parsed_source.claim

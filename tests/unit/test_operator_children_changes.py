@@ -46,6 +46,9 @@ POLICIES = " ".join(
     f"NetworkPolicy/{part}"
     for part in ("default-deny", "gateway", "retriever", "engine", "cachestore", "sync")
 )
+PART_POLICIES = " ".join(
+    f"NetworkPolicy/{part}" for part in ("gateway", "retriever", "engine", "cachestore")
+)
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
 
 # Field: its new value, the workloads whose pods are made anew, what else is touched.
@@ -84,6 +87,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.name": ("other", GATEWAY, ENGINE_OBJECTS),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.kvMemory": ("1Gi", ENGINE, ""),
+    "engines.hostTier": ("1Gi", ENGINE, ""),
     "engines.args": (["--seed=1"], ENGINE, ""),
     "engines.resources.cpu": ("2", ENGINE, ""),
     "engines.resources.memory": ("4Gi", ENGINE, ""),
@@ -112,7 +116,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "dataPolicy": ("Delete", "", ""),
     "networkPolicy.enabled": (False, "", POLICIES),
     "networkPolicy.clients": ([{"podSelector": {}}], "", "NetworkPolicy/gateway"),
-    "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", STORE, "NetworkPolicy/cachestore"),
+    "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", WORKLOADS, PART_POLICIES),
 }
 ONLY_ONE_VALUE = {"engines.device"}
 

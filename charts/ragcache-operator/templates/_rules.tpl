@@ -13,6 +13,10 @@
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
   verbs: [get, list, watch, create, patch, delete]
+# The key that a RagCache's plans are sealed with: made once, and neither read nor changed after.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]

@@ -14,6 +14,7 @@ from ragcache_operator.builders.objects import Object
 from ragcache_operator.builders.probes import Probes
 from ragcache_operator.builders.service import EVERY_POD, service
 from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.telemetry import telemetry_environment
 from ragcache_operator.builders.workload import Workload
 from ragcache_operator.spec import PrecisionSpec, RagCache, StorageSpec
 
@@ -82,7 +83,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 
 
 def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
-    store, otlp = cache.spec.cache_store, cache.spec.telemetry.otlp
+    store = cache.spec.cache_store
     socket = site.lane_socket()
     return {
         "RAGCACHE_LISTEN": str(site.listen(GRPC)),
@@ -101,7 +102,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         # A chunk-cache is then of use without those before it.
         **({"RAGCACHE_REUSE": "blend"} if cache.spec.reuse.mode == "blend" else {}),
         "RAGCACHE_REPLICATION": "on" if store.replication.enabled else "off",
-        **({"RAGCACHE_OTLP_ENDPOINT": otlp.endpoint} if otlp else {}),
+        **telemetry_environment(cache),
     }
 
 

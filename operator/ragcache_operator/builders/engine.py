@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Final
 
-from ragcache_operator.builders import autoscaling, members
+from ragcache_operator.builders import autoscaling, members, plan_key
 from ragcache_operator.builders import workload as workloads
 from ragcache_operator.builders.autoscaling import Bounds
 from ragcache_operator.builders.compute import Needs, resources
@@ -17,6 +18,7 @@ from ragcache_operator.builders.pod import Mount
 from ragcache_operator.builders.probes import Probes
 from ragcache_operator.builders.service import HEADLESS, service
 from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.telemetry import vllm_arguments, vllm_environment
 from ragcache_operator.builders.workload import Workload
 from ragcache_operator.spec import EngineSpec, RagCache
 
@@ -30,6 +32,8 @@ _CONNECTOR: Final = {
 }
 _PROCESS_BYTES = 3 << 30
 """What an engine needs beside its KV: vLLM's processes, a small model's weights."""
+_TIER_WAITING_SHARE = 4
+"""What waits to be copied into the host tier takes one part in so many of it on top."""
 _START_S = 1800
 """A large model's weights take long from a slow disk, longer from a hub."""
 _DRAIN_S = 120
@@ -59,7 +63,8 @@ def part(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
     """Its objects."""
-    needs = Needs("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES)
+    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _TIER_WAITING_SHARE
+    needs = Needs("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
     bounds = engine.autoscaling and Bounds(engine.replicas, engine.autoscaling.max_replicas)
     workload = Workload(
         component=COMPONENT,
@@ -67,11 +72,20 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         command=("python", "-m", "vllm.entrypoints.openai.api_server"),
         args=_arguments(cache, engine, site),
         env=_environment(cache, engine, site),
-        ports=(http(engine).port, records(engine).port),
+        ports=(
+            http(engine).port,
+            records(engine).port,
+            *(port for port, at in _endpoints(engine, site).items() if at.startswith("tcp:")),
+        ),
         probes=Probes(site.listen(http(engine)).port, "/health", "/health", start_s=_START_S),
         resources=resources(needs, engine.resources),
         replicas=bounds or engine.replicas,
-        mounts=(_SHARED_MEMORY, members.mount(cache), *model_mounts(cache.spec.model)),
+        mounts=(
+            _SHARED_MEMORY,
+            members.mount(cache),
+            plan_key.mount(cache, site),
+            *model_mounts(cache.spec.model),
+        ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
         own_labels={ENGINE_LABEL: engine.name},
@@ -108,17 +122,45 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         *("--dtype", model.dtype),
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
-        *("--kv-transfer-config", json.dumps(_CONNECTOR, separators=(",", ":"))),
+        *("--kv-transfer-config", _json(_CONNECTOR)),
+        *_kv_events(engine, site),
         # Compiling would make every start longer; whether it pays on a CPU has not been measured.
         "--enforce-eager",
+        *vllm_arguments(cache),
         *engine.args,
     ]
 
 
+def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
+    """Have it tell which blocks its cache holds, and again to those who missed some of it."""
+    endpoints = _endpoints(engine, site)
+    if not all(endpoints.values()):
+        return []
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoints["events"],
+        "replay_endpoint": endpoints["replay"],
+    }
+    return ["--kv-events-config", _json(config)]
+
+
+def _endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
+    """Of its KV events, by port."""
+    return {port: site.publish(Place(part(engine), port)) for port in ("events", "replay")}
+
+
+def _json(config: Mapping[str, object]) -> str:
+    return json.dumps(config, separators=(",", ":"))
+
+
 def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, Value]:
+    tier = {"RAGCACHE_HOST_TIER_BYTES": str(engine.host_tier_bytes)} if engine.host_tier else {}
     return {
         **model_environment(cache.spec.model),
+        **tier,
         "RAGCACHE_CACHESTORE": site.stores(),
+        plan_key.VARIABLE: site.plan_key_file(),
         "RAGCACHE_RECORDS_LISTEN": str(site.listen(records(engine))),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
         # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
@@ -128,4 +170,5 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, V
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        **vllm_environment(cache),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ragcache_operator.builders import autoscaling, engine, ingress, members, retriever
+from ragcache_operator.builders import autoscaling, engine, ingress, members, plan_key, retriever
 from ragcache_operator.builders import workload as workloads
 from ragcache_operator.builders.autoscaling import Bounds
 from ragcache_operator.builders.compute import Needs, resources
@@ -14,6 +14,7 @@ from ragcache_operator.builders.objects import Object
 from ragcache_operator.builders.probes import Probes
 from ragcache_operator.builders.service import service
 from ragcache_operator.builders.site import Place, Site
+from ragcache_operator.builders.telemetry import telemetry_environment
 from ragcache_operator.builders.workload import Workload
 from ragcache_operator.spec import RagCache
 
@@ -44,7 +45,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         probes=Probes(site.listen(HTTP).port, "/healthz", "/readyz", start_s=start_s),
         resources=resources(Needs("100m", 512 << 20), gateway.resources),
         replicas=bounds or gateway.replicas,
-        mounts=(members.mount(cache), *model_mounts(model)),
+        mounts=(members.mount(cache), plan_key.mount(cache, site), *model_mounts(model)),
         drain=("sleep", str(_UNNOTICED_S)),
         grace_s=_UNNOTICED_S + _STOP_GRACE_S + _END_S,
     )
@@ -75,6 +76,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
             str(site.reach(engine.records(one))) for one in engines
         ),
         "RAGCACHE_CACHESTORE": site.stores(),
+        plan_key.VARIABLE: site.plan_key_file(),
         "RAGCACHE_MODEL": site.model(model.parsed_source),
         "RAGCACHE_MODEL_NAME": model.served_name,
         "RAGCACHE_MODEL_DTYPE": model.dtype,
@@ -83,4 +85,5 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         "RAGCACHE_MAX_RECOMPUTE": str(reuse.max_recompute),
         "RAGCACHE_PRECOMPUTE": "on" if reuse.precompute else "off",
         "RAGCACHE_STOP_GRACE_S": str(_STOP_GRACE_S),
+        **telemetry_environment(cache),
     }

@@ -29,6 +29,8 @@ _EDGES: Final = (
     ("gateway", "retriever", "grpc"),
     ("gateway", "engine", "http"),
     ("gateway", "engine", "grpc"),
+    ("gateway", "engine", "events"),
+    ("gateway", "engine", "replay"),
     ("gateway", "cachestore", "grpc"),
     ("engine", "cachestore", "grpc"),
     ("engine", "cachestore", "lane"),
@@ -48,9 +50,6 @@ _WATCHED: Final = (
 
 _READS_MODEL: Final = ("gateway", "retriever", "engine")
 """Components that fetch the model from the hub, where it comes from there."""
-_EXPORTS: Final = ("cachestore",)
-"""Components that send telemetry."""
-
 _DNS_PORTS: Final = (53, 5353)
 """OpenShift's DNS pods listen on the second. To any address: a node's own cache is no pod."""
 _HTTPS: Final = 443
@@ -139,7 +138,7 @@ def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
     if component == "retriever" and cache.spec.retriever.embedder.source != BUNDLED_EMBEDDER:
         rules += _to_url(cache.spec.retriever.embedder.source, site)
     otlp = cache.spec.telemetry.otlp
-    if component in _EXPORTS and otlp is not None:
+    if otlp is not None:
         rules += _to_url(otlp.endpoint, site)
     return rules
 

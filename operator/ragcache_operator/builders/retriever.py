@@ -12,6 +12,7 @@ from ragcache_operator.builders.objects import Object
 from ragcache_operator.builders.probes import Probes
 from ragcache_operator.builders.service import service
 from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.telemetry import telemetry_environment
 from ragcache_operator.builders.workload import Workload
 from ragcache_operator.spec import RagCache
 
@@ -59,6 +60,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         "RAGCACHE_CHUNK_TOKENS": str(retriever.chunking.size),
         "RAGCACHE_CHUNK_OVERLAP": str(retriever.chunking.overlap),
         "RAGCACHE_WINDOW": str(retriever.chunking.window),
+        **telemetry_environment(cache),
     }
     if retriever.embedder.model is not None:
         env["RAGCACHE_EMBEDDER_MODEL"] = retriever.embedder.model

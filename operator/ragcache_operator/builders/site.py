@@ -11,11 +11,20 @@ from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.environment import FromField, Value
 from ragcache_operator.spec import ModelSource, RagCache
 
-PORT_NUMBERS: Final = {"http": 8000, "grpc": 50051, "lane": 50052, "health": 8081}
+PORT_NUMBERS: Final = {
+    "http": 8000,
+    "grpc": 50051,
+    "lane": 50052,
+    "health": 8081,
+    "events": 5557,
+    "replay": 5558,
+}
 """A part is alone in its pod, so a port's name fixes its number."""
 
 MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
+PLAN_KEY_FOLDER: Final = "/etc/ragcache/plan-key"
+PLAN_KEY_FILE: Final = "keys"
 MODEL_FOLDER: Final = "/model"
 """Where a pod mounts the volume that its model comes from."""
 
@@ -68,6 +77,10 @@ class Site(Protocol):
         """Where the other parts find it."""
         ...
 
+    def publish(self, place: Place) -> str:
+        """ZeroMQ endpoint that the part binds; empty where it had better not."""
+        ...
+
     def stores(self) -> str:
         """Where the cache store's members are, as RAGCACHE_CACHESTORE says it."""
         ...
@@ -82,6 +95,10 @@ class Site(Protocol):
     def lane_socket(self) -> str:
         """Path of a Unix socket over which the cache store and its clients come to share memory;
         empty where they see no folder in common."""
+        ...
+
+    def plan_key_file(self) -> str:
+        """Path of the file with the keys that plans are sealed with."""
         ...
 
     def data_dir(self, part: str) -> str:
@@ -155,6 +172,10 @@ class ClusterSite:
         port = self.gateway_port if place.part == "gateway" else PORT_NUMBERS[place.port]
         return Address(f"{self.name}-{place.part}.{self.namespace}.svc", port)
 
+    def publish(self, place: Place) -> str:
+        """Every interface."""
+        return f"tcp://*:{PORT_NUMBERS[place.port]}"
+
     def stores(self) -> str:
         """A mounted file, which changes with the number of shards while pods run on."""
         return f"file:{MEMBERS_FOLDER}/{MEMBERS_FILE}"
@@ -169,6 +190,10 @@ class ClusterSite:
     def lane_socket(self) -> str:
         """None: every part is in a pod of its own."""
         return ""
+
+    def plan_key_file(self) -> str:
+        """A mounted file, which changes with its Secret while pods run on."""
+        return f"{PLAN_KEY_FOLDER}/{PLAN_KEY_FILE}"
 
     def data_dir(self, part: str) -> str:
         """The volume's mount."""

@@ -278,6 +278,9 @@ class EngineSpec(Values):
     kv_memory: ByteQuantity = "2Gi"
     """Bytes of the engine's own paged KV cache, rounded up to whole GiB. What does not fit comes
     from the cache store."""
+    host_tier: ByteQuantity | None = None
+    """Bytes of host memory in which each copy keeps the chunk-caches it asks for most, above the
+    cache store. Without it, all of them come from the store."""
     args: Annotated[
         tuple[Annotated[str, Field(max_length=512)], ...],
         Field(strict=False, max_length=64),
@@ -285,7 +288,7 @@ class EngineSpec(Values):
     ] = ()
     """Further arguments of vLLM's server, put last so that they win."""
     resources: ResourcesSpec = ResourcesSpec()
-    """What each copy's pod asks for, in place of what follows from kvMemory."""
+    """What each copy's pod asks for, in place of what follows from kvMemory and hostTier."""
     autoscaling: EngineAutoscalingSpec | None = None
     """Copies by waiting requests, between replicas and maxReplicas. Without it, always replicas.
     Needs a custom metrics API in the cluster that serves vLLM's metrics."""
@@ -299,6 +302,11 @@ class EngineSpec(Values):
     def kv_memory_gib(self) -> int:
         """KV memory in GiB, rounded up: the unit in which vLLM takes it."""
         return -(-self.kv_memory_bytes // _GIB)
+
+    @property
+    def host_tier_bytes(self) -> int:
+        """Host tier in bytes; 0 for none."""
+        return 0 if self.host_tier is None else parse_quantity(self.host_tier)
 
 
 class ReplicationSpec(Values):
@@ -367,9 +375,9 @@ class ReuseSpec(Values):
     takes longer and leaves less that differs from a full computation. It holds for requests that
     ask for blend themselves, too."""
     precompute: bool = False
-    """Whether the chunks of a document are computed when it is written, each by itself, while no
-    engine answers anybody; so that even the first question about them finds them. Of use where
-    prompts are blended: behind other chunks exact reuse has no use for them."""
+    """Whether the chunks of a document are computed when it is written, each by itself, while
+    no question of the gateway is answered; so that even the first question about them finds them.
+    Of use where prompts are blended: behind other chunks exact reuse has no use for them."""
 
 
 class TolerationSpec(Values):
@@ -489,7 +497,7 @@ class OtlpSpec(Values):
 
 
 class TelemetrySpec(Values):
-    """Where the parts say what they do. The cache store does so far."""
+    """Where the parts say what they do."""
 
     otlp: OtlpSpec | None = None
     """A collector of OpenTelemetry that gets metrics and spans. Without it, none are made."""
