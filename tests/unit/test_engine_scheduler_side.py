@@ -246,6 +246,15 @@ def test_a_prompt_is_handed_over_to_its_last_token_but_one() -> None:
     assert goes_on.record("r").miss == ""
 
 
+def test_a_prompt_is_handed_over_even_where_the_store_did_not_answer_in_time() -> None:
+    computes = Engine(role=Role.PREFILL)
+    computes.store.outage = Unavailable("cachestore", "busy")
+    computes.arrive("r", handoff=True)
+    assert computes.loaded("r") == 0
+    ends = [job.span.end for job in computes.saves("r", pieces=3)]
+    assert ends == [*(PROMPT.head, *PROMPT.chunk_ends), LENGTH - 1]
+
+
 def test_an_engine_that_decodes_waits_for_what_is_being_computed() -> None:
     goes_on = Engine(role=Role.DECODE)
     goes_on.arrive("r", handoff=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ragcache_core.blend.blending import Blend, blend
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.prefix_pieces import handoff_segments, prefix_pieces
+from ragcache_core.prefix_pieces import prefix_pieces
 from ragcache_core.reuse import NamedSegment, longest_exact_chain
 from ragcache_core.storing import Want
 from ragcache_core.variant import Miss
@@ -65,26 +65,13 @@ class Lookups:
     def planned(
         self, plan: ReusePlan, segments: tuple[NamedSegment, ...], traceparent: str
     ) -> Future[Found]:
-        """Of a plan's segments."""
+        """Of segments that are named already."""
         return self._begin(plan, lambda: segments, traceparent)
 
     def plain(self, plan: ReusePlan, token_ids: Sequence[int], traceparent: str) -> Future[Found]:
         """Of the whole pieces of a prompt, which are named on the lookup's thread."""
         space, domain = self._space, plan.domain
         return self._begin(plan, lambda: prefix_pieces(space, domain, token_ids), traceparent)
-
-    def handed_over(
-        self,
-        plan: ReusePlan,
-        segments: tuple[NamedSegment, ...],
-        token_ids: Sequence[int],
-        traceparent: str,
-    ) -> Future[Found]:
-        """Of a plan's segments, and of the pieces of what follows them."""
-        space, domain = self._space, plan.domain
-        return self._begin(
-            plan, lambda: handoff_segments(space, domain, token_ids, segments), traceparent
-        )
 
     def close(self) -> None:
         """Stop asking."""

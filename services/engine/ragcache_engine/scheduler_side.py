@@ -15,7 +15,7 @@ from ragcache_core.keys import KVSpace
 from ragcache_core.plan import Action, ReusePlan
 from ragcache_core.plan_seal import SEAL_FIELD, is_sealed
 from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.prefix_pieces import PIECE_TOKENS, plain_domain
+from ragcache_core.prefix_pieces import PIECE_TOKENS, handoff_segments, plain_domain
 from ragcache_core.reuse import NamedSegment, checked_segments
 from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
@@ -361,8 +361,9 @@ class SchedulerSide:
         traceparent: str,
     ) -> Request:
         """A request that one engine computes and another goes on with; this is one of the two."""
-        lookup = self._lookups.handed_over(plan, segments, token_ids, traceparent)
-        request = Request(plan, token_ids, segments, lookup, now)
+        handed = handoff_segments(self._space, plan.domain, token_ids, segments)
+        lookup = self._lookups.planned(plan, handed, traceparent)
+        request = Request(plan, token_ids, handed, lookup, now)
         if self._config.role is Role.DECODE:
             request.awaits = HandoffWait(now, now + self._config.handoff_wait_s)
             # What it has to compute of chunks is worth as much as anybody's. For the rest, which is
@@ -376,9 +377,8 @@ class SchedulerSide:
         asked = time.monotonic()
         if request.ask_at is not None:
             if asked >= request.ask_at:
-                own = request.segments[: request.may_save]
-                request.lookup = self._lookups.handed_over(
-                    request.plan, own, request.token_ids, request.traceparent
+                request.lookup = self._lookups.planned(
+                    request.plan, request.segments, request.traceparent
                 )
                 request.asked, request.ask_at = asked, None
             return False
