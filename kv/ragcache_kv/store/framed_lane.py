@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
@@ -147,7 +147,8 @@ class Pool(Generic[C]):
 class Asked(Generic[C, M]):
     """A call that was answered but is not over: its connection is nobody else's.
 
-    Whoever lets go of it without ``done`` ends the connection, and with it the call's leases.
+    As a context it ends with whoever asked: left without ``done``, by an exception say, the
+    connection is ended, and with it the call's leases.
     asked_at: no lease of the reply was granted before. seconds: what the call has taken so far; to
     be added to while values are read, and not while they wait to be asked for.
     """
@@ -188,8 +189,14 @@ class Asked(Generic[C, M]):
         if pool is not None:
             pool.drop(self.connection)
 
-    def __del__(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.drop()
+
+    def __del__(self) -> None:
+        self.drop()  # of a call whose answers nobody has begun to read
 
 
 class FramedLane(Lane, Generic[C]):

@@ -213,18 +213,19 @@ class SharedLane(FramedLane[SharedConnection]):
     ) -> Iterator[Answer]:
         start = 0
         while True:
-            copies = _copies(asking, asked, self._pair)
-            for place, copied in enumerate(copies, start):
-                _check(asking.deadline)
-                began = time.monotonic()
-                copied.copy()
-                asked.seconds += time.monotonic() - began
-                if copied.views is not None and isinstance(copied.answer, StoredValue):
-                    known = Place.of(copied.answer, copied.views, withdrawals)
-                    self._places.remember(asking, asking.keys[place], known)
-                if copied is copies[-1]:  # before whoever asked takes its time
-                    _release(asked, copies)
-                yield copied.answer
+            with asked:
+                copies = _copies(asking, asked, self._pair)
+                for place, copied in enumerate(copies, start):
+                    _check(asking.deadline)
+                    began = time.monotonic()
+                    copied.copy()
+                    asked.seconds += time.monotonic() - began
+                    if copied.views is not None and isinstance(copied.answer, StoredValue):
+                        known = Place.of(copied.answer, copied.views, withdrawals)
+                        self._places.remember(asking, asking.keys[place], known)
+                    if copied is copies[-1]:  # before whoever asked takes its time
+                        _release(asked, copies)
+                    yield copied.answer
             start += KEYS_PER_CALL
             if start >= len(asking.keys):
                 return
@@ -240,17 +241,18 @@ class SharedLane(FramedLane[SharedConnection]):
         asked: Asked[SharedConnection, pb.LaneGetReply],
         copies: list[_Copied],
     ) -> Iterator[list[memoryview | Miss]]:
-        last = num_layers([copied.answer for copied in copies]) - 1
-        if last < 0:
-            _release(asked, copies)
-        for layer in range(last + 1):
-            _check(asking.deadline)
-            began = time.monotonic()
-            parts = [copied.copy_layer(layer) for copied in copies]
-            asked.seconds += time.monotonic() - began
-            if layer == last:
+        with asked:
+            last = num_layers([copied.answer for copied in copies]) - 1
+            if last < 0:
                 _release(asked, copies)
-            yield parts
+            for layer in range(last + 1):
+                _check(asking.deadline)
+                began = time.monotonic()
+                parts = [copied.copy_layer(layer) for copied in copies]
+                asked.seconds += time.monotonic() - began
+                if layer == last:
+                    _release(asked, copies)
+                yield parts
 
     def _in_order(
         self, asking: Asking, places: Sequence[Place | None], fresh: Iterator[Answer]

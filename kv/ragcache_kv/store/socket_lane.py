@@ -85,16 +85,17 @@ class SocketLane(FramedLane[Channel]):
     def _values(self, asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> Iterator[Answer]:
         start = 0
         while True:
-            values = _announced(asking, asked)
-            for index, value in enumerate(values):
-                if isinstance(value, StoredValue):
-                    verifier = Verifier(value.parts)
-                    _receive(asked, value.value, verifier)
-                    if not verifier.good:
-                        values[index] = Miss.CORRUPT
-                if index == len(values) - 1:  # before whoever asked takes its time
-                    _release(asked, values)
-                yield values[index]
+            with asked:
+                values = _announced(asking, asked)
+                for index, value in enumerate(values):
+                    if isinstance(value, StoredValue):
+                        verifier = Verifier(value.parts)
+                        _receive(asked, value.value, verifier)
+                        if not verifier.good:
+                            values[index] = Miss.CORRUPT
+                    if index == len(values) - 1:  # before whoever asked takes its time
+                        _release(asked, values)
+                    yield values[index]
             start += KEYS_PER_CALL
             if start >= len(asking.keys):
                 return
@@ -129,26 +130,27 @@ class SocketLane(FramedLane[Channel]):
 def _layers(
     asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]
 ) -> Iterator[list[memoryview | Miss]]:
-    last = num_layers(values) - 1
-    if last < 0:
-        _release(asked, values)
-    sent = list(values)  # what is corrupt comes all the same
-    for layer in range(last + 1):
-        given: list[memoryview | Miss] = []
-        for index, value in enumerate(sent):
-            if isinstance(value, Miss):
-                given.append(value)
-                continue
-            part = value.part(layer)
-            if part:
-                verifier = Verifier(value.parts[layer : layer + 1])
-                _receive(asked, part, verifier)
-                if not verifier.good:
-                    values[index] = Miss.CORRUPT
-            given.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
-        if layer == last:
+    with asked:
+        last = num_layers(values) - 1
+        if last < 0:
             _release(asked, values)
-        yield given
+        sent = list(values)  # what is corrupt comes all the same
+        for layer in range(last + 1):
+            given: list[memoryview | Miss] = []
+            for index, value in enumerate(sent):
+                if isinstance(value, Miss):
+                    given.append(value)
+                    continue
+                part = value.part(layer)
+                if part:
+                    verifier = Verifier(value.parts[layer : layer + 1])
+                    _receive(asked, part, verifier)
+                    if not verifier.good:
+                        values[index] = Miss.CORRUPT
+                given.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
+            if layer == last:
+                _release(asked, values)
+            yield given
 
 
 def _announced(asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> list[Answer]:
