@@ -492,6 +492,22 @@ def test_a_reader_that_stops_early_holds_nothing(served: Served, lane: str) -> N
         eventually(lambda: served.store.stats().leases == 0)
 
 
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
+    served: Served, lane: str
+) -> None:
+    with client_of(served.address, lane) as client:
+        for number in range(2):
+            variant, value = new(number, [MIB])
+            client.put(variant, value, TIMEOUT_S)
+        keys, memory = [key(0), key(1)], iter((MIB, 1, MIB, 1))
+        for get in (client.get, client.get_layers):
+            with pytest.raises(InvalidInput, match="allocate") as kept:
+                list(get(keys, TIMEOUT_S, allocate=lambda _: memoryview(bytearray(next(memory)))))
+            eventually(lambda: served.store.stats().leases == 0)
+            assert kept.tb
+
+
 def connect(served: Served, lane: str) -> Channel:
     """A client of its own making, greeted."""
     if lane == "shared":

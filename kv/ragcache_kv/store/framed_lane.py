@@ -28,6 +28,7 @@ MAX_CONNECTIONS = 8
 OWED_S = 0.05
 """How long what is owed to a store waits for a call that it can go with."""
 
+T = TypeVar("T")
 C = TypeVar("C", bound=Channel)
 M = TypeVar("M", bound=Message)
 
@@ -182,6 +183,14 @@ class Asked(Generic[C, M]):
         elif leases:
             self.connection.owed.append((Kind.RELEASE, said))
         self.done()
+
+    def keep(self, made: Callable[[], T]) -> T:
+        """What is made of the reply, for whoever goes on reading; an exception ends the call."""
+        try:
+            return made()
+        except BaseException:
+            self.drop()
+            raise
 
     def drop(self) -> None:
         """End the connection, unless done."""

@@ -163,7 +163,7 @@ class SharedLane(FramedLane[SharedConnection]):
     def get_layers(self, asking: Asking) -> Layers:
         """See Lane. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys))
-        copies = _copies(asking, asked, self._pair)
+        copies = asked.keep(lambda: _copies(asking, asked, self._pair))
         return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
 
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:

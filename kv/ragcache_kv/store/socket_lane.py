@@ -56,7 +56,7 @@ class SocketLane(FramedLane[Channel]):
     def get_layers(self, asking: Asking) -> Layers:
         """See Lane. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys), by_layer=True)
-        values = _announced(asking, asked)
+        values = asked.keep(lambda: _announced(asking, asked))
         return Layers(list(values), _layers(asked, values))
 
     def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
