@@ -71,6 +71,10 @@ class Fetcher:
                 return
             if key != span.variant:
                 raise RagCacheError("the store answered in another order")
+            if stored is Miss.CORRUPT:
+                # Whoever stops here computes it and puts it anew, which a store that has not heard
+                # of the damage would not take; it hears of it at the end.
+                answers = iter(tuple(answers))
             arrival = self._from_store(job, span, stored)
             yield arrival
             if arrival.source is None and not arrival.mended:
