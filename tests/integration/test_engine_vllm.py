@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -176,13 +177,15 @@ class Platform:
         return [line for line in gauges if not line.endswith(" 0.0")]
 
     def fresh_engine(self) -> None:
-        """Replace the engine by one whose own cache is empty, and that asks for seals."""
+        """Replace the engine by one whose own cache is empty.
+
+        It asks for seals, and loads layer by layer.
+        """
         self.engine.service.stop()
         keys = self.folder / "keys"
         keys.write_text(f"{OLD_KEY.hex()}\n{KEY.hex()}\n")
-        self.engine = launch(
-            self.folder, self.model, self.store, {"RAGCACHE_PLAN_KEY_FILE": str(keys)}
-        )
+        settings = {"RAGCACHE_PLAN_KEY_FILE": str(keys), "RAGCACHE_LAYERWISE": "on"}
+        self.engine = launch(self.folder, self.model, self.store, settings)
         wait_for_engine(self.engine)
 
     @property
@@ -443,6 +446,12 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
     finally:
         engine.service.stop()
         joining.service.stop()
+
+
+def test_requests_were_taken_up_before_all_layers_were_there(platform: Platform) -> None:
+    """Those of the tests before this one; a few loads say first what writing takes."""
+    log = platform.engine.service.log.read_text(errors="replace")
+    assert re.search(r"a request is taken up with [1-3] of 4 layers in place", log)
 
 
 def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:

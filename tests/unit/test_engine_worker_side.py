@@ -25,7 +25,7 @@ from ragcache_core.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
-from ragcache_engine.config import EngineConfig  # noqa: E402
+from ragcache_engine.config import EngineConfig, Layerwise  # noqa: E402
 from ragcache_engine.moment import Moment  # noqa: E402
 from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
 from ragcache_engine.roles import Role  # noqa: E402
@@ -82,11 +82,14 @@ class FakeCache:
     def moment(self) -> Moment:
         return Moment(torch.device("cpu"), self.clock)
 
-    def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
         if self.broken:
             raise RuntimeError("device error")
         for index, slot in enumerate(slots.tolist()):
-            self.slots_written[slot] = value[:, :, index].clone()
+            token = self.slots_written.setdefault(
+                slot, torch.full((2, 2, 1, 4), torch.nan).bfloat16()
+            )
+            token[first_layer : first_layer + len(value)] = value[:, :, index]
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         slots = self.slots(blocks, start, end).tolist()
@@ -117,6 +120,7 @@ class FakeStore:
         self.put_bytes: list[bytes] = []
         self.asked: list[list[VariantKey]] = []
         self.asked_exact: list[bool] = []
+        self.read_to_the_end = False
         self.noted: list[VariantKey] = []
         self.as_of: list[object] = []
 
@@ -145,6 +149,7 @@ class FakeStore:
             if number == self.outage_after:
                 raise Unavailable("cachestore", "gone")
             yield wanted, self.values.get(wanted, Miss.EVICTED)
+        self.read_to_the_end = True
 
     def put(
         self, variant: NewVariant, value: memoryview, timeout_s: float, *, as_of: object
@@ -282,6 +287,15 @@ def test_a_load_says_why_a_value_did_not_come(worker: Worker, miss: Miss) -> Non
     assert outcome.reason == miss.value.replace("_", " ")
 
 
+def test_a_store_hears_of_damage_before_the_value_is_computed_and_put_anew(worker: Worker) -> None:
+    wanted = spans(10, 40)
+    worker.store.fill(wanted)
+    worker.store.values[key(0)] = Miss.CORRUPT
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
+    assert (outcome.tokens, outcome.reason) == (0, "corrupt")
+    assert worker.store.read_to_the_end
+
+
 @pytest.mark.parametrize("held_as", [Precision(Codec.PACKED, Codec.PACKED), INT8])
 def test_a_value_held_in_another_form_is_decoded(held_as: Precision) -> None:
     part = pytest.importorskip("ragcache_kv.codecs")
@@ -364,9 +378,9 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
     worker.side.start_loads(StepJobs(loads=jobs))
     write, calls = worker.cache.write, iter((True, False))
 
-    def only_the_first(value: torch.Tensor, slots: torch.Tensor) -> None:
+    def only_the_first(value: torch.Tensor, slots: torch.Tensor, first_layer: int) -> None:
         worker.cache.broken = not next(calls)
-        write(value, slots)
+        write(value, slots, first_layer)
 
     worker.cache.write = only_the_first  # type: ignore[method-assign]
     worker.store.gate.set()
@@ -379,6 +393,81 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
     report = worker.side.take_report()
     assert report is not None
     assert sorted(outcome.reason for outcome in report.outcomes) == ["", "write failed"]
+
+
+def layerwise() -> Worker:
+    """A worker that knows what writing takes."""
+    worker = Worker(EngineConfig(FixedMembers(()), layerwise=Layerwise.ON))
+    wanted = spans(40)
+    worker.store.fill(wanted)
+    for number in range(4):
+        worker.load(LoadJob(str(number), wanted, 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    worker.cache.slots_written.clear()
+    return worker
+
+
+def is_whole(worker: Worker) -> bool:
+    return not any(bool(token.isnan().any()) for token in worker.cache.slots_written.values())
+
+
+def test_layers_that_were_put_off_come_in_the_pass() -> None:
+    worker = layerwise()
+    wanted = spans(10, 40)
+    tensors = worker.store.fill(wanted)
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    assert (outcome.tokens, outcome.reason) == (40, "")
+    assert not is_whole(worker)
+    jobs = StepJobs(num_tokens=8)
+    worker.side.begin_step(jobs)
+    for name in worker.cache.index_of:
+        worker.side.layer_needed(name)
+    worker.side.save(jobs)
+    for span in wanted:
+        assert torch.equal(worker.cache.read(BLOCKS, span.start, span.end), tensors[span.variant])
+    assert worker.side.take_bad_blocks() == set()
+    worker.side.close()
+
+
+def test_a_step_without_a_pass_completes_nothing() -> None:
+    worker = layerwise()
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    worker.side.begin_step(StepJobs())
+    worker.side.save(StepJobs())
+    assert not is_whole(worker)
+    assert worker.side.take_bad_blocks() == set()
+    worker.side.close()
+
+
+def test_blocks_of_a_request_that_has_ended_are_whole_before_they_are_others() -> None:
+    worker = layerwise()
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    worker.side.begin_step(StepJobs(num_tokens=8, ended=("r",)))
+    assert is_whole(worker)
+    worker.side.close()
+
+
+def test_what_came_before_a_value_that_did_not_is_whole() -> None:
+    worker = layerwise()
+    wanted = spans(BLOCK, 40)
+    worker.store.fill(wanted)
+    worker.store.values[key(1)] = Miss.EVICTED
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    assert (outcome.tokens, outcome.reason) == (BLOCK, "evicted")
+    assert is_whole(worker)
+    worker.side.close()
+
+
+def test_a_pass_without_its_layers_is_computed_again() -> None:
+    worker = layerwise()
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    jobs = StepJobs(num_tokens=8)
+    worker.side.begin_step(jobs)
+    worker.cache.broken = True
+    for name in worker.cache.index_of:
+        worker.side.layer_needed(name)
+    worker.side.save(jobs)
+    assert worker.side.take_bad_blocks() == set(BLOCKS[: -(-40 // BLOCK)])
+    worker.side.close()
 
 
 def save_job(number: int, start: int, end: int) -> SaveJob:
@@ -556,6 +645,7 @@ def test_what_passes_take_is_reported_when_they_are_large(worker: Worker) -> Non
         ("RAGCACHE_REPAIR_SLICE_TOKENS", "0"),
         ("RAGCACHE_REPAIR_SLICE_TOKENS", "many"),
         ("RAGCACHE_PLAIN_PREFIXES", "yes"),
+        ("RAGCACHE_LAYERWISE", "yes"),
         ("RAGCACHE_HANDOFF_WAIT_S", "long"),
         ("RAGCACHE_HANDOFF_WAIT_S", "nan"),
         ("RAGCACHE_HANDOFF_WAIT_S", "-1"),
@@ -577,6 +667,7 @@ def test_settings_are_read() -> None:
         "RAGCACHE_REPAIR_SLICE_TOKENS": "64",
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_HANDOFF_WAIT_S": "1.5",
+        "RAGCACHE_LAYERWISE": "off",
     }
     tiers = EngineConfig.from_env(
         env
@@ -592,3 +683,6 @@ def test_settings_are_read() -> None:
     assert (config.load_always, config.repair_slice_tokens) == (True, 64)
     assert not config.plain_prefixes
     assert config.handoff_wait_s == 1.5
+    assert not config.layerwise.wanted(is_gpu=True)
+    automatic = EngineConfig.from_env(env).layerwise
+    assert (automatic.wanted(is_gpu=True), automatic.wanted(is_gpu=False)) == (True, False)

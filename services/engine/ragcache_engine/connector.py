@@ -25,13 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace
 from ragcache_core.prefill_profile import PrefillProfile
 from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_engine.blender import Blender, blender
-from ragcache_engine.config import EngineConfig
+from ragcache_engine.config import EngineConfig, Layerwise
 from ragcache_engine.load_counts import LoadCounts
 from ragcache_engine.loaded_model import loaded_model
 from ragcache_engine.machine import machine
@@ -125,6 +126,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The server's process, where there is no connector.
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether a pass must call us for each layer, which one graph for all of it does not."""
+        return Layerwise.from_env(os.environ).wanted(is_gpu=current_platform.is_cuda_alike())
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         """Counts as they came from a worker."""
         return LoadStats(data or {})
@@ -177,7 +183,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.start_loads(self._jobs())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads end before their request is scheduled."""
+        """A layer's attention comes next; of use where layers are loaded one by one."""
+        if self._worker is not None:
+            self._worker.layer_needed(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -271,7 +279,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             blocks: list[int] = groups[0]
             return blocks
 
-        return _StepMetadata(self._scheduler.step(_progress(scheduler_output), blocks_of))
+        progress, ended = _progress(scheduler_output), scheduler_output.finished_req_ids
+        return _StepMetadata(self._scheduler.step(progress, blocks_of, ended))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """A step ended in the workers."""

@@ -118,11 +118,11 @@ class Loader:
 
     def _advance(self, load: _Load, write: Write) -> LoadOutcome | None:
         while load.spans_done < len(load.job.spans):
+            if load.cancelled.is_set():
+                return self._outcome(load, load.job.spans[load.spans_done], "cancelled")
             try:
                 arrival = load.arrivals.get_nowait()
             except queue.Empty:
-                if load.cancelled.is_set():
-                    return self._outcome(load, load.job.spans[load.spans_done], "cancelled")
                 # The fetch has a deadline of its own; this one also covers a fetch that waits for
                 # a thread of the pool.
                 if time.monotonic() - load.started <= self._deadline_s:

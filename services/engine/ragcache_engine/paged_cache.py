@@ -64,15 +64,17 @@ class PagedCache:
         size = self.shape.block_size
         return table[positions // size] * size + positions % size
 
-    def write(self, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write tokens of all layers. value: [num_layers, 2, T, num_kv_heads, head_dim].
+    def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
+        """Write tokens of the layers from first_layer on, as many as value has.
 
-        On the device or not. If it is no contiguous tensor, one layer's keys are, and its values.
+        value: [layers, 2, T, num_kv_heads, head_dim], on the device or not. If it is no contiguous
+        tensor, one layer's keys are, and its values.
         """
         slots = slots.to(self.device, non_blocking=True)
         if value.is_contiguous():
             value = value.to(self.device, non_blocking=True)
-        for index, layer in enumerate(self.layers):
+        layers = self.layers[first_layer : first_layer + len(value)]
+        for index, layer in enumerate(layers):
             keys, values = (half.to(self.device, non_blocking=True) for half in value[index])
             layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 

@@ -204,8 +204,12 @@ class SchedulerSide:
             )
             repair = self._repair(request_id, request, request.blend, first, end)
         domain, traceparent = request.plan.domain, request.traceparent
+        compute_s = self._costs.compute_s(end, len(request.token_ids) - end)
         self._loads.append(
-            LoadJob(request_id, spans, first, end, tuple(blocks), domain, repair, traceparent)
+            LoadJob(
+                *(request_id, spans, first, end, tuple(blocks), domain, repair, traceparent),
+                compute_s=compute_s,
+            )
         )
         request.loads = request.bytes_by_tier(span.variant for span in spans)
         request.pending_load = None
@@ -251,11 +255,13 @@ class SchedulerSide:
         self,
         progress: Iterable[tuple[str, int, int]],
         blocks_of: Callable[[str], Sequence[int]],
+        ended: Iterable[str] = (),
     ) -> StepJobs:
         """Jobs of the step about to run.
 
         progress: (request id, tokens computed before, tokens of this step) of every request that
-        runs in it. blocks_of: block table of such a request.
+        runs in it. blocks_of: block table of such a request. ended: requests that have since the
+        step before.
         """
         saves: list[SaveJob] = []
         computing: list[Computing] = []
@@ -287,6 +293,7 @@ class SchedulerSide:
             tuple(saves),
             tuple(observes),
             let_go=self._spare is not None and self._spare.are_missed,
+            ended=tuple(ended),
             computing=tuple(computing),
             num_tokens=num_tokens,
             work=self._costs.work(looked_at / num_tokens, num_tokens) if num_tokens else 0.0,

@@ -62,6 +62,7 @@ class LoadJob:
     maybe only a part is written. blocks: the request's block table, at least up to ``end``.
     domain: access domain of the plan. repair: None where all of it is exact. traceparent: the span
     that the request is part of, as W3C Trace Context writes it; empty where it is not traced.
+    compute_s: seconds that computing what follows is predicted to take; None: not known.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class LoadJob:
     domain: str
     repair: Repair | None = None
     traceparent: str = ""
+    compute_s: float | None = None
 
     def may_lack(self, span: Span) -> bool:
         """Whether what span has can be computed later, when the load is mended."""
@@ -126,15 +128,17 @@ class Computing:
 class StepJobs:
     """Scheduler to worker.
 
-    let_go: of all blocks that are kept for observing; vLLM needs them. computing: of requests with
-    a plan. num_tokens: of every request that runs in the step. work: what computing them is
-    (``ReuseCosts.work``), which comes back with the seconds that it took.
+    let_go: of all blocks that are kept for observing; vLLM needs them. ended: requests whose blocks
+    may be others' in this step. computing: of requests with a plan. num_tokens: of every request
+    that runs in the step. work: what computing them is (``ReuseCosts.work``), which comes back with
+    the seconds that it took.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
     let_go: bool = False
+    ended: tuple[str, ...] = ()
     computing: tuple[Computing, ...] = ()
     num_tokens: int = 0
     work: float = 0.0

@@ -11,6 +11,7 @@ from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
 from ragcache_engine.fetching import Fetcher
+from ragcache_engine.layering import Layering
 from ragcache_engine.load_counts import LoadCounts
 from ragcache_engine.loading import Loader
 from ragcache_engine.moment import Moment
@@ -78,6 +79,9 @@ class WorkerSide:
 
         self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, connect, tracer)
         self._writer = Writer(cache, rotation)
+        self._layering: Layering | None = None
+        if config.layerwise.wanted(is_gpu=cache.device.type == "cuda"):
+            self._layering = Layering(cache, self._writer)
         self._saver = Saver(
             self._client, space, config.save_deadline_s, config.save_queue_bytes, tracer
         )
@@ -111,7 +115,14 @@ class WorkerSide:
 
     def begin_step(self, jobs: StepJobs) -> None:
         """A step has begun; its forward pass comes next."""
+        if self._layering is not None:
+            self._settle(jobs.ended)
         self._pass_began = self._moment()
+        if self._layering is not None and jobs.num_tokens:
+            try:
+                self._layering.begin_pass()
+            except Exception:
+                log.exception("layers could not be written beside the pass")
         if self._staging is None:
             return
         try:
@@ -119,6 +130,15 @@ class WorkerSide:
         except Exception:
             log.exception("variants are copied out after the pass")
             self._staging.end()
+
+    def layer_needed(self, name: str) -> None:
+        """A layer's attention comes next in the pass that runs."""
+        if self._layering is None:
+            return
+        try:
+            self._layering.layer_needed(self._cache.index_of[name])
+        except Exception:
+            log.exception("a layer could not be written")
 
     def layer_done(self, name: str) -> None:
         """A layer has written and read its KV in the pass that runs, while the next one waits."""
@@ -162,6 +182,9 @@ class WorkerSide:
             self._tiers.settle()
         if self._staging is not None:
             self._staging.end()
+        if self._layering is not None and jobs.num_tokens:
+            for load in self._layering.end_pass():
+                self._mark_bad(load, load.first)
 
     def advance(self, finished: Iterable[str], *, busy: bool) -> None:
         """Write what has arrived and go on with repairs.
@@ -174,8 +197,11 @@ class WorkerSide:
                 self._repairer.cancel(request_id)
             self._costs.forget(request_id)
         idle = not busy and self._loader.idle and (self._repairer is None or self._repairer.idle)
-        for outcome in self._loader.advance(self._writer.write):
+        write = self._writer.write if self._layering is None else self._layering.write
+        for outcome in self._loader.advance(write):
             job = self._jobs[outcome.request_id]
+            if self._layering is not None and outcome.reason:
+                self._settle((outcome.request_id,))
             if job.repair is not None and self._repairer is not None and not outcome.reason:
                 self._repairer.start(job, outcome)
             else:
@@ -232,6 +258,14 @@ class WorkerSide:
             self._writer.let_go()
         except Exception:
             log.exception("what the device is done with is not known")
+
+    def _settle(self, request_ids: Iterable[str]) -> None:
+        """Write what was put off of these requests, whom nobody waits for."""
+        assert self._layering is not None
+        try:
+            self._layering.settle(request_ids)
+        except Exception:
+            log.exception("loaded KV could not be written")
 
     def _note_reads(self, keys: Sequence[VariantKey]) -> None:
         """Values were read here that a store holds, too, and would think cold."""
@@ -290,11 +324,15 @@ class WorkerSide:
         vLLM computes from the start of the first bad block on, so tokens of a good variant that
         share it are computed again with it; and so is all that would have had to be mended.
         """
-        size = self._cache.shape.block_size
         good = job.first + outcome.tokens
         if job.repair is not None:
             good = min(good, max(job.first, job.repair.exact_end))
+        tokens = max(0, self._mark_bad(job, good) - job.first)
+        return replace(outcome, tokens=tokens, lost=(), blended=0, repaired=0)
+
+    def _mark_bad(self, job: LoadJob, good: int) -> int:
+        """Report blocks from position good on; returns the position that vLLM computes from."""
+        size = self._cache.shape.block_size
         first_bad = good // size
         self._bad_blocks.update(job.blocks[first_bad : -(-job.end // size)])
-        tokens = max(0, first_bad * size - job.first)
-        return replace(outcome, tokens=tokens, lost=(), blended=0, repaired=0)
+        return first_bad * size

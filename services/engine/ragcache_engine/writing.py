@@ -24,11 +24,18 @@ class Writer:
         self._written: list[Reading] = []
         self._in_use: list[tuple[Moment, list[Reading]]] = []
 
-    def write(self, job: LoadJob, arrival: Arrival, start: int, end: int) -> None:
-        """Write prompt tokens [start, end) of an arrival's span into the job's blocks."""
+    def write(
+        self, job: LoadJob, arrival: Arrival, start: int, end: int, layers: range | None = None
+    ) -> None:
+        """Write prompt tokens [start, end) of an arrival's span into the job's blocks.
+
+        layers: some, the last one in the last call; None: all. Those of a value that has moved, or
+        has yet to be decoded, are turned or decoded all in each call.
+        """
+        layers = layers or range(self._cache.num_layers)
         span, source = arrival.span, arrival.source
         assert source is not None
-        if isinstance(source, Reading):
+        if isinstance(source, Reading) and layers.stop == self._cache.num_layers:
             self._written.append(source)
         pieces = source.pieces(start - span.start, end - span.start)
         if arrival.turn:
@@ -37,7 +44,8 @@ class Writer:
             pieces = (self._rotation.rotate_part(value, arrival.turn),)
         for piece in pieces:
             stop = start + piece.shape[2]
-            self._cache.write(piece, self._cache.slots(job.blocks, start, stop))
+            slots = self._cache.slots(job.blocks, start, stop)
+            self._cache.write(piece[layers.start : layers.stop], slots, layers.start)
             start = stop
 
     def let_go(self) -> None:

@@ -1,0 +1,183 @@
+"""What is put off is there before it is needed, and never where it does not belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.keys import VariantKey
+from ragcache_engine.arriving import Arrival, Native
+from ragcache_engine.layering import Layering
+from ragcache_engine.moment import Moment
+from ragcache_engine.paged_cache import CacheShape, PagedCache
+from ragcache_engine.transfer import LoadJob, Repair, Span
+from ragcache_engine.writing import Writer
+
+CPU = torch.device("cpu")
+LAYERS = 4
+BLOCK = 4
+LENGTH = 10
+
+
+class FakeCache:
+    """Slots of every layer, and a clock that goes on with what is written. 0: nothing is there."""
+
+    device = CPU
+    num_layers = LAYERS
+
+    def __init__(self) -> None:
+        self.shape = CacheShape(1, BLOCK, 1, torch.float32)
+        self.held = torch.zeros(LAYERS, 32 * BLOCK)
+        self.seconds = 0.0
+        self.broken_layer: int | None = None
+
+    slots = PagedCache.slots
+
+    def moment(self) -> Moment:
+        return Moment(CPU, lambda: self.seconds)
+
+    def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
+        for index, tokens in enumerate(value, first_layer):
+            if index == self.broken_layer:
+                raise RuntimeError("device error")
+            self.held[index, slots] = tokens[0, :, 0, 0]
+            self.seconds += len(slots) / 1000
+
+
+def blocks_of(number: int) -> tuple[int, ...]:
+    return tuple(range(3 * number, 3 * number + 3))
+
+
+def make_job(name: str, blocks: Sequence[int], compute_s: float | None = None) -> LoadJob:
+    span = Span(VariantKey(name.encode().ljust(16), bytes(16)), 0, LENGTH)
+    return LoadJob(name, (span,), 0, LENGTH, tuple(blocks), "d", compute_s=compute_s)
+
+
+def make_arrival(job: LoadJob) -> Arrival:
+    value = torch.arange(1, LENGTH + 1).float().view(1, 1, LENGTH, 1, 1)
+    return Arrival(job.spans[0], Native(value.expand(LAYERS, 2, LENGTH, 1, 1).contiguous()))
+
+
+class Bench:
+    def __init__(self, depth: Callable[[LoadJob], int] | None = None) -> None:
+        self.cache = FakeCache()
+        cache = cast("PagedCache", self.cache)
+        self.layering = Layering(cache, Writer(cache, None), depth)
+
+    def load(self, job: LoadJob) -> None:
+        self.layering.write(job, make_arrival(job), 0, LENGTH)
+
+    def layers_of(self, job: LoadJob) -> list[bool]:
+        """Which layers are in place."""
+        slots = self.cache.slots(job.blocks, 0, LENGTH)
+        wanted = torch.arange(1, LENGTH + 1).float()
+        return [bool((layer[slots] == wanted).all()) for layer in self.cache.held]
+
+
+@given(depths=st.lists(st.integers(1, LAYERS), min_size=1, max_size=3))
+def test_every_layer_is_there_when_it_is_needed(depths: list[int]) -> None:
+    jobs = [make_job(str(n), blocks_of(n)) for n in range(len(depths))]
+    bench = Bench(lambda job: depths[int(job.request_id)])
+    for job, depth in zip(jobs, depths, strict=True):
+        bench.load(job)
+        assert bench.layers_of(job) == [True] * depth + [False] * (LAYERS - depth)
+    bench.layering.begin_pass()
+    for layer in range(LAYERS):
+        bench.layering.layer_needed(layer)
+        assert all(bench.layers_of(job)[layer] for job in jobs)
+    assert bench.layering.end_pass() == []
+    assert all(all(bench.layers_of(job)) for job in jobs)
+
+
+def test_what_was_written_is_not_written_again() -> None:
+    bench = Bench(lambda job: 2)
+    job = make_job("a", blocks_of(0))
+    bench.load(job)
+    for _ in range(2):
+        bench.layering.begin_pass()
+        for layer in range(LAYERS):
+            bench.layering.layer_needed(layer)
+        assert bench.layering.end_pass() == []
+        bench.cache.held[:] = 0
+    assert bench.layers_of(job) == [False] * LAYERS
+
+
+def test_of_a_request_that_has_ended_nothing_is_written_in_a_pass() -> None:
+    """Its blocks are another's by then."""
+    bench = Bench(lambda job: 1)
+    bench.load(job := make_job("a", blocks_of(0)))
+    bench.layering.settle(["a", "never heard of"])
+    assert bench.layers_of(job) == [True] * LAYERS
+    bench.cache.held[:] = 0
+    bench.layering.begin_pass()
+    for layer in range(LAYERS):
+        bench.layering.layer_needed(layer)
+    assert bench.layering.end_pass() == []
+    assert not bench.cache.held.any()
+
+
+def test_passes_of_our_own_complete_nothing() -> None:
+    bench = Bench(lambda job: 1)
+    bench.load(job := make_job("a", blocks_of(0)))
+    for layer in range(LAYERS):
+        bench.layering.layer_needed(layer)
+    assert bench.layers_of(job) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("asked", [(), (0,), (0, 1, 2), (1, 2, 3)])
+def test_a_pass_that_does_not_ask_for_each_layer_is_known_to_be_wrong(asked: Sequence[int]) -> None:
+    bench = Bench(lambda job: 1)
+    jobs = [make_job(str(n), blocks_of(n)) for n in range(2)]
+    for job in jobs:
+        bench.load(job)
+    bench.layering.begin_pass()
+    for layer in asked:
+        bench.layering.layer_needed(layer)
+    assert bench.layering.end_pass() == jobs
+    later = make_job("later", blocks_of(3))
+    bench.load(later)
+    assert all(bench.layers_of(later))  # nothing is put off any more
+    bench.layering.begin_pass()
+    assert bench.layering.end_pass() == []
+
+
+def test_a_layer_that_cannot_be_written_makes_its_pass_wrong() -> None:
+    bench = Bench(lambda job: 1)
+    bench.load(job := make_job("a", blocks_of(0)))
+    bench.cache.broken_layer = 2
+    bench.layering.begin_pass()
+    bench.layering.layer_needed(0)
+    bench.layering.layer_needed(1)
+    with pytest.raises(RuntimeError, match="device error"):
+        bench.layering.layer_needed(2)
+    bench.layering.layer_needed(3)
+    assert bench.layering.end_pass() == [job]
+
+
+def test_what_is_mended_is_written_in_whole() -> None:
+    bench = Bench(lambda job: 1)
+    job = make_job("a", blocks_of(0))
+    repair = Repair(0, range(LENGTH), (), (), 0, ())
+    mended = LoadJob("a", job.spans, 0, LENGTH, job.blocks, "d", repair)
+    bench.load(mended)
+    assert all(bench.layers_of(mended))
+
+
+def test_as_many_layers_are_written_first_as_equation_16_asks_for() -> None:
+    """Each layer of a job takes 10 ms to write; loading and computing all of them 40 and 20."""
+    bench = Bench()
+    for number in range(4):  # until it is known what writing takes
+        bench.load(job := make_job(str(number), blocks_of(number), compute_s=0.02))
+        assert all(bench.layers_of(job))
+    bench.load(job := make_job("loads long", blocks_of(4), compute_s=0.02))
+    # (4 - 1) * (1 - 20 / 40) + 1 = 2.5
+    assert bench.layers_of(job) == [True, True, True, False]
+    bench.load(job := make_job("computes long", blocks_of(5), compute_s=0.2))
+    assert bench.layers_of(job) == [True, False, False, False]
+    bench.load(job := make_job("nobody knows", blocks_of(6)))
+    assert all(bench.layers_of(job))
