@@ -591,6 +591,9 @@ def test_passes_teach_what_computing_takes(engine: Engine) -> None:
     engine.arrive("a")
     jobs = engine.side.step([("a", 0, 100), ("unplanned", 30, 60)], lambda _: BLOCKS)
     assert jobs.work == pytest.approx(0.16)
+    assert jobs.prompt_tokens == jobs.num_tokens == 160
+    decoding = engine.side.step([("b", 30, 1), ("c", 50, 1), ("d", 0, 40)], lambda _: BLOCKS)
+    assert (decoding.prompt_tokens, decoding.num_tokens) == (40, 42)
     for _ in range(300):
         engine.side.on_passes([(jobs.work, 3 * jobs.work)])
     assert engine.costs.compute_s(0, 500) == pytest.approx(1.5, rel=0.05)

@@ -621,13 +621,14 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     assert [put.origin.cost_s for put in worker.store.puts] == [0, 0]
 
 
-def test_what_passes_take_is_reported_when_they_are_large(worker: Worker) -> None:
-    seconds = iter([1.0, 1.5, 2.0, 2.1])
+def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) -> None:
+    """Of whomever, and whether or not anything of it is saved; not of many that decode."""
+    seconds = iter([1.0, 1.5, 2.0, 2.1, 3.0, 3.1])
     worker.cache.clock = lambda: next(seconds)
-    for tokens in (100, 5):
-        worker.side.begin_step(StepJobs())
-        computing = (Computing("r", 0, tokens),)
-        worker.side.save(StepJobs(computing=computing, num_tokens=tokens, work=2e-3 * tokens))
+    for prompt_tokens, num_tokens in ((100, 100), (5, 5), (0, 100)):
+        jobs = StepJobs(num_tokens=num_tokens, prompt_tokens=prompt_tokens, work=2e-3 * num_tokens)
+        worker.side.begin_step(jobs)
+        worker.side.save(jobs)
     report = worker.side.take_report()
     assert report is not None
     assert report.passes == [(0.2, pytest.approx(0.5))]

@@ -265,9 +265,10 @@ class SchedulerSide:
         """
         saves: list[SaveJob] = []
         computing: list[Computing] = []
-        num_tokens = looked_at = 0
+        num_tokens = prompt_tokens = looked_at = 0
         for request_id, computed, scheduled in progress:
             num_tokens += scheduled
+            prompt_tokens += scheduled if scheduled > 1 else 0
             looked_at += computed * scheduled
             request = self._requests.get(request_id)
             if request is None:
@@ -296,6 +297,7 @@ class SchedulerSide:
             ended=tuple(ended),
             computing=tuple(computing),
             num_tokens=num_tokens,
+            prompt_tokens=prompt_tokens,
             work=self._costs.work(looked_at / num_tokens, num_tokens) if num_tokens else 0.0,
         )
 

@@ -41,7 +41,7 @@ log = logging.getLogger("vllm.ragcache")
 
 
 _LEAST_PASS = 32
-"""Tokens of a pass that says what computing takes; in smaller ones most are of answers."""
+"""Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
 
 
 class WorkerSide:
@@ -169,9 +169,11 @@ class WorkerSide:
     def save(self, jobs: StepJobs) -> None:
         """Copy this step's new variants out of the cache and queue them for the store."""
         began, self._pass_began = self._pass_began, None
-        if jobs.computing and began is not None and (ended := self._moment()) is not None:
-            self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
-            if jobs.num_tokens >= _LEAST_PASS:
+        ended = self._moment() if jobs.num_tokens else None
+        if began is not None and ended is not None:
+            if jobs.computing:
+                self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
+            if jobs.prompt_tokens >= _LEAST_PASS:
                 self._passes.append((jobs.work, began, ended))
         for job in jobs.saves:
             try:
