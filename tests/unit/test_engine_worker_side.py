@@ -25,7 +25,7 @@ from ragcache_core.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
-from ragcache_engine.config import EngineConfig, Layerwise  # noqa: E402
+from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.moment import Moment  # noqa: E402
 from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
 from ragcache_engine.roles import Role  # noqa: E402
@@ -397,7 +397,7 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
 
 def layerwise() -> Worker:
     """A worker that knows what writing takes."""
-    worker = Worker(EngineConfig(FixedMembers(()), layerwise=Layerwise.ON))
+    worker = Worker(EngineConfig(FixedMembers(()), layerwise=True))
     wanted = spans(40)
     worker.store.fill(wanted)
     for number in range(4):
@@ -668,7 +668,7 @@ def test_settings_are_read() -> None:
         "RAGCACHE_REPAIR_SLICE_TOKENS": "64",
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_HANDOFF_WAIT_S": "1.5",
-        "RAGCACHE_LAYERWISE": "off",
+        "RAGCACHE_LAYERWISE": "on",
     }
     tiers = EngineConfig.from_env(
         env
@@ -684,6 +684,5 @@ def test_settings_are_read() -> None:
     assert (config.load_always, config.repair_slice_tokens) == (True, 64)
     assert not config.plain_prefixes
     assert config.handoff_wait_s == 1.5
-    assert not config.layerwise.wanted(is_gpu=True)
-    automatic = EngineConfig.from_env(env).layerwise
-    assert (automatic.wanted(is_gpu=True), automatic.wanted(is_gpu=False)) == (True, False)
+    assert config.layerwise
+    assert not EngineConfig.from_env(env).layerwise

@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Self
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.hotness.placement import DEFAULT_TIER_POLICY, TIER_POLICIES
@@ -22,29 +20,6 @@ REPAIR_SLICE_TOKENS = 256
 _UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 HANDOFF_WAIT_S = 10.0
 """Longer than most prompts take; what has not come by then stands in a queue, or nobody has it."""
-
-
-class Layerwise(StrEnum):
-    """Loading layer by layer, beside the pass that needs them."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Self:
-        """Of RAGCACHE_LAYERWISE. Raises InvalidInput."""
-        text = env.get("RAGCACHE_LAYERWISE", "auto")
-        try:
-            return cls(text)
-        except ValueError as error:
-            raise InvalidInput(
-                "RAGCACHE_LAYERWISE", f"is {text!r}", "set it to auto, on or off"
-            ) from error
-
-    def wanted(self, *, is_gpu: bool) -> bool:
-        """auto: by a GPU, which copies beside what it computes. A CPU does one or the other."""
-        return self is Layerwise.ON or (self is Layerwise.AUTO and is_gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +50,7 @@ class EngineConfig:
     role: what the engine does of requests that are handed over; vLLM's kv_role.
     handoff_wait_s: how long one that decodes waits for what another engine computes, before it
     computes what is missing.
-    layerwise: whether a request is taken up when only its first layers are in place.
+    layerwise: take a request up when its first layers are in place (``layering``).
     observe_deadline_s: how long blocks of a request that has ended are kept, at most, while none of
     its chunks is looked at; the engine does that when it has nothing else to do.
     otlp_endpoint: base URL of an OpenTelemetry collector; None: no spans are made.
@@ -102,7 +77,7 @@ class EngineConfig:
     tier_policy: str = DEFAULT_TIER_POLICY
     role: Role = Role.BOTH
     handoff_wait_s: float = HANDOFF_WAIT_S
-    layerwise: Layerwise = Layerwise.AUTO
+    layerwise: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
@@ -119,12 +94,14 @@ class EngineConfig:
             plan_keys_from(env),
             load_always=_load(env.get("RAGCACHE_LOAD", "faster")) == "always",
             repair_slice_tokens=_slice_tokens(env.get("RAGCACHE_REPAIR_SLICE_TOKENS", "")),
-            plain_prefixes=_plain_prefixes(env.get("RAGCACHE_PLAIN_PREFIXES", "on")) == "on",
+            plain_prefixes=_is_on(
+                "RAGCACHE_PLAIN_PREFIXES", env.get("RAGCACHE_PLAIN_PREFIXES", "on")
+            ),
             otlp_endpoint=otlp_endpoint(env),
             host_tier_bytes=_size("RAGCACHE_HOST_TIER_BYTES", env),
             device_pool_bytes=_size("RAGCACHE_DEVICE_POOL_BYTES", env),
             tier_policy=_tier_policy(env.get("RAGCACHE_TIER_POLICY", DEFAULT_TIER_POLICY)),
-            layerwise=Layerwise.from_env(env),
+            layerwise=is_layerwise(env),
             handoff_wait_s=_handoff_wait_s(env.get("RAGCACHE_HANDOFF_WAIT_S", "")),
         )
 
@@ -135,10 +112,15 @@ def _load(text: str) -> str:
     return text
 
 
-def _plain_prefixes(text: str) -> str:
+def _is_on(name: str, text: str) -> bool:
     if text not in ("on", "off"):
-        raise InvalidInput("RAGCACHE_PLAIN_PREFIXES", f"is {text!r}", "set it to on or off")
-    return text
+        raise InvalidInput(name, f"is {text!r}", "set it to on or off")
+    return text == "on"
+
+
+def is_layerwise(env: Mapping[str, str]) -> bool:
+    """RAGCACHE_LAYERWISE. Raises InvalidInput."""
+    return _is_on("RAGCACHE_LAYERWISE", env.get("RAGCACHE_LAYERWISE", "off"))
 
 
 def _handoff_wait_s(text: str) -> float:

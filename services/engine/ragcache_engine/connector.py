@@ -3,7 +3,8 @@
 vLLM makes one object for the scheduler and one for every worker, in different processes on CPU.
 Loads are asynchronous: vLLM parks the request and other requests keep running. Saving happens
 after the forward pass, so the per-layer hooks stay unused and CUDA graphs stay whole; but for an
-engine that computes prompts for others (``Role.PREFILL``), which copies layers out as they end.
+engine that computes prompts for others (``Role.PREFILL``), which copies layers out as they end, and
+one that takes requests up before all layers are there (``layering``).
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.platforms import current_platform
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace
 from ragcache_core.prefill_profile import PrefillProfile
 from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_engine.blender import Blender, blender
-from ragcache_engine.config import EngineConfig, Layerwise
+from ragcache_engine.config import EngineConfig, is_layerwise
 from ragcache_engine.load_counts import LoadCounts
 from ragcache_engine.loaded_model import loaded_model
 from ragcache_engine.machine import machine
@@ -128,7 +128,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether a pass must call us for each layer, which one graph for all of it does not."""
-        return Layerwise.from_env(os.environ).wanted(is_gpu=current_platform.is_cuda_alike())
+        return is_layerwise(os.environ)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

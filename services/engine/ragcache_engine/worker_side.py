@@ -80,7 +80,7 @@ class WorkerSide:
         self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, connect, tracer)
         self._writer = Writer(cache, rotation)
         self._layering: Layering | None = None
-        if config.layerwise.wanted(is_gpu=cache.device.type == "cuda"):
+        if config.layerwise:
             self._layering = Layering(cache, self._writer)
         self._saver = Saver(
             self._client, space, config.save_deadline_s, config.save_queue_bytes, tracer
