@@ -50,6 +50,7 @@ from ragcache_core.blend.recomputation import (
     ranking,
     recomputation,
 )
+from ragcache_core.blend.rouge import rouge_l
 from ragcache_core.blend.slices import slices
 from ragcache_core.keys import KEY_BYTES, VariantKey
 
@@ -330,22 +331,6 @@ class Trial:
             for i, weight in enumerate(captured.received)
         }
         return first_of(sorted(paid, key=lambda p: -paid[p]), budget).runs
-
-
-def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """F1 of the longest common subsequence of words."""
-    if not found or not wanted:
-        return float(list(found) == list(wanted))
-    lengths = [0] * (len(wanted) + 1)
-    for word in found:
-        diagonal = 0
-        for i, other in enumerate(wanted, 1):
-            diagonal, lengths[i] = (
-                lengths[i],
-                diagonal + 1 if word == other else max(lengths[i], lengths[i - 1]),
-            )
-    common = lengths[-1]
-    return 2 * common / (len(found) + len(wanted))
 
 
 def draw(rng: Random, tokenizer: Any, count: int) -> tuple[list[Case], list[list[int]]]:

@@ -21,6 +21,7 @@ from ragcache_core.storing import MAX_NAME_CHARS
 PLAN_VERSION = 1
 MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
+MAX_ALPHA = 1e6
 PLAIN_DOMAIN = "plain:"
 """How domains of clients that send no plan begin (``prefix_pieces``), and no others."""
 
@@ -60,6 +61,11 @@ class ReusePlan:
     computed anew at most.
     handoff: one engine computes this prompt and another goes on from there, each with this plan.
     Exact or computed: what is blended is nobody else's.
+    alpha: recomputation factor (Cache-Craft eq. 12) by which chunks want their share of the budget,
+    in [0, MAX_ALPHA]; None: the engine's own (``blending.ALPHA``).
+    trial: nothing that is computed for it is stored, what it takes teaches nobody what reuse costs,
+    and it is blended even where computing would be faster. For what only tells what a blend is
+    worth, and for what is going to be tried as a blend.
     """
 
     request: str
@@ -68,6 +74,8 @@ class ReusePlan:
     planned_at_ms: int = 0
     budget: float = 0.0
     handoff: bool = False
+    alpha: float | None = None
+    trial: bool = False
 
     @property
     def blends(self) -> bool:
@@ -76,7 +84,7 @@ class ReusePlan:
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of this plan; ``from_json`` reads it back."""
-        return {
+        plan = {
             "v": PLAN_VERSION,
             "request": self.request,
             "domain": self.domain,
@@ -84,7 +92,9 @@ class ReusePlan:
             "planned_at_ms": self.planned_at_ms,
             "budget": self.budget,
             "handoff": self.handoff,
+            "trial": self.trial,
         }
+        return plan | ({} if self.alpha is None else {"alpha": self.alpha})
 
     @classmethod
     def from_json(cls, value: object) -> ReusePlan:
@@ -99,6 +109,11 @@ class ReusePlan:
             raise InvalidInput(
                 "ragcache.handoff", "is set, and segments may be blended", "hand over exact ones"
             )
+        trial = _flag("ragcache.trial", plan.get("trial", False))
+        if handoff and trial:
+            raise InvalidInput(
+                "ragcache.trial", "is set, and nothing of a trial is stored", "set handoff to false"
+            )
         return cls(
             request=_text("ragcache.request", plan.get("request")),
             domain=_domain("ragcache.domain", plan.get("domain")),
@@ -106,6 +121,8 @@ class ReusePlan:
             planned_at_ms=_unix_ms("ragcache.planned_at_ms", plan.get("planned_at_ms", 0)),
             budget=_share("ragcache.budget", plan.get("budget", 0.0)),
             handoff=handoff,
+            alpha=_alpha("ragcache.alpha", plan.get("alpha")),
+            trial=trial,
         )
 
 
@@ -202,6 +219,16 @@ def _share(path: str, value: object) -> float:
     # A bool is an int to Python, and nan is in no range.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise InvalidInput(path, f"is {value!r}", "send a share from 0 to 1")
+    return float(value)
+
+
+def _alpha(path: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_ALPHA:
+        raise InvalidInput(
+            path, f"is {value!r}", f"send a number from 0 to {MAX_ALPHA:.0f}, or leave it out"
+        )
     return float(value)
 
 

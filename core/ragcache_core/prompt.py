@@ -77,17 +77,19 @@ def plan_blend(
     budget: float,
     documents: Sequence[str] = (),
     planned_at_ms: int = 0,
+    alpha: float | None = None,
 ) -> ReusePlan:
     """Plan that reuses chunks behind whatever prefix, and repairs them (Cache-Craft §3).
 
-    budget: share of what comes from other prefixes that is computed anew at most. The head stands
-    before the chunks of every prompt and is exact or computed. Others: as of ``plan_exact``.
+    budget: share of what comes from other prefixes that is computed anew at most. alpha: by which
+    chunks want their share of it, as of ``ReusePlan``. The head stands before the chunks of every
+    prompt and is exact or computed. Others: as of ``plan_exact``.
     """
     segments = tuple(
         replace(segment, action=Action.BLEND) if segment.start >= prompt.head else segment
         for segment in _segments(prompt, space, domain, Action.EXACT, documents)
     )
-    return ReusePlan(request, domain, segments, planned_at_ms, budget)
+    return ReusePlan(request, domain, segments, planned_at_ms, budget, alpha=alpha)
 
 
 def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan import (
+    MAX_ALPHA,
     MAX_SEGMENTS,
     PLAIN_DOMAIN,
     Action,
@@ -37,8 +38,11 @@ def plans(draw: st.DrawFn) -> ReusePlan:
     planned_at_ms = draw(st.integers(0, 2**63 - 1))
     budget = draw(st.floats(0, 1))
     domain = draw(text.filter(lambda name: not name.startswith(PLAIN_DOMAIN)))
-    plan = ReusePlan(draw(text), domain, tuple(segments), planned_at_ms, budget)
-    return replace(plan, handoff=not plan.blends and draw(st.booleans()))
+    alpha, trial = draw(st.none() | st.floats(0, MAX_ALPHA)), draw(st.booleans())
+    plan = ReusePlan(
+        draw(text), domain, tuple(segments), planned_at_ms, budget, alpha=alpha, trial=trial
+    )
+    return replace(plan, handoff=not (plan.blends or trial) and draw(st.booleans()))
 
 
 def valid() -> dict[str, Any]:
@@ -72,7 +76,17 @@ def blamed(plan: object) -> str:
     return "ragcache"
 
 
-FIELDS = ["v", "request", "domain", "segments", "planned_at_ms", "budget", "handoff"]
+FIELDS = [
+    "v",
+    "request",
+    "domain",
+    "segments",
+    "planned_at_ms",
+    "budget",
+    "handoff",
+    "alpha",
+    "trial",
+]
 
 
 @given(st.sampled_from(FIELDS), anything)
@@ -134,6 +148,14 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
         ("budget", "x"),
         ("budget", "0.5"),
         ("budget", None),
+        ("alpha", -0.1),
+        ("alpha", math.nan),
+        ("alpha", math.inf),
+        ("alpha", 10**400),
+        ("alpha", True),
+        ("alpha", "3"),
+        ("trial", 1),
+        ("trial", None),
         ("handoff", 1),
         ("handoff", None),
         ("domain", "plain:"),
@@ -177,6 +199,16 @@ def test_what_is_blended_is_not_handed_over() -> None:
     segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, Action.BLEND))
     plan = ReusePlan("request-1", "public", segments, handoff=True).to_json()
     assert blamed(plan) == "ragcache.handoff"
+
+
+def test_nothing_of_a_trial_is_handed_over() -> None:
+    assert blamed(valid() | {"trial": True, "handoff": True}) == "ragcache.trial"
+
+
+def test_a_plan_without_an_alpha_leaves_it_to_the_engine() -> None:
+    assert "alpha" not in valid()
+    assert ReusePlan.from_json(valid()).alpha is None
+    assert ReusePlan.from_json(valid() | {"alpha": 0}).alpha == 0.0
 
 
 def test_a_plan_is_handed_over_only_if_it_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_kv.value import value_bytes
 from ragcache_wire.members import FixedMembers
-from tests.unit.test_engine_scheduler_side import AS_OF, SPACE
+from tests.unit.test_engine_scheduler_side import AS_OF, PROFILE, SPACE
 
 HEAD, TAIL = range(20), range(9)
 A, B, C, D = range(100, 140), range(200, 250), range(300, 330), range(400, 460)
@@ -110,9 +111,10 @@ class Engine:
         self.side = SchedulerSide(config, SPACE, self.book, store, self.costs)
         self.side.bind(self.pool, BLOCK)
 
-    def arrive(self, name: str, prompt: Prompt, budget: float = 0.2) -> None:
-        plan = plan_blend(prompt, SPACE, "public", name, budget).to_json()
-        self.side.on_new_request(name, prompt.token_ids, {"ragcache": plan})
+    def arrive(self, name: str, prompt: Prompt, budget: float = 0.2, **given: Any) -> None:
+        """given: to the plan."""
+        plan = replace(plan_blend(prompt, SPACE, "public", name, budget), **given)
+        self.side.on_new_request(name, prompt.token_ids, {"ragcache": plan.to_json()})
 
     def load(self, name: str, local: int = 0) -> LoadJob:
         """Have what is wanted allocated."""
@@ -132,8 +134,8 @@ class Engine:
             self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
         return saves
 
-    def first_visit(self, name: str, prompt: Prompt) -> list[SaveJob]:
-        self.arrive(name, prompt)
+    def first_visit(self, name: str, prompt: Prompt, **given: Any) -> list[SaveJob]:
+        self.arrive(name, prompt, **given)
         assert self.side.loadable_tokens(name, 0) == 0
         return self.compute(name, prompt)
 
@@ -486,3 +488,45 @@ def test_a_blend_that_is_asked_for_always_is_made_always() -> None:
     measured(engine, repair_s=1.0)
     engine.arrive("other", prompt_of(C, A, B))
     assert engine.side.loadable_tokens("other", 0) == 140
+
+
+@pytest.mark.parametrize(("alpha", "wanted"), [(0.0, 0), (0.1, 8), (0.2, 16), (None, 20), (9, 20)])
+def test_a_plans_alpha_says_how_much_of_its_budget_is_spent(
+    warm: Engine, alpha: float | None, wanted: int
+) -> None:
+    """Of what nobody has observed CCI is 1, so that it wants alpha."""
+    prompt = prompt_of(C, B)
+    warm.arrive("other", prompt, 0.25, alpha=alpha)
+    job = warm.load("other")
+    assert job.repair is not None
+    assert job.repair.budget == wanted
+
+
+def test_nothing_of_a_trial_is_stored(warm: Engine) -> None:
+    prompt = prompt_of(B, D, A, range(500, 540))
+    warm.arrive("trial", prompt, trial=True)
+    job = warm.load("trial")
+    succeed(warm, job, blended=90, repaired=80, repair_s=0.5)
+    assert warm.compute("trial", prompt, job.end) == []
+    assert not warm.finish("trial")
+    # Nor what is exact, where there is nothing to blend.
+    assert warm.first_visit("asked", prompt_of(D, range(500, 600)), trial=True) == []
+
+
+def test_a_trial_is_blended_even_where_that_is_slower_and_teaches_nothing(warm: Engine) -> None:
+    warm.costs.start_from(PROFILE)
+    for tokens in range(100, 600, 100):
+        warm.costs.loaded({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
+        warm.costs.repaired(tokens, tokens)
+    prompt = prompt_of(C, B)
+    warm.arrive("question", prompt)
+    assert warm.side.loadable_tokens("question", 0) == 0
+    before = warm.costs.bandwidth(Tier.MEMORY)
+    for number in range(9):
+        warm.arrive(f"trial-{number}", prompt, trial=True)
+        job = warm.load(f"trial-{number}")
+        assert job.repair is not None
+        succeed(warm, job, blended=100, repaired=20, repair_s=1e-6)
+    assert warm.costs.bandwidth(Tier.MEMORY) == before
+    warm.arrive("next", prompt)
+    assert warm.side.loadable_tokens("next", 0) == 0

@@ -325,6 +325,10 @@ def test_config_comes_from_the_environment() -> None:
     assert (config.reuse, config.max_recompute) == ("exact", 0.2)
     blending = read_config({**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE": " 1 "})
     assert (blending.reuse, blending.max_recompute) == ("blend", 1.0)
+    assert (config.quality, read_config({**GOOD, "RAGCACHE_QUALITY": "0.95"}).quality) == (
+        None,
+        0.95,
+    )
 
 
 def test_plans_are_sealed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
@@ -371,6 +375,9 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_MAX_RECOMPUTE", "1.01"),
         ("RAGCACHE_MAX_RECOMPUTE", "-0.1"),
         ("RAGCACHE_MAX_RECOMPUTE", "nan"),
+        ("RAGCACHE_QUALITY", "95"),
+        ("RAGCACHE_QUALITY", "high"),
+        ("RAGCACHE_QUALITY", "nan"),
         ("RAGCACHE_LOG_LEVEL", "loud"),
     ],
 )

@@ -108,6 +108,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
     "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
     "reuse.maxRecompute": (0.5, GATEWAY, ""),
+    "reuse.quality": (0.95, GATEWAY, ""),
     "reuse.precompute": (True, GATEWAY, ""),
     "scheduling.priorityClassName": ("two", WORKLOADS, ""),
     "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ragcache_core.blend.blending import Blend, blend
+from ragcache_core.blend.blending import ALPHA, Blend, blend
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import Action, ReusePlan
 from ragcache_core.prefix_pieces import prefix_pieces
@@ -111,5 +111,6 @@ class Lookups:
         answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)
         held = candidates(self._client, segments, answer, plan.domain, ends - time.monotonic())
         exact = Found(segments, answer).exact
-        found = blend(segments, exact, held, plan.budget)
+        alpha = ALPHA if plan.alpha is None else plan.alpha
+        found = blend(segments, exact, held, plan.budget, alpha)
         return Found(segments, answer, found if found.approximate else None)

@@ -45,8 +45,9 @@ class Reach:
         )
         loads = request.bytes_by_tier(approximate)
         reuse = Reuse(min(found.end, length - 1), loads, repairs=found.wanted + holes)
-        # What is not exact has to be faster to be worth it.
-        pays = self._config.load_always or self._costs.best(first, length, [reuse], tie=1.0)
+        # What is not exact has to be faster to be worth it; a trial is there to be made.
+        always = self._config.load_always or request.plan.trial
+        pays = always or self._costs.best(first, length, [reuse], tie=1.0)
         if not pays:
             request.record.miss = SLOWER
         return found.end if pays else None

@@ -129,7 +129,8 @@ class SchedulerSide:
             lookup = None
             if segments:
                 lookup = self._lookups.planned(plan, segments, traceparent)
-            request = Request(plan, token_ids, segments, lookup, now)
+            may_save = 0 if plan.trial else None
+            request = Request(plan, token_ids, segments, lookup, now, may_save)
         request.traceparent = traceparent
         request.record.prompt_tokens = len(token_ids)
         if len(segments) < len(plan.segments):
@@ -232,7 +233,7 @@ class SchedulerSide:
             request = self._requests.get(outcome.request_id)
             if request is None:
                 continue
-            if not outcome.reason:
+            if not (outcome.reason or request.plan.trial):
                 self._costs.loaded(request.loads, outcome.seconds)
                 self._costs.repaired(outcome.repaired, outcome.repair_s)
             request.enter(Phase.WAITING)

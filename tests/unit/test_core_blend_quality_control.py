@@ -1,0 +1,268 @@
+"""Quality control: which questions are asked again, and what alpha comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ragcache_core.blend.blending import ALPHA
+from ragcache_core.blend.fix_overhead import VariantFit
+from ragcache_core.blend.quality_control import (
+    MIN_QUESTIONS,
+    RETRY_EVERY,
+    SAMPLE_EVERY,
+    WINDOW_QUESTIONS,
+    QualityControl,
+    Replay,
+    alpha_ladder,
+)
+from ragcache_core.blend.question_reservoir import (
+    MAX_AGE_MS,
+    MAX_DELETES,
+    MAX_QUESTIONS,
+    AskedQuestion,
+    QuestionReservoir,
+)
+from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
+from ragcache_core.blend.rouge import rouge_l
+from ragcache_core.keys import VariantKey
+from ragcache_core.prompt import assemble
+
+BUDGET = 0.2
+FOREIGN = 100  # tokens of every question that are blended
+shares = st.floats(0, 1)
+words = st.lists(st.sampled_from("abc"), max_size=8)
+
+
+def question(*documents: str, at: int = 1) -> AskedQuestion:
+    return AskedQuestion(assemble([1], [[2]], [3]), documents or ("a",), at)
+
+
+@dataclass
+class World:
+    """Answers are ten words, of which a blend with alpha gets some right."""
+
+    control: QualityControl
+    right: Callable[[float], int]
+    asked: list[float | None] = field(default_factory=list)
+
+    def answer(self, replay: Replay) -> None:
+        self.asked.append(replay.alpha)
+        if replay.alpha is None:
+            self.control.note(replay, "w " * 10, 0, 0)
+            return
+        right = self.right(replay.alpha)
+        repaired = round(FOREIGN * min(BUDGET, 0.6 * replay.alpha))
+        assert self.control.note(replay, "w " * right + "x " * (10 - right), FOREIGN, repaired)
+
+    def try_questions(self, count: int) -> None:
+        for number in range(count):
+            self.control.offer(question(at=number + 1), number + 1)
+            while (replay := self.control.next_replay(number + 1)) is not None:
+                self.answer(replay)
+
+
+def world(wanted: float, right: Callable[[float], int]) -> World:
+    return World(QualityControl(wanted, BUDGET), right)
+
+
+class TestLadder:
+    @given(st.floats(0.01, 1), st.floats(0.5, 1))
+    def test_it_grips_below_the_budget_where_no_prefix_is_back(self, budget, cci):
+        """The three lowest differ in what a chunk gets, and the two highest give it most."""
+        fit, tokens = VariantFit(VariantKey(bytes(16), bytes(16)), cci, 0.0), 10_000
+        recomputed = [
+            min(wanted_tokens(fit.fix_overhead(alpha), tokens), budget_tokens(budget, tokens))
+            for alpha in alpha_ladder(budget)
+        ]
+        assert 0 == recomputed[0] < recomputed[1] < recomputed[2] <= recomputed[3]
+        assert recomputed[-1] == recomputed[-2] == budget_tokens(budget, tokens)
+
+    @given(shares)
+    def test_it_ascends_and_ends_with_the_default(self, budget):
+        ladder = alpha_ladder(budget)
+        assert list(ladder) == sorted(ladder)
+        assert ladder[-1] == (ALPHA if budget else 0)
+
+    def test_a_share_is_a_share(self):
+        with pytest.raises(ValueError, match="budget"):
+            alpha_ladder(1.1)
+
+
+class TestDecision:
+    def test_each_question_is_asked_in_full_and_then_with_every_alpha(self):
+        tried = world(0.9, lambda _: 10)
+        tried.try_questions(2)
+        assert tried.asked == 2 * [None, *alpha_ladder(BUDGET)]
+
+    def test_nothing_is_decided_before_there_are_enough(self):
+        tried = world(1.0, lambda _: 0)
+        tried.try_questions(MIN_QUESTIONS - 1)
+        verdict = tried.control.verdict
+        assert (verdict.decided, verdict.alpha, verdict.computes_all) == (False, None, False)
+
+    def test_the_least_alpha_that_reaches_it_is_taken(self):
+        tried = world(0.9, lambda alpha: 10 if alpha >= BUDGET else 5)
+        tried.try_questions(MIN_QUESTIONS)
+        assert tried.control.verdict.alpha is not None
+        # Between half of the budget (0.5) and all of it (1.0) quality is taken for a line.
+        assert tried.control.verdict.alpha == pytest.approx(0.9 * BUDGET)
+        found = tried.control.verdict.calibration
+        assert found is not None
+        assert found.quality == pytest.approx(0.9)
+        assert found.fix_overhead == pytest.approx(0.108)
+
+    def test_where_none_reaches_it_everything_is_computed_and_now_and_again_left_to_try(self):
+        tried = world(0.9, lambda _: 5)
+        assert not any(tried.control.is_left_to_try() for _ in range(RETRY_EVERY))
+        tried.try_questions(MIN_QUESTIONS)
+        assert tried.control.verdict.computes_all
+        left = [tried.control.is_left_to_try() for _ in range(3 * RETRY_EVERY)]
+        assert sum(left) == 3
+
+    def test_it_follows_what_answers_become_worth(self):
+        tried = world(0.9, lambda _: 5)
+        tried.try_questions(MIN_QUESTIONS)
+        tried.right = lambda _: 10
+        tried.try_questions(WINDOW_QUESTIONS * SAMPLE_EVERY)
+        assert tried.control.verdict.alpha == 0.0
+
+    def test_when_the_window_is_full_few_are_tried(self):
+        tried = world(0.9, lambda _: 10)
+        tried.try_questions(WINDOW_QUESTIONS)
+        tried.asked.clear()
+        tried.try_questions(3 * SAMPLE_EVERY)
+        assert tried.asked.count(None) == 3
+
+    def test_a_question_that_is_no_blend_any_more_is_let_go(self):
+        control = QualityControl(0.9, BUDGET)
+        control.offer(question(), 1)
+        full = control.next_replay(1)
+        assert full is not None
+        assert not control.note(full, "w", 0, 0)
+        first = control.next_replay(1)
+        assert first is not None
+        assert not control.note(first, "w", 0, 0)
+        assert control.next_replay(1) is None
+
+    def test_what_is_interrupted_is_asked_again(self):
+        control = QualityControl(0.9, BUDGET)
+        control.offer(question(), 1)
+        first, again = control.next_replay(1), control.next_replay(1)
+        assert first is not None
+        assert again is not None
+        assert (first.question, first.alpha) == (again.question, again.alpha)
+        control.drop(again)
+        assert control.next_replay(1) is None
+
+    def test_what_is_said_of_a_question_that_was_forgotten_means_nothing(self):
+        control = QualityControl(0.9, BUDGET)
+        control.offer(question("gone"), 1)
+        full = control.next_replay(1)
+        assert full is not None
+        control.note(full, "w", 0, 0)
+        replay = control.next_replay(1)
+        assert replay is not None
+        control.delete("gone", 2)
+        assert not control.note(replay, "w", FOREIGN, 0)
+        assert control.next_replay(2) is None
+
+    def test_a_question_grows_too_old_even_while_it_is_tried(self):
+        control = QualityControl(0.9, BUDGET)
+        control.offer(question(at=1), 1)
+        assert control.next_replay(1 + MAX_AGE_MS) is not None
+        assert control.next_replay(2 + MAX_AGE_MS) is None
+
+    @given(wanted=shares, seed=st.lists(st.integers(0, 10), min_size=5, max_size=5))
+    def test_no_more_is_wanted_for_less(self, wanted, seed):
+        """Whatever answers are worth: a lower quality never takes a higher alpha."""
+        by_alpha = dict(zip(alpha_ladder(BUDGET), seed, strict=True))
+        low, high = world(wanted / 2, by_alpha.__getitem__), world(wanted, by_alpha.__getitem__)
+        for one in (low, high):
+            one.try_questions(MIN_QUESTIONS)
+        if not high.control.verdict.computes_all:
+            assert low.control.verdict.alpha <= high.control.verdict.alpha <= ALPHA
+
+
+class Reservoirs(RuleBasedStateMachine):
+    """Whatever comes: bounded, recent, and nothing of what was deleted since it was planned."""
+
+    def __init__(self):
+        super().__init__()
+        self.reservoir = QuestionReservoir()
+        self.now = 1
+        self.deleted = {}
+
+    @rule(step=st.integers(0, MAX_AGE_MS // 3))
+    def time_passes(self, step):
+        self.now += step
+
+    @rule(documents=st.sets(st.sampled_from("abcd"), min_size=1), ago=st.integers(0, MAX_AGE_MS))
+    def answered(self, documents, ago):
+        self.reservoir.add(question(*documents, at=max(1, self.now - ago)), self.now)
+
+    @rule(document=st.sampled_from("abcd"))
+    def deleted_now(self, document):
+        self.deleted[document] = self.now
+        self.reservoir.delete(document, self.now)
+
+    @precondition(lambda self: len(self.reservoir))
+    @rule()
+    def taken(self):
+        found = self.reservoir.take(self.now)
+        if found is not None:
+            assert self.now - found.planned_at_ms <= MAX_AGE_MS
+            for document in found.documents:
+                assert self.deleted.get(document, 0) < found.planned_at_ms
+
+    @invariant()
+    def is_bounded(self):
+        assert len(self.reservoir) <= MAX_QUESTIONS
+
+
+TestReservoirs = Reservoirs.TestCase
+
+
+class TestReservoir:
+    def test_the_newest_comes_first_and_the_oldest_goes(self):
+        reservoir = QuestionReservoir()
+        asked = [question(at=n + 1) for n in range(MAX_QUESTIONS + 1)]
+        for one in asked:
+            reservoir.add(one, 20)
+        taken = [reservoir.take(20) for _ in range(MAX_QUESTIONS)]
+        assert taken == asked[:0:-1]
+        assert reservoir.take(20) is None
+
+    def test_a_question_under_way_while_its_document_is_deleted_is_not_kept(self):
+        reservoir = QuestionReservoir()
+        reservoir.delete("a", 5)
+        reservoir.add(question("a", "b", at=5), 6)
+        assert len(reservoir) == 0
+        reservoir.add(question("a", "b", at=6), 6)
+        assert len(reservoir) == 1
+
+    def test_deletes_that_could_not_all_be_remembered_count_for_every_document(self):
+        reservoir = QuestionReservoir()
+        for number in range(MAX_DELETES + 1):
+            reservoir.delete(f"document {number}", 5 + number)
+        reservoir.add(question("unheard of", at=5), 6)
+        assert len(reservoir) == 0
+        reservoir.add(question("unheard of", at=6), 6)
+        assert len(reservoir) == 1
+
+
+class TestRouge:
+    def test_worked_example(self):
+        assert rouge_l(["the", "cat", "sat"], ["the", "dog", "sat", "down"]) == pytest.approx(4 / 7)
+
+    @given(words, words)
+    def test_it_is_a_share_the_same_both_ways_and_1_for_equals(self, one, other):
+        value = rouge_l(one, other)
+        assert 0 <= value <= 1
+        assert value == rouge_l(other, one)
+        assert (value == 1) == (one == other)
