@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_core.plan import ReusePlan
 from ragcache_gateway.app import create_app
 from ragcache_gateway.config import Config, EngineName
 from ragcache_gateway.prompt import PromptBuilder
@@ -161,6 +162,7 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
 
     def __init__(self) -> None:
         self.forgetful = False
+        self.blended_tokens = 20
         self.asked: list[str] = []
 
     async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -176,7 +178,7 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             local_tokens=10,
             loaded_tokens=60,
             loaded_bytes=61440,
-            blended_tokens=20,
+            blended_tokens=self.blended_tokens,
             repaired_tokens=5,
             repair_s=0.0015,
         )
@@ -188,6 +190,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.healthy = True
         self.words = ["It runs in ", "eu-north", "."]
+        self.blend_words: list[str] | None = None  # of blends, where they differ
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []  # of each request
         self.probes = 0
@@ -220,8 +223,9 @@ class FakeEngine:
             data = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             await _part(send, f"data: {data}\n\n".encode())
 
-        last = len(self.words) - 1
-        for index, word in enumerate([*self.words, ""]):
+        words = self._words_for(body)
+        last = len(words) - 1
+        for index, word in enumerate([*words, ""]):
             if index == self.hold_after:
                 self.holding.set()
                 while (await receive())["type"] != "http.disconnect":
@@ -242,13 +246,17 @@ class FakeEngine:
                 choice = {"index": 0, "text": word, "finish_reason": reason}
                 await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
         if self.says_usage:
-            prompt, answer = len(body["prompt"]), len(self.words)
+            prompt, answer = len(body["prompt"]), len(words)
             usage = {"prompt_tokens": prompt, "completion_tokens": answer}
             usage["total_tokens"] = prompt + answer
             usage["prompt_tokens_details"] = {"cached_tokens": 70}  # type: ignore[assignment]
             await event({"id": "cmpl-1", "choices": [], "usage": usage})
             await event("[DONE]")
         await _part(send, b"", more=False)
+
+    def _words_for(self, body: Any) -> list[str]:
+        blends = ReusePlan.from_json(body["kv_transfer_params"]["ragcache"]).blends
+        return self.blend_words if blends and self.blend_words else self.words
 
 
 async def _part(send: Any, data: bytes, *, more: bool = True) -> None:

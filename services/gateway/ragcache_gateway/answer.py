@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 
+from ragcache_core.blend.question_reservoir import AskedQuestion
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
@@ -32,6 +34,7 @@ from ragcache_gateway.engine import Completion, Engine
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import PromptBuilder
+from ragcache_gateway.quality_trials import QualityTrials
 from ragcache_gateway.retrieval import Retrieved, retrieve
 from ragcache_gateway.reuse import Reuse, plan_reuse, wanted_reuse
 from ragcache_gateway.terms import in_rest_terms
@@ -72,6 +75,7 @@ class Answer:
         completion: Completion,
         engine: Engine,
         metrics: Metrics,
+        on_cache_use: Callable[[CacheUse], None] | None,
     ) -> None:
         self.id = request_id
         self.model = model
@@ -84,6 +88,7 @@ class Answer:
         self._completion = completion
         self._engine = engine
         self._metrics = metrics
+        self._on_cache_use = on_cache_use
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come. Raises Unavailable."""
@@ -112,6 +117,8 @@ class Answer:
         account = Account(self._completion.usage, timing, cache_use(record))
         self._metrics.observe(account.timing, account.cache)
         _note_account(account)
+        if self._on_cache_use is not None:
+            self._on_cache_use(account.cache)
         return account
 
     async def whole(self) -> ChatCompletion:
@@ -154,7 +161,7 @@ class Answerer:
     """Answers questions.
 
     tokenizing: one thread, because the prompt builder takes no more. reuse: for requests that do
-    not ask for another.
+    not ask for another. trials: hold what is blended to a quality; None: nothing does.
     """
 
     def __init__(
@@ -167,6 +174,7 @@ class Answerer:
         tokenizing: Executor,
         retriever: RetrieverClient,
         engines: Engines,
+        trials: QualityTrials | None,
         metrics: Metrics,
         tracer: Tracer,
         plan_keys: PlanKeys | None,
@@ -178,6 +186,7 @@ class Answerer:
         self._tokenizing = tokenizing
         self._retriever = retriever
         self._engines = engines
+        self._trials = trials
         self._plan_keys = plan_keys
         self._metrics = metrics
         self._tracer = tracer
@@ -193,6 +202,8 @@ class Answerer:
         conversation = read_conversation(request.messages)
         options = request.ragcache
         reuse = wanted_reuse(options, self._reuse)
+        if self._trials is not None:
+            reuse = self._trials.settle(reuse)
         try:
             with self._tracer.within("retrieve") as span, span.current():
                 retrieved = await retrieve(
@@ -242,6 +253,11 @@ class Answerer:
         current_span().set(answer=request_id, reuse=reuse.mode, **size)
         tokenize_s = time.perf_counter() - before
 
+        on_cache_use = None
+        if self._trials is not None:
+            question = AskedQuestion(prompt.prompt, tuple(documents), retrieved.asked_at_ms)
+            on_cache_use = partial(self._trials.offer, question, reuse)
+
         engine, completion = await self._engines.complete(body, stack)
         first_token_s = time.perf_counter() - started
         self._metrics.first_token.observe(first_token_s)
@@ -256,6 +272,7 @@ class Answerer:
             completion=completion,
             engine=engine,
             metrics=self._metrics,
+            on_cache_use=on_cache_use,
         )
 
 

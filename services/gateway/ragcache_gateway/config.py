@@ -41,6 +41,8 @@ class Config:
     model: folder or Hugging Face name; read for its tokenizer and its fingerprint.
     model_name: the name under which the engine serves it, and clients ask for it.
     reuse, max_recompute: how stored KV is used where a request does not say it (``reuse.Reuse``).
+    quality: ROUGE-L F1 with full recomputation that blends are held to (``quality_trials``); None:
+    to nothing but max_recompute.
     precompute: whether chunks are computed when their document is written (``precompute``).
     otlp_endpoint: base URL of an OpenTelemetry collector; None: no spans are made.
     plan_keys: what plans are sealed with; None leaves them without a seal.
@@ -57,6 +59,7 @@ class Config:
     max_model_len: int
     reuse: ReuseMode = "exact"
     max_recompute: float = 0.2
+    quality: float | None = None
     precompute: bool = False
     otlp_endpoint: str | None = None
     plan_keys: PlanKeys | None = None
@@ -103,6 +106,7 @@ def read_config(environment: Mapping[str, str]) -> Config:
         model_dtype=dtype,  # type: ignore[arg-type]  # checked against the literal above
         reuse=reuse,  # type: ignore[arg-type]  # likewise
         max_recompute=_share(environment, "RAGCACHE_MAX_RECOMPUTE", 0.2),
+        quality=_quality(environment, "RAGCACHE_QUALITY"),
         precompute=_choice(environment, "RAGCACHE_PRECOMPUTE", ("off", "on")) == "on",
         plan_keys=plan_keys_from(environment),
         max_model_len=_tokens(environment, "RAGCACHE_MAX_MODEL_LEN"),
@@ -196,6 +200,11 @@ def _share(environment: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= share <= 1:
         raise InvalidInput(name, f"is {value!r}", "set a share from 0 to 1")
     return share
+
+
+def _quality(environment: Mapping[str, str], name: str) -> float | None:
+    """None, if nothing is set."""
+    return _share(environment, name, 0.0) if environment.get(name, "").strip() else None
 
 
 def _tokens(environment: Mapping[str, str], name: str) -> int:

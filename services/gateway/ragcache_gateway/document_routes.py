@@ -88,6 +88,8 @@ async def put_document(request: Request, parts: PartsOf) -> DocumentWritten:
     document: DocumentIn = await read_document(request)
     written_at_ms = time.time_ns() // 1_000_000
     reply = await parts.retriever.upsert_document(document.to_message())
+    if parts.trials is not None and reply.removed_chunks:
+        parts.trials.delete(document.collection, document.id)
     removed = await parts.variants.drop(reply.removed_chunks)
     if parts.precompute is not None:
         parts.precompute.add(document.collection, document.id, reply.chunks, written_at_ms)
@@ -130,6 +132,8 @@ async def delete_document(
 ) -> DocumentDeleted:
     """Delete a document and the stored KV of its chunks."""
     reply = await parts.retriever.delete_document(collection, id)
+    if parts.trials is not None:
+        parts.trials.delete(collection, id)
     removed = await parts.variants.drop_document(collection, id, reply.removed_chunks)
     return DocumentDeleted(collection=collection, id=id, removed_variants=removed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ragcache_gateway.chat import CacheUse, Timing
@@ -52,6 +54,31 @@ class Metrics:
         self.precompute_waiting = Gauge(
             "ragcache_gateway_precompute_waiting_chunks",
             "Chunks that wait for an idle moment to be computed.",
+            registry=self.registry,
+        )
+        self.blend_alpha = Gauge(
+            "ragcache_gateway_blend_alpha",
+            "Alpha that questions are blended with where a quality is wanted: the engines' own "
+            "until enough has been tried, then the least that reaches it; +Inf if none does and "
+            "everything is computed. NaN: no quality is wanted.",
+            registry=self.registry,
+        )
+        self.blend_quality = Gauge(
+            "ragcache_gateway_blend_expected_quality",
+            "ROUGE-L F1 with full recomputation to expect of that alpha; NaN before it is known.",
+            registry=self.registry,
+        )
+        self.blend_recomputed = Gauge(
+            "ragcache_gateway_blend_expected_recomputed",
+            "Share of blended tokens that it recomputes, as expected; NaN before it is known.",
+            registry=self.registry,
+        )
+        for unknown in (self.blend_alpha, self.blend_quality, self.blend_recomputed):
+            unknown.set(math.nan)
+        self.blend_trials = Counter(
+            "ragcache_gateway_blend_trials_total",
+            "Questions asked again as blends: tried, unblended where they were none, or failed.",
+            ("outcome",),
             registry=self.registry,
         )
         self.upstream_failures = Counter(

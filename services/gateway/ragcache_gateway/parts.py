@@ -18,9 +18,11 @@ from ragcache_gateway.config import Config
 from ragcache_gateway.conversation import Conversation
 from ragcache_gateway.deletions import Deletions
 from ragcache_gateway.engines import Engines
+from ragcache_gateway.idle import IdleTime
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.precompute import Precompute
 from ragcache_gateway.prompt import PromptBuilder
+from ragcache_gateway.quality_trials import QualityTrials
 from ragcache_gateway.readiness import Readiness
 from ragcache_gateway.reuse import Reuse
 from ragcache_gateway.variants import StoredVariants
@@ -41,6 +43,7 @@ class Parts:
     answerer: Answerer
     variants: StoredVariants
     precompute: Precompute | None
+    trials: QualityTrials | None
     readiness: Readiness
 
 
@@ -68,6 +71,7 @@ async def connected(
         engines = Engines(config, probe, metrics, tracer)
         stack.push_async_callback(engines.close)
         await engines.start()
+        idle = IdleTime(engines)
         precompute = None
         if config.precompute:
             precompute = Precompute(
@@ -78,11 +82,28 @@ async def connected(
                 prompts=prompts,
                 tokenizing=tokenizing,
                 engines=engines,
+                idle=idle,
                 metrics=metrics,
                 plan_keys=config.plan_keys,
             )
             precompute.start()
             stack.push_async_callback(precompute.close)
+        trials = None
+        if config.quality is not None:
+            trials = QualityTrials(
+                quality=config.quality,
+                budget=config.max_recompute,
+                model=config.model_name,
+                max_model_len=config.max_model_len,
+                space=space,
+                domain=DOMAIN,
+                engines=engines,
+                idle=idle,
+                metrics=metrics,
+                plan_keys=config.plan_keys,
+            )
+            trials.start()
+            stack.push_async_callback(trials.close)
 
         yield Parts(
             config=config,
@@ -97,6 +118,7 @@ async def connected(
                 tokenizing=tokenizing,
                 retriever=retriever,
                 engines=engines,
+                trials=trials,
                 metrics=metrics,
                 tracer=tracer,
                 plan_keys=config.plan_keys,
@@ -109,6 +131,7 @@ async def connected(
                 domain=DOMAIN,
             ),
             precompute=precompute,
+            trials=trials,
             readiness=Readiness(engines, health),
         )
 

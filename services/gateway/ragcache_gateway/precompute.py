@@ -24,6 +24,7 @@ from ragcache_core.plan import document_name
 from ragcache_core.prompt import assemble, plan_blend
 from ragcache_gateway.completion import transfer_params
 from ragcache_gateway.engines import Engines
+from ragcache_gateway.idle import IdleTime
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import Frame, PromptBuilder
 from ragcache_wire.plan_keys import PlanKeys
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 MAX_WAITING_BYTES = 64 << 20
 """Text that waits at most; what does not fit is computed by its first visitor."""
 
-IDLE_POLL_S = 0.05
 RETRY_S = 5.0
 
 
@@ -62,6 +62,7 @@ class Precompute:
         prompts: PromptBuilder,
         tokenizing: Executor,
         engines: Engines,
+        idle: IdleTime,
         metrics: Metrics,
         plan_keys: PlanKeys | None,
     ) -> None:
@@ -72,6 +73,7 @@ class Precompute:
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._engines = engines
+        self._idle = idle
         self._plan_keys = plan_keys
         self._metrics = metrics
         self._waiting: deque[_Waiting] = deque()
@@ -114,9 +116,6 @@ class Precompute:
     async def _run(self) -> None:
         while True:
             await self._came.wait()
-            if self._engines.problem or any(engine.in_flight for engine in self._engines.known):
-                await asyncio.sleep(IDLE_POLL_S)
-                continue
             one = self._waiting[0]
             try:
                 await self._compute(one)
@@ -160,7 +159,7 @@ class Precompute:
             "stream": True,
             "kv_transfer_params": transfer_params(plan, prompt.token_ids, self._plan_keys),
         }
-        async with AsyncExitStack() as stack:
+        async with self._idle.turn(), AsyncExitStack() as stack:
             _, completion = await self._engines.complete(body, stack)
             async for _ in completion.pieces():
                 pass

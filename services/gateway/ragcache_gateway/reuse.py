@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
@@ -18,11 +18,13 @@ class Reuse:
     """Which stored KV stands for a computation.
 
     max_recompute: share, in [0, 1], of the tokens taken from other prefixes (``blend``) that may be
-    computed anew at most.
+    computed anew at most. alpha, trial: as of ``ReusePlan``; nobody asks for them by a request.
     """
 
     mode: Literal["exact", "blend", "off"]
     max_recompute: float
+    alpha: float | None = None
+    trial: bool = False
 
 
 def wanted_reuse(options: RagCacheOptions, default: Reuse) -> Reuse:
@@ -53,8 +55,16 @@ def plan_reuse(
         case "off":
             return plan_compute(prompt, space, domain, request)
         case "exact":
-            return plan_exact(prompt, space, domain, request, documents, planned_at_ms)
+            plan = plan_exact(prompt, space, domain, request, documents, planned_at_ms)
+            return replace(plan, trial=reuse.trial)
         case "blend":
             return plan_blend(
-                prompt, space, domain, request, reuse.max_recompute, documents, planned_at_ms
+                prompt,
+                space,
+                domain,
+                request,
+                reuse.max_recompute,
+                documents,
+                planned_at_ms,
+                reuse.alpha,
             )
