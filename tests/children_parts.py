@@ -210,7 +210,10 @@ _store = _maybe(
     resources=_resources,
 )
 _reuse = _maybe(
-    mode=st.sampled_from(["exact", "blend"]), maxRecompute=st.floats(0, 1), precompute=st.booleans()
+    mode=st.sampled_from(["exact", "blend"]),
+    maxRecompute=st.floats(0, 1),
+    quality=st.floats(0, 1),
+    precompute=st.booleans(),
 )
 _scheduling = _maybe(
     priorityClassName=_names,

@@ -460,6 +460,14 @@ _CACHES = (
         *("'0.2' is not a number", "write a number, without quotes"),
     ),
     Bad(
+        *("quality in per cent", _S, cache(reuse={"mode": "blend", "quality": 95})),
+        *("spec.reuse.quality", "95 is too large", "use at most 1.0"),
+    ),
+    Bad(
+        *("quality by name", _S, cache(reuse={"quality": "high"})),
+        *("spec.reuse.quality", "'high' is not a number", "write a number, without quotes"),
+    ),
+    Bad(
         *("collector without http", _S, cache(telemetry={"otlp": {"endpoint": "collector:4317"}})),
         *("spec.telemetry.otlp.endpoint", "'collector:4317' is no URL of a collector"),
         "write it like http://collector:4318",

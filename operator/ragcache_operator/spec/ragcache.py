@@ -374,6 +374,12 @@ class ReuseSpec(Values):
     """Most that blend computes anew, as a share of the tokens taken from behind other chunks. More
     takes longer and leaves less that differs from a full computation. It holds for requests that
     ask for blend themselves, too."""
+    quality: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    """What the answers of blends are worth at least, on average: their ROUGE-L F1 with those of
+    full computations, such as 0.95. In idle time the gateway asks recent questions again, in full
+    and with more or less computed anew. From eight of them on it blends with the least that reaches
+    this, maxRecompute at most, and where that is not enough it reuses exactly. Until then it blends
+    as without a quality. It holds for requests that ask for blend themselves, too."""
     precompute: bool = False
     """Whether the chunks of a document are computed when it is written, each by itself, while
     no question of the gateway is answered; so that even the first question about them finds them.
