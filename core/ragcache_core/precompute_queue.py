@@ -1,0 +1,197 @@
+"""What is computed before anybody asks: a bounded queue, ordered by what a prefill is worth.
+
+    worth = uses * saved_s / num_tokens
+
+uses are retrievals, decayed: those a half-life ago count half. saved_s is what a question spent on
+computing the tokens because their KV was not there. A token takes about the same behind the
+template whichever chunk it is of, so this is, but for one factor that all have in common, the
+seconds that questions are expected to be spared for each second of idle prefill. It is PGDSF's
+frequency times cost by size (RAGCache §5.1), with a half-life in place of its clock, so that the
+order changes at uses only (as in ``policies/score``).
+
+What was written and never asked for is worth nothing yet: it comes last, in the order of writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+MISSED_BEFORE = 0.5
+"""Decayed misses before the present one from which on a prefill is queued: one, a half-life ago.
+What a question had to compute, its engine saves; a second miss says that this came to nothing, or
+did not last."""
+
+_NEVER = -math.inf
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Chunks that are computed right behind the template, in their order.
+
+    texts: of the chunks. document: the name of theirs. planned_at_ms: Unix time before they were
+    written, or searched; a delete since then goes first.
+    """
+
+    texts: tuple[str, ...]
+    document: str
+    planned_at_ms: int
+
+    @cached_property
+    def name(self) -> bytes:
+        """The same for the same chunks in the same order, 16 bytes."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for text in self.texts:
+            raw = text.encode()
+            hasher.update(len(raw).to_bytes(8, "little") + raw)
+        return hasher.digest()
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of its texts."""
+        return sum(len(text.encode()) for text in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prefill that waits. source: asked, if a question missed it; else only written."""
+
+    prefill: Prefill
+    source: Literal["written", "asked"]
+
+
+_Place = tuple[float, int, bytes]
+"""log2 of the worth, negative; a number by the time it came; its name."""
+
+
+@dataclass(slots=True)
+class _Demand:
+    """log2 of decayed sums, as of time 0 so that they need no upkeep, and of saved_s by token."""
+
+    uses: float = _NEVER
+    misses: float = _NEVER
+    saved_s: float = _NEVER
+
+
+class PrecomputeQueue:
+    """Prefills that wait for idle time. Not for several threads at once.
+
+    most_bytes: of the texts that wait; what is worth least is dropped. most_known: prefills whose
+    demand is remembered, those asked for last.
+    """
+
+    def __init__(self, *, most_bytes: int, half_life_s: float, most_known: int = 1 << 16) -> None:
+        self._most_bytes = most_bytes
+        self._half_life_s = half_life_s
+        self._most_known = most_known
+        self._waiting: dict[bytes, Prefill] = {}
+        self._places: dict[bytes, _Place] = {}
+        self._order: list[_Place] = []
+        self._of_document: dict[str, set[bytes]] = {}
+        self._demand: OrderedDict[bytes, _Demand] = OrderedDict()
+        self._num_bytes = 0
+        self._came = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def write(self, prefill: Prefill) -> list[Waiting]:
+        """Chunks of a document that was written just now; returns what is dropped for them."""
+        return self._put(prefill)
+
+    def ask(
+        self, prefill: Prefill, now: float, *, num_tokens: int, saved_s: float
+    ) -> list[Waiting]:
+        """A question had these chunks, of num_tokens; returns what is dropped for them.
+
+        now: seconds on a clock that never goes back. saved_s: what it spent on computing them; 0
+        where their KV was there.
+        """
+        name = prefill.name
+        demand = self._demand.setdefault(name, _Demand())
+        self._demand.move_to_end(name)
+        if len(self._demand) > self._most_known:
+            self._demand.popitem(last=False)
+        missed_before = 2.0 ** (demand.misses - now / self._half_life_s)
+        demand.uses = self._with_one_more(demand.uses, now)
+        if saved_s > 0:
+            demand.misses = self._with_one_more(demand.misses, now)
+            demand.saved_s = math.log2(saved_s / num_tokens)
+        if name in self._waiting or (saved_s > 0 and missed_before >= MISSED_BEFORE):
+            return self._put(prefill)
+        return []
+
+    def first(self) -> Waiting | None:
+        """What is worth most; it goes on waiting."""
+        return self._at(self._order[0]) if self._order else None
+
+    def remove(self, prefill: Prefill) -> None:
+        """It need not wait any more."""
+        if prefill.name in self._waiting:
+            self._take(prefill.name)
+
+    def forget(self, document: str) -> int:
+        """A document is gone, or another one is in its place; how many of its prefills waited."""
+        names = tuple(self._of_document.get(document, ()))
+        for name in names:
+            self._take(name)
+            self._demand.pop(name, None)
+        return len(names)
+
+    def check(self) -> None:
+        """Raises AssertionError where two of its books disagree."""
+        assert self._order == sorted(self._places.values())
+        assert self._places.keys() == self._waiting.keys()
+        assert self._num_bytes == sum(one.num_bytes for one in self._waiting.values())
+        assert self._num_bytes <= self._most_bytes
+        assert all(self._of_document.values())
+        assert sorted(n for names in self._of_document.values() for n in names) == sorted(
+            self._waiting
+        )
+        assert len(self._demand) <= self._most_known
+
+    def _put(self, prefill: Prefill) -> list[Waiting]:
+        """Have it wait at its place, in that of an earlier one if there is one."""
+        name = prefill.name
+        before = self._take(name) if name in self._waiting else None
+        self._came += 1
+        place = (self._negative_worth(name), self._came if before is None else before[1], name)
+        self._waiting[name], self._places[name] = prefill, place
+        insort(self._order, place)
+        self._of_document.setdefault(prefill.document, set()).add(name)
+        self._num_bytes += prefill.num_bytes
+        dropped = []
+        while self._num_bytes > self._most_bytes:
+            dropped.append(self._at(self._order[-1]))
+            self._take(self._order[-1][2])
+        return dropped
+
+    def _take(self, name: bytes) -> _Place:
+        prefill, place = self._waiting.pop(name), self._places.pop(name)
+        del self._order[bisect_left(self._order, place)]
+        names = self._of_document[prefill.document]
+        names.discard(name)
+        if not names:
+            del self._of_document[prefill.document]
+        self._num_bytes -= prefill.num_bytes
+        return place
+
+    def _at(self, place: _Place) -> Waiting:
+        return Waiting(self._waiting[place[2]], "written" if place[0] == -_NEVER else "asked")
+
+    def _negative_worth(self, name: bytes) -> float:
+        demand = self._demand.get(name)
+        return -_NEVER if demand is None else -(demand.uses + demand.saved_s)
+
+    def _with_one_more(self, log_sum: float, now: float) -> float:
+        """log2 of the sum and of one more at now, as of time 0."""
+        one = now / self._half_life_s
+        if log_sum == _NEVER:
+            return one
+        low, high = sorted((log_sum, one))
+        return high + math.log2(1.0 + 2.0 ** (low - high))
