@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import Unavailable
+from ragcache_core.sharding import Rendezvous
 from ragcache_core.storing import Deletion, EventKind, PutOutcome, Want
 from ragcache_core.variant import Miss
 from ragcache_kv.store.aio import AsyncStoreClient
@@ -84,4 +85,32 @@ async def test_a_prefetch_goes_to_the_shards_that_own_the_chunks(tmp_path: Path)
                 put_value(served.client, key(number), value(1000, number))
         assert await store.prefetch([key(number) for number in range(8)]) == 0
         assert await store.prefetch([]) == 0
+        await store.close()
+
+
+async def test_a_lookup_asks_the_owners_of_the_chunks(tmp_path: Path) -> None:
+    with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
+        store = AsyncShardedStore(FixedMembers((one.address, other.address)))
+        keys = [key(number << 64) for number in range(16)]
+        owners = Rendezvous((one.address, other.address)).owners([one.chunk for one in keys])
+        clients = {one.address: one.client, other.address: other.client}
+        assert set(owners) == clients.keys()
+        for place, owner in enumerate(owners):
+            if place % 3:
+                put_value(clients[owner], keys[place], value(1000, place))
+        found = await store.lookup([Want.of(one) for one in keys])
+        assert [bool(variants.held) for variants in found] == [
+            bool(place % 3) for place in range(16)
+        ]
+        assert [variants.held[0].key for variants in found if variants.held] == [
+            one for place, one in enumerate(keys) if place % 3
+        ]
+        await store.close()
+
+
+async def test_a_lookup_without_an_answer_is_an_exception() -> None:
+    for addresses in ((), ("127.0.0.1:9",)):
+        store = AsyncShardedStore(FixedMembers(addresses))
+        with pytest.raises(Unavailable):
+            await store.lookup([Want.of(key(1))])
         await store.close()

@@ -689,6 +689,24 @@ class AsyncShardedStore:
             for address, reply in zip(clients, replies, strict=True)
         }
 
+    async def lookup(self, wants: Sequence[Want]) -> tuple[Variants, ...]:
+        """What the owners of the chunks hold of each want. Raises Unavailable if one is silent."""
+        clients = self._current()
+        if not clients:
+            raise Unavailable(PART, "it has no shards")
+        parts: dict[str, list[int]] = {}
+        for place, owner in enumerate(Rendezvous(clients).owners([one.chunk for one in wants])):
+            parts.setdefault(owner, []).append(place)
+        answers = await asyncio.gather(
+            *(clients[owner].lookup([wants[n] for n in part]) for owner, part in parts.items())
+        )
+        found = dict(
+            pair
+            for part, answer in zip(parts.values(), answers, strict=True)
+            for pair in zip(part, answer.variants, strict=True)
+        )
+        return tuple(found[place] for place in range(len(wants)))
+
     async def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Bring variants from disk into memory; returns how many are on their way. Never raises."""
         clients = self._current()
@@ -706,7 +724,10 @@ class AsyncShardedStore:
         if addresses is not self._addresses:
             self._addresses = addresses
             before = self._clients
-            self._clients = {name: before.get(name) or AsyncStoreClient(name) for name in addresses}
+            # Only calls go here, no values, so that no faster lane is worth connecting.
+            self._clients = {
+                name: before.get(name) or AsyncStoreClient(name, ("grpc",)) for name in addresses
+            }
             for name in before.keys() - self._clients.keys():
                 # Calls in flight have deadlines; nobody waits here for their end.
                 task = asyncio.create_task(before[name].close(DELETE_TIMEOUT_S))
