@@ -109,7 +109,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
     "reuse.maxRecompute": (0.5, GATEWAY, ""),
     "reuse.quality": (0.95, GATEWAY, ""),
-    "reuse.precompute": (True, GATEWAY, ""),
+    "reuse.precompute": (True, f"{ENGINE} {GATEWAY}", ""),
     "scheduling.priorityClassName": ("two", WORKLOADS, ""),
     "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),
     "scheduling.tolerations": ([{"operator": "Exists"}], WORKLOADS, ""),

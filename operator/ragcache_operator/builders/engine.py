@@ -124,6 +124,8 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         "--enable-prompt-tokens-details",
         *("--kv-transfer-config", _json(_CONNECTOR)),
         *_kv_events(engine, site),
+        # Gateways give what nobody waits for the lowest one, and all else the same.
+        *(("--scheduling-policy", "priority") if cache.spec.reuse.precompute else ()),
         # Compiling would make every start longer; whether it pays on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),

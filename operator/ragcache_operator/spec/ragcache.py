@@ -381,9 +381,11 @@ class ReuseSpec(Values):
     this, maxRecompute at most, and where that is not enough it reuses exactly. Until then it blends
     as without a quality. It holds for requests that ask for blend themselves, too."""
     precompute: bool = False
-    """Whether the chunks of a document are computed when it is written, each by itself, while
-    no question of the gateway is answered; so that even the first question about them finds them.
-    Of use where prompts are blended: behind other chunks exact reuse has no use for them."""
+    """Whether KV is computed ahead while no question of the gateway is answered, at the lowest
+    priority: under blend the chunks of a document when it is written, so that even the first
+    question about them finds them; and in either mode what questions had to compute again and again
+    and the store does not hold, under exact that is the document that stood first. Engines are
+    started anew when this changes."""
 
 
 class TolerationSpec(Values):
