@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.plan import ReusePlan
 from ragcache_gateway.app import create_app
 from ragcache_gateway.config import Config, EngineName
@@ -141,15 +141,37 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
 
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
-    """Remembers which chunks were deleted, and every deletion; stats: what it counts."""
+    """Remembers which chunks were asked for and deleted, and every deletion.
+
+    away: no lookup is answered. held: variants of chunks, by the chunk. stats: what it counts.
+    """
 
     def __init__(self) -> None:
+        self.away = False
+        self.held: dict[bytes, list[cachestore_pb2.Held]] = {}
+        self.asked: list[bytes] = []
         self.deleted: list[bytes] = []
         self.deletions: list[cachestore_pb2.Deletion] = []
         self.stats = cachestore_pb2.StatsReply(variants=3, disk_bytes=300, memory_bytes=200)
 
     async def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
         return self.stats
+
+    async def Hello(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return cachestore_pb2.HelloReply(boot=bytes(16), store=bytes(16))
+
+    async def Lookup(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.away:
+            raise Unavailable("cachestore", "it is starting")
+        self.asked += [want.chunk for want in request.wants]
+        return cachestore_pb2.LookupReply(variants=[self._variants(want) for want in request.wants])
+
+    def _variants(self, want: Any) -> Any:
+        held = [
+            one for one in self.held.get(want.chunk, []) if want.prefix in (b"", one.key.prefix)
+        ]
+        miss = cachestore_pb2.MISS_UNSPECIFIED if held else cachestore_pb2.MISS_NEVER_STORED
+        return cachestore_pb2.Variants(held=held, miss=miss)
 
     async def Delete(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.deletions.append(request.deletion)
@@ -158,30 +180,39 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
 
 
 class FakeRecords(engine_pb2_grpc.EngineServicer):
-    """A record of every request, unless told to forget."""
+    """A record of every request, unless told to forget.
+
+    pass_tokens: computed in one step. says: of the records, beside what they always say.
+    """
 
     def __init__(self) -> None:
         self.forgetful = False
-        self.blended_tokens = 20
+        self.pass_tokens = 0
+        self.says: dict[str, Any] = {}
         self.asked: list[str] = []
 
     async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.asked.append(request.request)
         if self.forgetful:
             raise NotFound("record", request.request, "ask sooner")
-        return engine_pb2.RequestRecord(
-            request=request.request,
-            queue_s=0.001,
-            load_s=0.002,
-            prefill_s=0.003,
-            prompt_tokens=100,
-            local_tokens=10,
-            loaded_tokens=60,
-            loaded_bytes=61440,
-            blended_tokens=self.blended_tokens,
-            repaired_tokens=5,
-            repair_s=0.0015,
-        )
+        said = {
+            "queue_s": 0.001,
+            "load_s": 0.002,
+            "prefill_s": 0.003,
+            "prompt_tokens": 100,
+            "local_tokens": 10,
+            "loaded_tokens": 60,
+            "loaded_bytes": 61440,
+            "blended_tokens": 20,
+            "repaired_tokens": 5,
+            "repair_s": 0.0015,
+        }
+        return engine_pb2.RequestRecord(request=request.request, **(said | self.says))
+
+    async def GetCosts(self, request: Any, context: Any) -> Any:  # noqa: N802
+        costs = engine_pb2.Costs()
+        costs.prefill.pass_tokens = self.pass_tokens
+        return costs
 
 
 class FakeEngine:

@@ -1,4 +1,4 @@
-"""Chunks of written documents are computed before anybody asks, and never while somebody does."""
+"""Chunks are computed before anybody asks for them (again), and never while somebody asks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragcache_core.keys import chunk_key
 from ragcache_core.plan import Action, ReusePlan, document_name
 from ragcache_core.plan_seal import is_sealed
+from ragcache_core.reuse import checked_segments
 from ragcache_gateway import precompute
 from ragcache_gateway.answer import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.plan_keys import PlanKeys
+from ragcache_wire.v1 import cachestore_pb2
 from tests.gateway_fakes import World, world
 
 
@@ -43,6 +46,35 @@ async def counted(gateway: World, name: str) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
+COMPUTED = {"prompt_tokens": 800, "local_tokens": 0, "loaded_tokens": 0, "prefill_s": 0.5}
+"""What the engine says of a question of which it had nothing."""
+
+
+def plan_of(body: dict[str, Any]) -> ReusePlan:
+    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+
+
+def precomputed(gateway: World) -> list[dict[str, Any]]:
+    return [body for body in gateway.engine.requests if "priority" in body]
+
+
+def plan_holds(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
+    """Whether one of them has a chunk of these tokens."""
+    return any(
+        body["prompt"][segment.start : segment.end] == ids
+        for body in bodies
+        for segment in plan_of(body).segments
+    )
+
+
+def held(chunk: bytes, prefix: bytes, num_tokens: int, position: int) -> cachestore_pb2.Held:
+    one = cachestore_pb2.Held(tier="memory")
+    one.key.chunk, one.key.prefix = chunk, prefix
+    one.info.num_tokens, one.info.base_position = num_tokens, position
+    one.info.num_bytes, one.info.exact = 1, True
+    return one
+
+
 async def test_each_chunk_is_computed_right_behind_the_template(gateway: World) -> None:
     before_ms = time.time_ns() // 1_000_000
     await put(gateway, "a.md")
@@ -68,7 +100,7 @@ async def test_its_plans_are_sealed_like_those_of_questions(
     key, path = bytes([1] * 32), tmp_path / "keys"
     path.write_text(key.hex())
     keys = PlanKeys(path)
-    async with world(tiny_model, precompute=True, plan_keys=keys) as gateway:
+    async with world(tiny_model, precompute=True, reuse="blend", plan_keys=keys) as gateway:
         await put(gateway, "a.md")
         await until(lambda: len(gateway.engine.requests) == 1)
         [body] = gateway.engine.requests
@@ -109,7 +141,8 @@ async def test_it_waits_while_a_question_is_answered(gateway: World) -> None:
 
 async def test_a_chunk_that_the_engine_refuses_holds_up_no_other(tiny_model: Path) -> None:
     # Its health is not looked at meanwhile: that, too, would be refused.
-    async with world(tiny_model, precompute=True, engine_watch_s=60) as gateway:
+    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "engine_watch_s": 60}
+    async with world(tiny_model, **settings) as gateway:
         await until(lambda: gateway.engine.probes == 1)
         gateway.engine.refuse = (400, {"error": {"message": "too long"}})
         await put(gateway, "a.md")
@@ -135,25 +168,201 @@ async def test_an_engine_that_is_away_is_waited_for(
 
 
 async def test_what_does_not_fit_is_left_to_its_first_visitor(
-    gateway: World, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "MAX_WAITING_BYTES", 20)
+    async with world(tiny_model, precompute=True, reuse="blend") as gateway:
+        gateway.engine.pause = asyncio.Event()
+        asked = asyncio.create_task(gateway.ask())
+        await gateway.engine.holding.wait()
+        for name in ("a.md", "b.md", "c.md"):
+            await put(gateway, name)  # 13 bytes each
+        gateway.engine.pause.set()
+        await asked
+        await until(lambda: len(gateway.engine.requests) == 2)
+        await asyncio.sleep(0.1)
+        assert len(gateway.engine.requests) == 2
+        found = await counted(gateway, "precomputed_chunks_total")
+        assert [value for name, value in found.items() if "dropped" in name] == [2.0]
+
+
+async def test_nothing_is_computed_unless_that_is_asked_for(tiny_model: Path) -> None:
+    async with world(tiny_model, reuse="blend") as gateway:
+        await put(gateway, "a.md")
+        gateway.records.says = COMPUTED
+        for _ in range(3):
+            await gateway.ask()
+        await asyncio.sleep(0.2)
+        assert precomputed(gateway) == []
+
+
+async def test_what_questions_missed_twice_is_computed_chunk_by_chunk(gateway: World) -> None:
+    gateway.records.says = COMPUTED
+    await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 3)
+    asked = plan_of(gateway.engine.requests[0])
+    assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
+        segment.chunk for segment in asked.segments[1:]
+    ]
+    sources = await counted(gateway, "precomputed_chunks_total")
+    assert [name for name in sources if 'outcome="computed",source="asked"' in name]
+
+
+async def test_what_questions_found_is_not_computed(gateway: World) -> None:
+    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790}
+    for _ in range(3):
+        await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+
+
+async def test_what_the_store_holds_meanwhile_is_skipped(gateway: World) -> None:
+    gateway.records.says = COMPUTED
+    await gateway.ask()
+    _, first, *_ = plan_of(gateway.engine.requests[0]).segments
+    gateway.store.held[first.chunk] = [held(first.chunk, bytes(16), first.end - first.start, 500)]
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 2)
+    await asyncio.sleep(0.1)
+    assert first.chunk not in {plan_of(body).segments[1].chunk for body in precomputed(gateway)}
+    outcomes = await counted(gateway, "precomputed_chunks_total")
+    assert [value for name, value in outcomes.items() if "stored" in name] == [1.0]
+
+
+async def test_a_store_that_is_away_is_waited_for(
+    gateway: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "RETRY_S", 0.05)
+    gateway.store.away = True
+    await put(gateway, "a.md")
+    await asyncio.sleep(0.3)
+    assert gateway.engine.requests == []
+    gateway.store.away = False
+    await until(lambda: len(gateway.engine.requests) == 1)
+
+
+async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
     await gateway.engine.holding.wait()
     for name in ("a.md", "b.md", "c.md"):
-        await put(gateway, name)  # 13 bytes each
+        await put(gateway, name)
+    await gateway.client.delete("/v1/documents/a.md")
+    await put(gateway, "b.md", "Another text.")
     gateway.engine.pause.set()
     await asked
-    await until(lambda: len(gateway.engine.requests) == 2)
+    await until(lambda: len(precomputed(gateway)) == 2)
     await asyncio.sleep(0.1)
-    assert len(gateway.engine.requests) == 2
-    found = await counted(gateway, "precomputed_chunks_total")
-    assert [value for name, value in found.items() if "dropped" in name] == [2.0]
+    space = load_model_folder(gateway.config.model).space("auto")
+    texts = ("Text of c.md.", "Another text.")
+    assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
+        chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text)) for text in texts
+    ]
 
 
-async def test_nothing_is_computed_unless_that_is_asked_for(tiny_model: Path) -> None:
-    async with world(tiny_model) as gateway:
+async def test_under_exact_the_document_that_stands_first_is_computed(tiny_model: Path) -> None:
+    async with world(tiny_model, precompute=True) as gateway:
         await put(gateway, "a.md")
+        gateway.records.says = COMPUTED
+        for _ in range(2):
+            await gateway.ask()
+        await until(lambda: len(precomputed(gateway)) == 1)
         await asyncio.sleep(0.2)
-        assert gateway.engine.requests == []
+        [body] = precomputed(gateway)
+        asked = plan_of(gateway.engine.requests[0])
+        # The template and the two chunks of billing.md, and not the one of search.md.
+        assert plan_of(body).segments == asked.segments[:3]
+        assert (
+            body["prompt"][: asked.segments[2].end]
+            == (gateway.engine.requests[0]["prompt"][: asked.segments[2].end])
+        )
+
+        gateway.store.held = {
+            named.segment.chunk: [
+                held(
+                    named.segment.chunk,
+                    named.variant.prefix,
+                    named.segment.end - named.segment.start,
+                    named.segment.start,
+                )
+            ]
+            for named in checked_segments(
+                asked,
+                gateway.engine.requests[0]["prompt"],
+                load_model_folder(gateway.config.model).space("auto"),
+            )
+        }
+        for _ in range(2):
+            await gateway.ask()
+        stored: list[float] = []
+        while not stored:
+            outcomes = await counted(gateway, "precomputed_chunks_total")
+            stored = [value for name, value in outcomes.items() if "stored" in name]
+        assert len(precomputed(gateway)) == 1
+
+
+async def test_under_exact_nothing_stands_behind_a_clients_own_system_prompt(
+    tiny_model: Path,
+) -> None:
+    async with world(tiny_model, precompute=True) as gateway:
+        gateway.records.says = COMPUTED
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Where does billing run?"},
+        ]
+        for _ in range(3):
+            await gateway.client.post("/v1/chat/completions", json={"messages": messages})
+        await asyncio.sleep(0.2)
+        assert precomputed(gateway) == []
+
+
+async def test_a_long_prefill_is_cut_into_halves_of_a_step(gateway: World) -> None:
+    gateway.records.pass_tokens = 40
+    await put(gateway, "a.md", "A long text. " * 30)
+    ids = gateway.prompts().encode_chunk("A long text. " * 30)
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    bodies = precomputed(gateway)
+    whole = bodies[-1]["prompt"]
+    head = plan_of(bodies[0]).segments[0].end
+    assert len(bodies) > 3
+    for number, body in enumerate(bodies[:-1], start=1):
+        assert body["prompt"] == whole[: head + 20 * number]
+    assert len(whole) - len(bodies[-2]["prompt"]) <= 20
+    # Nothing of a chunk is saved before it is whole.
+    assert [len(plan_of(body).segments) for body in bodies] == [
+        1 + (len(body["prompt"]) >= head + len(ids)) for body in bodies
+    ]
+
+
+async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
+    gateway.records.pass_tokens = 40
+    gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    await put(gateway, "a.md", "A long text. " * 30)
+    gateway.engine.holding.clear()
+    gateway.engine.pause.set()
+    await asked
+    gateway.engine.pause = asyncio.Event()
+    await gateway.engine.holding.wait()  # in the first of the pieces that is held up
+    before = len(precomputed(gateway))
+    again = asyncio.create_task(gateway.ask())
+    await until(lambda: len(gateway.engine.requests) == before + 2)
+    gateway.engine.pause.set()
+    assert (await again).status_code == 200
+    ids = gateway.prompts().encode_chunk("A long text. " * 30)
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    assert len(precomputed(gateway)) > before
+
+
+async def test_prefills_have_the_lowest_priority(gateway: World) -> None:
+    await put(gateway, "a.md")
+    await gateway.ask()
+    await until(lambda: len(gateway.engine.requests) == 2)
+    [prefill] = precomputed(gateway)
+    [question] = [body for body in gateway.engine.requests if body is not prefill]
+    assert prefill["priority"] == precompute.LOWEST_PRIORITY > 0
+    assert "priority" not in question

@@ -142,7 +142,7 @@ async def test_where_nothing_is_enough_questions_are_reused_exactly(gateway: Wor
     await until_metric(gateway, "blend_alpha", math.inf)
     assert await metric(gateway, "blend_expected_quality") == 1.0
     gateway.engine.requests.clear()
-    gateway.records.blended_tokens = 0
+    gateway.records.says = {"blended_tokens": 0}
     for _ in range(RETRY_EVERY):
         await gateway.ask()
     await until(lambda: len(gateway.engine.requests) == RETRY_EVERY + 2)
@@ -157,7 +157,7 @@ async def test_where_nothing_is_enough_questions_are_reused_exactly(gateway: Wor
 
 
 async def test_what_does_not_ask_for_a_blend_is_left_alone(gateway: World) -> None:
-    gateway.records.blended_tokens = 0
+    gateway.records.says = {"blended_tokens": 0}
     for reuse in ("exact", "off"):
         await gateway.ask(ragcache={"reuse": reuse})
     await asyncio.sleep(0.2)

@@ -30,6 +30,7 @@ from ragcache_gateway.chat import (
 from ragcache_gateway.completion import PART, Piece, completion_body
 from ragcache_gateway.context import Passage, citations
 from ragcache_gateway.conversation import read_conversation
+from ragcache_gateway.demand import Question
 from ragcache_gateway.engine import Completion, Engine
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.metrics import Metrics
@@ -50,6 +51,10 @@ DOMAIN = "public"
 """Access domain of every document: there are no tenants yet. A client can never set it."""
 
 
+Answered = Callable[[Question, engine_pb2.RequestRecord], None]
+"""Told what became of a question."""
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """What an answer took. usage: None if the engine did not say."""
@@ -60,7 +65,10 @@ class Account:
 
 
 class Answer:
-    """An answer whose first token has come. started: on the clock of time.perf_counter."""
+    """An answer whose first token has come. started: on the clock of time.perf_counter.
+
+    on_record: told the engine's record of it.
+    """
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class Answer:
         completion: Completion,
         engine: Engine,
         metrics: Metrics,
-        on_cache_use: Callable[[CacheUse], None] | None,
+        on_record: Sequence[Callable[[engine_pb2.RequestRecord], None]],
     ) -> None:
         self.id = request_id
         self.model = model
@@ -88,7 +96,7 @@ class Answer:
         self._completion = completion
         self._engine = engine
         self._metrics = metrics
-        self._on_cache_use = on_cache_use
+        self._on_record = on_record
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come. Raises Unavailable."""
@@ -113,12 +121,13 @@ class Answer:
             if isinstance(error, Unavailable):
                 self._metrics.upstream_failures.labels("engine records").inc()
             record = None
+        if record is not None:
+            for tell in self._on_record:
+                tell(record)
         timing = self._timing(total_s, record)
         account = Account(self._completion.usage, timing, cache_use(record))
         self._metrics.observe(account.timing, account.cache)
         _note_account(account)
-        if self._on_cache_use is not None:
-            self._on_cache_use(account.cache)
         return account
 
     async def whole(self) -> ChatCompletion:
@@ -161,7 +170,8 @@ class Answerer:
     """Answers questions.
 
     tokenizing: one thread, because the prompt builder takes no more. reuse: for requests that do
-    not ask for another. trials: hold what is blended to a quality; None: nothing does.
+    not ask for another. trials: hold what is blended to a quality; None: nothing does. answered:
+    told of every question that may reuse stored KV.
     """
 
     def __init__(
@@ -178,6 +188,7 @@ class Answerer:
         metrics: Metrics,
         tracer: Tracer,
         plan_keys: PlanKeys | None,
+        answered: Answered | None,
     ) -> None:
         self._model = model
         self._space = space
@@ -190,6 +201,7 @@ class Answerer:
         self._plan_keys = plan_keys
         self._metrics = metrics
         self._tracer = tracer
+        self._answered = answered
 
     async def start(self, request: ChatRequest, stack: AsyncExitStack) -> Answer:
         """Work up to the first token. Leaving the stack stops what still runs.
@@ -253,10 +265,14 @@ class Answerer:
         current_span().set(answer=request_id, reuse=reuse.mode, **size)
         tokenize_s = time.perf_counter() - before
 
-        on_cache_use = None
+        on_record: list[Callable[[engine_pb2.RequestRecord], None]] = []
         if self._trials is not None:
-            question = AskedQuestion(prompt.prompt, tuple(documents), retrieved.asked_at_ms)
-            on_cache_use = partial(self._trials.offer, question, reuse)
+            asked = AskedQuestion(prompt.prompt, tuple(documents), retrieved.asked_at_ms)
+            on_record.append(partial(self._trials.offer, asked, reuse))
+        if self._answered is not None and reuse.mode != "off":
+            texts = [passage.chunk.text for passage in prompt.passages]
+            question = Question(reuse.mode, prompt.prompt, texts, documents, retrieved.asked_at_ms)
+            on_record.append(partial(self._answered, question))
 
         engine, completion = await self._engines.complete(body, stack)
         first_token_s = time.perf_counter() - started
@@ -272,7 +288,7 @@ class Answerer:
             completion=completion,
             engine=engine,
             metrics=self._metrics,
-            on_cache_use=on_cache_use,
+            on_record=on_record,
         )
 
 

@@ -91,8 +91,8 @@ async def put_document(request: Request, parts: PartsOf) -> DocumentWritten:
     if parts.trials is not None and reply.removed_chunks:
         parts.trials.delete(document.collection, document.id)
     removed = await parts.variants.drop(reply.removed_chunks)
-    if parts.precompute is not None:
-        parts.precompute.add(document.collection, document.id, reply.chunks, written_at_ms)
+    if parts.precompute is not None and reply.changed:
+        parts.precompute.write(document.collection, document.id, reply.chunks, written_at_ms)
     info = document_info(reply.document)
     return DocumentWritten(**info.model_dump(), changed=reply.changed, removed_variants=removed)
 
@@ -134,6 +134,8 @@ async def delete_document(
     reply = await parts.retriever.delete_document(collection, id)
     if parts.trials is not None:
         parts.trials.delete(collection, id)
+    if parts.precompute is not None:
+        parts.precompute.forget(collection, id)
     removed = await parts.variants.drop_document(collection, id, reply.removed_chunks)
     return DocumentDeleted(collection=collection, id=id, removed_variants=removed)
 

@@ -192,6 +192,10 @@ class Engine:
         """The engine's record of a request. Raises NotFound, or Unavailable."""
         return await self._records.request_record(request)
 
+    async def costs(self) -> engine_pb2.Costs:
+        """What computing takes in the engine. Raises Unavailable."""
+        return await self._records.costs()
+
     async def probe(self, body: Mapping[str, Any]) -> None:
         """Ask for an answer of one token and remember whether it came. Never raises."""
         try:

@@ -89,11 +89,10 @@ class Engines:
         A request whose engine is lost before that goes to another one that is well. Leaving the
         stack leaves the completion. Raises Unavailable, or InvalidInput for what is refused.
         """
-        timeout_s = self._config.first_token_timeout_s
         tried: list[Engine] = []
         times_lost = 0
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._config.first_token_timeout_s):
                 while True:
                     tried.append(self._choose(tried))
                     try:
@@ -105,9 +104,30 @@ class Engines:
                             raise
                         log.info("engine %s is lost, asking another: %s", tried[-1].address, error)
         except TimeoutError:
-            late = Unavailable(PART, f"no first token came within {timeout_s:g} s")
-            tried[-1].note_failure(late)
-            raise late from None
+            raise self._late(tried[-1]) from None
+
+    def choose(self) -> Engine:
+        """The engine that would be asked first now. Raises Unavailable if there is none."""
+        return self._choose([])
+
+    async def complete_on(
+        self, engine: Engine, body: Mapping[str, Any], stack: AsyncExitStack
+    ) -> Completion:
+        """As ``complete``, on one engine and no other."""
+        try:
+            async with asyncio.timeout(self._config.first_token_timeout_s):
+                return await engine.complete(body, stack)
+        except Unavailable as error:
+            engine.note_failure(error)
+            raise
+        except TimeoutError:
+            raise self._late(engine) from None
+
+    def _late(self, engine: Engine) -> Unavailable:
+        timeout_s = self._config.first_token_timeout_s
+        late = Unavailable(PART, f"no first token came within {timeout_s:g} s")
+        engine.note_failure(late)
+        return late
 
     def _well(self, tried: Sequence[Engine]) -> list[Engine]:
         return [e for e in self._watched if e.failure is None and e not in tried]

@@ -47,13 +47,14 @@ class Metrics:
         )
         self.precomputed = Counter(
             "ragcache_gateway_precomputed_chunks_total",
-            "Chunks of written documents: computed, refused, failed, or dropped for want of room.",
-            ("outcome",),
+            "Prefills of chunks ahead of questions: computed, stored already, refused, failed, or "
+            "dropped for want of room; by whether a question had missed them.",
+            ("outcome", "source"),
             registry=self.registry,
         )
         self.precompute_waiting = Gauge(
             "ragcache_gateway_precompute_waiting_chunks",
-            "Chunks that wait for an idle moment to be computed.",
+            "Prefills that wait for an idle moment.",
             registry=self.registry,
         )
         self.blend_alpha = Gauge(

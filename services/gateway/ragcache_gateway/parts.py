@@ -20,7 +20,7 @@ from ragcache_gateway.deletions import Deletions
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.idle import IdleTime
 from ragcache_gateway.metrics import Metrics
-from ragcache_gateway.precompute import Precompute
+from ragcache_gateway.precompute import Precompute, Target
 from ragcache_gateway.prompt import PromptBuilder
 from ragcache_gateway.quality_trials import QualityTrials
 from ragcache_gateway.readiness import Readiness
@@ -75,14 +75,19 @@ async def connected(
         precompute = None
         if config.precompute:
             precompute = Precompute(
-                model=config.model_name,
-                space=space,
-                domain=DOMAIN,
-                frame=frame,
+                Target(
+                    model=config.model_name,
+                    max_model_len=config.max_model_len,
+                    space=space,
+                    domain=DOMAIN,
+                    template=frame,
+                    reuse=config.reuse,
+                ),
                 prompts=prompts,
                 tokenizing=tokenizing,
                 engines=engines,
                 idle=idle,
+                store=store,
                 metrics=metrics,
                 plan_keys=config.plan_keys,
             )
@@ -122,6 +127,7 @@ async def connected(
                 metrics=metrics,
                 tracer=tracer,
                 plan_keys=config.plan_keys,
+                answered=precompute.answered if precompute is not None else None,
             ),
             variants=StoredVariants(
                 deletions=deletions,

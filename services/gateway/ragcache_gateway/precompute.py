@@ -1,9 +1,14 @@
 """Chunks computed before anybody asks for them, so that even the first visitor finds their KV.
 
-Each is computed by itself right behind the template, as it would stand first in a prompt; behind
-other chunks it is of use where prompts are blended. Only while no engine answers a question of this
-gateway, one at a time: one that comes meanwhile waits for one chunk's prefill at most. What other
-gateways ask is not known here.
+They come from written documents, and from questions that had to compute them again and again
+(``core/precompute_queue`` says which is worth most). Each is computed right behind the template,
+one at a time, while no engine answers a question of this gateway.
+
+What other gateways ask is not known here. For their sake a prefill has the lowest priority, which
+counts where vLLM schedules by priority, and is cut: vLLM schedules what runs before what waits, so
+that a long prefill would take every step's tokens until it ends. Each piece asks for the prompt up
+to some point, half of one step beyond what the piece before left in vLLM's own prefix cache. So a
+question that comes meanwhile has a part of the next step, and the first place in the one after it.
 """
 
 from __future__ import annotations
@@ -11,73 +16,89 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.keys import KVSpace
-from ragcache_core.plan import document_name
-from ragcache_core.prompt import assemble, plan_blend
+from ragcache_core.plan import ReusePlan, document_name
+from ragcache_core.precompute_queue import PrecomputeQueue, Prefill, Waiting
+from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.reuse import checked_segments, longest_exact_chain
+from ragcache_core.storing import Want
 from ragcache_gateway.completion import transfer_params
+from ragcache_gateway.demand import Question, asks
+from ragcache_gateway.engine import Engine
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.idle import IdleTime
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import Frame, PromptBuilder
+from ragcache_kv.store.sharded import AsyncShardedStore
 from ragcache_wire.plan_keys import PlanKeys
+from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 << 20
 """Text that waits at most; what does not fit is computed by its first visitor."""
 
+HALF_LIFE_S = 3600.0
+"""After which a retrieval counts half: idle times come once a day, and what is asked changes."""
+
+LOWEST_PRIORITY = (1 << 31) - 1
+"""For vLLM, where less is earlier and a question has 0."""
+
+STEP_SHARE = 2
+"""A piece takes one part in so many of a step's tokens."""
+
 RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """written_at_ms: Unix time before the document was written; a delete since then goes first."""
+class Target:
+    """What is computed, and for whom.
 
-    text: str
-    document: str
-    written_at_ms: int
+    max_model_len: of a prompt and its answer, in tokens. template: around every prompt's chunks.
+    reuse: what questions do that do not say.
+    """
+
+    model: str
+    max_model_len: int
+    space: KVSpace
+    domain: str
+    template: Frame
+    reuse: Literal["exact", "blend"]
 
 
 class Precompute:
-    """A queue of chunks, and the task that has them computed. For one event loop.
-
-    frame: the template around every prompt's chunks.
-    """
+    """The queue, and the task that works on it. For one event loop."""
 
     def __init__(
         self,
+        target: Target,
         *,
-        model: str,
-        space: KVSpace,
-        domain: str,
-        frame: Frame,
         prompts: PromptBuilder,
         tokenizing: Executor,
         engines: Engines,
         idle: IdleTime,
+        store: AsyncShardedStore,
         metrics: Metrics,
         plan_keys: PlanKeys | None,
     ) -> None:
-        self._model = model
-        self._space = space
-        self._domain = domain
-        self._frame = frame
+        self._target = target
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._engines = engines
         self._idle = idle
-        self._plan_keys = plan_keys
+        self._store = store
         self._metrics = metrics
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
+        self._plan_keys = plan_keys
+        self._queue = PrecomputeQueue(most_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
         self._came = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -92,23 +113,42 @@ class Precompute:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def add(
+    def write(
         self, collection: str, document: str, chunk_texts: Sequence[str], written_at_ms: int
     ) -> None:
-        """Have a document's chunks computed some time."""
+        """A document has these chunks now, in place of those it had.
+
+        Under ``exact`` none is computed for that: it would serve the prompts that begin with it,
+        and before questions have come nobody knows which chunk of how many that is.
+        """
         name = document_name(collection, document)
-        for text in chunk_texts:
-            size = len(text.encode())
-            if self._waiting_bytes + size > MAX_WAITING_BYTES:
-                self._metrics.precomputed.labels("dropped").inc()
-                continue
-            self._waiting.append(_Waiting(text, name, written_at_ms))
-            self._waiting_bytes += size
+        self._queue.forget(name)
+        if self._target.reuse == "blend":
+            for text in chunk_texts:
+                self._drop(self._queue.write(Prefill((text,), name, written_at_ms)))
         self._note()
 
+    def forget(self, collection: str, document: str) -> None:
+        """A document is gone."""
+        self._queue.forget(document_name(collection, document))
+        self._note()
+
+    def answered(self, question: Question, record: engine_pb2.RequestRecord) -> None:
+        """A question was answered, as the engine's record says."""
+        now = time.monotonic()
+        for ask in asks(question, record, self._target.template.head):
+            self._drop(
+                self._queue.ask(ask.prefill, now, num_tokens=ask.num_tokens, saved_s=ask.saved_s)
+            )
+        self._note()
+
+    def _drop(self, dropped: Sequence[Waiting]) -> None:
+        for one in dropped:
+            self._metrics.precomputed.labels("dropped", one.source).inc()
+
     def _note(self) -> None:
-        self._metrics.precompute_waiting.set(len(self._waiting))
-        if self._waiting:
+        self._metrics.precompute_waiting.set(len(self._queue))
+        if len(self._queue):
             self._came.set()
         else:
             self._came.clear()
@@ -116,50 +156,103 @@ class Precompute:
     async def _run(self) -> None:
         while True:
             await self._came.wait()
-            one = self._waiting[0]
+            async with self._idle.turn():  # what is worth most then, not now
+                one = self._queue.first()
+            if one is None:  # its document was deleted meanwhile
+                continue
             try:
-                await self._compute(one)
+                outcome = await self._compute(one.prefill)
             except InvalidInput as error:
-                log.warning("a chunk of %s is not precomputed: %s", one.document, error)
-                self._done(one, "refused")
+                log.warning("a chunk of %s is not precomputed: %s", one.prefill.document, error)
+                outcome = "refused"
             except RagCacheError as error:
                 log.info("precomputing waits: %s", error)
                 await asyncio.sleep(RETRY_S)
+                continue
             except Exception:
                 # One chunk is not worth the rest of them.
-                log.exception("a chunk of %s is not precomputed", one.document)
-                self._done(one, "failed")
-            else:
-                self._done(one, "computed")
+                log.exception("a chunk of %s is not precomputed", one.prefill.document)
+                outcome = "failed"
+            self._queue.remove(one.prefill)
+            self._metrics.precomputed.labels(outcome, one.source).inc()
+            self._note()
 
-    def _done(self, one: _Waiting, outcome: str) -> None:
-        self._waiting.popleft()
-        self._waiting_bytes -= len(one.text.encode())
-        self._metrics.precomputed.labels(outcome).inc()
-        self._note()
-
-    async def _compute(self, one: _Waiting) -> None:
+    async def _compute(self, prefill: Prefill) -> str:
+        """Have it computed unless it is stored. Raises Unavailable, InvalidInput."""
         loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._tokenizing, self._prompts.encode_chunk, one.text)
-        prompt = assemble(self._frame.head, [ids], self._frame.tail)
-        plan = plan_blend(
-            prompt,
-            self._space,
-            self._domain,
-            f"precompute-{uuid.uuid4().hex}",
-            0.0,
-            [one.document],
-            one.written_at_ms,
-        )
-        body = {
-            "model": self._model,
-            "prompt": list(prompt.token_ids),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "stream": True,
-            "kv_transfer_params": transfer_params(plan, prompt.token_ids, self._plan_keys),
-        }
-        async with self._idle.turn(), AsyncExitStack() as stack:
-            _, completion = await self._engines.complete(body, stack)
-            async for _ in completion.pieces():
-                pass
+        chunks = await loop.run_in_executor(self._tokenizing, self._encode, prefill.texts)
+        template = self._target.template
+        prompt = assemble(template.head, chunks, template.tail)
+        if len(prompt.token_ids) >= self._target.max_model_len:
+            # Else all of its pieces that fit would be computed for nothing.
+            raise InvalidInput("chunk", "is longer than the model's context", "cut it smaller")
+        if await self._is_stored(self._plan(prefill, prompt), prompt):
+            return "stored"
+        engine = self._engines.choose()
+        for piece in pieces(prompt, await _step_tokens(engine) // STEP_SHARE):
+            async with self._idle.turn(), AsyncExitStack() as stack:
+                body = {
+                    "model": self._target.model,
+                    "prompt": list(piece.token_ids),
+                    "max_tokens": 1,
+                    "temperature": 0.0,
+                    "stream": True,
+                    "priority": LOWEST_PRIORITY,
+                    "kv_transfer_params": transfer_params(
+                        self._plan(prefill, piece), piece.token_ids, self._plan_keys
+                    ),
+                }
+                completion = await self._engines.complete_on(engine, body, stack)
+                async for _ in completion.pieces():
+                    pass
+        return "computed"
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._prompts.encode_chunk(text) for text in texts]
+
+    def _plan(self, prefill: Prefill, prompt: Prompt) -> ReusePlan:
+        request = f"precompute-{uuid.uuid4().hex}"
+        space, domain = self._target.space, self._target.domain
+        documents = [prefill.document] * len(prompt.chunk_ends)
+        if self._target.reuse == "blend" and len(prefill.texts) == 1:
+            # Its engine then sees what the template did to it, which a blend wants to know.
+            at_ms = prefill.planned_at_ms
+            return plan_blend(prompt, space, domain, request, 0.0, documents, at_ms)
+        return plan_exact(prompt, space, domain, request, documents, prefill.planned_at_ms)
+
+    async def _is_stored(self, plan: ReusePlan, prompt: Prompt) -> bool:
+        """Whether questions find it. Raises Unavailable: then it could not be stored either."""
+        segments = checked_segments(plan, prompt.token_ids, self._target.space)
+        if self._target.reuse == "blend" and len(prompt.chunk_ends) == 1:
+            [found] = await self._store.lookup([Want(segments[-1].segment.chunk)])
+            return bool(found.held)
+        answers = await self._store.lookup([Want.of(named.variant) for named in segments])
+        infos = {held.key: held.info for answer in answers for held in answer.held}
+        return len(longest_exact_chain(segments, infos)) == len(segments)
+
+
+def pieces(prompt: Prompt, most_tokens: int) -> list[Prompt]:
+    """A prompt's beginnings, each with most_tokens more behind the template; it is the last one.
+
+    most_tokens 0: nobody knows how many are computed in one step, and it is one piece.
+    """
+    ends = range(prompt.head + most_tokens, len(prompt.token_ids), most_tokens or 1)
+    return [
+        *(
+            Prompt(
+                prompt.token_ids[:end],
+                prompt.head,
+                tuple(chunk_end for chunk_end in prompt.chunk_ends if chunk_end <= end),
+            )
+            for end in (ends if most_tokens else ())
+        ),
+        prompt,
+    ]
+
+
+async def _step_tokens(engine: Engine) -> int:
+    """Tokens that it computes in one step at most; 0 if it does not say."""
+    try:
+        return (await engine.costs()).prefill.pass_tokens
+    except RagCacheError:
+        return 0

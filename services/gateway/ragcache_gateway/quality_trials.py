@@ -25,7 +25,6 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
 from ragcache_core.prompt import plan_blend, plan_compute
-from ragcache_gateway.chat import CacheUse
 from ragcache_gateway.completion import transfer_params
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.idle import IdleTime
@@ -102,9 +101,11 @@ class QualityTrials:
             return replace(reuse, mode="exact", trial=self._control.is_left_to_try())
         return replace(reuse, alpha=verdict.alpha)
 
-    def offer(self, question: AskedQuestion, reuse: Reuse, cache: CacheUse) -> None:
+    def offer(
+        self, question: AskedQuestion, reuse: Reuse, record: engine_pb2.RequestRecord
+    ) -> None:
         """A question has been answered so; ask it again some time if that is a blend."""
-        if cache.blended_tokens or reuse.trial:
+        if record.blended_tokens or reuse.trial:
             self._control.offer(question, _now_ms())
             self._came.set()
 
