@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.completion import complete
 from bench.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.keys import chunk_key
 from ragcache_core.storing import Held, Want
@@ -207,49 +206,31 @@ async def test_anothers_question_is_answered_before_the_prefill_that_it_met_has_
 
     async def is_under_way() -> bool:
         [ended] = await site.counted("vllm:request_success_total")
-        return ended >= before + 2
+        return ended > before
 
     await until(is_under_way)
     # Of another gateway, of which this one knows nothing.
-    question = list(range(20, 320))
-    answer = await asyncio.to_thread(complete, site.engine.url, question, max_tokens=2)
-    assert len(answer.token_ids) == 2
+    question = {"model": "model", "prompt": list(range(20, 320)), "max_tokens": 2}
+    assert (await site.client.post("/v1/completions", json=question)).status_code == 200
     assert await outcomes(gateway) == {}
     assert held(site, gateway, text) == ()
     await until_computed(gateway)
 
 
-async def test_a_question_that_came_later_is_scheduled_before_a_prefill(site: Site) -> None:
-    """Two requests of others have both places, and then one of them leaves."""
+async def test_a_question_overtakes_prefills_that_wait(site: Site) -> None:
     ended = []
 
-    async def ask(name: str, **more: Any) -> None:
-        body = {"model": "model", "prompt": [len(name)] * 40, "max_tokens": 1, **more}
+    async def ask(name: str, seed: int, num_tokens: int, **more: Any) -> None:
+        prompt = [(seed * place) % 350 for place in range(num_tokens)]
+        body = {"model": "model", "prompt": prompt, "max_tokens": 1, **more}
         reply = await site.client.post("/v1/completions", json=body)
         assert reply.status_code == 200
         ended.append(name)
 
-    def counts(running: int, waiting: int) -> Callable[[], Awaitable[bool]]:
-        async def is_so() -> bool:
-            names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-            return await site.counted(*names) == [running, waiting]
-
-        return is_so
-
-    async def both_ended() -> bool:
-        return len(ended) == 2
-
     async with asyncio.TaskGroup() as group:
-        long = {"max_tokens": MAX_LENGTH - 100, "ignore_eos": True}
-        others = [group.create_task(ask(name, **long)) for name in ("one", "other")]
-        await until(counts(2, 0))
-        group.create_task(ask("prefill", priority=LOWEST_PRIORITY))
-        await until(counts(2, 1))
-        # More than fits one step, so that both cannot end in the same one.
-        question = [7] * (2 * STEP_TOKENS)
-        group.create_task(ask("question", prompt=question, max_tokens=4))
-        await until(counts(2, 2))
-        others[0].cancel()
-        await until(both_ended)
-        others[1].cancel()
-    assert ended == ["question", "prefill"]
+        # Six steps each, two at a time: nearly all of them wait when the question comes.
+        for seed in range(11, 31):
+            group.create_task(ask("prefill", seed, 6 * STEP_TOKENS, priority=LOWEST_PRIORITY))
+        group.create_task(ask("question", 7, STEP_TOKENS))
+    assert len(ended) == 21
+    assert ended.index("question") < 10
