@@ -101,7 +101,8 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     added = weights[..., 41:301] @ values[:, :, 41:301]
     added = added[:-1]  # the last layer's goes into no KV
     influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
-    asked = weights[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
+    later = weights[-(len(weights) // 2) :]
+    asked = later[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
     asked /= asked.sum(-1, keepdim=True)
     regard = (asked.amax(2) - asked.mean(2)).amax((0, 1))
     return {

@@ -45,7 +45,7 @@ def test_equal_regard_for_all_is_as_none(
 
 
 @given(prompts())
-def test_first_comes_the_most_of_both_and_then_the_most_influence(
+def test_order_is_by_both_and_then_by_influence(
     prompt: tuple[list[InfluencedChunk], list[float]],
 ) -> None:
     chunks, regard = prompt
@@ -54,18 +54,38 @@ def test_first_comes_the_most_of_both_and_then_the_most_influence(
         for place, own in enumerate(chunk.influence):
             before = chunk.influence[place - 1] if place else 0.0
             influence[chunk.start + place] = max(own, 0.999 * before)
-    if not influence:
-        return
 
-    def both(position: int) -> float:
+    def key(position: int) -> tuple[float, float, int]:
         around = regard[max(0, position - AFTER) : position + BEFORE + 1]
-        return influence[position] * math.sqrt(max(around))
+        both = influence[position] * math.sqrt(max(around))
+        return -both, -influence[position], position
 
-    first = max(sorted(influence), key=both)
-    most = max(sorted(influence), key=lambda position: influence[position])
-    order = by_need(chunks, regard)
-    assert order[0] == first
-    assert first == most or order[1] == most
+    assert by_need(chunks, regard) == sorted(influence, key=key)
+
+
+@given(prompts(), st.data())
+def test_more_regard_never_puts_a_token_back(
+    prompt: tuple[list[InfluencedChunk], list[float]], data: st.DataObject
+) -> None:
+    chunks, regard = prompt
+    before = by_need(chunks, regard)
+    if not before:
+        return
+    place = data.draw(st.sampled_from(before))
+    regard[place] += data.draw(st.floats(0, 1))
+    after = by_need(chunks, regard)
+    # Its neighbours are looked at, too, and may come to stand before it: of others none does.
+    near = range(place - BEFORE, place + AFTER + 1)
+    ahead = set(after[: after.index(place)]) - set(before[: before.index(place)])
+    assert all(position in near for position in ahead)
+
+
+@given(prompts())
+def test_without_any_regard_influence_decides(
+    prompt: tuple[list[InfluencedChunk], list[float]],
+) -> None:
+    chunks, regard = prompt
+    assert by_need(chunks, [0.0] * len(regard)) == by_need(chunks)
 
 
 def test_the_next_token_is_drawn_along() -> None:
@@ -77,16 +97,16 @@ def test_chunks_are_one_order_and_do_not_draw_each_other_along() -> None:
     assert by_need(chunks) == [2, 3, 4, 5, 0, 1]
 
 
-def test_what_the_question_looks_at_comes_in_every_other_turn() -> None:
+def test_what_the_question_looks_at_comes_first() -> None:
     influence = [1.0] * 20
     regard = [0.01] * 20
     regard[9] = 0.81
     near = list(range(9 - BEFORE, 9 + AFTER + 1))
     order = by_need([InfluencedChunk(0, influence)], regard)
-    assert order[:6] == [near[0], 0, near[1], 1, near[2], 2]
+    assert order[: len(near) + 1] == [*near, 0]
     # Ten times the influence outweighs eighty times the regard.
     influence[19] = 10.0
-    assert by_need([InfluencedChunk(0, influence)], regard)[:3] == [19, near[0], 0]
+    assert by_need([InfluencedChunk(0, influence)], regard)[:2] == [19, near[0]]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

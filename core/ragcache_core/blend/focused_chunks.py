@@ -5,6 +5,9 @@ Once the cut has been the same for a window of layers, the chunks under it are l
 of their recomputation is not worth its time.
 
 The question's tokens have to be part of the repair pass, or there is no such attention (PAPERS.md).
+
+The engine does not let go of chunks: ``bench/blend_quality.py`` measures what that would save, and
+the answers that it would cost (ARCHITECTURE.md).
 """
 
 from __future__ import annotations

@@ -26,12 +26,11 @@ from ragcache_engine.paged_cache import PagedCache
 if TYPE_CHECKING:
     from ragcache_engine.recomputing import Recomputer
 
-TEMPERATURE = 4.0
+TEMPERATURE = 6.0
 """Of a question's look. KV that is out of its context matches a question less than it will, so that
 what it is to find comes second to something else, of which attention itself tells next to nothing.
-Of the 154 questions that it was chosen on, all wrong with nothing recomputed, 20 % recomputed
-in two looks mended 0.79 without it, 0.87 at 2, 0.88 at 4; the KL of the first token was 1.4, 0.9
-and 0.6.
+Of 100 questions that it was chosen on, all wrong with nothing recomputed, 20 % recomputed mended 84
+at 2.5, 89 at 4, 91 at 6 and 90 at 8 and 10; of 10 % it was 67, 76, 79, 81 and 77.
 """
 
 _SCORES = 1 << 24
@@ -96,8 +95,11 @@ class AttentionObserver:
         Attention to what is before the question, at TEMPERATURE. In each head of each layer, the
         most that any of the question's tokens attends to a position, less what they do on average:
         a head that finds something for one of them stands out, one that always looks at the same
-        place does not. Of that the most over heads and layers. question: positions, as many as one
-        pass takes; the KV of all before is in place.
+        place does not. Of that the most over heads and over the later half of layers (of five, the
+        last two): what is asked for is found there. Earlier ones look at what stands out for any
+        question, such as the latest heading, and more strongly than later ones look at what is out
+        of its context: with all layers 20 % mended 88 of the 100, for 91, and 10 % 65 for 79.
+        question: positions, as many as one pass takes; the KV of all before is in place.
         """
         watch = _Regard(self._cache, blocks, question)
         with watch.watching():
@@ -114,20 +116,26 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """What backends call other ways of weighing keys, and the values that mean: not at all."""
 
 
-class _Watch(ABC):
-    """Sees the attention of one pass over the tokens at positions."""
+class Watch(ABC):
+    """Sees the attention of one pass over the tokens at positions, in some layers.
 
-    def __init__(self, cache: PagedCache, blocks: Sequence[int], positions: range) -> None:
+    To be used around ``Recomputer.recompute``; a subclass says what is kept of it.
+    """
+
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], positions: range, layers: range
+    ) -> None:
         self._cache = cache
         self._blocks = blocks
         self._positions = positions
+        self._layers = layers
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While in it, every layer's queries are seen."""
+        """While in it, the layers' queries are seen."""
         with ExitStack() as stack:
-            for index, layer in enumerate(self._cache.layers):
-                stack.enter_context(self._watching(index, layer.impl))
+            for index in self._layers:
+                stack.enter_context(self._watching(index, self._cache.layers[index].impl))
             yield
 
     @contextmanager
@@ -174,13 +182,13 @@ class _Watch(ABC):
         """Take a layer's attention: [kv heads, group, rows, keys] of some tokens after another."""
 
 
-class _Influence(_Watch):
+class _Influence(Watch):
     """Adds up what a chunk's tokens look at, and what that does to them."""
 
     def __init__(
         self, cache: PagedCache, blocks: Sequence[int], chunk: range, segments: Sequence[range]
     ) -> None:
-        super().__init__(cache, blocks, chunk)
+        super().__init__(cache, blocks, chunk, range(cache.num_layers))
         self.mass = torch.zeros(len(chunk), len(segments))
         self.influence = torch.zeros(len(chunk))  # squared
         self._others = slice(segments[0].stop, chunk.start)
@@ -205,11 +213,12 @@ class _Influence(_Watch):
         self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
 
 
-class _Regard(_Watch):
-    """Finds what stands out among what a question's tokens look at."""
+class _Regard(Watch):
+    """Finds what stands out among what a question's tokens look at, in the later half of layers."""
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
-        super().__init__(cache, blocks, question)
+        half = max(1, cache.num_layers // 2)
+        super().__init__(cache, blocks, question, range(cache.num_layers)[-half:])
         self.most = torch.zeros(question.start)
 
     def _weigh(self, scores: torch.Tensor) -> torch.Tensor:
