@@ -533,7 +533,7 @@ def main() -> None:
     count = given.questions or (24 if given.quick else 200)
     [rows] = engine.collective_rpc(work, args=(count, given.seed))
     for name, row in rows.items():
-        print(f"{name:28}" + "".join(f"{key} {value:<9}" for key, value in row.items()))
+        print(f"{name:36}" + "".join(f"{key} {value:<9}" for key, value in row.items()))
 
     def share(name: str, other: str = "full") -> float | None:
         below = rows[other]["exact_match"]
