@@ -311,17 +311,22 @@ def test_limits_hold_and_every_reader_reads_right(
             size = sizes.setdefault(number, num_tokens)
             kept.put(offer(number, size))
         elif name == "let go":
+            for *_, reading in held[:1]:
+                reading.close()
             held[:1] = []
         elif number in sizes and (reading := kept.read(number, sizes[number])) is not None:
             assert torch.equal(whole(reading, sizes[number]), value(number, sizes[number]))
             if name == "hold":
                 held.append((number, sizes[number], reading))
+            else:
+                reading.close()
             kept.settle()
         for pool in kept.pools.values():
             assert pool.used_bytes <= pool.capacity_bytes
         for one, size, reading in held:
             assert torch.equal(whole(reading, size), value(one, size))
-    held.clear()
+    for *_, reading in held:
+        reading.close()
     kept.tiers.check()
     kept.tiers.close()
 

@@ -8,12 +8,11 @@ all tokens of its chunk alike; those are not there any more. And the question's 
 that nobody looks at may stay as it is. Both are measured by the engine, one when a chunk is
 captured, the other when it is used.
 
-Not told apart from this, or worse: of 100 questions that fail with nothing recomputed, 20 % mend 91
-and 10 % mend 79; with every fourth turn to influence alone 92 and 78, with the regard to the power
-of 0.4 for its root 92 and 80, of 0.6 90 and 76. Earlier, looking again when half of the budget was
-spent: it made the time to the first token a sixth longer. Chunks as a whole say less than tokens
-do: need times the root of the most regard in the chunk mended 80 for 89, and 58 for 76. Letting go
-of chunks costs answers (``focused_chunks``).
+Tried on questions that fail with nothing recomputed, and not told apart from this: a fourth of the
+turns to influence alone, and other powers of the regard near its root. Looking again when half of
+the budget was spent only made the time to the first token a sixth longer. Worse: weighing tokens by
+their chunk's regard, too, for chunks as a whole say less than tokens do, and letting go of chunks
+(``focused_chunks``; ``bench/blend_quality.py`` has its figures).
 """
 
 from __future__ import annotations
