@@ -157,7 +157,9 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
         assert worker.load(job).values_from == {"store": 3}
         tiers = worker.side._tiers
         deadline = time.monotonic() + WAIT_S
-        while tiers.take_counts().held_bytes == {} or tiers._moving:
+        held = False  # what has changed is told once
+        while not held or tiers._moving:
+            held |= tiers.take_counts().held_bytes != {}
             assert time.monotonic() < deadline
             time.sleep(0.001)
         store.service.kill()
