@@ -143,11 +143,13 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
     """Remembers which chunks were asked for and deleted, and every deletion.
 
-    away: no lookup is answered. held: variants of chunks, by the chunk. stats: what it counts.
+    away: no lookup is answered, lost: none of these chunks. held: variants of chunks, by the
+    chunk. stats: what it counts.
     """
 
     def __init__(self) -> None:
         self.away = False
+        self.lost: set[bytes] = set()
         self.held: dict[bytes, list[cachestore_pb2.Held]] = {}
         self.asked: list[bytes] = []
         self.deleted: list[bytes] = []
@@ -161,7 +163,7 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         return cachestore_pb2.HelloReply(boot=bytes(16), store=bytes(16))
 
     async def Lookup(self, request: Any, context: Any) -> Any:  # noqa: N802
-        if self.away:
+        if self.away or not self.lost.isdisjoint(want.chunk for want in request.wants):
             raise Unavailable("cachestore", "it is starting")
         self.asked += [want.chunk for want in request.wants]
         return cachestore_pb2.LookupReply(variants=[self._variants(want) for want in request.wants])
@@ -230,6 +232,7 @@ class FakeEngine:
         self.drop_after: int | None = None  # words, then the stream ends
         self.says_usage = True
         self.hold_after: int | None = None  # words, then nothing until the client leaves
+        self.prefill: asyncio.Event | None = None  # before the first word, until it is set
         self.pause: asyncio.Event | None = None  # after the first word, until it is set
         self.aborted = asyncio.Event()
         self.holding = asyncio.Event()
@@ -256,6 +259,8 @@ class FakeEngine:
 
         words = self._words_for(body)
         last = len(words) - 1
+        if self.prefill is not None and not await self._prefilled(self.prefill, receive):
+            return
         for index, word in enumerate([*words, ""]):
             if index == self.hold_after:
                 self.holding.set()
@@ -284,6 +289,18 @@ class FakeEngine:
             await event({"id": "cmpl-1", "choices": [], "usage": usage})
             await event("[DONE]")
         await _part(send, b"", more=False)
+
+    async def _prefilled(self, prefill: asyncio.Event, receive: Any) -> bool:
+        """Whether the client was there until the end."""
+        self.holding.set()
+        ended, gone = asyncio.create_task(prefill.wait()), asyncio.create_task(receive())
+        await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if gone.done():
+            self.aborted.set()
+        else:
+            gone.cancel()
+        return not gone.done()
 
     def _words_for(self, body: Any) -> list[str]:
         blends = ReusePlan.from_json(body["kv_transfer_params"]["ragcache"]).blends

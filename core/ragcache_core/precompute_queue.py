@@ -22,11 +22,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ragcache_core.recent_deletes import RecentDeletes
+
 MISSED_BEFORE = 0.5
 """Decayed misses before the present one from which on a prefill is queued: one, a half-life ago.
 What a question had to compute, its engine saves; a second miss says that this came to nothing, or
 did not last."""
 
+MAX_AGE_MS = 86_400_000
+"""A day, in which an idle hour comes. What waits longer is forgotten: a delete that another gateway
+was told of is not known here."""
+
+_OVERHEAD_BYTES = 1024
 _NEVER = -math.inf
 
 
@@ -35,17 +42,18 @@ class Prefill:
     """Chunks that are computed right behind the template, in their order.
 
     texts: of the chunks. document: the name of theirs. planned_at_ms: Unix time before they were
-    written, or searched; a delete since then goes first.
+    written, or searched; a delete since then goes first. mode: of the questions that it is for.
     """
 
     texts: tuple[str, ...]
     document: str
     planned_at_ms: int
+    mode: Literal["exact", "blend"] = "blend"
 
     @cached_property
     def name(self) -> bytes:
-        """The same for the same chunks in the same order, 16 bytes."""
-        hasher = hashlib.blake2b(digest_size=16)
+        """The same for the same chunks in the same order and mode, 16 bytes."""
+        hasher = hashlib.blake2b(self.mode.encode(), digest_size=16)
         for text in self.texts:
             raw = text.encode()
             hasher.update(len(raw).to_bytes(8, "little") + raw)
@@ -53,8 +61,8 @@ class Prefill:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of its texts."""
-        return sum(len(text.encode()) for text in self.texts)
+        """About what it holds: its texts, and what else there is of each waiting one."""
+        return _OVERHEAD_BYTES + sum(len(text.encode()) for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,7 @@ class PrecomputeQueue:
         self._order: list[_Place] = []
         self._of_document: dict[str, set[bytes]] = {}
         self._demand: OrderedDict[bytes, _Demand] = OrderedDict()
+        self._deletes = RecentDeletes()
         self._num_bytes = 0
         self._came = 0
 
@@ -104,14 +113,23 @@ class PrecomputeQueue:
         """Chunks of a document that was written just now; returns what is dropped for them."""
         return self._put(prefill)
 
+    def postpone(self, prefill: Prefill) -> None:
+        """It cannot be computed now: all others that wait come first, unless it is missed again."""
+        if prefill.name in self._waiting:
+            self._take(prefill.name)
+            self._demand.pop(prefill.name, None)
+            self._put(prefill)
+
     def ask(
         self, prefill: Prefill, now: float, *, num_tokens: int, saved_s: float
     ) -> list[Waiting]:
         """A question had these chunks, of num_tokens; returns what is dropped for them.
 
         now: seconds on a clock that never goes back. saved_s: what it spent on computing them; 0
-        where their KV was there.
+        where their KV was there. A document that was deleted since the search is left alone.
         """
+        if self._deletes.cover((prefill.document,), prefill.planned_at_ms):
+            return []
         name = prefill.name
         demand = self._demand.setdefault(name, _Demand())
         self._demand.move_to_end(name)
@@ -126,17 +144,26 @@ class PrecomputeQueue:
             return self._put(prefill)
         return []
 
-    def first(self) -> Waiting | None:
-        """What is worth most; it goes on waiting."""
-        return self._at(self._order[0]) if self._order else None
+    def first(self, now_ms: int) -> Waiting | None:
+        """What is worth most; it goes on waiting. now_ms: Unix time; what is too old is let go."""
+        while self._order:
+            one = self._at(self._order[0])
+            if now_ms - one.prefill.planned_at_ms <= MAX_AGE_MS:
+                return one
+            self._take(one.prefill.name)
+        return None
 
     def remove(self, prefill: Prefill) -> None:
         """It need not wait any more."""
         if prefill.name in self._waiting:
             self._take(prefill.name)
 
-    def forget(self, document: str) -> int:
-        """A document is gone, or another one is in its place; how many of its prefills waited."""
+    def forget(self, document: str, at_ms: int) -> int:
+        """A document is gone, or another one is in its place; how many of its prefills waited.
+
+        at_ms: Unix time; what was planned until then is not taken up again.
+        """
+        self._deletes.note(document, at_ms)
         names = tuple(self._of_document.get(document, ()))
         for name in names:
             self._take(name)

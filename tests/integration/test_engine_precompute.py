@@ -19,7 +19,7 @@ from ragcache_core.storing import Held, Want
 from ragcache_gateway.answer import DOMAIN
 from ragcache_gateway.app import create_app
 from ragcache_gateway.config import EngineName
-from ragcache_gateway.precompute import LOWEST_PRIORITY
+from ragcache_gateway.idle import LOWEST_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
 from ragcache_wire.members import FixedMembers

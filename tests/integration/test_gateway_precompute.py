@@ -170,13 +170,13 @@ async def test_an_engine_that_is_away_is_waited_for(
 async def test_what_does_not_fit_is_left_to_its_first_visitor(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precompute, "MAX_WAITING_BYTES", 20)
+    monkeypatch.setattr(precompute, "MAX_WAITING_BYTES", 1100)
     async with world(tiny_model, precompute=True, reuse="blend") as gateway:
         gateway.engine.pause = asyncio.Event()
         asked = asyncio.create_task(gateway.ask())
         await gateway.engine.holding.wait()
         for name in ("a.md", "b.md", "c.md"):
-            await put(gateway, name)  # 13 bytes each
+            await put(gateway, name)  # 1,037 bytes each
         gateway.engine.pause.set()
         await asked
         await until(lambda: len(gateway.engine.requests) == 2)
@@ -242,6 +242,41 @@ async def test_a_store_that_is_away_is_waited_for(
     assert gateway.engine.requests == []
     gateway.store.away = False
     await until(lambda: len(gateway.engine.requests) == 1)
+
+
+async def test_a_lost_shard_holds_up_no_chunk_of_another(gateway: World) -> None:
+    space = load_model_folder(gateway.config.model).space("auto")
+
+    def key(name: str) -> bytes:
+        return chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(f"Text of {name}."))
+
+    gateway.store.lost = {key("a.md")}
+    await put(gateway, "a.md")
+    await asyncio.sleep(0.1)
+    await put(gateway, "b.md")
+    await until(lambda: len(precomputed(gateway)) == 1)
+    assert plan_of(precomputed(gateway)[0]).segments[1].chunk == key("b.md")
+    gateway.store.lost = set()
+    await until(lambda: len(precomputed(gateway)) == 2)
+    assert plan_of(precomputed(gateway)[1]).segments[1].chunk == key("a.md")
+
+
+async def test_a_chunk_that_engines_are_lost_over_is_given_up(tiny_model: Path) -> None:
+    # Their health is asked for soon, and is good again.
+    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "engine_watch_s": 0.05}
+    async with world(tiny_model, **settings) as gateway:
+        await until(lambda: gateway.engine.probes > 0)
+        gateway.engine.drop_after = 0
+        await put(gateway, "a.md")
+        outcomes: dict[str, float] = {}
+        deadline = time.monotonic() + 20
+        while not any("failed" in name for name in outcomes):
+            assert time.monotonic() < deadline
+            outcomes = await counted(gateway, "precomputed_chunks_total")
+        assert len(gateway.engine.requests) == 2
+        gateway.engine.drop_after = None
+        await put(gateway, "b.md")
+        await until(lambda: len(gateway.engine.requests) == 3)
 
 
 async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
@@ -346,12 +381,17 @@ async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
     gateway.engine.holding.clear()
     gateway.engine.pause.set()
     await asked
-    gateway.engine.pause = asyncio.Event()
+    piece = gateway.engine.pause = asyncio.Event()
     await gateway.engine.holding.wait()  # in the first of the pieces that is held up
     before = len(precomputed(gateway))
+    question = gateway.engine.pause = asyncio.Event()
     again = asyncio.create_task(gateway.ask())
     await until(lambda: len(gateway.engine.requests) == before + 2)
-    gateway.engine.pause.set()
+    piece.set()
+    await asyncio.sleep(0.3)
+    assert len(precomputed(gateway)) == before
+    gateway.engine.pause = None
+    question.set()
     assert (await again).status_code == 200
     ids = gateway.prompts().encode_chunk("A long text. " * 30)
     await until(lambda: plan_holds(gateway.engine.requests, ids))

@@ -15,6 +15,7 @@ from ragcache_core.blend.quality_control import MIN_QUESTIONS, RETRY_EVERY, alph
 from ragcache_core.plan import Action, ReusePlan, document_name
 from ragcache_core.plan_seal import is_sealed
 from ragcache_gateway import quality_trials
+from ragcache_gateway.idle import LOWEST_PRIORITY
 from ragcache_wire.plan_keys import PlanKeys
 from tests.gateway_fakes import World, world
 
@@ -179,6 +180,32 @@ async def test_a_trial_makes_way_for_a_question_and_is_made_again(gateway: World
     prompts = [body["prompt"] for body in gateway.engine.requests]
     assert prompts[1] == prompts[0] == prompts[3]
     assert {s.action for s in plan_of(gateway.engine.requests[3]).segments} == {Action.COMPUTE}
+
+
+async def test_a_trial_makes_way_even_before_its_first_token(gateway: World) -> None:
+    first = gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    gateway.engine.holding.clear()
+    gateway.engine.pause, gateway.engine.prefill = None, asyncio.Event()
+    first.set()
+    assert (await asked).status_code == 200
+    await gateway.engine.holding.wait()
+    assert not gateway.engine.aborted.is_set()
+    gateway.engine.prefill = None
+    second = gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask("Another?"))
+    await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+    gateway.engine.pause = None
+    second.set()
+    assert (await asked).status_code == 200
+    await until(lambda: len(gateway.engine.requests) == 3 + 2 * REPLAYS)
+
+
+async def test_trials_have_the_lowest_priority_and_questions_none(gateway: World) -> None:
+    replays = await tried(gateway)
+    assert {body["priority"] for body in replays} == {LOWEST_PRIORITY}
+    assert "priority" not in gateway.engine.requests[0]
 
 
 @pytest.mark.parametrize("change", ["delete", "replace"])

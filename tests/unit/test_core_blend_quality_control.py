@@ -23,13 +23,13 @@ from ragcache_core.blend.quality_control import (
 )
 from ragcache_core.blend.question_reservoir import (
     MAX_AGE_MS,
-    MAX_DELETES,
     MAX_QUESTIONS,
     AskedQuestion,
     QuestionReservoir,
 )
 from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
 from ragcache_core.blend.rouge import rouge_l
+from ragcache_core.blend.rouge import words as words_of
 from ragcache_core.keys import VariantKey
 from ragcache_core.prompt import assemble
 
@@ -139,6 +139,22 @@ class TestDecision:
         tried.try_questions(3 * SAMPLE_EVERY)
         assert tried.asked.count(None) == 3
 
+    def test_what_was_left_to_be_tried_is_tried_and_not_sampled_again(self):
+        tried = world(0.9, lambda _: 10)
+        tried.try_questions(WINDOW_QUESTIONS)
+        for number in range(3):
+            tried.control.offer(question(at=100 + number), 100, left_to_try=True)
+            assert tried.control.next_replay(102) is not None
+
+    def test_a_question_that_is_tried_is_let_go_when_it_is_too_old(self):
+        control = QualityControl(0.9, BUDGET)
+        control.offer(question(at=1), 1)
+        full = control.next_replay(1)
+        assert full is not None
+        control.note(full, "w", 0, 0)
+        control.prune(2 + MAX_AGE_MS)
+        assert not control.note(Replay(full.question, 0.0), "w", FOREIGN, 0)
+
     def test_a_question_that_is_no_blend_any_more_is_let_go(self):
         control = QualityControl(0.9, BUDGET)
         control.offer(question(), 1)
@@ -246,14 +262,13 @@ class TestReservoir:
         reservoir.add(question("a", "b", at=6), 6)
         assert len(reservoir) == 1
 
-    def test_deletes_that_could_not_all_be_remembered_count_for_every_document(self):
+    def test_what_is_too_old_does_not_wait_to_be_taken(self):
         reservoir = QuestionReservoir()
-        for number in range(MAX_DELETES + 1):
-            reservoir.delete(f"document {number}", 5 + number)
-        reservoir.add(question("unheard of", at=5), 6)
-        assert len(reservoir) == 0
-        reservoir.add(question("unheard of", at=6), 6)
+        reservoir.add(question(at=1), 1)
+        reservoir.prune(1 + MAX_AGE_MS)
         assert len(reservoir) == 1
+        reservoir.prune(2 + MAX_AGE_MS)
+        assert len(reservoir) == 0
 
 
 class TestRouge:
@@ -266,3 +281,9 @@ class TestRouge:
         assert 0 <= value <= 1
         assert value == rouge_l(other, one)
         assert (value == 1) == (one == other)
+
+    def test_where_there_are_no_spaces_characters_are_compared(self):
+        assert words_of(" port 8080,\nin Paris") == ["port", "8080,", "in", "Paris"]
+        assert words_of("端口是8080。") == ["端", "口", "是", "8080。"]
+        assert "".join(words_of("ที่ปารีส")) == "ที่ปารีส"
+        assert len(words_of("ที่ปารีส")) == len("ที่ปารีส")

@@ -9,17 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcache_core.precompute_queue import PrecomputeQueue, Prefill
+from ragcache_core.precompute_queue import MAX_AGE_MS, PrecomputeQueue, Prefill
 
 HALF_LIFE_S = 100.0
 TOKENS = 10
+NOW_MS = 1000
 
 
-def chunk(text: str, document: str = "a.md", at_ms: int = 0) -> Prefill:
+def chunk(text: str, document: str = "a.md", at_ms: int = NOW_MS) -> Prefill:
     return Prefill((text,), document, at_ms)
 
 
-def queue(most_bytes: int = 1 << 20, **more: int) -> PrecomputeQueue:
+def queue(most_chunks: int = 1000, **more: int) -> PrecomputeQueue:
+    """Of chunks that are one letter long."""
+    most_bytes = most_chunks * chunk("a").num_bytes
     return PrecomputeQueue(most_bytes=most_bytes, half_life_s=HALF_LIFE_S, **more)
 
 
@@ -30,8 +33,12 @@ def miss(
 
 
 def drained(waiting: PrecomputeQueue) -> list[str]:
+    return drained_at(waiting, NOW_MS)
+
+
+def drained_at(waiting: PrecomputeQueue, now_ms: int) -> list[str]:
     texts = []
-    while (one := waiting.first()) is not None:
+    while (one := waiting.first(now_ms)) is not None:
         waiting.remove(one.prefill)
         texts.append("|".join(one.prefill.texts))
     return texts
@@ -47,9 +54,9 @@ def test_what_was_written_comes_in_the_order_of_writing() -> None:
 def test_a_first_miss_is_left_to_the_engine_that_computed_it() -> None:
     waiting = queue()
     miss(waiting, chunk("a"))
-    assert waiting.first() is None
+    assert waiting.first(NOW_MS) is None
     miss(waiting, chunk("a"))
-    assert waiting.first() is not None
+    assert waiting.first(NOW_MS) is not None
 
 
 def test_a_miss_counts_for_a_half_life() -> None:
@@ -57,14 +64,14 @@ def test_a_miss_counts_for_a_half_life() -> None:
         waiting = queue()
         miss(waiting, chunk("a"), 1000.0)
         miss(waiting, chunk("a"), 1000.0 + later)
-        assert (waiting.first() is not None) is queued
+        assert (waiting.first(NOW_MS) is not None) is queued
 
 
 def test_what_is_found_is_not_queued_however_often_it_is_asked_for() -> None:
     waiting = queue()
     for now in range(100):
         miss(waiting, chunk("a"), float(now), saved_s=0.0)
-    assert waiting.first() is None
+    assert waiting.first(NOW_MS) is None
 
 
 def test_what_questions_missed_comes_before_what_was_only_written() -> None:
@@ -72,7 +79,7 @@ def test_what_questions_missed_comes_before_what_was_only_written() -> None:
     waiting.write(chunk("written"))
     for _ in range(2):
         miss(waiting, chunk("missed"))
-    assert [one.source for one in [waiting.first()] if one] == ["asked"]
+    assert [one.source for one in [waiting.first(NOW_MS)] if one] == ["asked"]
     assert drained(waiting) == ["missed", "written"]
 
 
@@ -112,7 +119,7 @@ def test_old_uses_fade() -> None:
 
 
 def test_the_least_worth_is_dropped_and_said() -> None:
-    waiting = queue(most_bytes=2)
+    waiting = queue(most_chunks=2)
     assert waiting.write(chunk("a")) == []
     assert waiting.write(chunk("b")) == []
     [dropped] = waiting.write(chunk("c"))
@@ -128,11 +135,16 @@ def test_the_same_chunks_in_another_order_are_another_prefill() -> None:
     assert len(names) == 4
 
 
+def test_the_same_chunks_for_questions_of_another_mode_are_another_prefill() -> None:
+    exact, blend = Prefill(("a",), "a.md", 0, "exact"), Prefill(("a",), "a.md", 0, "blend")
+    assert exact.name != blend.name
+
+
 def test_the_later_write_stands_so_that_an_earlier_delete_does_not_refuse_it() -> None:
     waiting = queue()
     waiting.write(chunk("a", at_ms=1))
     waiting.write(chunk("a", at_ms=2))
-    one = waiting.first()
+    one = waiting.first(NOW_MS)
     assert one is not None
     assert one.prefill.planned_at_ms == 2
 
@@ -142,9 +154,45 @@ def test_a_document_that_is_gone_takes_its_chunks_along() -> None:
     for text in ("a", "b"):
         waiting.write(chunk(text, "gone.md"))
     waiting.write(chunk("c", "kept.md"))
-    assert waiting.forget("gone.md") == 2
-    assert waiting.forget("gone.md") == 0
+    assert waiting.forget("gone.md", NOW_MS) == 2
+    assert waiting.forget("gone.md", NOW_MS) == 0
     assert drained(waiting) == ["c"]
+
+
+def test_a_question_that_was_under_way_brings_nothing_back_of_what_is_gone() -> None:
+    waiting = queue()
+    miss(waiting, chunk("a"))
+    waiting.forget("a.md", NOW_MS)
+    for _ in range(3):
+        miss(waiting, chunk("a"))
+    assert waiting.first(NOW_MS) is None
+    for _ in range(2):  # it has been written anew
+        miss(waiting, chunk("a", at_ms=NOW_MS + 1))
+    assert waiting.first(NOW_MS) is not None
+
+
+def test_what_has_waited_for_too_long_is_let_go() -> None:
+    waiting = queue()
+    waiting.write(chunk("a", at_ms=0))
+    waiting.write(chunk("b", at_ms=1))
+    assert drained_at(waiting, MAX_AGE_MS + 1) == ["b"]
+    assert len(waiting) == 0
+
+
+def test_what_is_put_off_comes_after_all_others_until_it_is_missed_again() -> None:
+    waiting = queue()
+    for _ in range(2):
+        miss(waiting, chunk("hot"))
+    for text in "ab":
+        waiting.write(chunk(text))
+    waiting.postpone(chunk("hot"))
+    first = waiting.first(NOW_MS)
+    assert first is not None
+    assert first.prefill.texts == ("a",)
+    miss(waiting, chunk("hot"))
+    assert drained(waiting) == ["hot", "a", "b"]
+    waiting.postpone(chunk("hot"))
+    assert len(waiting) == 0
 
 
 @given(
@@ -168,12 +216,13 @@ class Shaken(RuleBasedStateMachine):
 
     TEXTS = st.sampled_from("abcdefgh")
     DOCUMENTS = st.sampled_from(["a.md", "b.md"])
-    MOST_BYTES = 5
+    MOST_CHUNKS = 5
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = queue(self.MOST_BYTES)
+        self.queue = queue(self.MOST_CHUNKS)
         self.now = 0.0
+        self.now_ms = 1
         self.came = 0
         self.waiting: dict[str, tuple[int, str]] = {}
         self.uses: dict[str, list[float]] = defaultdict(list)
@@ -190,7 +239,7 @@ class Shaken(RuleBasedStateMachine):
     def put(self, text: str, document: str) -> None:
         self.came += 1
         self.waiting[text] = (self.waiting.get(text, (self.came, ""))[0], document)
-        while len(self.waiting) > self.MOST_BYTES:
+        while len(self.waiting) > self.MOST_CHUNKS:
             del self.waiting[max(self.waiting, key=self.sort_key)]
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 7.0, 1000.0]))
@@ -199,14 +248,16 @@ class Shaken(RuleBasedStateMachine):
 
     @rule(text=TEXTS, document=DOCUMENTS)
     def write(self, text: str, document: str) -> None:
-        self.queue.write(chunk(text, document))
+        self.queue.write(chunk(text, document, self.now_ms))
         self.put(text, document)
 
     @rule(text=TEXTS, document=DOCUMENTS, saved_s=st.sampled_from([0.0, 1.0, 3.1]))
     def ask(self, text: str, document: str, saved_s: float) -> None:
         # No two are worth the same: what is missed by rounding would decide between them.
         saved_s *= 1 + ord(text) / 1000
-        self.queue.ask(chunk(text, document), self.now, num_tokens=TOKENS, saved_s=saved_s)
+        self.queue.ask(
+            chunk(text, document, self.now_ms), self.now, num_tokens=TOKENS, saved_s=saved_s
+        )
         missed_before = self.decayed(self.misses[text])
         self.uses[text].append(self.now)
         if saved_s:
@@ -217,7 +268,7 @@ class Shaken(RuleBasedStateMachine):
 
     @rule()
     def compute(self) -> None:
-        one = self.queue.first()
+        one = self.queue.first(self.now_ms)
         assert (one is None) is (not self.waiting)
         if one is not None:
             best = min(self.waiting, key=self.sort_key)
@@ -228,7 +279,8 @@ class Shaken(RuleBasedStateMachine):
     @rule(document=DOCUMENTS)
     def forget(self, document: str) -> None:
         gone = [text for text, (_, of) in self.waiting.items() if of == document]
-        assert self.queue.forget(document) == len(gone)
+        assert self.queue.forget(document, self.now_ms) == len(gone)
+        self.now_ms += 1
         for text in gone:
             del self.waiting[text]
             self.uses.pop(text, None)
@@ -251,4 +303,4 @@ def test_what_is_known_of_demand_is_bounded(most_known: int) -> None:
         miss(waiting, chunk(text))
     waiting.check()
     miss(waiting, chunk("a"))
-    assert waiting.first() is None, "its first miss is long forgotten"
+    assert waiting.first(NOW_MS) is None, "its first miss is long forgotten"

@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
     "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
     "reuse.maxRecompute": (0.5, GATEWAY, ""),
-    "reuse.quality": (0.95, GATEWAY, ""),
+    "reuse.quality": (0.95, f"{ENGINE} {GATEWAY}", ""),
     "reuse.precompute": (True, f"{ENGINE} {GATEWAY}", ""),
     "scheduling.priorityClassName": ("two", WORKLOADS, ""),
     "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ragcache_core.blend.blending import ALPHA
 from ragcache_core.blend.calibration import Calibration, Trial, calibrate
 from ragcache_core.blend.question_reservoir import AskedQuestion, QuestionReservoir
-from ragcache_core.blend.rouge import rouge_l
+from ragcache_core.blend.rouge import rouge_l, words
 
 MIN_QUESTIONS = 8
 """Tried before anything is decided; until then blends are made with ``blending.ALPHA``."""
@@ -114,22 +114,29 @@ class QualityControl:
         self._asked += 1
         return self._asked % RETRY_EVERY == 0
 
-    def offer(self, question: AskedQuestion, now_ms: int) -> None:
-        """A question was answered that would be a blend if it were asked again."""
-        self._offered += 1
-        if len(self._window) < WINDOW_QUESTIONS or self._offered % SAMPLE_EVERY == 0:
+    def offer(self, question: AskedQuestion, now_ms: int, *, left_to_try: bool = False) -> None:
+        """A question was answered that would be a blend if it were asked again.
+
+        left_to_try: as ``is_left_to_try`` said of it; these are few enough already.
+        """
+        self._offered += not left_to_try
+        is_sampled = left_to_try or self._offered % SAMPLE_EVERY == 0
+        if is_sampled or len(self._window) < WINDOW_QUESTIONS:
             self._reservoir.add(question, now_ms)
+
+    def prune(self, now_ms: int) -> None:
+        """Let go of questions that have been kept for long enough; to be called now and then."""
+        self._reservoir.prune(now_ms)
+        self._leave_stale(now_ms)
 
     def delete(self, document: str, now_ms: int) -> None:
         """A document, or some of its text, is gone: what was asked about it is forgotten."""
         self._reservoir.delete(document, now_ms)
-        if self._trying and not self._reservoir.may_ask(self._trying.question, now_ms):
-            self._trying = None
+        self._leave_stale(now_ms)
 
     def next_replay(self, now_ms: int) -> Replay | None:
         """What to ask now; the same again until ``note`` or ``drop``. None: nothing."""
-        if self._trying and not self._reservoir.may_ask(self._trying.question, now_ms):
-            self._trying = None
+        self._leave_stale(now_ms)
         if self._trying is None:
             question = self._reservoir.take(now_ms)
             if question is None:
@@ -150,12 +157,12 @@ class QualityControl:
         if trying is None or trying.question is not replay.question:
             return False
         if replay.alpha is None:
-            trying.full = answer.split()
+            trying.full = words(answer)
             return False
         if blended <= 0 or trying.full is None:
             self._trying = None
             return False
-        quality = rouge_l(answer.split(), trying.full)
+        quality = rouge_l(words(answer), trying.full)
         trying.trials.append(Trial(replay.alpha, min(1.0, repaired / blended), quality))
         if len(trying.trials) == len(self._alphas):
             self._decide(trying.trials)
@@ -165,6 +172,10 @@ class QualityControl:
     def drop(self, replay: Replay) -> None:
         """The question cannot be asked."""
         if self._trying and self._trying.question is replay.question:
+            self._trying = None
+
+    def _leave_stale(self, now_ms: int) -> None:
+        if self._trying and not self._reservoir.may_ask(self._trying.question, now_ms):
             self._trying = None
 
     def _decide(self, trials: list[Trial]) -> None:

@@ -9,13 +9,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from ragcache_core.prompt import Prompt
+from ragcache_core.recent_deletes import RecentDeletes
 
 MAX_QUESTIONS = 16
 MAX_AGE_MS = 600_000
 """Ten minutes, after which a question is forgotten: a delete that another gateway was told of is
 not known here, and the text of its document must not stay for long."""
-
-MAX_DELETES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +31,7 @@ class QuestionReservoir:
 
     def __init__(self) -> None:
         self._questions: deque[AskedQuestion] = deque(maxlen=MAX_QUESTIONS)
-        self._deleted_at_ms: dict[str, int] = {}  # by document, the latest last
-        self._unknown_to_ms = 0  # deletes up to then may have been forgotten
+        self._deletes = RecentDeletes()
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -53,21 +51,15 @@ class QuestionReservoir:
 
     def delete(self, document: str, now_ms: int) -> None:
         """A document is gone, or some of its text: no question from before is asked again."""
-        self._deleted_at_ms.pop(document, None)
-        self._deleted_at_ms[document] = now_ms
-        if len(self._deleted_at_ms) > MAX_DELETES:
-            oldest = next(iter(self._deleted_at_ms))
-            self._unknown_to_ms = max(self._unknown_to_ms, self._deleted_at_ms.pop(oldest))
-        left = [question for question in self._questions if not self._is_deleted(question)]
+        self._deletes.note(document, now_ms)
+        self.prune(now_ms)
+
+    def prune(self, now_ms: int) -> None:
+        """Let go of what may not be asked any more; to be called now and then."""
+        left = [question for question in self._questions if self.may_ask(question, now_ms)]
         self._questions = deque(left, maxlen=MAX_QUESTIONS)
 
     def may_ask(self, question: AskedQuestion, now_ms: int) -> bool:
         """Whether it is recent, and no document of it was deleted since it was planned."""
         is_recent = now_ms - question.planned_at_ms <= MAX_AGE_MS
-        return is_recent and not self._is_deleted(question)
-
-    def _is_deleted(self, question: AskedQuestion) -> bool:
-        planned = question.planned_at_ms
-        return planned <= self._unknown_to_ms or any(
-            self._deleted_at_ms.get(document, -1) >= planned for document in question.documents
-        )
+        return is_recent and not self._deletes.cover(question.documents, question.planned_at_ms)

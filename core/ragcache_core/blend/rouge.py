@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+"""Thai, Lao, Burmese, Khmer, kana and Han, which are written without spaces between words."""
+
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
+
+
+def words(text: str) -> list[str]:
+    """What ``rouge_l`` compares: words between spaces, or characters where there are no spaces."""
+    return _WORD.findall(text)
 
 
 def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:

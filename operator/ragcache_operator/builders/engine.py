@@ -125,12 +125,16 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         *("--kv-transfer-config", _json(_CONNECTOR)),
         *_kv_events(engine, site),
         # Gateways give what nobody waits for the lowest one, and all else the same.
-        *(("--scheduling-policy", "priority") if cache.spec.reuse.precompute else ()),
+        *(("--scheduling-policy", "priority") if _works_in_idle_time(cache) else ()),
         # Compiling would make every start longer; whether it pays on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),
         *engine.args,
     ]
+
+
+def _works_in_idle_time(cache: RagCache) -> bool:
+    return cache.spec.reuse.precompute or cache.spec.reuse.quality is not None
 
 
 def _kv_events(engine: EngineSpec, site: Site) -> list[str]:

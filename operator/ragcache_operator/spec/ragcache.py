@@ -379,7 +379,8 @@ class ReuseSpec(Values):
     full computations, such as 0.95. In idle time the gateway asks recent questions again, in full
     and with more or less computed anew. From eight of them on it blends with the least that reaches
     this, maxRecompute at most, and where that is not enough it reuses exactly. Until then it blends
-    as without a quality. It holds for requests that ask for blend themselves, too."""
+    as without a quality. It holds for requests that ask for blend themselves, too. Engines are
+    started anew when it is set or removed."""
     precompute: bool = False
     """Whether KV is computed ahead while no question of the gateway is answered, at the lowest
     priority: under blend the chunks of a document when it is written, so that even the first

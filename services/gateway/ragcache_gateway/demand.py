@@ -61,7 +61,10 @@ def asks(
         start, stop = starts[first], starts[end]
         missing = max(0, stop - max(start, at_hand))
         prefill = Prefill(
-            tuple(question.texts[first:end]), question.documents[first], question.asked_at_ms
+            tuple(question.texts[first:end]),
+            question.documents[first],
+            question.asked_at_ms,
+            question.mode,
         )
         found.append(Ask(prefill, stop - start, missing * token_s))
     return found

@@ -104,7 +104,9 @@ class Engines:
                             raise
                         log.info("engine %s is lost, asking another: %s", tried[-1].address, error)
         except TimeoutError:
-            raise self._late(tried[-1]) from None
+            late = self._late()
+            tried[-1].note_failure(late)
+            raise late from None
 
     def choose(self) -> Engine:
         """The engine that would be asked first now. Raises Unavailable if there is none."""
@@ -113,7 +115,12 @@ class Engines:
     async def complete_on(
         self, engine: Engine, body: Mapping[str, Any], stack: AsyncExitStack
     ) -> Completion:
-        """As ``complete``, on one engine and no other."""
+        """As ``complete``, on one engine and no other, for what may be put off for long.
+
+        An engine that is too busy for it is not taken to have failed.
+        """
+        if engine not in self._watched:
+            raise Unavailable(PART, f"{engine.address} has left")
         try:
             async with asyncio.timeout(self._config.first_token_timeout_s):
                 return await engine.complete(body, stack)
@@ -121,13 +128,11 @@ class Engines:
             engine.note_failure(error)
             raise
         except TimeoutError:
-            raise self._late(engine) from None
+            raise self._late() from None
 
-    def _late(self, engine: Engine) -> Unavailable:
+    def _late(self) -> Unavailable:
         timeout_s = self._config.first_token_timeout_s
-        late = Unavailable(PART, f"no first token came within {timeout_s:g} s")
-        engine.note_failure(late)
-        return late
+        return Unavailable(PART, f"no first token came within {timeout_s:g} s")
 
     def _well(self, tried: Sequence[Engine]) -> list[Engine]:
         return [e for e in self._watched if e.failure is None and e not in tried]

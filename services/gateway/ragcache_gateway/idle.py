@@ -1,7 +1,7 @@
 """Idle time: when engines may work at what nobody waits for.
 
 While no engine answers a question of this gateway, and one thing at a time. What other gateways ask
-is not known here.
+is not known here; for their sake it has the lowest priority.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from contextlib import asynccontextmanager
 from ragcache_gateway.engines import Engines
 
 IDLE_POLL_S = 0.05
+
+LOWEST_PRIORITY = (1 << 31) - 1
+"""Of what is asked in idle time. For vLLM, where less is earlier and a question has 0; it counts
+where the engine schedules by priority."""
 
 
 class IdleTime:

@@ -18,24 +18,25 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import ReusePlan, document_name
 from ragcache_core.precompute_queue import PrecomputeQueue, Prefill, Waiting
 from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.reuse import checked_segments, longest_exact_chain
 from ragcache_core.storing import Want
-from ragcache_gateway.completion import transfer_params
+from ragcache_gateway.completion import PART, transfer_params
 from ragcache_gateway.demand import Question, asks
 from ragcache_gateway.engine import Engine
 from ragcache_gateway.engines import Engines
-from ragcache_gateway.idle import IdleTime
+from ragcache_gateway.idle import LOWEST_PRIORITY, IdleTime
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.prompt import Frame, PromptBuilder
 from ragcache_kv.store.sharded import AsyncShardedStore
@@ -50,13 +51,16 @@ MAX_WAITING_BYTES = 64 << 20
 HALF_LIFE_S = 3600.0
 """After which a retrieval counts half: idle times come once a day, and what is asked changes."""
 
-LOWEST_PRIORITY = (1 << 31) - 1
-"""For vLLM, where less is earlier and a question has 0."""
-
 STEP_SHARE = 2
 """A piece takes one part in so many of a step's tokens."""
 
 RETRY_S = 5.0
+"""After several failures at a stretch; after one it is FIRST_RETRY_S."""
+
+FIRST_RETRY_S = 0.1
+
+MAX_LOST = 2
+"""Times that an engine may be lost over one prefill: the third could be lost to it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,9 @@ class Precompute:
         self._metrics = metrics
         self._plan_keys = plan_keys
         self._queue = PrecomputeQueue(most_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
+        self._pass_tokens: dict[str, int] = {}  # by engine, as it last said
+        self._lost: Counter[bytes] = Counter()  # engines, by what they were lost over
+        self._failures = 0  # at a stretch
         self._came = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -122,7 +129,7 @@ class Precompute:
         and before questions have come nobody knows which chunk of how many that is.
         """
         name = document_name(collection, document)
-        self._queue.forget(name)
+        self._queue.forget(name, written_at_ms - 1)
         if self._target.reuse == "blend":
             for text in chunk_texts:
                 self._drop(self._queue.write(Prefill((text,), name, written_at_ms)))
@@ -130,7 +137,7 @@ class Precompute:
 
     def forget(self, collection: str, document: str) -> None:
         """A document is gone."""
-        self._queue.forget(document_name(collection, document))
+        self._queue.forget(document_name(collection, document), _now_ms())
         self._note()
 
     def answered(self, question: Question, record: engine_pb2.RequestRecord) -> None:
@@ -152,13 +159,15 @@ class Precompute:
             self._came.set()
         else:
             self._came.clear()
+            self._lost.clear()
 
     async def _run(self) -> None:
         while True:
             await self._came.wait()
             async with self._idle.turn():  # what is worth most then, not now
-                one = self._queue.first()
+                one = self._queue.first(_now_ms())
             if one is None:  # its document was deleted meanwhile
+                self._note()
                 continue
             try:
                 outcome = await self._compute(one.prefill)
@@ -166,16 +175,31 @@ class Precompute:
                 log.warning("a chunk of %s is not precomputed: %s", one.prefill.document, error)
                 outcome = "refused"
             except RagCacheError as error:
-                log.info("precomputing waits: %s", error)
-                await asyncio.sleep(RETRY_S)
-                continue
+                log.info("precomputing a chunk of %s waits: %s", one.prefill.document, error)
+                if not self._is_given_up(one.prefill, error):
+                    self._queue.postpone(one.prefill)
+                    await self._pause()
+                    continue
+                outcome = "failed"
             except Exception:
                 # One chunk is not worth the rest of them.
                 log.exception("a chunk of %s is not precomputed", one.prefill.document)
                 outcome = "failed"
+            self._failures = 0
             self._queue.remove(one.prefill)
             self._metrics.precomputed.labels(outcome, one.source).inc()
             self._note()
+
+    def _is_given_up(self, prefill: Prefill, error: RagCacheError) -> bool:
+        """Whether it is left to its first visitor, as it may be what engines are lost over."""
+        if isinstance(error, Unavailable) and error.part == PART:
+            self._lost[prefill.name] += 1
+        return self._lost[prefill.name] >= MAX_LOST
+
+    async def _pause(self) -> None:
+        """Before the next one is tried: longer where none can be computed."""
+        self._failures += 1
+        await asyncio.sleep(min(RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures - 1, 30)))
 
     async def _compute(self, prefill: Prefill) -> str:
         """Have it computed unless it is stored. Raises Unavailable, InvalidInput."""
@@ -186,10 +210,10 @@ class Precompute:
         if len(prompt.token_ids) >= self._target.max_model_len:
             # Else all of its pieces that fit would be computed for nothing.
             raise InvalidInput("chunk", "is longer than the model's context", "cut it smaller")
-        if await self._is_stored(self._plan(prefill, prompt), prompt):
+        if await self._is_stored(prefill, prompt):
             return "stored"
         engine = self._engines.choose()
-        for piece in pieces(prompt, await _step_tokens(engine) // STEP_SHARE):
+        for piece in pieces(prompt, await self._step_tokens(engine) // STEP_SHARE):
             async with self._idle.turn(), AsyncExitStack() as stack:
                 body = {
                     "model": self._target.model,
@@ -207,6 +231,13 @@ class Precompute:
                     pass
         return "computed"
 
+    async def _step_tokens(self, engine: Engine) -> int:
+        """Tokens that it computes in one step at most; 0 if it has never said."""
+        with contextlib.suppress(RagCacheError):
+            costs = await engine.costs()
+            self._pass_tokens[engine.address] = costs.prefill.pass_tokens
+        return self._pass_tokens.get(engine.address, 0)
+
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._prompts.encode_chunk(text) for text in texts]
 
@@ -214,16 +245,17 @@ class Precompute:
         request = f"precompute-{uuid.uuid4().hex}"
         space, domain = self._target.space, self._target.domain
         documents = [prefill.document] * len(prompt.chunk_ends)
-        if self._target.reuse == "blend" and len(prefill.texts) == 1:
+        if prefill.mode == "blend":
             # Its engine then sees what the template did to it, which a blend wants to know.
             at_ms = prefill.planned_at_ms
             return plan_blend(prompt, space, domain, request, 0.0, documents, at_ms)
         return plan_exact(prompt, space, domain, request, documents, prefill.planned_at_ms)
 
-    async def _is_stored(self, plan: ReusePlan, prompt: Prompt) -> bool:
+    async def _is_stored(self, prefill: Prefill, prompt: Prompt) -> bool:
         """Whether questions find it. Raises Unavailable: then it could not be stored either."""
+        plan = self._plan(prefill, prompt)
         segments = checked_segments(plan, prompt.token_ids, self._target.space)
-        if self._target.reuse == "blend" and len(prompt.chunk_ends) == 1:
+        if prefill.mode == "blend":
             [found] = await self._store.lookup([Want(segments[-1].segment.chunk)])
             return bool(found.held)
         answers = await self._store.lookup([Want.of(named.variant) for named in segments])
@@ -250,9 +282,5 @@ def pieces(prompt: Prompt, most_tokens: int) -> list[Prompt]:
     ]
 
 
-async def _step_tokens(engine: Engine) -> int:
-    """Tokens that it computes in one step at most; 0 if it does not say."""
-    try:
-        return (await engine.costs()).prefill.pass_tokens
-    except RagCacheError:
-        return 0
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

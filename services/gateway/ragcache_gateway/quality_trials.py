@@ -2,21 +2,21 @@
 
 Recent questions that were blended are asked again, greedily, in full and under every alpha of a
 ladder (``core/blend/quality_control``); what came of it decides about later questions. Only while
-no engine answers a question of this gateway, one at a time: one that comes meanwhile waits for one
-prompt's prefill at most, for an answer is left at its next token. A gateway that is never idle
-learns nothing, and blends as if no quality were wanted. Questions are kept in memory alone.
+no engine answers a question of this gateway, one at a time: when one comes meanwhile the engine is
+told to stop, so that it waits for the step that runs. A gateway that is never idle learns nothing,
+and blends as if no quality were wanted. Questions are kept in memory alone, and not for long.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 from ragcache_core.blend.blending import ALPHA
 from ragcache_core.blend.quality_control import QualityControl, Replay
@@ -26,8 +26,9 @@ from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
 from ragcache_core.prompt import plan_blend, plan_compute
 from ragcache_gateway.completion import transfer_params
+from ragcache_gateway.engine import Completion, Engine
 from ragcache_gateway.engines import Engines
-from ragcache_gateway.idle import IdleTime
+from ragcache_gateway.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleTime
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.reuse import Reuse
 from ragcache_wire.plan_keys import PlanKeys
@@ -39,6 +40,8 @@ MAX_ANSWER_TOKENS = 64
 """Of an answer that is compared: enough to differ in, and soon over."""
 
 RETRY_S = 5.0
+
+PRUNE_S = 30.0
 
 
 class _Interrupted(Exception):
@@ -78,19 +81,18 @@ class QualityTrials:
         self._metrics = metrics
         self._plan_keys = plan_keys
         self._came = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         metrics.blend_alpha.set(ALPHA)
 
     def start(self) -> None:
         """Ask again what is answered from now on."""
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._prune())]
 
     async def close(self) -> None:
         """Forget all of it."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def settle(self, reuse: Reuse) -> Reuse:
         """How a question that asks for this is answered; once for each question."""
@@ -106,12 +108,18 @@ class QualityTrials:
     ) -> None:
         """A question has been answered so; ask it again some time if that is a blend."""
         if record.blended_tokens or reuse.trial:
-            self._control.offer(question, _now_ms())
+            self._control.offer(question, _now_ms(), left_to_try=reuse.trial)
             self._came.set()
 
     def delete(self, collection: str, document: str) -> None:
         """Some text of a document is gone: nothing that was asked about it is asked again."""
         self._control.delete(document_name(collection, document), _now_ms())
+
+    async def _prune(self) -> None:
+        """Idle time may not come for long, and what is too old must not stay until then."""
+        while True:
+            await asyncio.sleep(PRUNE_S)
+            self._control.prune(_now_ms())
 
     async def _run(self) -> None:
         while True:
@@ -175,6 +183,7 @@ class QualityTrials:
             "max_tokens": min(MAX_ANSWER_TOKENS, room),
             "temperature": 0.0,
             "stream": True,
+            "priority": LOWEST_PRIORITY,
             # Nothing else has this salt: what the engine itself still has of it is no trial.
             "cache_salt": request,
             "kv_transfer_params": transfer_params(
@@ -183,12 +192,29 @@ class QualityTrials:
         }
         said = []
         async with AsyncExitStack() as stack:
-            engine, completion = await self._engines.complete(body, stack)
+            engine = self._engines.choose()
+            completion = await self._first_token(engine, body, stack)
             async for piece in completion.pieces():
                 said.append(piece.text)
                 if self._idle.is_over:
                     raise _Interrupted
         return "".join(said), await engine.request_record(request)
+
+    async def _first_token(
+        self, engine: Engine, body: dict[str, Any], stack: AsyncExitStack
+    ) -> Completion:
+        """Begin an answer. Raises Unavailable, InvalidInput, _Interrupted if a question comes."""
+        begun = asyncio.ensure_future(self._engines.complete_on(engine, body, stack))
+        try:
+            while not begun.done():
+                await asyncio.wait((begun,), timeout=IDLE_POLL_S)
+                if not begun.done() and self._idle.is_over:
+                    raise _Interrupted
+            return begun.result()
+        finally:
+            if not begun.done():
+                begun.cancel()
+                await asyncio.gather(begun, return_exceptions=True)
 
     def _show(self) -> None:
         verdict = self._control.verdict

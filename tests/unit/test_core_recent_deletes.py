@@ -1,0 +1,34 @@
+"""What was planned before a delete is not taken up again."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.recent_deletes import MAX_DELETES, RecentDeletes
+
+DOCUMENTS = st.sampled_from("abc")
+
+
+@given(
+    deletes=st.lists(st.tuples(DOCUMENTS, st.integers(0, 20))),
+    documents=st.lists(DOCUMENTS),
+    planned=st.integers(0, 25),
+)
+def test_a_delete_at_or_after_planning_covers_its_document(
+    deletes: list[tuple[str, int]], documents: list[str], planned: int
+) -> None:
+    recent = RecentDeletes()
+    for document, at_ms in deletes:
+        recent.note(document, at_ms)
+    expected = any(at_ms >= planned and name in documents for name, at_ms in deletes)
+    assert recent.cover(documents, planned) is expected
+
+
+def test_where_old_deletes_were_forgotten_all_from_before_is_as_deleted() -> None:
+    recent = RecentDeletes()
+    for number in range(MAX_DELETES + 1):
+        recent.note(str(number), 10 + number)
+    assert recent.cover(["never deleted"], 10)
+    assert not recent.cover(["never deleted"], 11)
+    assert recent.cover([str(MAX_DELETES)], 11)
