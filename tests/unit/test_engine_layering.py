@@ -111,7 +111,7 @@ def test_of_a_request_that_has_ended_nothing_is_written_in_a_pass() -> None:
     """Its blocks are another's by then."""
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
-    bench.layering.settle(["a", "never heard of"])
+    assert bench.layering.settle(["a", "never heard of"]) == []
     assert bench.layers_of(job) == [True] * LAYERS
     bench.cache.held[:] = 0
     bench.layering.begin_pass()
@@ -147,16 +147,54 @@ def test_a_pass_that_does_not_ask_for_each_layer_is_known_to_be_wrong(asked: Seq
 
 
 def test_a_layer_that_cannot_be_written_makes_its_pass_wrong() -> None:
+    """Once: what is wrong with a device may pass."""
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
     bench.cache.broken_layer = 2
-    bench.layering.begin_pass()
-    bench.layering.layer_needed(0)
-    bench.layering.layer_needed(1)
-    with pytest.raises(RuntimeError, match="device error"):
-        bench.layering.layer_needed(2)
-    bench.layering.layer_needed(3)
+    assert bench.layering.begin_pass()
+    for layer in range(LAYERS):
+        bench.layering.layer_needed(layer)
+    bench.cache.broken_layer = None
     assert bench.layering.end_pass() == [job]
+    assert all(bench.layers_of(job)), "not all who have the blocks hear that they were bad"
+    bench.load(job := make_job("b", blocks_of(1)))
+    assert bench.layers_of(job) == [True, False, False, False]
+
+
+def test_what_cannot_be_settled_is_told() -> None:
+    bench = Bench(lambda job: 1)
+    jobs = [make_job(str(n), blocks_of(n)) for n in range(2)]
+    for job in jobs:
+        bench.load(job)
+    bench.cache.broken_layer = 3
+    assert bench.layering.settle(["0"]) == [jobs[0]]
+    bench.cache.broken_layer = None
+    assert bench.layering.settle(["0", "1"]) == []
+    assert bench.layers_of(jobs[1]) == [True] * LAYERS
+
+
+def test_what_is_put_off_during_a_pass_is_for_the_next_one() -> None:
+    bench = Bench(lambda job: 1)
+    bench.load(first := make_job("a", blocks_of(0)))
+    bench.layering.begin_pass()
+    for layer in range(LAYERS):
+        bench.layering.layer_needed(layer)
+    bench.load(second := make_job("b", blocks_of(1)))
+    assert bench.layering.end_pass() == []
+    assert all(bench.layers_of(first))
+    assert bench.layers_of(second) == [True, False, False, False]
+    bench.layering.begin_pass()
+    for layer in range(LAYERS):
+        bench.layering.layer_needed(layer)
+    assert bench.layering.end_pass() == []
+    assert all(bench.layers_of(second))
+
+
+def test_a_pass_that_completes_nothing_says_so() -> None:
+    bench = Bench(lambda job: LAYERS)
+    bench.load(make_job("a", blocks_of(0)))
+    assert not bench.layering.begin_pass()
+    assert bench.layering.end_pass() == []
 
 
 def test_what_is_mended_is_written_in_whole() -> None:

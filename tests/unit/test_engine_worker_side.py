@@ -296,6 +296,15 @@ def test_a_store_hears_of_damage_before_the_value_is_computed_and_put_anew(worke
     assert worker.store.read_to_the_end
 
 
+def test_a_store_that_goes_while_it_hears_of_damage_changes_nothing(worker: Worker) -> None:
+    wanted = spans(10, 40)
+    worker.store.fill(wanted)
+    worker.store.values[key(0)] = Miss.CORRUPT
+    worker.store.outage_after = 1
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
+    assert (outcome.tokens, outcome.reason) == (0, "corrupt")
+
+
 @pytest.mark.parametrize("held_as", [Precision(Codec.PACKED, Codec.PACKED), INT8])
 def test_a_value_held_in_another_form_is_decoded(held_as: Precision) -> None:
     part = pytest.importorskip("ragcache_kv.codecs")
@@ -460,13 +469,54 @@ def test_what_came_before_a_value_that_did_not_is_whole() -> None:
 def test_a_pass_without_its_layers_is_computed_again() -> None:
     worker = layerwise()
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
-    jobs = StepJobs(num_tokens=8)
+    # One that was saved in good time, and one that the wrong pass has computed.
+    worker.cache.slots_written.update(
+        {slot: torch.zeros(2, 2, 1, 4).bfloat16() for slot in range(9 * BLOCK)}
+    )
+    worker.side.save(StepJobs(saves=(save_job(7, 0, 10),)))
+    jobs = StepJobs(num_tokens=8, saves=(save_job(8, 20, 40),))
     worker.side.begin_step(jobs)
     worker.cache.broken = True
     for name in worker.cache.index_of:
         worker.side.layer_needed(name)
+    worker.cache.broken = False
     worker.side.save(jobs)
     assert worker.side.take_bad_blocks() == set(BLOCKS[: -(-40 // BLOCK)])
+    until_put(worker.store, 1)
+    assert [new.key for new in worker.store.puts] == [key(7)], "of the wrong pass nothing is kept"
+    worker.side.close()
+
+
+def test_a_prefix_that_cannot_be_completed_is_not_taken_for_good() -> None:
+    worker = layerwise()
+    wanted = spans(BLOCK, 40)
+    worker.store.fill(wanted)
+    worker.store.values[key(1)] = Miss.EVICTED
+    write = worker.cache.write
+
+    def no_later_layer(value: torch.Tensor, slots: torch.Tensor, first_layer: int) -> None:
+        if first_layer:
+            raise RuntimeError("device error")
+        write(value, slots, first_layer)
+
+    worker.cache.write = no_later_layer  # type: ignore[method-assign]
+    outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    assert (outcome.tokens, outcome.reason) == (0, "evicted")
+    assert worker.side.take_bad_blocks() == set(BLOCKS[: -(-40 // BLOCK)])
+    worker.side.close()
+
+
+def test_a_pass_that_layers_are_written_beside_teaches_no_costs() -> None:
+    worker = layerwise()
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
+    for teaches in (False, True):
+        jobs = StepJobs(num_tokens=100, prompt_tokens=100, work=1.0)
+        worker.side.begin_step(jobs)
+        for name in worker.cache.index_of:
+            worker.side.layer_needed(name)
+        worker.side.save(jobs)
+        report = worker.side.take_report()
+        assert (report is not None and len(report.passes) == 1) is teaches
     worker.side.close()
 
 

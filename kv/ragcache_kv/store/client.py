@@ -254,6 +254,8 @@ class StoreClient:
             failure = from_rpc_error(PART, error)
             self._doubted |= isinstance(failure, NoAnswer)
             raise failure from error
+        except ValueError as error:  # grpc's, of a channel that was closed meanwhile
+            raise Unavailable(PART, "its client was closed") from error
 
     def _carry(self, deadline: float, call: Callable[[Lane], R]) -> R:
         """Call with a lane, and if that breaks once more with a fresh connection."""

@@ -419,6 +419,11 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise InvalidInput(
             "engines[].args", "set --kv-cache-dtype", "leave it out: KV is kept in the model's type"
         )
+    if vllm_config.speculative_config is not None and is_layerwise(os.environ):
+        # vLLM then asks for what went wrong in a pass before the pass has ended.
+        raise InvalidInput(
+            "RAGCACHE_LAYERWISE", "is on, and tokens are drafted", "leave out one of the two"
+        )
     role = vllm_config.kv_transfer_config.kv_role
     if role == Role.PREFILL and vllm_config.max_concurrent_batches > 1:
         # vLLM takes it that such an engine loads nothing, and gives a load blocks that the pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 
@@ -71,10 +72,12 @@ class Fetcher:
                 return
             if key != span.variant:
                 raise RagCacheError("the store answered in another order")
-            if stored is Miss.CORRUPT:
-                # Whoever stops here computes it and puts it anew, which a store that has not heard
-                # of the damage would not take; it hears of it at the end.
-                answers = iter(tuple(answers))
+            if stored is Miss.CORRUPT and not job.may_lack(span):
+                # This is the last that is read. It is computed and put anew, which a store that has
+                # not heard of the damage would not take; it hears of it at the end.
+                with contextlib.suppress(RagCacheError):
+                    for _ in answers:
+                        pass
             arrival = self._from_store(job, span, stored)
             yield arrival
             if arrival.source is None and not arrival.mended:

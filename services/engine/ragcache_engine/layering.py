@@ -13,7 +13,7 @@ write something else into the same blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +28,6 @@ from ragcache_engine.transfer import LoadJob
 from ragcache_engine.writing import Writer
 
 log = logging.getLogger("vllm.ragcache")
-
-
-_NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +60,17 @@ class Layering:
         self._writing = Line()  # by tokens times layers
         self._written: list[tuple[int, Moment, Moment]] = []
         self._rests: dict[str, list[_Rest]] = {}
+        self._in_pass: dict[str, list[_Rest]] = {}  # those that the pass under way completes
         self._side = _SideStream(cache.device) if cache.device.type == "cuda" else None
-        self._next: int | None = None  # layer that the pass under way has to ask for next
-        self._broken = self._told = False
+        self._next = 0  # layer that the pass under way has to ask for next
+        self._failed = False  # a layer of it could not be written
+        self._is_off = self._told = False
 
     def write(self, job: LoadJob, arrival: Arrival, start: int, end: int) -> None:
         """Write prompt tokens [start, end) of an arrival: as many layers as must be there."""
         self._learn()
         depth = self._num_layers
-        if job.repair is None and not arrival.turn and not self._broken:
+        if self._may_wait(job, arrival):
             depth = self._depth(job)
         began = self._moment()
         self._writer.write(job, arrival, start, end, range(depth))
@@ -81,52 +80,86 @@ class Layering:
             self._rests.setdefault(job.request_id, []).append(rest)
             self._tell(depth)
 
-    def settle(self, request_ids: Iterable[str]) -> None:
-        """Write what was put off of these requests now. Raises what a write raises."""
-        for request_id in request_ids:
-            for rest in self._rests.pop(request_id, ()):
-                self._write(rest, range(rest.first, self._num_layers))
+    def settle(self, request_ids: Iterable[str]) -> list[LoadJob]:
+        """Write what was put off of these requests now. Returns the jobs that this failed for."""
+        rests = [self._rests.pop(request_id, []) for request_id in request_ids]
+        return [job for job, written in self._complete(rests) if not written]
 
-    def begin_pass(self) -> None:
-        """A pass begins that ``layer_needed`` is called in, for each layer in turn."""
-        if not self._rests:
-            return
-        if self._side is not None:
-            self._next = _NONE  # if this raises
-            with self._side.copying():
-                for layer in range(self._num_layers):
-                    if self._write_layer(layer):
-                        self._side.mark(layer)
-        self._next = 0
+    def begin_pass(self) -> bool:
+        """A pass begins that ``layer_needed`` is called in, for each layer in turn.
+
+        Returns whether it completes anything, so that it takes longer than its work. Never raises.
+        """
+        self._next, self._failed = 0, False
+        self._in_pass, self._rests = self._rests, {}
+        if self._side is not None and self._in_pass:
+            try:
+                with self._side.copying():
+                    for layer in range(self._num_layers):
+                        if self._write_layer(layer):
+                            self._side.mark(layer)
+            except Exception:
+                log.exception("layers could not be written beside a pass")
+                self._failed = True
+        return bool(self._in_pass)
 
     def layer_needed(self, layer: int) -> None:
-        """A layer's attention comes next in the pass."""
-        if self._next != layer:  # a pass of our own, or one without a layer that was asked for
-            return
-        if self._side is None:
-            self._write_layer(layer)
-        else:
-            self._side.wait(layer)
+        """A layer's attention comes next in the pass. Never raises."""
+        if not self._in_pass or self._failed or self._next != layer:
+            return  # a pass of our own, say
+        try:
+            if self._side is None:
+                self._write_layer(layer)
+            else:
+                self._side.wait(layer)
+        except Exception:
+            log.exception("a layer could not be written")
+            self._failed = True
         self._next = layer + 1
 
     def end_pass(self) -> list[LoadJob]:
         """The pass has ended. Returns the jobs that it has computed without some layers of.
 
-        Either one could not be written, or this vLLM does not call the connector for each layer.
-        Nothing is put off again then.
+        Either one could not be written, or this vLLM does not call the connector for each layer,
+        and then nothing is put off again. What can be written of them is written now: not every
+        request that has the blocks need hear that they were bad.
         """
-        asked, self._next = self._next, None
-        if asked is None:  # nothing was put off when it began
+        rests, self._in_pass = list(self._in_pass.values()), {}
+        if not rests or (self._next == self._num_layers and not self._failed):
             return []
-        rests, self._rests = self._rests, {}
-        if asked == self._num_layers:
-            return []
-        self._broken = True
-        log.error("loads end before their requests run from now on: a pass has gone on without one")
-        return [several[0].job for several in rests.values()]
+        if not self._failed:
+            self._is_off = True
+            log.error("vLLM does not ask for loads by layer: they end before requests run again")
+        if self._side is not None:
+            self._side.join()
+        return [job for job, _ in self._complete(rests)]
+
+    def _may_wait(self, job: LoadJob, arrival: Arrival) -> bool:
+        """Whether layers may be put off: exact, in its place, and where a device can fetch it."""
+        if self._is_off or job.repair is not None or arrival.turn or arrival.source is None:
+            return False
+        if self._side is None:
+            return True
+        # From memory that is not pinned a GPU is sent one copy after another, and the pass waits.
+        pieces = arrival.source.pieces(0, arrival.span.end - arrival.span.start)
+        return all(piece.is_cuda or piece.is_pinned() for piece in pieces)
+
+    def _complete(self, rests: Iterable[list[_Rest]]) -> Iterator[tuple[LoadJob, bool]]:
+        """Write all layers that are due; of each job, whether they could be."""
+        for of_job in rests:
+            if not of_job:
+                continue
+            try:
+                for rest in of_job:
+                    self._write(rest, range(rest.first, self._num_layers))
+            except Exception:
+                log.exception("loaded KV could not be written")
+                yield of_job[0].job, False
+            else:
+                yield of_job[0].job, True
 
     def _write_layer(self, layer: int) -> bool:
-        due = [rest for rests in self._rests.values() for rest in rests if rest.first <= layer]
+        due = [rest for rests in self._in_pass.values() for rest in rests if rest.first <= layer]
         for rest in due:
             self._write(rest, range(layer, layer + 1))
         return bool(due)
@@ -166,6 +199,10 @@ class _SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._ready = {}
         return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """What is told to the computing stream from now on comes after all copies."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self, layer: int) -> None:
         """All that was told until now is what this layer needs."""

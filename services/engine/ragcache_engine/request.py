@@ -34,9 +34,10 @@ class Phase(Enum):
 class Request:
     """One with a plan, or with none but a prompt of some length.
 
-    segments: of a request without a plan none until its lookup has ended, and of one that is handed
-    over those of the plan. asked: when the lookup was begun. may_save: how many of the first
-    segments, None: all. awaits: another engine computes it; ask_at: when to ask for it again.
+    segments: of a request without a plan none until its lookup has ended; of one that is handed
+    over the pieces behind the plan's, too. asked: when the lookup was begun. may_save: how many of
+    the first segments, None: all. awaits: another engine computes it; ask_at: when to ask for it
+    again.
     """
 
     plan: ReusePlan

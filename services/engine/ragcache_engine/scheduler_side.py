@@ -269,11 +269,12 @@ class SchedulerSide:
         num_tokens = prompt_tokens = looked_at = 0
         for request_id, computed, scheduled in progress:
             num_tokens += scheduled
-            prompt_tokens += scheduled if scheduled > 1 else 0
             looked_at += computed * scheduled
             request = self._requests.get(request_id)
             if request is None:
+                prompt_tokens += scheduled if scheduled > 1 else 0
                 continue
+            prompt_tokens += max(0, min(scheduled, len(request.token_ids) - computed))
             if request.phase is Phase.WAITING:
                 request.enter(Phase.PREFILL)
             if request.phase is Phase.PREFILL and computed >= len(request.token_ids):

@@ -130,9 +130,8 @@ class StepJobs:
 
     let_go: of all blocks that are kept for observing; vLLM needs them. ended: requests whose blocks
     may be others' in this step. computing: of requests with a plan. num_tokens: of every request
-    that runs in the step; prompt_tokens: those that are more than a request's one, as an answer's
-    next is. work: what computing all of them is (``ReuseCosts.work``), which comes back with
-    the seconds that it took.
+    that runs in the step; prompt_tokens: those of prompts, as far as is known. work: what computing
+    all of them is (``ReuseCosts.work``), which comes back with the seconds that it took.
     """
 
     loads: tuple[LoadJob, ...] = ()

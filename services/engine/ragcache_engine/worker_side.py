@@ -45,7 +45,7 @@ _LEAST_PASS = 32
 
 
 class WorkerSide:
-    """One per worker. Called on the worker's main thread only, between and after forward passes.
+    """One per worker. Called on the worker's main thread only, around and within forward passes.
 
     No exception leaves its methods: vLLM ends the engine on one. What cannot be loaded is reported
     as blocks to recompute; what cannot be saved is not saved.
@@ -115,14 +115,13 @@ class WorkerSide:
 
     def begin_step(self, jobs: StepJobs) -> None:
         """A step has begun; its forward pass comes next."""
+        completes = False
         if self._layering is not None:
-            self._settle(jobs.ended)
-        self._pass_began = self._moment()
-        if self._layering is not None and jobs.num_tokens:
-            try:
-                self._layering.begin_pass()
-            except Exception:
-                log.exception("layers could not be written beside the pass")
+            for load in self._layering.settle(jobs.ended):
+                self._mark_bad(load, load.first)
+            completes = bool(jobs.num_tokens) and self._layering.begin_pass()
+        # A pass that layers are written beside says nothing of what computing takes.
+        self._pass_began = None if completes else self._moment()
         if self._staging is None:
             return
         try:
@@ -133,12 +132,8 @@ class WorkerSide:
 
     def layer_needed(self, name: str) -> None:
         """A layer's attention comes next in the pass that runs."""
-        if self._layering is None:
-            return
-        try:
+        if self._layering is not None and name in self._cache.index_of:
             self._layering.layer_needed(self._cache.index_of[name])
-        except Exception:
-            log.exception("a layer could not be written")
 
     def layer_done(self, name: str) -> None:
         """A layer has written and read its KV in the pass that runs, while the next one waits."""
@@ -175,7 +170,11 @@ class WorkerSide:
                 self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
             if jobs.prompt_tokens >= _LEAST_PASS:
                 self._passes.append((jobs.work, began, ended))
-        for job in jobs.saves:
+        # What was computed in a pass that lacked something is computed again, and not kept.
+        lacked = jobs.num_tokens and self._layering is not None and self._layering.end_pass()
+        for load in lacked or ():
+            self._mark_bad(load, load.first)
+        for job in () if lacked else jobs.saves:
             try:
                 self._save(job)
             except Exception:
@@ -184,9 +183,6 @@ class WorkerSide:
             self._tiers.settle()
         if self._staging is not None:
             self._staging.end()
-        if self._layering is not None and jobs.num_tokens:
-            for load in self._layering.end_pass():
-                self._mark_bad(load, load.first)
 
     def advance(self, finished: Iterable[str], *, busy: bool) -> None:
         """Write what has arrived and go on with repairs.
@@ -200,10 +196,14 @@ class WorkerSide:
             self._costs.forget(request_id)
         idle = not busy and self._loader.idle and (self._repairer is None or self._repairer.idle)
         write = self._writer.write if self._layering is None else self._layering.write
-        for outcome in self._loader.advance(write):
-            job = self._jobs[outcome.request_id]
-            if self._layering is not None and outcome.reason:
-                self._settle((outcome.request_id,))
+        for loaded in self._loader.advance(write):
+            job, outcome = self._jobs[loaded.request_id], loaded
+            if (
+                self._layering is not None
+                and loaded.reason
+                and self._layering.settle((loaded.request_id,))
+            ):
+                outcome = replace(loaded, tokens=0)
             if job.repair is not None and self._repairer is not None and not outcome.reason:
                 self._repairer.start(job, outcome)
             else:
@@ -260,14 +260,6 @@ class WorkerSide:
             self._writer.let_go()
         except Exception:
             log.exception("what the device is done with is not known")
-
-    def _settle(self, request_ids: Iterable[str]) -> None:
-        """Write what was put off of these requests, whom nobody waits for."""
-        assert self._layering is not None
-        try:
-            self._layering.settle(request_ids)
-        except Exception:
-            log.exception("loaded KV could not be written")
 
     def _note_reads(self, keys: Sequence[VariantKey]) -> None:
         """Values were read here that a store holds, too, and would think cold."""
