@@ -43,7 +43,7 @@ class Config:
     reuse, max_recompute: how stored KV is used where a request does not say it (``reuse.Reuse``).
     quality: ROUGE-L F1 with full recomputation that blends are held to (``quality_trials``); None:
     to nothing but max_recompute.
-    precompute: whether chunks are computed when their document is written (``precompute``).
+    precompute: whether chunks are computed ahead of questions (``precompute``).
     otlp_endpoint: base URL of an OpenTelemetry collector; None: no spans are made.
     plan_keys: what plans are sealed with; None leaves them without a seal.
     """
