@@ -44,6 +44,7 @@ BUILD = (
     Package("jq", "jq"),
     Package("rsync", "rsync"),
 )
+IMAGES = (Package("debootstrap", "debootstrap"),)
 NODE = (
     *KUBECTL,
     Package("containerd", "containerd"),

@@ -14,6 +14,7 @@ import yaml
 
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_core.errors import InvalidInput
+from tests.cluster import packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
 from tests.cluster.timeline import step
@@ -33,8 +34,11 @@ def bring_images(cluster: Cluster, source: Path = ROOT) -> None:
     """Build a checkout's images and bring them; skips where that cannot be done."""
     with step(f"images of {source.name} brought"):
         try:
+            packages.require(packages.IMAGES)
             for image in make_images(IMAGES, source=source):
                 image.load(cluster.image_import)
+        except Unavailable as reason:
+            skip(reason)
         except InvalidInput as reason:
             skip(Unavailable(str(reason)))
 
