@@ -3,9 +3,12 @@
 Prompts whose chunks are all new, to three engines in turn: plain vLLM, another plain vLLM, and one
 with our connector, which looks them up in vain, computes, and copies what it computed out to the
 store. After each of these the bench waits until all of it is stored and observed, so that work
-behind the answer falls on nobody else's time. ``excess_over_aa``: how much later the first token
-comes than that of the two plain engines on average, beyond what these differ by; medians of ratios
-within a round.
+behind the answer falls on nobody else's time; and before each question until all engines sleep.
+Two starts of the same program differ by several percent for as long as they live, so all three are
+started anew several times. ``excess_over_aa``: how much later the first token comes than that of
+the two plain engines on average, beyond what these differ by; medians of ratios within a round.
+``excess_of_plan``: the same engine, which differs from itself the least, asked with a plan against
+asked without one, when the connector has nothing to do.
 
 precomputed: the same prompts after each chunk was computed by itself right behind the template, as
 ingest does when a collection asks for it; the first visitor then reuses them, a share recomputed.
@@ -15,20 +18,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import random
 import statistics
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 from bench.blend_ttft import wait_until_observed
 from bench.completion import complete
-from bench.processes import Engine, launch_engine, running_cachestore, wait_for_engine
+from bench.processes import (
+    COMPUTES_PLAIN,
+    Engine,
+    launch_engine,
+    let_engines_sleep,
+    running_cachestore,
+    wait_for_engine,
+)
 from ragcache_core.keys import KVSpace
 from ragcache_core.prompt import Prompt, assemble, plan_blend
 from ragcache_core.reuse import checked_segments
@@ -41,6 +51,11 @@ CHUNK_TOKENS = (256, 251, 197, 249)
 QUESTION_TOKENS = 32
 BUDGET = 0.15
 ENGINES = ("plain", "plain_again", "connector")
+ASKED = (*ENGINES, "without_plan")
+"""The last is the connector's engine, too."""
+
+PRECOMPUTED_EVERY = 4
+"""Rounds, of which one also has chunks computed ahead."""
 
 
 class Visitor:
@@ -64,12 +79,15 @@ class Visitor:
         """A question about chunks."""
         return assemble(self._head, chunks, self._ids(QUESTION_TOKENS))
 
-    def ask(self, engine: Engine, prompt: Prompt, *, wait: bool) -> float:
-        """Seconds to the first token. wait: until all is stored; for an engine with a connector."""
+    def ask(self, engine: Engine, prompt: Prompt, *, planned: bool, wait: bool = False) -> float:
+        """Seconds to the first token.
+
+        planned: with a plan, for an engine with a connector. wait: until all is stored.
+        """
         plan = plan_blend(prompt, self._space, DOMAIN, uuid.uuid4().hex, BUDGET)
-        ours = engine.records is not None
+        let_engines_sleep()
         answer = complete(
-            engine.url, prompt.token_ids, max_tokens=1, plan=plan.to_json() if ours else None
+            engine.url, prompt.token_ids, max_tokens=1, plan=plan.to_json() if planned else None
         )
         if wait:
             _, *chunks = checked_segments(plan, prompt.token_ids, self._space)
@@ -77,14 +95,24 @@ class Visitor:
         return answer.ttft_s
 
 
-def run(rounds: int, folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line."""
+Times = dict[str, float]
+"""Seconds to the first token, by who was asked."""
+
+
+def one_start(rounds: int, folder: Path) -> Iterator[Times]:
+    """Start all engines and ask them, so many times."""
+    folder.mkdir()
     model = make_tiny_model(folder / "model", layers=12, hidden=768, heads=12, kv_heads=4)
     loaded = load_model_folder(str(model))
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(running_cachestore(folder / "store", memory_bytes=1 << 30))
         engines = {
-            name: launch_engine(folder, model, store.address if name == "connector" else None)
+            name: launch_engine(
+                folder,
+                model,
+                store.address if name == "connector" else None,
+                settings=COMPUTES_PLAIN if name == "connector" else None,
+            )
             for name in ENGINES
         }
         for engine in engines.values():
@@ -94,56 +122,68 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
         vocabulary = int(loaded.config["vocab_size"]) - 8
         visitor = Visitor(loaded.space("auto"), store.address, vocabulary)
         ours = engines["connector"]
-        times: dict[str, list[float]] = {name: [] for name in (*ENGINES, "precomputed")}
-        for number, names in enumerate(
-            itertools.islice(itertools.cycle(itertools.permutations(ENGINES)), rounds + 1)
-        ):
-            chunks = visitor.new_chunks()
-            prompt = visitor.prompt(chunks)
-            took = {
-                name: visitor.ask(engines[name], prompt, wait=name == "connector") for name in names
-            }
-            ready = visitor.new_chunks()
-            for chunk in ready:
-                visitor.ask(ours, visitor.prompt([chunk]), wait=True)
-            took["precomputed"] = visitor.ask(ours, visitor.prompt(ready), wait=False)
-            if number:  # the first one warms up
-                for name, seconds in took.items():
-                    times[name].append(seconds)
+        for number in range(rounds + 1):
+            prompt = visitor.prompt(visitor.new_chunks())
+            turn = number % len(ASKED)
+            took = {}
+            # In turn, there and back: each comes as often right before as right behind each other.
+            for name in (ASKED[turn:] + ASKED[:turn])[:: 1 if number // len(ASKED) % 2 else -1]:
+                if name == "without_plan":
+                    # Of new tokens, for what it asked with a plan vLLM holds itself.
+                    again = visitor.prompt(visitor.new_chunks())
+                    took[name] = visitor.ask(ours, again, planned=False)
+                else:
+                    planned = name == "connector"
+                    took[name] = visitor.ask(engines[name], prompt, planned=planned, wait=planned)
+            if number % PRECOMPUTED_EVERY == 0:
+                ready = visitor.new_chunks()
+                for chunk in ready:
+                    visitor.ask(ours, visitor.prompt([chunk]), planned=True, wait=True)
+                took["precomputed"] = visitor.ask(ours, visitor.prompt(ready), planned=True)
             shown = {name: f"{seconds * 1e3:.0f}" for name, seconds in took.items()}
             print(f"round {number}: {shown} ms", file=sys.stderr)
-    pairs = list(zip(times["plain"], times["plain_again"], strict=True))
-    aa = statistics.median(again / one for one, again in pairs) - 1
-    excess = (
-        statistics.median(
-            ours_s / statistics.fmean(pair)
-            for ours_s, pair in zip(times["connector"], pairs, strict=True)
-        )
-        - 1
-    )
-    spread = statistics.median(abs(again / one - 1) for one, again in pairs)
-    precomputed = statistics.median(
-        statistics.fmean(pair) / ours_s
-        for ours_s, pair in zip(times["precomputed"], pairs, strict=True)
-    )
+            if number:  # the first one warms up
+                yield took
+
+
+def run(starts: int, rounds: int, folder: Path) -> dict[str, object]:
+    """Measure; returns the figures of the JSON line."""
+    found = [took for number in range(starts) for took in one_start(rounds, folder / str(number))]
+    plain = [statistics.fmean((took["plain"], took["plain_again"])) for took in found]
+    aa = statistics.median(took["plain_again"] / took["plain"] for took in found) - 1
+    excess = _median_ratio([took["connector"] for took in found], plain) - 1
+    of_plan = [took["connector"] / took["without_plan"] for took in found]
+    spread = statistics.median(abs(took["plain_again"] / took["plain"] - 1) for took in found)
+    ready = [(took, one) for took, one in zip(found, plain, strict=True) if "precomputed" in took]
     return {
         "excess_over_aa": round(max(0.0, excess - abs(aa)), 4),
         "excess": round(excess, 4),
+        "excess_of_plan": round(statistics.median(of_plan) - 1, 4),
         "aa": round(aa, 4),
         "aa_spread": round(spread, 4),
-        "ttft_full_over_precomputed": round(precomputed, 2),
-        "ms": {name: round(statistics.median(t) * 1e3, 1) for name, t in times.items()},
+        "ttft_full_over_precomputed": round(
+            statistics.median(one / took["precomputed"] for took, one in ready), 2
+        ),
+        "ms": {
+            name: round(statistics.median(t[name] for t in found if name in t) * 1e3, 1)
+            for name in (*ASKED, "precomputed")
+        },
         "prompt_tokens": HEAD_TOKENS + sum(CHUNK_TOKENS) + QUESTION_TOKENS,
         "rounds": rounds,
+        "starts": starts,
     }
+
+
+def _median_ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="6 rounds instead of 40")
-    rounds = 6 if parser.parse_args().quick else 40
+    parser.add_argument("--quick", action="store_true", help="1 start of 4 rounds, not 5 of 8")
+    starts, rounds = (1, 4) if parser.parse_args().quick else (5, 8)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(rounds, Path(folder))))
+        print(json.dumps(run(starts, rounds, Path(folder))))
 
 
 if __name__ == "__main__":

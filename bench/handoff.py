@@ -19,7 +19,13 @@ import uuid
 from pathlib import Path
 
 from bench.completion import complete
-from bench.processes import COMPUTES_PLAIN, launch_engine, running_cachestore, wait_for_engine
+from bench.processes import (
+    COMPUTES_PLAIN,
+    launch_engine,
+    let_engines_sleep,
+    running_cachestore,
+    wait_for_engine,
+)
 from ragcache_core.prompt import assemble, plan_exact
 from ragcache_core.reuse import checked_segments
 from ragcache_core.storing import Want
@@ -59,6 +65,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                     )
                     plan = plan_exact(prompt, space, DOMAIN, uuid.uuid4().hex)
                     (named,) = checked_segments(plan, prompt.token_ids, space)
+                    let_engines_sleep()
                     answer = complete(
                         engines[name].url, prompt.token_ids, max_tokens=1, plan=plan.to_json()
                     )

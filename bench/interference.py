@@ -34,6 +34,7 @@ from bench.processes import (
     COMPUTES_PLAIN,
     Engine,
     launch_engine,
+    let_engines_sleep,
     running_cachestore,
     wait_for_engine,
 )
@@ -107,6 +108,7 @@ class Streams:
 
 def gaps(engine: Engine, prompt: list[int], during: Callable[[], None]) -> list[float]:
     """Times between tokens of streams while something else is done."""
+    let_engines_sleep()
     with Streams(engine, prompt).running() as streams:
         with streams.noting():
             during()

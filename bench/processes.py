@@ -22,6 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
+_SPIN_S = 1.2
+"""So long after a step, and a little more, vLLM's workers look for the next without sleeping."""
 
 KV_TRANSFER = {
     "kv_connector": "RagCacheConnector",
@@ -33,6 +35,15 @@ KV_TRANSFER = {
 COMPUTES_PLAIN = {"RAGCACHE_PLAIN_PREFIXES": "off"}
 """Setting under which an engine computes what comes without a plan, for whoever compares with it;
 else the store would serve that, too."""
+
+
+def let_engines_sleep() -> None:
+    """Wait until engines that do nothing take no CPU, before another one is timed.
+
+    All of them have their workers on the same CPUs, so one that still looks for its next step would
+    halve the speed of the one that is timed.
+    """
+    time.sleep(_SPIN_S)
 
 
 def free_port() -> int:

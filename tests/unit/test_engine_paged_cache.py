@@ -14,12 +14,35 @@ from ragcache_engine.paged_cache import PagedCache  # noqa: E402
 BLOCK, HEADS, DIM, LAYERS, BLOCKS = 32, 2, 16, 3, 9
 
 
+def in_order(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Where a backend puts the elements of a block's keys and values: [2, BLOCK, DIM]."""
+    places = torch.empty(2 * BLOCK * DIM, dtype=torch.int64)
+    packed = torch.cat([keys.reshape(-1), values.reshape(-1)])
+    places[packed] = torch.arange(2 * BLOCK * DIM)
+    return places.view(2, BLOCK, DIM)
+
+
+KEYS = torch.arange(BLOCK * DIM).view(BLOCK, DIM)
+VALUES = KEYS + BLOCK * DIM
+ORDERS = {
+    "as shown": in_order(KEYS, VALUES),
+    "keys transposed (vec)": in_order(KEYS.T, VALUES),
+    "tiles (amx)": in_order(
+        KEYS.view(BLOCK // 16, 16, DIM // 2, 2).transpose(1, 2),
+        VALUES.view(BLOCK // 2, 2, DIM // 16, 16).permute(2, 0, 3, 1),
+    ),
+    "a token's halves apart": in_order(
+        torch.stack([KEYS[:, : DIM // 2], VALUES[:, : DIM // 2]]),
+        torch.stack([KEYS[:, DIM // 2 :], VALUES[:, DIM // 2 :]]),
+    ),
+}
+
+
 class FakeLayer:
     """An attention layer whose backend packs keys and values in an order of its own."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.order = torch.randperm(2 * BLOCK * DIM, generator=generator)
+    def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
+        self.order = places.reshape(-1)
         self.kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=dtype)
         self.impl = self
 
@@ -39,10 +62,13 @@ class FakeLayer:
                 flat[block][:, self.order[first : first + DIM]] = tensor[token]
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_written_at_any_offset_is_read_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_what_is_written_at_any_offset_is_read_back_bit_for_bit(
+    dtype: torch.dtype, order: str
+) -> None:
     rng = random.Random(7)
-    layers = {f"layer.{index}": FakeLayer(1, dtype) for index in range(LAYERS)}
+    layers = {f"layer.{index}": FakeLayer(ORDERS[order], dtype) for index in range(LAYERS)}
     cache = PagedCache(layers, torch.device("cpu"))
     blocks = rng.sample(range(BLOCKS), 5)
     whole = torch.randn(LAYERS, 2, 5 * BLOCK, HEADS, DIM).to(dtype)
@@ -51,11 +77,23 @@ def test_what_is_written_at_any_offset_is_read_back_bit_for_bit(dtype: torch.dty
         cache.write(whole[:, :, start:end], cache.slots(blocks, start, end))
     for start, end in [(0, 160), (3, 9), (31, 33), (64, 96), (100, 160)]:
         assert torch.equal(cache.read(blocks, start, end), whole[:, :, start:end])
+        keys, values = cache.layer(1, blocks, start, end)
+        assert torch.equal(keys, whole[1, 0, start:end])
+        assert torch.equal(values, whole[1, 1, start:end])
+        assert torch.equal(cache.keys(1, blocks, start, end), keys)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_order_that_is_no_nest_of_loops_is_refused(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layer = FakeLayer(torch.randperm(2 * BLOCK * DIM, generator=generator), torch.bfloat16)
+    with pytest.raises(ValueError, match="block-size"):
+        PagedCache({"a": layer}, torch.device("cpu"))
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
-    narrow = FakeLayer(1, torch.bfloat16)
-    wide = FakeLayer(1, torch.bfloat16)
+    narrow = FakeLayer(ORDERS["as shown"], torch.bfloat16)
+    wide = FakeLayer(ORDERS["as shown"], torch.bfloat16)
     wide.kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, 4 * DIM, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="differ"):
         PagedCache({"a": narrow, "b": wide}, torch.device("cpu"))

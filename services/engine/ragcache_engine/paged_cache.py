@@ -3,8 +3,8 @@
 vLLM shows every layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. On CUDA
 that is true and a token is ``kv[block, :, offset]``. On CPU the shape lies: inside a (block, head)
 the kernels pack keys and values in an order of their own that depends on the instruction set. So
-writing goes through the attention backend itself, and reading through a map found once by writing
-known bit patterns into a scratch block with that same call.
+writing goes through the attention backend itself, and reading through the order (``packing``) that
+is found once by writing known bit patterns into a scratch block with that same call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ragcache_engine.moment import Moment
+from ragcache_engine.packing import Packing
 
 _PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
 
@@ -35,7 +36,8 @@ class PagedCache:
 
     layers: vLLM's attention layers by name in model order, each with ``impl`` and its bound
     ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
-    Raises ValueError when the layers differ in shape (hybrid models).
+    Raises ValueError when the layers differ in shape (hybrid models), and for an order inside of
+    blocks that is not understood.
     """
 
     def __init__(self, layers: Mapping[str, Any], device: torch.device) -> None:
@@ -46,7 +48,7 @@ class PagedCache:
         if len(shapes) != 1:
             raise ValueError(f"layers differ in their KV shape: {shapes}")
         self.shape = shapes.pop()
-        self._packing = _probe(self.layers[0], self.shape) if device.type == "cpu" else None
+        self._packings = _probe(self.layers[0], self.shape) if device.type == "cpu" else None
 
     @property
     def num_layers(self) -> int:
@@ -101,6 +103,11 @@ class PagedCache:
         From a device to pinned memory (``empty``) the copy has ended when the next ``moment`` has
         come, else on return.
         """
+        if self._packings is not None:
+            cache = self.layers[index].kv_cache
+            for which, packing in enumerate(self._packings):
+                packing.read(cache, list(blocks), start, end, out[which])
+            return
         for which, tokens in enumerate(self.layer(index, blocks, start, end)):
             out[which].copy_(tokens, non_blocking=out.is_pinned())
 
@@ -111,45 +118,33 @@ class PagedCache:
 
         On the device.
         """
-        keys, values = self._unpack(self._rows(index, blocks, start, end))
-        inside = self._inside(start, end)
-        return keys[inside], values[inside]
+        return self._tokens(index, 0, blocks, start, end), self._tokens(
+            index, 1, blocks, start, end
+        )
 
     def keys(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Keys alone, as ``layer`` has them."""
-        rows = self._rows(index, blocks, start, end)
-        return self._unpack_one(rows, 0)[self._inside(start, end)]
+        return self._tokens(index, 0, blocks, start, end)
 
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
 
-    def _rows(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """The whole blocks of one layer that have tokens [start, end)."""
-        size = self.shape.block_size
-        table = torch.tensor(blocks[start // size : -(-end // size)], dtype=torch.int64)
-        rows: torch.Tensor = self.layers[index].kv_cache[table.to(self.device)]
-        return rows
-
-    def _inside(self, start: int, end: int) -> slice:
-        """Where tokens [start, end) are among those of their blocks."""
-        before = start // self.shape.block_size * self.shape.block_size
-        return slice(start - before, end - before)
-
-    def _unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n * block_size, num_kv_heads, head_dim] of n whole blocks."""
-        return self._unpack_one(rows, 0), self._unpack_one(rows, 1)
-
-    def _unpack_one(self, rows: torch.Tensor, which: int) -> torch.Tensor:
-        """Keys (0) or values (1) of n whole blocks."""
-        shape = self.shape
-        if self._packing is not None:
-            flat = rows.reshape(rows.shape[0], shape.num_kv_heads, -1)
-            size = shape.block_size * shape.head_dim
-            taken = flat[..., self._packing[which * size : (which + 1) * size]]
-            tokens = taken.reshape(-1, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        else:
-            tokens = rows[..., which * shape.head_dim : (which + 1) * shape.head_dim]
-        return tokens.transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)
+    def _tokens(
+        self, index: int, which: int, blocks: Sequence[int], start: int, end: int
+    ) -> torch.Tensor:
+        """Keys (0) or values (1) of one layer."""
+        shape, cache = self.shape, self.layers[index].kv_cache
+        if self._packings is not None:
+            tokens = torch.empty(end - start, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+            self._packings[which].read(cache, list(blocks), start, end, tokens)
+            return tokens
+        size = shape.block_size
+        first = start // size
+        table = torch.tensor(blocks[first : -(-end // size)], dtype=torch.int64)
+        halves = cache[table.to(self.device)][..., which * shape.head_dim :][..., : shape.head_dim]
+        tokens = halves.transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)
+        inside: torch.Tensor = tokens[start - first * size : end - first * size]
+        return inside
 
 
 def _shape(kv_cache: torch.Tensor) -> CacheShape:
@@ -159,12 +154,8 @@ def _shape(kv_cache: torch.Tensor) -> CacheShape:
     return CacheShape(heads, block_size, both // 2, kv_cache.dtype)
 
 
-def _probe(layer: Any, shape: CacheShape) -> torch.Tensor:
-    """Where the backend packs each element of a block.
-
-    Returns int64 [2 * block_size * head_dim]: for keys then values, token by token, the flat index
-    inside one (block, head) where that element lies.
-    """
+def _probe(layer: Any, shape: CacheShape) -> tuple[Packing, Packing]:
+    """How the backend packs the keys and the values of a block."""
     pattern_dtype = _PATTERN_DTYPE[shape.dtype.itemsize]
     elements = shape.block_size * shape.head_dim
     # A bit pattern per element; the backend only copies, so any pattern survives.
@@ -179,11 +170,18 @@ def _probe(layer: Any, shape: CacheShape) -> torch.Tensor:
     found = scratch[0, 0].reshape(-1).view(pattern_dtype).to(torch.int64)
     if shape.dtype.itemsize == 2:
         found &= 0xFFFF
+    not_understood = (
+        f"blocks of {shape.block_size} tokens with heads of {shape.head_dim} are not supported:"
+        " the engine's packing of them was not understood; use a smaller --block-size"
+    )
     if not torch.equal(found.sort().values, torch.arange(2 * elements)):
-        raise ValueError(
-            f"blocks of {shape.block_size} tokens with heads of {shape.head_dim} are not supported:"
-            " the engine's packing of them was not understood; use a smaller --block-size"
+        raise ValueError(not_understood)
+    places = torch.empty_like(found)
+    places[found] = torch.arange(2 * elements)
+    try:
+        keys, values = (
+            Packing.found(half) for half in places.view(2, shape.block_size, shape.head_dim)
         )
-    packing = torch.empty_like(found)
-    packing[found] = torch.arange(2 * elements)
-    return packing
+    except ValueError as error:
+        raise ValueError(f"{not_understood} ({error})") from error
+    return keys, values
