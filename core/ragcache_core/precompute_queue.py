@@ -41,12 +41,12 @@ _NEVER = -math.inf
 class Prefill:
     """Chunks that are computed right behind the template, in their order.
 
-    texts: of the chunks. document: the name of theirs. planned_at_ms: Unix time before they were
-    written, or searched; a delete since then goes first. mode: of the questions that it is for.
+    texts: of the chunks. documents: the name of each one's. planned_at_ms: Unix time before they
+    were written, or searched; a delete since then goes first. mode: how questions reuse it.
     """
 
     texts: tuple[str, ...]
-    document: str
+    documents: tuple[str, ...]
     planned_at_ms: int
     mode: Literal["exact", "blend"] = "blend"
 
@@ -61,8 +61,8 @@ class Prefill:
 
     @cached_property
     def num_bytes(self) -> int:
-        """About what it holds: its texts, and what else there is of each waiting one."""
-        return _OVERHEAD_BYTES + sum(len(text.encode()) for text in self.texts)
+        """About what it holds: its texts, and what else there is of each one that waits."""
+        return sum(_OVERHEAD_BYTES + len(text.encode()) for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,10 @@ class PrecomputeQueue:
         """A question had these chunks, of num_tokens; returns what is dropped for them.
 
         now: seconds on a clock that never goes back. saved_s: what it spent on computing them; 0
-        where their KV was there. A document that was deleted since the search is left alone.
+        where their KV was there. Chunks of a document that was deleted since the search are left
+        alone.
         """
-        if self._deletes.cover((prefill.document,), prefill.planned_at_ms):
+        if self._deletes.cover(prefill.documents, prefill.planned_at_ms):
             return []
         name = prefill.name
         demand = self._demand.setdefault(name, _Demand())
@@ -177,9 +178,9 @@ class PrecomputeQueue:
         assert self._num_bytes == sum(one.num_bytes for one in self._waiting.values())
         assert self._num_bytes <= self._most_bytes
         assert all(self._of_document.values())
-        assert sorted(n for names in self._of_document.values() for n in names) == sorted(
-            self._waiting
-        )
+        assert {(d, n) for d, names in self._of_document.items() for n in names} == {
+            (d, n) for n, one in self._waiting.items() for d in one.documents
+        }
         assert len(self._demand) <= self._most_known
 
     def _put(self, prefill: Prefill) -> list[Waiting]:
@@ -190,7 +191,8 @@ class PrecomputeQueue:
         place = (self._negative_worth(name), self._came if before is None else before[1], name)
         self._waiting[name], self._places[name] = prefill, place
         insort(self._order, place)
-        self._of_document.setdefault(prefill.document, set()).add(name)
+        for document in prefill.documents:
+            self._of_document.setdefault(document, set()).add(name)
         self._num_bytes += prefill.num_bytes
         dropped = []
         while self._num_bytes > self._most_bytes:
@@ -201,10 +203,11 @@ class PrecomputeQueue:
     def _take(self, name: bytes) -> _Place:
         prefill, place = self._waiting.pop(name), self._places.pop(name)
         del self._order[bisect_left(self._order, place)]
-        names = self._of_document[prefill.document]
-        names.discard(name)
-        if not names:
-            del self._of_document[prefill.document]
+        for document in set(prefill.documents):
+            names = self._of_document[document]
+            names.discard(name)
+            if not names:
+                del self._of_document[document]
         self._num_bytes -= prefill.num_bytes
         return place
 

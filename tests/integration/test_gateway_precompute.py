@@ -46,8 +46,17 @@ async def counted(gateway: World, name: str) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-COMPUTED = {"prompt_tokens": 800, "local_tokens": 0, "loaded_tokens": 0, "prefill_s": 0.5}
+COMPUTED = {
+    "prompt_tokens": 800,
+    "local_tokens": 0,
+    "loaded_tokens": 0,
+    "prefill_s": 0.5,
+    "repair_s": 0.0,
+}
 """What the engine says of a question of which it had nothing."""
+
+REPAIRED = {"prompt_tokens": 800, "loaded_tokens": 790, "repair_s": 0.2}
+"""What it says of one that it put together from other prompts' KV."""
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
@@ -212,11 +221,46 @@ async def test_what_questions_missed_twice_is_computed_chunk_by_chunk(gateway: W
 
 
 async def test_what_questions_found_is_not_computed(gateway: World) -> None:
-    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790}
+    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790, "repair_s": 0.0}
     for _ in range(3):
         await gateway.ask()
     await asyncio.sleep(0.2)
     assert precomputed(gateway) == []
+
+
+async def test_what_was_repaired_twice_is_computed_as_it_stands(gateway: World) -> None:
+    gateway.records.says = REPAIRED
+    await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 1)
+    [body] = precomputed(gateway)
+    question = gateway.engine.requests[0]
+    asked = plan_of(question).segments
+    assert body["prompt"][: asked[-1].end] == question["prompt"][: asked[-1].end]
+    computed = plan_of(body).segments
+    assert {segment.action for segment in computed} == {Action.EXACT}
+    assert [(s.chunk, s.document) for s in computed] == [(s.chunk, s.document) for s in asked]
+    assert len({segment.document for segment in computed}) == 3  # the template is of none
+
+
+async def test_a_context_goes_with_any_of_its_documents(gateway: World) -> None:
+    await put(gateway, "search.md")
+    await until(lambda: len(precomputed(gateway)) == 1)
+    gateway.records.says = REPAIRED
+    await gateway.ask()
+    gateway.engine.pause = asyncio.Event()
+    # While one is answered nothing is computed, and when it ends the context is asked for.
+    asked = [asyncio.create_task(gateway.ask()) for _ in range(2)]
+    await until(lambda: len(gateway.engine.requests) == 4)
+    documents = {segment.document for segment in plan_of(gateway.engine.requests[-1]).segments}
+    assert document_name("default", "search.md") in documents
+    assert (await gateway.client.delete("/v1/documents/search.md")).status_code == 200
+    gateway.engine.pause.set()
+    await asyncio.gather(*asked)
+    await asyncio.sleep(0.2)
+    assert len(precomputed(gateway)) == 1
 
 
 async def test_what_the_store_holds_meanwhile_is_skipped(gateway: World) -> None:

@@ -16,8 +16,8 @@ TOKENS = 10
 NOW_MS = 1000
 
 
-def chunk(text: str, document: str = "a.md", at_ms: int = NOW_MS) -> Prefill:
-    return Prefill((text,), document, at_ms)
+def chunk(text: str, *documents: str, at_ms: int = NOW_MS) -> Prefill:
+    return Prefill((text,), documents or ("a.md",), at_ms)
 
 
 def queue(most_chunks: int = 1000, **more: int) -> PrecomputeQueue:
@@ -131,12 +131,13 @@ def test_the_least_worth_is_dropped_and_said() -> None:
 
 
 def test_the_same_chunks_in_another_order_are_another_prefill() -> None:
-    names = {Prefill(texts, "a.md", 0).name for texts in (("a", "b"), ("b", "a"), ("ab",), ("a",))}
+    several = (("a", "b"), ("b", "a"), ("ab",), ("a",))
+    names = {Prefill(texts, ("a.md",) * len(texts), 0).name for texts in several}
     assert len(names) == 4
 
 
 def test_the_same_chunks_for_questions_of_another_mode_are_another_prefill() -> None:
-    exact, blend = Prefill(("a",), "a.md", 0, "exact"), Prefill(("a",), "a.md", 0, "blend")
+    exact, blend = Prefill(("a",), ("a.md",), 0, "exact"), Prefill(("a",), ("a.md",), 0, "blend")
     assert exact.name != blend.name
 
 
@@ -216,6 +217,7 @@ class Shaken(RuleBasedStateMachine):
 
     TEXTS = st.sampled_from("abcdefgh")
     DOCUMENTS = st.sampled_from(["a.md", "b.md"])
+    SETS = st.sampled_from([("a.md",), ("b.md",), ("a.md", "b.md"), ("b.md", "a.md", "b.md")])
     MOST_CHUNKS = 5
 
     def __init__(self) -> None:
@@ -224,7 +226,7 @@ class Shaken(RuleBasedStateMachine):
         self.now = 0.0
         self.now_ms = 1
         self.came = 0
-        self.waiting: dict[str, tuple[int, str]] = {}
+        self.waiting: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.uses: dict[str, list[float]] = defaultdict(list)
         self.misses: dict[str, list[float]] = defaultdict(list)
         self.saved_s: dict[str, float] = {}
@@ -236,9 +238,9 @@ class Shaken(RuleBasedStateMachine):
         worth = self.decayed(self.uses[text]) * self.saved_s.get(text, 0.0) / TOKENS
         return (-worth, self.waiting[text][0])
 
-    def put(self, text: str, document: str) -> None:
+    def put(self, text: str, documents: tuple[str, ...]) -> None:
         self.came += 1
-        self.waiting[text] = (self.waiting.get(text, (self.came, ""))[0], document)
+        self.waiting[text] = (self.waiting.get(text, (self.came, ()))[0], documents)
         while len(self.waiting) > self.MOST_CHUNKS:
             del self.waiting[max(self.waiting, key=self.sort_key)]
 
@@ -246,25 +248,24 @@ class Shaken(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(text=TEXTS, document=DOCUMENTS)
-    def write(self, text: str, document: str) -> None:
-        self.queue.write(chunk(text, document, self.now_ms))
-        self.put(text, document)
+    @rule(text=TEXTS, documents=SETS)
+    def write(self, text: str, documents: tuple[str, ...]) -> None:
+        self.queue.write(chunk(text, *documents, at_ms=self.now_ms))
+        self.put(text, documents)
 
-    @rule(text=TEXTS, document=DOCUMENTS, saved_s=st.sampled_from([0.0, 1.0, 3.1]))
-    def ask(self, text: str, document: str, saved_s: float) -> None:
+    @rule(text=TEXTS, documents=SETS, saved_s=st.sampled_from([0.0, 1.0, 3.1]))
+    def ask(self, text: str, documents: tuple[str, ...], saved_s: float) -> None:
         # No two are worth the same: what is missed by rounding would decide between them.
         saved_s *= 1 + ord(text) / 1000
-        self.queue.ask(
-            chunk(text, document, self.now_ms), self.now, num_tokens=TOKENS, saved_s=saved_s
-        )
+        one = chunk(text, *documents, at_ms=self.now_ms)
+        self.queue.ask(one, self.now, num_tokens=TOKENS, saved_s=saved_s)
         missed_before = self.decayed(self.misses[text])
         self.uses[text].append(self.now)
         if saved_s:
             self.misses[text].append(self.now)
             self.saved_s[text] = saved_s
         if text in self.waiting or (saved_s and missed_before >= 0.5):
-            self.put(text, document)
+            self.put(text, documents)
 
     @rule()
     def compute(self) -> None:
@@ -278,7 +279,7 @@ class Shaken(RuleBasedStateMachine):
 
     @rule(document=DOCUMENTS)
     def forget(self, document: str) -> None:
-        gone = [text for text, (_, of) in self.waiting.items() if of == document]
+        gone = [text for text, (_, of) in self.waiting.items() if document in of]
         assert self.queue.forget(document, self.now_ms) == len(gone)
         self.now_ms += 1
         for text in gone:

@@ -23,37 +23,60 @@ def question(mode: Literal["exact", "blend"] = "blend", head: tuple[int, ...] = 
     return Question(mode, prompt, TEXTS, DOCUMENTS, 123)
 
 
-def record(*, local: int = 0, loaded: int = 0, prefill_s: float = 7.0) -> RequestRecord:
+def record(
+    *, local: int = 0, loaded: int = 0, prefill_s: float = 7.0, repair_s: float = 0.0
+) -> RequestRecord:
     return RequestRecord(
-        prompt_tokens=70, local_tokens=local, loaded_tokens=loaded, prefill_s=prefill_s
+        prompt_tokens=70,
+        local_tokens=local,
+        loaded_tokens=loaded,
+        prefill_s=prefill_s,
+        repair_s=repair_s,
     )
 
 
 def test_under_blend_each_chunk_is_asked_for_by_itself() -> None:
-    found = asks(question(), record(), HEAD)
+    *found, _ = asks(question(), record(), HEAD)
     assert [ask.prefill.texts for ask in found] == [("a0",), ("a1",), ("b0",)]
-    assert [ask.prefill.document for ask in found] == list(DOCUMENTS)
+    assert [ask.prefill.documents for ask in found] == [(name,) for name in DOCUMENTS]
+    assert {ask.prefill.mode for ask in found} == {"blend"}
     assert [ask.num_tokens for ask in found] == list(SIZES)
     assert {ask.prefill.planned_at_ms for ask in found} == {123}
     assert [ask.saved_s for ask in found] == pytest.approx([1.0, 2.0, 3.0])
 
 
+def test_a_context_that_was_repaired_is_asked_for_as_it_stands() -> None:
+    *_, whole = asks(question(), record(loaded=63, repair_s=0.5), HEAD)
+    assert whole.prefill.texts == TEXTS
+    assert whole.prefill.documents == DOCUMENTS
+    assert whole.prefill.mode == "exact"
+    assert whole.num_tokens == sum(SIZES)
+    assert whole.saved_s == 0.5
+
+
+def test_one_chunk_alone_is_asked_for_once() -> None:
+    one = Question("blend", assemble(HEAD, [[7] * 10], [9]), ("a0",), ("a.md",), 123)
+    [ask] = asks(one, record(repair_s=0.5), HEAD)
+    assert ask.prefill.mode == "blend"
+
+
 def test_what_was_at_hand_was_not_computed() -> None:
-    found = asks(question(), record(local=3, loaded=20, prefill_s=4.7), HEAD)
+    *found, _ = asks(question(), record(local=3, loaded=20, prefill_s=4.7), HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.0, 1.0, 3.0])
 
 
 def test_under_exact_the_first_documents_chunks_are_one() -> None:
     [ask] = asks(question("exact"), record(loaded=13, prefill_s=5.7), HEAD)
     assert ask.prefill.texts == ("a0", "a1")
-    assert ask.prefill.document == "a.md"
+    assert ask.prefill.documents == ("a.md", "a.md")
     assert ask.num_tokens == 30
     assert ask.saved_s == pytest.approx(2.0)
 
 
 def test_behind_another_system_prompt_only_a_blend_has_a_use_for_it() -> None:
     assert asks(question("exact", head=(4, 5)), record(), HEAD) == []
-    assert len(asks(question("blend", head=(4, 5)), record(), HEAD)) == 3
+    found = asks(question("blend", head=(4, 5)), record(repair_s=0.5), HEAD)
+    assert [ask.prefill.texts for ask in found] == [("a0",), ("a1",), ("b0",)]
 
 
 def test_a_question_without_chunks_asks_for_nothing() -> None:

@@ -1,9 +1,11 @@
 """What an answered question says about chunks: which it had, and what it computed of them.
 
 Under ``blend`` a chunk that was computed right behind the template serves behind any prefix, so
-that each is asked for by itself. Under ``exact`` it serves there only; what follows the template
-most often is one document's chunks, best hit first, and what follows those seldom comes again. So
-there the chunks of the first document are asked for, as one.
+that each is asked for by itself; and so is the whole context in its order, to be reused exactly:
+what is put together again and again need not be repaired each time. Under ``exact`` a chunk serves
+in its own place only; what follows the template most often is one document's chunks, best hit
+first, and what follows those seldom comes again. So there the chunks of the first document are
+asked for, as one.
 """
 
 from __future__ import annotations
@@ -50,30 +52,29 @@ def asks(
 
     template: token ids that a prefill's chunks stand behind.
     """
-    prompt = question.prompt
-    if question.mode == "exact" and prompt.token_ids[: prompt.head] != tuple(template):
-        return []  # the client's own system prompt, behind which nothing is computed ahead
+    prompt, count = question.prompt, len(question.texts)
     at_hand = record.local_tokens + record.loaded_tokens
     token_s = record.prefill_s / max(1, record.prompt_tokens - at_hand)
     starts = (prompt.head, *prompt.chunk_ends)
-    found = []
-    for first, end in _runs(question):
+
+    def prefill(first: int, end: int, mode: Literal["exact", "blend"]) -> Prefill:
+        texts, documents = question.texts[first:end], question.documents[first:end]
+        return Prefill(tuple(texts), tuple(documents), question.asked_at_ms, mode)
+
+    def ask(first: int, end: int, mode: Literal["exact", "blend"]) -> Ask:
         start, stop = starts[first], starts[end]
         missing = max(0, stop - max(start, at_hand))
-        prefill = Prefill(
-            tuple(question.texts[first:end]),
-            question.documents[first],
-            question.asked_at_ms,
-            question.mode,
-        )
-        found.append(Ask(prefill, stop - start, missing * token_s))
+        return Ask(prefill(first, end, mode), stop - start, missing * token_s)
+
+    # Else it is the client's own system prompt, behind which nothing is computed ahead.
+    is_ours = prompt.token_ids[: prompt.head] == tuple(template)
+    found = []
+    if question.mode == "blend":
+        found = [ask(place, place + 1, "blend") for place in range(count)]
+        if is_ours and count > 1:  # one alone is what its own prefill computes
+            whole = prefill(0, count, "exact")
+            found.append(Ask(whole, starts[count] - starts[0], record.repair_s))
+    elif is_ours and count:
+        others = (n for n in range(count) if question.documents[n] != question.documents[0])
+        found.append(ask(0, next(others, count), "exact"))
     return found
-
-
-def _runs(question: Question) -> list[tuple[int, int]]:
-    """Chunks [first, end) of each prefill."""
-    count = len(question.texts)
-    if question.mode == "blend" or not count:
-        return [(place, place + 1) for place in range(count)]
-    others = (place for place in range(count) if question.documents[place] != question.documents[0])
-    return [(0, next(others, count))]

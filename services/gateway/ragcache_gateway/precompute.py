@@ -132,7 +132,7 @@ class Precompute:
         self._queue.forget(name, written_at_ms - 1)
         if self._target.reuse == "blend":
             for text in chunk_texts:
-                self._drop(self._queue.write(Prefill((text,), name, written_at_ms)))
+                self._drop(self._queue.write(Prefill((text,), (name,), written_at_ms)))
         self._note()
 
     def forget(self, collection: str, document: str) -> None:
@@ -172,18 +172,18 @@ class Precompute:
             try:
                 outcome = await self._compute(one.prefill)
             except InvalidInput as error:
-                log.warning("a chunk of %s is not precomputed: %s", one.prefill.document, error)
+                log.warning("%s is not precomputed: %s", _what(one.prefill), error)
                 outcome = "refused"
             except RagCacheError as error:
-                log.info("precomputing a chunk of %s waits: %s", one.prefill.document, error)
+                log.info("precomputing %s waits: %s", _what(one.prefill), error)
                 if not self._is_given_up(one.prefill, error):
                     self._queue.postpone(one.prefill)
                     await self._pause()
                     continue
                 outcome = "failed"
             except Exception:
-                # One chunk is not worth the rest of them.
-                log.exception("a chunk of %s is not precomputed", one.prefill.document)
+                # One prefill is not worth the rest of them.
+                log.exception("%s is not precomputed", _what(one.prefill))
                 outcome = "failed"
             self._failures = 0
             self._queue.remove(one.prefill)
@@ -244,7 +244,7 @@ class Precompute:
     def _plan(self, prefill: Prefill, prompt: Prompt) -> ReusePlan:
         request = f"precompute-{uuid.uuid4().hex}"
         space, domain = self._target.space, self._target.domain
-        documents = [prefill.document] * len(prompt.chunk_ends)
+        documents = prefill.documents[: len(prompt.chunk_ends)]
         if prefill.mode == "blend":
             # Its engine then sees what the template did to it, which a blend wants to know.
             at_ms = prefill.planned_at_ms
@@ -280,6 +280,11 @@ def pieces(prompt: Prompt, most_tokens: int) -> list[Prompt]:
         ),
         prompt,
     ]
+
+
+def _what(prefill: Prefill) -> str:
+    """A prefill, for a log."""
+    return f"KV of {len(prefill.texts)} chunks of {', '.join(sorted(set(prefill.documents)))}"
 
 
 def _now_ms() -> int:
