@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.blend.quality_control import MIN_QUESTIONS, RETRY_EVERY, alpha_ladder
+from ragcache_core.blend.quality_control import (
+    MAX_LOST,
+    MIN_QUESTIONS,
+    RETRY_EVERY,
+    alpha_ladder,
+)
 from ragcache_core.plan import Action, ReusePlan, document_name
 from ragcache_core.plan_seal import is_sealed
 from ragcache_gateway import quality_trials
@@ -239,6 +244,22 @@ async def test_an_engine_that_is_away_is_waited_for(
     await asyncio.sleep(0.2)
     gateway.engine.refuse = None
     await until(lambda: len(gateway.engine.requests) == 1 + REPLAYS)
+
+
+async def test_a_question_that_engines_are_lost_over_is_let_go(
+    gateway: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality_trials, "RETRY_S", 0.05)
+    replay = await held_replay(gateway)
+    gateway.engine.pause, gateway.engine.drop_after = None, 1
+    replay.set()
+    await until(lambda: len(gateway.engine.requests) == 1 + MAX_LOST)
+    await asyncio.sleep(0.5)
+    assert len(gateway.engine.requests) == 1 + MAX_LOST
+    text = (await gateway.client.get("/metrics")).text
+    assert 'ragcache_gateway_blend_trials_total{outcome="failed"} 1.0' in text
+    gateway.engine.drop_after = None
+    await tried(gateway)
 
 
 async def test_nothing_is_asked_again_unless_a_quality_is_wanted(tiny_model: Path) -> None:

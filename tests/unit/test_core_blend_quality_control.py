@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ragcache_core.blend.blending import ALPHA
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.quality_control import (
+    MAX_LOST,
     MIN_QUESTIONS,
     RETRY_EVERY,
     SAMPLE_EVERY,
@@ -287,3 +288,17 @@ class TestRouge:
         assert words_of("端口是8080。") == ["端", "口", "是", "8080。"]
         assert "".join(words_of("ที่ปารีส")) == "ที่ปารีส"
         assert len(words_of("ที่ปารีส")) == len("ที่ปารีส")
+
+
+def test_a_question_that_engines_are_lost_over_is_dropped_and_the_next_has_as_many_tries() -> None:
+    control = QualityControl(0.9, BUDGET)
+    for name in ("a", "b"):
+        control.offer(question(name), 1)
+    asked = []
+    while (replay := control.next_replay(1)) is not None:
+        asked.append(replay.question)
+        dropped = control.lose(replay)
+        assert dropped == (asked.count(replay.question) == MAX_LOST)
+        # Of one that is forgotten nothing more is counted.
+        assert not (dropped and control.lose(replay))
+    assert len(asked) == 2 * MAX_LOST

@@ -32,6 +32,9 @@ RETRY_EVERY = 16
 """One in so many questions is left to be tried where everything is computed: what is computed and
 stored for a question is exact, so that asked again it would not be a blend."""
 
+MAX_LOST = 2
+"""Times that an engine may be lost over one question: the third could be lost to it, too."""
+
 
 def alpha_ladder(budget: float) -> tuple[float, ...]:
     """The alphas to try, ascending. budget: the most that is recomputed, a share in [0, 1].
@@ -84,6 +87,7 @@ class _Trying:
     question: AskedQuestion
     full: list[str] | None = None  # words of the full computation's answer
     trials: list[Trial] = field(default_factory=list)
+    lost: int = 0  # engines, while it was asked
 
 
 class QualityControl:
@@ -173,6 +177,16 @@ class QualityControl:
         """The question cannot be asked."""
         if self._trying and self._trying.question is replay.question:
             self._trying = None
+
+    def lose(self, replay: Replay) -> bool:
+        """An engine was lost while it was asked; returns whether the question is dropped for it."""
+        trying = self._trying
+        if trying is None or trying.question is not replay.question:
+            return False
+        trying.lost += 1
+        if trying.lost == MAX_LOST:
+            self._trying = None
+        return trying.lost == MAX_LOST
 
     def _leave_stale(self, now_ms: int) -> None:
         if self._trying and not self._reservoir.may_ask(self._trying.question, now_ms):

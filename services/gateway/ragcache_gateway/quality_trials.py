@@ -21,11 +21,11 @@ from typing import Any
 from ragcache_core.blend.blending import ALPHA
 from ragcache_core.blend.quality_control import QualityControl, Replay
 from ragcache_core.blend.question_reservoir import AskedQuestion
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
+from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
 from ragcache_core.prompt import plan_blend, plan_compute
-from ragcache_gateway.completion import transfer_params
+from ragcache_gateway.completion import PART, transfer_params
 from ragcache_gateway.engine import Completion, Engine
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleTime
@@ -144,7 +144,10 @@ class QualityTrials:
             self._control.drop(replay)
         except RagCacheError as error:
             log.info("trials wait: %s", error)
-            return RETRY_S
+            is_lost = isinstance(error, Unavailable) and error.part == PART
+            if not (is_lost and self._control.lose(replay)):
+                return RETRY_S
+            outcome = "failed"
         except Exception:
             # One question is not worth the rest of them.
             log.exception("a question is not tried")
