@@ -12,6 +12,7 @@ from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.prefix import AttendedChunk
 from ragcache_core.errors import Unavailable
 from ragcache_core.keys import VariantKey
+from ragcache_core.plan import Action
 from ragcache_core.prompt import Prompt, assemble, plan_blend
 from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_core.storing import Held, Variants, Want
@@ -348,6 +349,24 @@ def test_chunks_are_observed_when_their_request_has_ended(engine: Engine) -> Non
     assert job.saves == {place: save for place, save in enumerate(saves) if place}
     assert job.blocks == BLOCKS[:9]
     assert tuple(job.token_ids) == FIRST.token_ids[:140]
+
+
+def test_what_a_plan_has_exactly_between_chunks_ends_what_is_observed(engine: Engine) -> None:
+    """No gateway plans that; a client of an engine without a key may."""
+    prompt = prompt_of(*(range(n, n + 30) for n in range(100, 800, 100)))
+    plan = plan_blend(prompt, SPACE, "public", "r", 0.2)
+    blended = (1, 2, 6)
+    segments = tuple(
+        replace(segment, action=Action.BLEND if place in blended else Action.EXACT)
+        for place, segment in enumerate(plan.segments)
+    )
+    engine.first_visit("r", prompt, segments=segments)
+    assert engine.finish("r")
+    (job,) = engine.side.step([], lambda _: BLOCKS).observes
+    assert list(job.saves) == [1, 2]
+    assert job.segments == (range(20), range(20, 50), range(50, 80))
+    assert job.chunks[1:] == tuple(segment.chunk for segment in segments[1:3])
+    assert len(job.token_ids) == 80
 
 
 def test_only_a_few_blocks_are_kept_from_vllm(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from itertools import takewhile
 
 from ragcache_core.blend.blending import Blend
 from ragcache_core.handoff import HandoffWait
@@ -475,10 +476,13 @@ class SchedulerSide:
 
     def _observe(self, request_id: str, request: Request, blocks: Sequence[int]) -> bool:
         """Have the chunks that were saved of a request observed; whether that keeps its blocks."""
+        template = list(takewhile(lambda named: not _may_blend(named), request.segments))
+        chunks = list(takewhile(_may_blend, request.segments[len(template) :]))
+        places = range(len(template), len(template) + len(chunks))
         saves = {
             place: save
             for place, save in request.saved.items()
-            if request.segments[place].segment.action is Action.BLEND
+            if place in places
             # A later load may have put something else into its blocks.
             and save.info.provenance.exact
             and not request.is_tainted(request.segments[place])
@@ -490,8 +494,6 @@ class SchedulerSide:
         # With fewer it was preempted.
         if len(blocks) < count or not self._spare.keep(request_id, count):
             return False
-        chunks = [n for n in request.segments if n.segment.action is Action.BLEND]
-        before = len(request.segments) - len(chunks)  # the template, one segment or none
         self._observes.append(
             ObserveJob(
                 request_id,
@@ -499,7 +501,7 @@ class SchedulerSide:
                 tuple(blocks[:count]),
                 (range(chunks[0].segment.start), *(_range(n) for n in chunks)),
                 (b"", *(n.segment.chunk for n in chunks)),
-                {place - before + 1: save for place, save in saves.items()},
+                {place - len(template) + 1: save for place, save in saves.items()},
             )
         )
         return True
@@ -532,6 +534,10 @@ class SchedulerSide:
         if not request.recorded:
             request.recorded = True
             self._book.put(request.plan.request, request.record)
+
+
+def _may_blend(named: NamedSegment) -> bool:
+    return named.segment.action is Action.BLEND
 
 
 def _range(named: NamedSegment) -> range:
