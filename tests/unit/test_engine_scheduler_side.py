@@ -462,6 +462,29 @@ def test_a_preempted_request_is_loaded_again_and_its_record_stays(warm: Engine) 
     assert warm.record("r") == told
 
 
+@pytest.mark.parametrize("kept", [0, 64, 10_000])
+def test_what_was_loaded_before_a_preemption_counts_once(warm: Engine, kept: int) -> None:
+    warm.arrive("r")
+    tokens = warm.side.loadable_tokens("r", 0)
+    assert tokens
+    warm.side.on_allocated("r", BLOCKS, tokens)
+    warm.side.step([], lambda _: BLOCKS)
+    warm.side.on_outcomes([LoadOutcome("r", tokens, 4096, 0.01, None, "")])
+    warm.side.step([("r", tokens, 2)], lambda _: BLOCKS)
+    # preempted before its first token; so much is still in vLLM's own prefix cache
+    local = min(kept, tokens)
+    again = warm.side.loadable_tokens("r", local)
+    assert again == tokens - local
+    warm.side.on_allocated("r", BLOCKS, again)
+    if again:
+        warm.side.step([], lambda _: BLOCKS)
+        warm.side.on_outcomes([LoadOutcome("r", again, 4096, 0.01, None, "")])
+    warm.prefill("r", computed=tokens)
+    warm.side.on_finished("r", BLOCKS)
+    told = warm.record("r")
+    assert (told.local_tokens, told.loaded_tokens) == ((local, again) if again else (0, tokens))
+
+
 def test_what_is_saved_says_where_it_comes_from(engine: Engine) -> None:
     plan = plan_exact(PROMPT, SPACE, "tenant", "r", ["c/a", "c/a", "c/b"], 123)
     engine.side.on_new_request("r", PROMPT.token_ids, {"ragcache": plan.to_json()})

@@ -152,7 +152,9 @@ class SchedulerSide:
         if request is None:
             return 0
         if not request.recorded:
-            request.record.local_tokens = num_local
+            # After a preemption the engine may hold itself what was loaded; that counts once.
+            request.record.loaded_tokens = min(request.record.loaded_tokens, num_local)
+            request.record.local_tokens = num_local - request.record.loaded_tokens
         if request.load_failed or request.lookup is None:
             return 0
         if len(request.token_ids) - 1 - num_local < self._config.min_load_tokens:
@@ -215,6 +217,8 @@ class SchedulerSide:
         )
         request.loads = request.bytes_by_tier(span.variant for span in spans)
         request.pending_load = None
+        if not request.recorded:
+            request.record.local_tokens, request.record.loaded_tokens = first, 0
         request.enter(Phase.LOADING)
 
     def on_passes(self, passes: Iterable[tuple[float, float]]) -> None:
