@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,16 +184,20 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
 class FakeRecords(engine_pb2_grpc.EngineServicer):
     """A record of every request, unless told to forget.
 
-    pass_tokens: computed in one step. says: of the records, beside what they always say.
+    away: nothing is answered. pass_tokens: computed in one step; 0: it does not say. says: of the
+    records, beside what they always say; says_of: likewise, by the request.
     """
 
     def __init__(self) -> None:
         self.forgetful = False
+        self.away = False
         self.pass_tokens = 0
         self.says: dict[str, Any] = {}
+        self.says_of: Callable[[str], dict[str, Any]] = lambda _: {}
         self.asked: list[str] = []
 
     async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._answers()
         self.asked.append(request.request)
         if self.forgetful:
             raise NotFound("record", request.request, "ask sooner")
@@ -209,12 +213,19 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             "repaired_tokens": 5,
             "repair_s": 0.0015,
         }
-        return engine_pb2.RequestRecord(request=request.request, **(said | self.says))
+        said |= self.says | self.says_of(request.request)
+        return engine_pb2.RequestRecord(request=request.request, **said)
 
     async def GetCosts(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._answers()
         costs = engine_pb2.Costs()
-        costs.prefill.pass_tokens = self.pass_tokens
+        if self.pass_tokens:
+            costs.prefill.pass_tokens = self.pass_tokens
         return costs
+
+    def _answers(self) -> None:
+        if self.away:
+            raise Unavailable("engine", "its records are away")
 
 
 class FakeEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from ragcache_core.keys import chunk_key
 from ragcache_core.plan import Action, ReusePlan, document_name
 from ragcache_core.plan_seal import is_sealed
+from ragcache_core.prompt import assemble
 from ragcache_core.reuse import checked_segments
 from ragcache_gateway import precompute
 from ragcache_gateway.answer import DOMAIN
@@ -220,6 +222,26 @@ async def test_what_questions_missed_twice_is_computed_chunk_by_chunk(gateway: W
     assert [name for name in sources if 'outcome="computed",source="asked"' in name]
 
 
+async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> None:
+    gateway.records.says = {
+        "prompt_tokens": 800,
+        "local_tokens": 0,
+        "loaded_tokens": 790,
+        "repaired_tokens": 50,
+        "repair_s": 0.1,
+        "holes": [2],
+    }
+    await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 1)
+    await asyncio.sleep(0.2)
+    [body] = precomputed(gateway)
+    asked = plan_of(gateway.engine.requests[0])
+    assert plan_of(body).segments[1].chunk == asked.segments[2].chunk
+
+
 async def test_what_questions_found_is_not_computed(gateway: World) -> None:
     gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790, "repair_s": 0.0}
     for _ in range(3):
@@ -323,6 +345,26 @@ async def test_a_chunk_that_engines_are_lost_over_is_given_up(tiny_model: Path) 
         await until(lambda: len(gateway.engine.requests) == 3)
 
 
+async def test_what_was_given_up_once_is_tried_as_often_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "RETRY_S", 0.02)
+    async with world(tiny_model, precompute=True, reuse="blend") as gateway:
+        await until(lambda: gateway.engine.probes > 0)
+        space = load_model_folder(gateway.config.model).space("auto")
+        waiting = gateway.prompts().encode_chunk("Text of waiting.md.")
+        gateway.store.lost = {chunk_key(space, DOMAIN, waiting)}
+        await put(gateway, "waiting.md")
+        gateway.engine.drop_after = 0
+        for times, name in enumerate(("a.md", "b.md"), start=1):
+            await put(gateway, name, "A text that both have.")
+            failed: list[float] = []
+            while failed != [times]:
+                outcomes = await counted(gateway, "precomputed_chunks_total")
+                failed = [count for labels, count in outcomes.items() if "failed" in labels]
+            assert len(gateway.engine.requests) == times * precompute.MAX_LOST
+
+
 async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
@@ -398,22 +440,95 @@ async def test_under_exact_nothing_stands_behind_a_clients_own_system_prompt(
         assert precomputed(gateway) == []
 
 
-async def test_a_long_prefill_is_cut_into_halves_of_a_step(gateway: World) -> None:
-    gateway.records.pass_tokens = 40
-    await put(gateway, "a.md", "A long text. " * 30)
-    ids = gateway.prompts().encode_chunk("A long text. " * 30)
+LONG = "A long text. " * 30
+
+
+def test_pieces_go_on_behind_a_template_that_is_no_longer_than_they_are() -> None:
+    prompt = assemble(range(10), [range(25), range(10)], range(3))
+    assert [len(piece.token_ids) for piece in precompute.pieces(prompt, 10)] == [20, 30, 40, 48]
+    assert [piece.chunk_ends for piece in precompute.pieces(prompt, 10)] == [
+        (),
+        (),
+        (35,),
+        (35, 45),
+    ]
+    assert [piece.head for piece in precompute.pieces(prompt, 10)] == [10] * 4
+
+
+def test_a_longer_template_is_cut_and_no_segment_before_it_is_whole() -> None:
+    prompt = assemble(range(25), [range(10)], range(3))
+    found = precompute.pieces(prompt, 10)
+    assert [(len(piece.token_ids), piece.head) for piece in found] == [
+        (10, 0),
+        (20, 0),
+        (30, 25),
+        (38, 25),
+    ]
+
+
+async def until_cut(gateway: World, most: int) -> None:
+    """A long prefill has come, each piece with so many tokens more than the one before at most."""
+    ids = gateway.prompts().encode_chunk(LONG)
     await until(lambda: plan_holds(gateway.engine.requests, ids))
     bodies = precomputed(gateway)
     whole = bodies[-1]["prompt"]
-    head = plan_of(bodies[0]).segments[0].end
-    assert len(bodies) > 3
-    for number, body in enumerate(bodies[:-1], start=1):
-        assert body["prompt"] == whole[: head + 20 * number]
-    assert len(whole) - len(bodies[-2]["prompt"]) <= 20
-    # Nothing of a chunk is saved before it is whole.
-    assert [len(plan_of(body).segments) for body in bodies] == [
-        1 + (len(body["prompt"]) >= head + len(ids)) for body in bodies
+    lengths = [len(body["prompt"]) for body in bodies]
+    assert [body["prompt"] for body in bodies] == [whole[:length] for length in lengths]
+    assert [b - a for a, b in itertools.pairwise(lengths[:-1])] == [most] * (len(lengths) - 2)
+    assert lengths[-1] - lengths[-2] <= most
+    # Nothing of a segment is saved before it is whole.
+    last = plan_of(bodies[-1])
+    assert [plan_of(body).segments for body in bodies] == [
+        tuple(segment for segment in last.segments if segment.end <= length) for length in lengths
     ]
+
+
+async def test_a_long_prefill_is_cut_into_halves_of_a_step(gateway: World) -> None:
+    gateway.records.pass_tokens = 40
+    await put(gateway, "a.md", LONG)
+    await until_cut(gateway, 20)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_the_prefill_of_an_engine_that_does_not_say_its_step_is_cut_small(
+    gateway: World, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    monkeypatch.setattr(precompute, "UNKNOWN_STEP_TOKENS", 60)
+    gateway.records.away = away
+    await put(gateway, "a.md", LONG)
+    await until_cut(gateway, 30)
+
+
+@pytest.mark.parametrize(("kept", "pieces"), [(0, 3), (4, 5)])
+async def test_a_chunk_of_which_the_engine_keeps_nothing_is_given_up(
+    gateway: World, kept: int, pieces: int
+) -> None:
+    gateway.records.pass_tokens = 40
+
+    def says_of(request: str) -> dict[str, int]:
+        """As of an engine that evicts all it has after so many pieces."""
+        requests = [plan_of(body).request for body in gateway.engine.requests]
+        place = requests.index(request)
+        length = len(gateway.engine.requests[place]["prompt"])
+        local = length - 20 if place < kept else 0
+        return {"prompt_tokens": length, "local_tokens": local, "loaded_tokens": 0}
+
+    gateway.records.says_of = says_of
+    await put(gateway, "a.md", LONG)
+    outcomes: dict[str, float] = {}
+    deadline = time.monotonic() + 10
+    while not outcomes:
+        assert time.monotonic() < deadline
+        outcomes = await counted(gateway, "precomputed_chunks_total")
+    [(labels, count)] = outcomes.items()
+    assert ('outcome="evicted"' in labels, count) == (True, 1.0)
+    # The one that took more than a step was the last.
+    assert len(precomputed(gateway)) == pieces
+    # It goes on with others.
+    gateway.records.says_of = lambda _: {}
+    await put(gateway, "b.md")
+    ids = gateway.prompts().encode_chunk("Text of b.md.")
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
 
 
 async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
@@ -421,7 +536,7 @@ async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
     await gateway.engine.holding.wait()
-    await put(gateway, "a.md", "A long text. " * 30)
+    await put(gateway, "a.md", LONG)
     gateway.engine.holding.clear()
     gateway.engine.pause.set()
     await asked
@@ -437,7 +552,7 @@ async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
     gateway.engine.pause = None
     question.set()
     assert (await again).status_code == 200
-    ids = gateway.prompts().encode_chunk("A long text. " * 30)
+    ids = gateway.prompts().encode_chunk(LONG)
     await until(lambda: plan_holds(gateway.engine.requests, ids))
     assert len(precomputed(gateway)) > before
 

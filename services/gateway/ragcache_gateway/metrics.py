@@ -47,8 +47,9 @@ class Metrics:
         )
         self.precomputed = Counter(
             "ragcache_gateway_precomputed_chunks_total",
-            "Prefills of chunks ahead of questions: computed, stored already, refused, failed, or "
-            "dropped for want of room; by whether a question had missed them.",
+            "Prefills of chunks ahead of questions: computed, stored already, refused, failed, "
+            "dropped for want of room, or given up as the engine evicted what it had computed of "
+            "them; by whether a question had missed them.",
             ("outcome", "source"),
             registry=self.registry,
         )

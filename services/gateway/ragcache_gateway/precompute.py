@@ -9,6 +9,8 @@ counts where vLLM schedules by priority, and is cut: vLLM schedules what runs be
 that a long prefill would take every step's tokens until it ends. Each piece asks for the prompt up
 to some point, half of one step beyond what the piece before left in vLLM's own prefix cache. So a
 question that comes meanwhile has a part of the next step, and the first place in the one after it.
+Where vLLM's cache did not keep the piece before, the next one computes it again, uncut; so a chunk
+whose piece took more than a step is given up.
 """
 
 from __future__ import annotations
@@ -53,6 +55,10 @@ HALF_LIFE_S = 3600.0
 
 STEP_SHARE = 2
 """A piece takes one part in so many of a step's tokens."""
+
+UNKNOWN_STEP_TOKENS = 512
+"""Taken for a step's where an engine does not say: few engines have fewer (vLLM's own default is
+2,048 or more), and the price of more pieces is a request for each."""
 
 RETRY_S = 5.0
 """After several failures at a stretch; after one it is FIRST_RETRY_S."""
@@ -103,7 +109,6 @@ class Precompute:
         self._metrics = metrics
         self._plan_keys = plan_keys
         self._queue = PrecomputeQueue(most_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
-        self._pass_tokens: dict[str, int] = {}  # by engine, as it last said
         self._lost: Counter[bytes] = Counter()  # engines, by what they were lost over
         self._failures = 0  # at a stretch
         self._came = asyncio.Event()
@@ -186,6 +191,7 @@ class Precompute:
                 log.exception("%s is not precomputed", _what(one.prefill))
                 outcome = "failed"
             self._failures = 0
+            del self._lost[one.prefill.name]
             self._queue.remove(one.prefill)
             self._metrics.precomputed.labels(outcome, one.source).inc()
             self._note()
@@ -213,7 +219,9 @@ class Precompute:
         if await self._is_stored(prefill, prompt):
             return "stored"
         engine = self._engines.choose()
-        for piece in pieces(prompt, await self._step_tokens(engine) // STEP_SHARE):
+        step_tokens = await _step_tokens(engine)
+        for piece in pieces(prompt, step_tokens // STEP_SHARE):
+            plan = self._plan(prefill, piece)
             async with self._idle.turn(), AsyncExitStack() as stack:
                 body = {
                     "model": self._target.model,
@@ -222,21 +230,15 @@ class Precompute:
                     "temperature": 0.0,
                     "stream": True,
                     "priority": LOWEST_PRIORITY,
-                    "kv_transfer_params": transfer_params(
-                        self._plan(prefill, piece), piece.token_ids, self._plan_keys
-                    ),
+                    "kv_transfer_params": transfer_params(plan, piece.token_ids, self._plan_keys),
                 }
                 completion = await self._engines.complete_on(engine, body, stack)
                 async for _ in completion.pieces():
                     pass
+            if piece is not prompt and await _computed_tokens(engine, plan.request) > step_tokens:
+                log.info("%s does not keep what it computes of %s", engine.address, plan.request)
+                return "evicted"
         return "computed"
-
-    async def _step_tokens(self, engine: Engine) -> int:
-        """Tokens that it computes in one step at most; 0 if it has never said."""
-        with contextlib.suppress(RagCacheError):
-            costs = await engine.costs()
-            self._pass_tokens[engine.address] = costs.prefill.pass_tokens
-        return self._pass_tokens.get(engine.address, 0)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._prompts.encode_chunk(text) for text in texts]
@@ -264,19 +266,21 @@ class Precompute:
 
 
 def pieces(prompt: Prompt, most_tokens: int) -> list[Prompt]:
-    """A prompt's beginnings, each with most_tokens more behind the template; it is the last one.
+    """A prompt's beginnings, each with most_tokens more; it is the last one itself.
 
-    most_tokens 0: nobody knows how many are computed in one step, and it is one piece.
+    The first one has so many behind the template, which is at hand as a rule and else no more than
+    they are. A longer template is cut like the rest, and no segment before it is whole.
     """
-    ends = range(prompt.head + most_tokens, len(prompt.token_ids), most_tokens or 1)
+    first = prompt.head if prompt.head <= most_tokens else 0
+    ends = range(first + most_tokens, len(prompt.token_ids), most_tokens)
     return [
         *(
             Prompt(
                 prompt.token_ids[:end],
-                prompt.head,
+                prompt.head if prompt.head <= end else 0,
                 tuple(chunk_end for chunk_end in prompt.chunk_ends if chunk_end <= end),
             )
-            for end in (ends if most_tokens else ())
+            for end in ends
         ),
         prompt,
     ]
@@ -285,6 +289,22 @@ def pieces(prompt: Prompt, most_tokens: int) -> list[Prompt]:
 def _what(prefill: Prefill) -> str:
     """A prefill, for a log."""
     return f"KV of {len(prefill.texts)} chunks of {', '.join(sorted(set(prefill.documents)))}"
+
+
+async def _step_tokens(engine: Engine) -> int:
+    """Tokens that it computes in one step at most."""
+    with contextlib.suppress(RagCacheError):
+        costs = await engine.costs()
+        return costs.prefill.pass_tokens or UNKNOWN_STEP_TOKENS
+    return UNKNOWN_STEP_TOKENS
+
+
+async def _computed_tokens(engine: Engine, request: str) -> int:
+    """Tokens of a prompt that it computed; 0 if it does not say."""
+    with contextlib.suppress(RagCacheError):
+        record = await engine.request_record(request)
+        return record.prompt_tokens - record.local_tokens - record.loaded_tokens
+    return 0
 
 
 def _now_ms() -> int:
