@@ -244,6 +244,16 @@ def test_the_engines_metrics_say_what_became_of_loads(blends: Blends) -> None:
     }
 
 
+def test_the_record_names_what_nothing_is_held_of(blends: Blends) -> None:
+    unseen = ids("of which nothing is held", 70)
+    prompt = assemble(ids("head", HEAD_TOKENS), [CHUNKS[1], unseen, CHUNKS[0]], ids("question", 23))
+    _, record = blends.blend(prompt, 0.0)
+    assert list(record.holes) == [2]  # of head, 1, unseen and 0
+    assert record.repaired_tokens == len(unseen)
+    assert record.loaded_tokens == prompt.chunk_ends[-1] - record.local_tokens
+    assert record.blended_tokens == LENGTHS[1] + len(unseen) + LENGTHS[0]
+
+
 def test_a_damaged_chunk_is_computed(blends: Blends) -> None:
     blends.store.service.stop()
     corrupt(blends.folder / "store" / "data", blends.chunk_variants(blends.captured[1])[2])
@@ -253,8 +263,9 @@ def test_a_damaged_chunk_is_computed(blends: Blends) -> None:
     while blends.blend(prompt_of(0, 2), 0.2)[1].miss in STORE_AWAY:
         assert time.monotonic() < deadline, "the engine does not find the store again"
     answer, record = blends.blend(prompt, 1.0)
-    assert record.blended_tokens == LENGTHS[1] + LENGTHS[0]
-    assert record.repaired_tokens == LENGTHS[1] + LENGTHS[DAMAGED] + LENGTHS[0]
+    mended = LENGTHS[1] + LENGTHS[DAMAGED] + LENGTHS[0]
+    assert (record.blended_tokens, record.repaired_tokens) == (mended, mended)
+    assert list(record.holes) == [2]  # of head, 1, DAMAGED and 0
     assert answer.token_ids == blends.compute(prompt).token_ids
 
 

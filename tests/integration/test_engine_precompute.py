@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -16,7 +17,7 @@ import pytest
 
 from bench.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.keys import chunk_key
-from ragcache_core.storing import Held, Want
+from ragcache_core.storing import Deletion, Held, Want
 from ragcache_gateway.answer import DOMAIN
 from ragcache_gateway.app import create_app
 from ragcache_gateway.config import EngineName
@@ -250,6 +251,57 @@ async def test_anothers_question_is_answered_before_the_prefill_that_it_met_has_
     assert await outcomes(gateway) == {}
     assert held(site, gateway, text) == ()
     await until_computed(gateway)
+
+
+async def test_a_hole_that_questions_meet_again_is_asked_for(site: Site, gateway: World) -> None:
+    texts = [LONG[:1200] + " one", "a hole between them " * 10, LONG[-1200:] + " two"]
+    for name, text in (("one.md", texts[0]), ("two.md", texts[2])):
+        await write(gateway, name, text)
+        await until_held(site, gateway, text)
+    gateway.retriever.hits = [
+        retriever_pb2.Hit(chunk=chunk(f"{place}.md", 0, text), score=0.9 - place / 10)
+        for place, text in enumerate(texts)
+    ]
+    sizes = [len(gateway.prompts().encode_chunk(text)) for text in texts]
+
+    async def ask(question: str) -> None:
+        use = (await gateway.ask(question, max_tokens=2)).json()["ragcache"]["cache"]
+        assert use["local_tokens"] + use["loaded_tokens"] > sum(sizes)
+        assert use["repaired_tokens"] >= sizes[1]
+
+    await ask("What is one?")
+    assert not (await until_held(site, gateway, texts[1])).info.serves_exact
+    assert await asked_for(gateway) == 0
+    forget(site, gateway, texts[1])
+    await ask("What is two?")
+
+    async def is_asked_for() -> bool:
+        return await asked_for(gateway) == 1
+
+    await until(is_asked_for)
+
+
+async def asked_for(gateway: World) -> int:
+    """Prefills that were done with, whatever became of them, since questions had missed them."""
+    lines = (await gateway.client.get("/metrics")).text.splitlines()
+    counts = [
+        int(float(line.rsplit(" ", 1)[1]))
+        for line in lines
+        if line.startswith("ragcache_gateway_precomputed_chunks_total{")
+        if 'source="asked"' in line
+    ]
+    return sum(counts)
+
+
+def forget(site: Site, gateway: World, text: str) -> None:
+    """Have the store hold nothing of a chunk."""
+    space = load_model_folder(gateway.config.model).space("bfloat16")
+    key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
+    client = StoreClient(site.store.address)
+    try:
+        client.delete(Deletion(uuid.uuid4().bytes, (key,), made_at_ms=time.time_ns() // 1_000_000))
+    finally:
+        client.close()
 
 
 async def test_a_question_overtakes_prefills_that_wait(site: Site) -> None:

@@ -254,6 +254,45 @@ def test_of_what_was_computed_behind_a_blend_only_unknown_chunks_are_saved_and_t
     assert len(again.spans) == 3
 
 
+def test_the_record_names_holes_and_what_did_not_come(warm: Engine) -> None:
+    prompt = prompt_of(B, D, A, C, range(500, 540))
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    assert job.repair is not None
+    assert job.repair.holes == (range(70, 130),)
+    succeed(warm, job, lost=(range(130, 170),))
+    warm.compute("other", prompt, job.end)
+    warm.finish("other")
+    record = warm.book.get("other")
+    assert record is not None
+    assert record.holes == (2, 3)  # D and A, behind the head and B
+
+
+def test_a_blend_that_fails_has_no_holes(warm: Engine) -> None:
+    prompt = prompt_of(B, D, A)
+    warm.arrive("other", prompt)
+    job = warm.load("other")
+    warm.side.on_outcomes([LoadOutcome("other", 20, 0, 0.1, None, "repair failed")])
+    warm.compute("other", prompt, job.first + 20)
+    warm.finish("other")
+    record = warm.book.get("other")
+    assert record is not None
+    assert (record.loaded_tokens, record.holes) == (20, ())
+
+
+def test_the_record_names_the_holes_of_the_load_that_it_tells_of(warm: Engine) -> None:
+    prompt = prompt_of(B, D, A)
+    warm.arrive("other", prompt)
+    succeed(warm, warm.load("other"))
+    # Preempted; vLLM still has what was mended.
+    succeed(warm, warm.load("other", local=130))
+    warm.compute("other", prompt, 170)
+    warm.finish("other")
+    record = warm.book.get("other")
+    assert record is not None
+    assert record.holes == ()
+
+
 def test_a_load_that_fails_leaves_an_exact_request(warm: Engine) -> None:
     prompt = prompt_of(C, A, B)
     warm.arrive("other", prompt)

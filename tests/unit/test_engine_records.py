@@ -18,9 +18,12 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     address = f"127.0.0.1:{free_port()}"
     server = serve(book, ReuseCosts(), address)
     client = EngineClient(address)
-    book.put("r", Record(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, miss="corrupt"))
+    book.put(
+        "r", Record(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, holes=(2, 5), miss="corrupt")
+    )
     record = await client.request_record("r")
     assert (record.queue_s, record.loaded_tokens, record.miss) == (0.5, 7, "corrupt")
+    assert list(record.holes) == [2, 5]
     with pytest.raises(RagCacheError) as caught:
         await client.request_record("other")
     assert isinstance(caught.value, NotFound)

@@ -235,7 +235,7 @@ def test_a_chunk_part_of_which_the_engine_holds_itself_may_be_lost(blending: Ble
     blending.worker.store.fill(wanted)
     blending.worker.store.values[key(1)] = Miss.EVICTED
     outcome = blending.run(job(wanted[1:], repair(exact_end=32), first=32))
-    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 60, 28)
+    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 88, 28)
     assert blending.model.recomputed == list(range(32, 60))
 
 
@@ -253,7 +253,8 @@ def test_a_chunk_that_does_not_come_is_computed_in_whole(blending: Blending, mis
     blending.worker.store.fill(wanted)
     blending.worker.store.values[key(2)] = miss
     outcome = blending.run(job(wanted, repair(holes=(range(100, 104),))))
-    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 90, 34)
+    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 120, 34)
+    assert (outcome.blended, outcome.lost) == (110, (range(50, 80),))
     assert blending.model.recomputed == [*range(50, 80), *range(100, 104)]
     assert blending.worker.side.take_bad_blocks() == set()
 

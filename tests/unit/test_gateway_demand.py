@@ -85,6 +85,30 @@ def test_a_question_without_chunks_asks_for_nothing() -> None:
         assert asks(empty, record(), HEAD) == []
 
 
+def test_a_hole_was_computed_in_the_repair() -> None:
+    said = record(local=3, loaded=60, prefill_s=0.7)
+    said.repaired_tokens, said.repair_s = 25, 0.5
+    said.holes.append(2)  # behind the template and a0
+    found = asks(question(), said, HEAD)
+    assert [ask.saved_s for ask in found] == pytest.approx([0.0, 0.4, 0.0])
+
+
+def test_of_a_hole_only_what_the_engine_had_not_itself_was_computed() -> None:
+    said = record(local=23, loaded=40, prefill_s=0.7)
+    said.repaired_tokens, said.repair_s = 10, 0.5
+    said.holes.append(2)
+    found = asks(question(), said, HEAD)
+    assert [ask.saved_s for ask in found] == pytest.approx([0.0, 0.5, 0.0])
+
+
+def test_without_a_template_the_first_segment_is_a_chunk() -> None:
+    said = record(loaded=60, prefill_s=0.7)
+    said.repaired_tokens, said.repair_s = 10, 0.5
+    said.holes.append(0)
+    found = asks(question(head=()), said, HEAD)
+    assert [ask.saved_s for ask in found] == pytest.approx([0.5, 0.0, 0.0])
+
+
 @given(local=st.integers(0, 70), loaded=st.integers(0, 70), exact=st.booleans())
 def test_no_more_is_saved_than_the_question_took(local: int, loaded: int, exact: bool) -> None:
     loaded = min(loaded, 70 - local)

@@ -27,7 +27,10 @@ CAPACITY = 4096
 
 @dataclass(slots=True)
 class Record:
-    """Where a request's time went, in seconds, and where its KV came from."""
+    """Where a request's time went, in seconds, and where its KV came from.
+
+    holes: places of the plan's segments that the repair computed, as nothing of them was held.
+    """
 
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -39,6 +42,7 @@ class Record:
     blended_tokens: int = 0
     repaired_tokens: int = 0
     repair_s: float = 0.0
+    holes: tuple[int, ...] = ()
     miss: str = ""
 
 
@@ -95,6 +99,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             blended_tokens=record.blended_tokens,
             repaired_tokens=record.repaired_tokens,
             repair_s=record.repair_s,
+            holes=record.holes,
             miss=record.miss,
         )
 

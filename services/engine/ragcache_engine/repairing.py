@@ -110,15 +110,7 @@ class Repairer:
                 log.exception("KV of request %s could not be mended", mending.job.request_id)
                 reason = REPAIR_FAILED
             del self._mendings[0]
-            spent_s = time.monotonic() - mending.began
-            exact = max(0, mending.repair.exact_end - mending.job.first)
-            outcome = replace(
-                mending.outcome,
-                reason=reason,
-                blended=max(0, mending.outcome.tokens - exact),
-                repaired=mending.repaired,
-                repair_s=spent_s,
-            )
+            outcome = _outcome(mending, reason)
             mending.trace.set(blended=outcome.blended, repaired=outcome.repaired, miss=reason)
             mending.trace.end()
             ended.append((mending.job, outcome))
@@ -180,3 +172,17 @@ class Repairer:
                 dtype=shape.dtype,
             )
             self._cache.write(zeros, self._cache.slots(job.blocks, hole.start, hole.stop))
+
+
+def _outcome(mending: _Mending, reason: str) -> LoadOutcome:
+    """Of a load that has been mended, holes and all; of one that failed, what came of it."""
+    job, spent_s = mending.job, time.monotonic() - mending.began
+    if reason:
+        return replace(mending.outcome, reason=reason, repair_s=spent_s)
+    return replace(
+        mending.outcome,
+        tokens=job.end - job.first,
+        blended=job.end - max(job.first, mending.repair.exact_end),
+        repaired=mending.repaired,
+        repair_s=spent_s,
+    )

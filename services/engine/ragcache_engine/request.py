@@ -59,6 +59,7 @@ class Request:
     load_failed: bool = False
     pending_load: tuple[int, int] | None = None  # [first, end) promised to vLLM
     loads: Mapping[Tier, int] = field(default_factory=dict)  # bytes of the load under way
+    holes: tuple[range, ...] = ()  # of that load, what nothing was held of
     phase: Phase = Phase.WAITING
     phase_since: float = field(default_factory=time.monotonic)
     record: Record = field(default_factory=Record)
@@ -94,6 +95,14 @@ class Request:
             if (held := (self.stored or {}).get(variant)) is not None:
                 loads[held.tier] += held.info.num_bytes
         return loads
+
+    def places(self, runs: Sequence[range]) -> tuple[int, ...]:
+        """Of the segments that any of these positions are of."""
+        return tuple(
+            place
+            for place, named in enumerate(self.segments)
+            if any(run.start < named.segment.end and named.segment.start < run.stop for run in runs)
+        )
 
     def is_tainted(self, named: NamedSegment) -> bool:
         """Whether a segment leans on what is not exact, or is so itself."""

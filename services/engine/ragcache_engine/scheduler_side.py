@@ -216,6 +216,7 @@ class SchedulerSide:
             )
         )
         request.loads = request.bytes_by_tier(span.variant for span in spans)
+        request.holes = repair.holes if repair is not None else ()
         request.pending_load = None
         if not request.recorded:
             request.record.local_tokens, request.record.loaded_tokens = first, 0
@@ -248,6 +249,8 @@ class SchedulerSide:
                 request.record.blended_tokens = outcome.blended
                 request.record.repaired_tokens = outcome.repaired
                 request.record.repair_s = outcome.repair_s
+                holes = () if outcome.reason else (*request.holes, *outcome.lost)
+                request.record.holes = request.places(holes)
                 request.record.miss = outcome.reason or request.record.miss
             if outcome.reason:
                 # vLLM asks again after a failure; the same answer would loop for ever.

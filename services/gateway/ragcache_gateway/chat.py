@@ -256,7 +256,10 @@ class CacheUse(BaseModel):
     local_tokens: int | None = Field(
         default=None, description="Found in the engine's own prefix cache."
     )
-    loaded_tokens: int | None = Field(default=None, description="Loaded from the cache store.")
+    loaded_tokens: int | None = Field(
+        default=None,
+        description="Loaded from the cache store, and what was repaired between or among them.",
+    )
     loaded_bytes: int | None = None
     blended_tokens: int | None = Field(
         default=None,

@@ -6,6 +6,9 @@ what is put together again and again need not be repaired each time. Under ``exa
 in its own place only; what follows the template most often is one document's chunks, best hit
 first, and what follows those seldom comes again. So there the chunks of the first document are
 asked for, as one.
+
+A blend repairs what it lacks between what it has (a *hole*): that was computed as much as what
+came behind, only in the repair's time.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ def asks(
     prompt, count = question.prompt, len(question.texts)
     at_hand = record.local_tokens + record.loaded_tokens
     token_s = record.prefill_s / max(1, record.prompt_tokens - at_hand)
+    repaired_s = record.repair_s / max(1, record.repaired_tokens)
     starts = (prompt.head, *prompt.chunk_ends)
+    template_segments = 1 if prompt.head else 0  # of the plan, before the chunks'
+    holes = {place - template_segments for place in record.holes}
 
     def prefill(first: int, end: int, mode: Literal["exact", "blend"]) -> Prefill:
         texts, documents = question.texts[first:end], question.documents[first:end]
@@ -64,7 +70,13 @@ def asks(
     def ask(first: int, end: int, mode: Literal["exact", "blend"]) -> Ask:
         start, stop = starts[first], starts[end]
         missing = max(0, stop - max(start, at_hand))
-        return Ask(prefill(first, end, mode), stop - start, missing * token_s)
+        repaired = sum(
+            max(0, min(starts[place + 1], at_hand) - max(starts[place], record.local_tokens))
+            for place in range(first, end)
+            if place in holes
+        )
+        saved_s = missing * token_s + repaired * repaired_s
+        return Ask(prefill(first, end, mode), stop - start, saved_s)
 
     # Else it is the client's own system prompt, behind which nothing is computed ahead.
     is_ours = prompt.token_ids[: prompt.head] == tuple(template)

@@ -167,6 +167,7 @@ class RequestRecord(_message.Message):
     BLENDED_TOKENS_FIELD_NUMBER: _builtins.int
     REPAIRED_TOKENS_FIELD_NUMBER: _builtins.int
     REPAIR_S_FIELD_NUMBER: _builtins.int
+    HOLES_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
     """waiting to be scheduled, before a load and after it"""
@@ -178,7 +179,7 @@ class RequestRecord(_message.Message):
     local_tokens: _builtins.int
     """found in the engine's own prefix cache"""
     loaded_tokens: _builtins.int
-    """loaded from the store"""
+    """loaded from the store, holes between them included"""
     loaded_bytes: _builtins.int
     miss: _builtins.str
     """why no more was loaded; empty when everything planned was"""
@@ -188,6 +189,10 @@ class RequestRecord(_message.Message):
     """computed anew before the request was scheduled"""
     repair_s: _builtins.float
     """of load_s, what that took"""
+    @_builtins.property
+    def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Places in the plan of segments that the repair computed, as nothing of them was held or came."""
+
     def __init__(
         self,
         *,
@@ -203,10 +208,11 @@ class RequestRecord(_message.Message):
         blended_tokens: _builtins.int = ...,
         repaired_tokens: _builtins.int = ...,
         repair_s: _builtins.float = ...,
+        holes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "repair_s", b"repair_s", "repaired_tokens", b"repaired_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "holes", b"holes", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "repair_s", b"repair_s", "repaired_tokens", b"repaired_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
