@@ -89,7 +89,7 @@ def test_a_hole_was_computed_in_the_repair() -> None:
     said = record(local=3, loaded=60, prefill_s=0.7)
     said.repaired_tokens, said.repair_s = 25, 0.5
     said.holes.append(2)  # behind the template and a0
-    found = asks(question(), said, HEAD)
+    *found, _ = asks(question(), said, HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.0, 0.4, 0.0])
 
 
@@ -97,7 +97,7 @@ def test_of_a_hole_only_what_the_engine_had_not_itself_was_computed() -> None:
     said = record(local=23, loaded=40, prefill_s=0.7)
     said.repaired_tokens, said.repair_s = 10, 0.5
     said.holes.append(2)
-    found = asks(question(), said, HEAD)
+    *found, _ = asks(question(), said, HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.0, 0.5, 0.0])
 
 
