@@ -276,7 +276,7 @@ async def test_a_hole_that_questions_meet_again_is_asked_for(site: Site, gateway
     await ask("What is two?")
 
     async def is_asked_for() -> bool:
-        return await asked_for(gateway) == 1
+        return await asked_for(gateway) == 2  # and the context that was repaired with it
 
     await until(is_asked_for)
 

@@ -235,11 +235,12 @@ async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> No
     await asyncio.sleep(0.2)
     assert precomputed(gateway) == []
     await gateway.ask()
-    await until(lambda: len(precomputed(gateway)) == 1)
+    await until(lambda: len(precomputed(gateway)) == 2)
     await asyncio.sleep(0.2)
-    [body] = precomputed(gateway)
+    hole, context = map(plan_of, precomputed(gateway))
     asked = plan_of(gateway.engine.requests[0])
-    assert plan_of(body).segments[1].chunk == asked.segments[2].chunk
+    assert hole.segments[1].chunk == asked.segments[2].chunk
+    assert [s.chunk for s in context.segments] == [s.chunk for s in asked.segments]
 
 
 async def test_what_questions_found_is_not_computed(gateway: World) -> None:
