@@ -66,7 +66,8 @@ class Saver:
 
         parts: waits until value is whole, and gives its parts; None: it is, and nobody knows them.
         """
-        self._submit(job, job.span.variant, partial(self._value, job, origin, value, parts))
+        make = partial(self._value, job, origin, value, parts)
+        self._submit(job, job.span.variant, job.info.num_bytes, make)
 
     def save_observation(self, job: SaveJob, observation: ChunkObservation, cost_s: float) -> None:
         """Take what was seen of a variant that was saved; returns at once.
@@ -85,17 +86,21 @@ class Saver:
             shape=None,
             parts=(Part(len(raw), checksum(raw)),),
         )
-        self._submit(job, key, lambda: (variant, raw))
+        self._submit(job, key, len(raw), lambda: (variant, raw))
 
     def close(self) -> None:
         """Drop what has not been sent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(
-        self, job: SaveJob, key: VariantKey, make: Callable[[], tuple[NewVariant, memoryview]]
+        self,
+        job: SaveJob,
+        key: VariantKey,
+        num_bytes: int,
+        make: Callable[[], tuple[NewVariant, memoryview]],
     ) -> None:
         with self._lock:
-            self._pending[key] = job.info.num_bytes
+            self._pending[key] = num_bytes
         try:
             self._pool.submit(self._put, job, key, make)
         except RuntimeError:  # no thread can be started, or the engine is ending
