@@ -311,6 +311,23 @@ def test_beside_other_requests_a_step_computes_a_slice(blending: Blending) -> No
     made.worker.side.close()
 
 
+def test_what_is_computed_anew_is_in_runs_as_long_as_is_wanted() -> None:
+    made = make(EngineConfig(FixedMembers(()), repair_run_tokens=8))
+    wanted = spans(10, 50, 80, 120)
+    made.worker.store.fill(wanted)
+    made.worker.store.values[key(2)] = Miss.EVICTED
+    strong = {11: 2.0, 48: 3.0, 100: 4.0}
+    chunks = [
+        chunk(a, b, lambda p: strong.get(p, 0.001)) for a, b in ((10, 50), (50, 80), (80, 120))
+    ]
+    how = repair(*chunks, budget=24, scratch=())
+    outcome = made.run(job(wanted, how))
+    # Between what is exact and what did not come, and around what needs it most.
+    assert sorted(made.model.recomputed) == [*range(10, 18), *range(42, 80), *range(96, 104)]
+    assert outcome.repaired == 24 + 30
+    made.worker.side.close()
+
+
 def test_a_repair_nobody_wants_any_more_stops_and_is_reported() -> None:
     made = make(EngineConfig(FixedMembers(()), repair_slice_tokens=16))
     wanted = spans(10, 120)

@@ -695,6 +695,8 @@ def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) 
         ("RAGCACHE_TIER_POLICY", "lru"),
         ("RAGCACHE_REPAIR_SLICE_TOKENS", "0"),
         ("RAGCACHE_REPAIR_SLICE_TOKENS", "many"),
+        ("RAGCACHE_REPAIR_RUN_TOKENS", "0"),
+        ("RAGCACHE_REPAIR_RUN_TOKENS", "1.5"),
         ("RAGCACHE_PLAIN_PREFIXES", "yes"),
         ("RAGCACHE_LAYERWISE", "yes"),
         ("RAGCACHE_HANDOFF_WAIT_S", "long"),
@@ -716,6 +718,7 @@ def test_settings_are_read() -> None:
     given = {
         "RAGCACHE_LOAD": "always",
         "RAGCACHE_REPAIR_SLICE_TOKENS": "64",
+        "RAGCACHE_REPAIR_RUN_TOKENS": "8",
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_HANDOFF_WAIT_S": "1.5",
         "RAGCACHE_LAYERWISE": "on",
@@ -731,7 +734,8 @@ def test_settings_are_read() -> None:
     assert (tiers.host_tier_bytes, tiers.device_pool_bytes) == (4 << 30, 1000)
     assert tiers.tier_policy == "thresholds"
     config = EngineConfig.from_env(env | given)
-    assert (config.load_always, config.repair_slice_tokens) == (True, 64)
+    assert config.load_always
+    assert (config.repair_slice_tokens, config.repair_run_tokens) == (64, 8)
     assert not config.plain_prefixes
     assert config.handoff_wait_s == 1.5
     assert config.layerwise

@@ -127,17 +127,68 @@ def recomputation(
     if any(right.start < left.end for left, right in pairwise(in_place)):
         raise ValueError("chunks do not overlap")
     indices, positions = _in_order(in_place, exact_head)
-    chosen = bytearray(max((chunk.end for chunk in in_place), default=0))
+    rooms = [_Room(max(c.start, exact_head), c.end, c.limit) for c in in_place]
+    return _laid(positions, indices, rooms, budget, run_tokens)
+
+
+def first_of(
+    order: Sequence[int],
+    budget: int,
+    *,
+    run_tokens: int = 1,
+    exact_head: int = 0,
+    done: Sequence[range] = (),
+) -> Recomputation:
+    """The first positions of an order of all tokens (``need``), as many as the budget has.
+
+    order: each position once. exact_head: positions below it are passed over, as they hold exact
+    KV. done: so are these, which are recomputed anyway. run_tokens: runs are this long or longer, 1
+    or more, as of ``recomputation``: around each token that comes up, over borders of chunks, too,
+    a run is laid among the positions that are not passed over. One is shorter only where no more
+    of them follow each other. Up to run_tokens - 1 of the budget stay unspent. Raises ValueError
+    for a budget or a head below 0 and for runs of less than 1.
+    """
+    if budget < 0 or run_tokens < 1 or exact_head < 0:
+        raise ValueError("a budget and a head have 0 tokens or more, a run 1 or more")
+    positions = np.asarray(order, dtype=np.int64)
+    passed = np.asarray([p for run in done for p in run], dtype=np.int64)
+    positions = positions[(positions >= exact_head) & ~np.isin(positions, passed)]
+    rooms = [_Room(run.start, run.stop, len(run)) for run in _runs(_mask(positions))]
+    starts = np.asarray([room.start for room in rooms], dtype=np.int64)
+    indices = np.searchsorted(starts, positions, side="right") - 1
+    return _laid(positions, indices, rooms, budget, run_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Positions [start, end) that runs are laid in, and after how many chosen no more are."""
+
+    start: int
+    end: int
+    limit: int
+
+
+def _laid(
+    positions: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    rooms: Sequence[_Room],
+    budget: int,
+    run_tokens: int,
+) -> Recomputation:
+    """Runs around positions, in the order in which these come up, until the budget ends.
+
+    indices: of each position its room.
+    """
     if run_tokens == 1:  # what follows would come to the same, one token at a time
-        np.frombuffer(chosen, dtype=np.uint8)[positions[:budget]] = 1
-        return Recomputation(tuple(_runs(chosen)))
-    counts = [0] * len(in_place)
+        return Recomputation(tuple(_runs(_mask(positions[:budget]))))
+    chosen = bytearray(max((room.end for room in rooms), default=0))
+    counts = [0] * len(rooms)
     left = budget
     for index, position in zip(indices.tolist(), positions.tolist(), strict=True):
-        chunk = in_place[index]
-        if chosen[position] or counts[index] >= chunk.limit:
+        room = rooms[index]
+        if chosen[position] or counts[index] >= room.limit:
             continue
-        low, high = _run(position, max(chunk.start, exact_head), chunk.end, run_tokens, chosen)
+        low, high = _run(position, room.start, room.end, run_tokens, chosen)
         cost = (high - low) - chosen.count(1, low, high)
         if cost > left:
             break
@@ -147,24 +198,11 @@ def recomputation(
     return Recomputation(tuple(_runs(chosen)))
 
 
-def first_of(
-    order: Sequence[int], budget: int, *, exact_head: int = 0, done: Sequence[range] = ()
-) -> Recomputation:
-    """The first positions of an order of all tokens (``need``), as many as the budget has.
-
-    order: each position once. exact_head: positions below it are passed over, as they hold exact
-    KV. done: so are these, which are recomputed anyway. Raises ValueError for a budget or a head
-    below 0.
-    """
-    if budget < 0 or exact_head < 0:
-        raise ValueError("a budget and a head have 0 tokens or more")
-    positions = np.asarray(order, dtype=np.int64)
-    passed = np.asarray([p for run in done for p in run], dtype=np.int64)
-    positions = positions[(positions >= exact_head) & ~np.isin(positions, passed)]
-    chosen = np.sort(positions[:budget])
-    mask = bytearray(int(chosen[-1]) + 1 if len(chosen) else 0)
-    np.frombuffer(mask, dtype=np.uint8)[chosen] = 1
-    return Recomputation(tuple(_runs(mask)))
+def _mask(positions: NDArray[np.int64]) -> bytearray:
+    """1 at each of the positions, which are in any order."""
+    mask = bytearray(int(positions.max()) + 1 if len(positions) else 0)
+    np.frombuffer(mask, dtype=np.uint8)[positions] = 1
+    return mask
 
 
 def _in_order(

@@ -17,6 +17,9 @@ from ragcache_wire.tracing import otlp_endpoint
 REPAIR_SLICE_TOKENS = 256
 """``bench/interference.py`` says what it does to requests that decode meanwhile."""
 
+REPAIR_RUN_TOKENS = 1
+"""``core/blend/recomputation`` says why."""
+
 _UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 HANDOFF_WAIT_S = 10.0
 """Longer than most prompts take; what has not come by then stands in a queue, or nobody has it."""
@@ -42,7 +45,9 @@ class EngineConfig:
     longer, and what comes of that is exact.
     load_always: load also where computing is predicted to be faster; for measurements and tests.
     repair_slice_tokens: recomputed in one step at most while other requests run, which decode one
-    token in it. question_tokens: that look at chunks before these are repaired, at most.
+    token in it. repair_run_tokens: recomputed next to each other at least, rather than the most
+    needed ones wherever they are. question_tokens: that look at chunks before these are repaired,
+    at most.
     plain_prefixes: load and save exact prefixes of requests that carry no plan.
     host_tier_bytes: of values kept in host memory, pinned where there is a GPU. device_pool_bytes:
     of values kept on the model's device, beside vLLM's own cache. 0: none. tier_policy: what of
@@ -68,6 +73,7 @@ class EngineConfig:
     min_blend_share: float = 0.5
     load_always: bool = False
     repair_slice_tokens: int = REPAIR_SLICE_TOKENS
+    repair_run_tokens: int = REPAIR_RUN_TOKENS
     question_tokens: int = 128
     observe_deadline_s: float = 60.0
     plain_prefixes: bool = True
@@ -93,7 +99,8 @@ class EngineConfig:
             env.get("RAGCACHE_RECORDS_LISTEN") or None,
             plan_keys_from(env),
             load_always=_load(env.get("RAGCACHE_LOAD", "faster")) == "always",
-            repair_slice_tokens=_slice_tokens(env.get("RAGCACHE_REPAIR_SLICE_TOKENS", "")),
+            repair_slice_tokens=_tokens("RAGCACHE_REPAIR_SLICE_TOKENS", env, REPAIR_SLICE_TOKENS),
+            repair_run_tokens=_tokens("RAGCACHE_REPAIR_RUN_TOKENS", env, REPAIR_RUN_TOKENS),
             plain_prefixes=_is_on(
                 "RAGCACHE_PLAIN_PREFIXES", env.get("RAGCACHE_PLAIN_PREFIXES", "on")
             ),
@@ -137,13 +144,12 @@ def _handoff_wait_s(text: str) -> float:
     return seconds
 
 
-def _slice_tokens(text: str) -> int:
+def _tokens(name: str, env: Mapping[str, str], default: int) -> int:
+    text = env.get(name, "")
     if not text:
-        return REPAIR_SLICE_TOKENS
+        return default
     if not (text.isdecimal() and int(text)):
-        raise InvalidInput(
-            "RAGCACHE_REPAIR_SLICE_TOKENS", f"is {text!r}", "set it to 1 or more, or leave it out"
-        )
+        raise InvalidInput(name, f"is {text!r}", "set it to 1 or more, or leave it out")
     return int(text)
 
 

@@ -50,8 +50,9 @@ class Repairer:
     """Mends one load after another. For the worker's main thread only.
 
     slice_tokens: computed in one step at most while other requests run, so that these go on
-    decoding; where none does, a step takes a whole pass. question_tokens: that look, at most.
-    tracer: of repairs that are part of a trace.
+    decoding; where none does, a step takes a whole pass. run_tokens: of what is chosen, so many
+    follow each other at least (``first_of``). question_tokens: that look, at most. tracer: of
+    repairs that are part of a trace.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Repairer:
         recomputer: Recomputer,
         observer: AttentionObserver,
         slice_tokens: int,
+        run_tokens: int,
         question_tokens: int,
         tracer: Tracer | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class Repairer:
         self._recomputer = recomputer
         self._observer = observer
         self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
+        self._run_tokens = run_tokens
         self._question_tokens = question_tokens
         self._tracer = tracer or Tracer()
         self._mendings: list[_Mending] = []
@@ -137,7 +140,13 @@ class Repairer:
         question = self._question(job, repair)
         order = by_need(repair.chunks, self._regard(job, repair, question))
         # Holes are computed whatever is chosen, so they take nothing of the budget.
-        chosen = first_of(order, repair.budget, exact_head=job.first, done=holes)
+        chosen = first_of(
+            order,
+            repair.budget,
+            run_tokens=self._run_tokens,
+            exact_head=job.first,
+            done=holes,
+        )
         mending.runs = merged([*chosen.runs, *holes])
         return len(question)
 

@@ -96,6 +96,7 @@ class WorkerSide:
                 recomputer,
                 observer,
                 config.repair_slice_tokens,
+                config.repair_run_tokens,
                 config.question_tokens,
                 tracer,
             )
