@@ -12,8 +12,12 @@ largest gap; the share recomputed says what that saves. Full recomputation is wh
 with. To see what the question looks at, its tokens are computed once more, before anything is
 repaired; they are not among the recomputed ones that are counted.
 
+"Runs of" so many tokens are ours laid in runs of that length or longer (``first_of``), in the
+result by_run_tokens. ``bench/repair_runs.py`` has what that saves.
+
 Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full recomputation, KL
-from its distribution of the answer's first token, and the share of context tokens recomputed.
+from its distribution of the answer's first token, the share of context tokens recomputed, and in
+how many runs.
 
 --foreign does the same with text that nobody trained on and a model of random weights, sharp enough
 for attention that is not uniform: paragraphs of MuSiQue, eight to a prompt, each captured behind
@@ -30,6 +34,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -56,6 +61,7 @@ from ragcache_core.blend.recomputation import (
 from ragcache_core.blend.rouge import rouge_l
 from ragcache_core.blend.slices import slices
 from ragcache_core.keys import KEY_BYTES, VariantKey
+from ragcache_engine.config import REPAIR_RUN_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +79,9 @@ KINDS = ("single", "two_step")
 
 NEIGHBOURS = (2, 5)
 """Chunks before the one that is captured: from, to."""
+
+RUN_BUDGETS = (0.1, 0.2)
+RUN_TOKENS = (1, 2, 4, 8, 16, 32)
 
 FOCUS_BUDGET = 0.2
 WINDOW = 2
@@ -118,6 +127,7 @@ class Score:
     rouge: float = 0.0
     kl: float = 0.0
     recomputed: float = 0.0
+    runs: int = 0
     same: int = 0
 
     def row(self) -> dict[str, float]:
@@ -128,6 +138,7 @@ class Score:
             "rouge_l": round(self.rouge / n, 4),
             "kl": round(self.kl / n, 4),
             "recomputed": round(self.recomputed / n, 4),
+            "runs": round(self.runs / n, 1),
             "same_tokens": round(self.same / n, 4),
         }
 
@@ -296,6 +307,11 @@ class Trial:
         """Tokens of all chunks."""
         return self.end - len(self.case.head)
 
+    @property
+    def table(self) -> list[int]:
+        """Blocks that chunks are placed in."""
+        return self.lab.table(2)
+
     def share(self, runs: Sequence[range]) -> float:
         """Of all chunks' tokens."""
         return sum(len(run) for run in runs) / self.context_tokens
@@ -316,15 +332,16 @@ class Trial:
 
     def _placed(self) -> list[int]:
         """The head computed, chunks placed."""
-        table = self.lab.table(2)
+        table = self.table
         self.lab.recomputer.recompute(self.token_ids, table, [range(len(self.case.head))])
         for captured, start in zip(self.captured, self.starts, strict=True):
             self.lab.place(table, captured, start)
         return table
 
-    def ours(self, budget: int) -> tuple[range, ...]:
+    def ours(self, budget: int, run_tokens: int = REPAIR_RUN_TOKENS) -> tuple[range, ...]:
         """Those under the most influence that the question looks at."""
-        return first_of(by_need(self._influenced, self.regard), budget).runs
+        order = by_need(self._influenced, self.regard)
+        return first_of(order, budget, run_tokens=run_tokens).runs
 
     def influence(self, budget: int) -> tuple[range, ...]:
         """Those under the most influence."""
@@ -429,20 +446,34 @@ def work(worker: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
         ]
         trial = Trial(lab, case, captured, rng)
         full = trial.full()
-        answers = {"full": (full, 1.0), "naive": (trial.reuse(()), 0.0)}
+        answers: dict[str, tuple[Answer, Sequence[range]]] = {
+            "full": (full, [range(len(case.head), trial.end)]),
+            "naive": (trial.reuse(()), ()),
+        }
         for name, choose in METHODS.items():
             for share in BUDGETS if name == "ours" else BUDGETS[:-1]:  # all tokens are all tokens
                 runs = choose(trial, budget_tokens(share, trial.context_tokens))
-                answers[f"{name} {share:.0%}"] = trial.reuse(runs), trial.share(runs)
+                answers[f"{name} {share:.0%}"] = trial.reuse(runs), runs
+        for share, length in product(RUN_BUDGETS, RUN_TOKENS):
+            if (name := name_of_runs(share, length)) not in answers:
+                runs = trial.ours(budget_tokens(share, trial.context_tokens), length)
+                answers[name] = trial.reuse(runs), runs
         for name, cut in CUTS.items():
             runs = trial.focused(budget_tokens(FOCUS_BUDGET, trial.context_tokens), cut)
-            answers[f"focused, {name} {FOCUS_BUDGET:.0%}"] = trial.reuse(runs), trial.share(runs)
-        for name, (answer, taken) in answers.items():
+            answers[f"focused, {name} {FOCUS_BUDGET:.0%}"] = trial.reuse(runs), runs
+        for name, (answer, runs) in answers.items():
             assert case.question is not None
             for group in (name, f"{name}, {case.question.kind}"):
                 _note(scores[group], case.question, full, answer, tokenizer.decode)
-                scores[group].recomputed += taken
+                scores[group].recomputed += trial.share(runs)
+                scores[group].runs += len(runs)
     return {name: score.row() for name, score in scores.items()}
+
+
+def name_of_runs(share: float, run_tokens: int) -> str:
+    """What ours is called by its budget and the length of its runs."""
+    name = f"ours {share:.0%}"
+    return name if run_tokens == REPAIR_RUN_TOKENS else f"{name}, runs of {run_tokens}"
 
 
 def _note(
@@ -553,6 +584,10 @@ def main() -> None:
         "cache_craft_minus_random_at_20pct": round(
             rows["Cache-Craft 20%"]["exact_match"] - rows["random 20%"]["exact_match"], 4
         ),
+        "by_run_tokens": {
+            f"{share:.0%}": {str(k): rows[name_of_runs(share, k)] for k in RUN_TOKENS}
+            for share in RUN_BUDGETS
+        },
         "tokens_equal_at_100pct": math.isclose(rows["ours 100%"]["same_tokens"], 1.0),
         "full_exact_match": rows["full"]["exact_match"],
         "questions": count,
