@@ -18,7 +18,7 @@ REPAIR_SLICE_TOKENS = 256
 """``bench/interference.py`` says what it does to requests that decode meanwhile."""
 
 REPAIR_RUN_TOKENS = 1
-"""``core/blend/recomputation`` says why."""
+"""``bench/repair_runs.py`` says what longer runs save, ``bench/blend_quality.py`` what is lost."""
 
 _UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 HANDOFF_WAIT_S = 10.0
