@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
-from tests.cluster import binaries
+from tests.cluster import binaries, packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster, start_cluster
 from tests.cluster.control_plane import ControlPlane, start_control_plane
@@ -18,6 +20,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     needing = {"control_plane", "cluster"}
     if any(needing.intersection(getattr(item, "fixturenames", ())) for item in session.items):
         binaries.main()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def layers_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make images' layers beside the tests that need none; who needs some waits for the rest."""
+    needed = any(item.get_closest_marker("images") for item in request.session.items)
+    with ExitStack() as stack:
+        with suppress(Unavailable):  # the tests that need them say so
+            if needed:
+                packages.require(packages.IMAGES)  # here, as one process at a time may install
+                words = [sys.executable, "-m", "tests.cluster.layers"]
+                making = stack.enter_context(subprocess.Popen(words))
+                stack.callback(making.terminate)
+        yield
 
 
 @pytest.fixture(scope="session")

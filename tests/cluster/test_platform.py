@@ -31,7 +31,7 @@ from tests.cluster.platform import (
 )
 from tests.cluster.timeline import step
 
-pytestmark = [pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
 
 _VOLUMES = 6
 _KEPT = {

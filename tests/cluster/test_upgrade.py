@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from tests.cluster.platform import (
 from tests.cluster.releases import previous_release
 from tests.cluster.timeline import step
 
-pytestmark = [pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.images, pytest.mark.timeout(1800)]
 
 _PAUSE_S = 4
 """Between two questions. For a second after each, vLLM's worker spins on the core that it is bound
@@ -61,18 +62,20 @@ def test_a_running_platform_keeps_answering_through_an_upgrade(
     except Unavailable as reason:
         skip(reason)
     bring_images(cluster, checkout)
-    bring_images(cluster)
     cluster.make_volumes(3, "20Gi")
     make_namespace(cluster)
     platform = Platform(cluster)
     book = handbook()
     with step(f"operator {version} installed"):
         _install(checkout / "charts" / RELEASE, platform.kubeconfig)
-    with step("from apply to Ready"):
+    # Images of this release are not needed before the upgrade.
+    with ThreadPoolExecutor(1) as beside, step("from apply to Ready, and images"):
+        bringing = beside.submit(bring_images, cluster)
         # Half a core, so that the next engine finds room beside this one on two.
         engine = {"name": "main", "kvMemory": "1Gi", "resources": {"cpu": "500m"}}
         cluster.apply(quickstart(engines=[engine]))
         platform.wait_settled("ready RagCache")
+        bringing.result()
     cluster.apply(*collection_of_config_map(book))
     cluster.wait_until(
         lambda: platform.status("ragcollection", COLLECTION).get("documents") == DOCUMENTS,

@@ -36,6 +36,11 @@ class Image:
     recipe: Recipe
     layers: tuple[Layer, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes of its layers."""
+        return sum(layer.size for layer in self.layers)
+
     def write(self, file: IO[bytes]) -> None:
         """Write the archive; file need not seek."""
         config, manifest, index = self._documents()
