@@ -29,6 +29,10 @@ MISSED_BEFORE = 0.5
 What a question had to compute, its engine saves; a second miss says that this came to nothing, or
 did not last."""
 
+PATIENCE = 3.0
+"""How many times more misses it takes each time that a prefill was done with. What stays, questions
+find; what is computed and missed again, the store does not keep."""
+
 MAX_AGE_MS = 86_400_000
 """A day, in which an idle hour comes. What waits longer is forgotten: a delete that another gateway
 was told of is not known here."""
@@ -79,11 +83,15 @@ _Place = tuple[float, int, bytes]
 
 @dataclass(slots=True)
 class _Demand:
-    """log2 of decayed sums, as of time 0 so that they need no upkeep, and of saved_s by token."""
+    """log2 of decayed sums, as of time 0 so that they need no upkeep, and of saved_s by token.
+
+    misses: since it was last done with. times: that it was.
+    """
 
     uses: float = _NEVER
     misses: float = _NEVER
     saved_s: float = _NEVER
+    times: int = 0
 
 
 class PrecomputeQueue:
@@ -129,19 +137,20 @@ class PrecomputeQueue:
         where their KV was there. Chunks of a document that was deleted since the search are left
         alone.
         """
-        if self._deletes.cover(prefill.documents, prefill.planned_at_ms):
+        if self.is_forgotten(prefill):
             return []
         name = prefill.name
         demand = self._demand.setdefault(name, _Demand())
         self._demand.move_to_end(name)
         if len(self._demand) > self._most_known:
             self._demand.popitem(last=False)
-        missed_before = 2.0 ** (demand.misses - now / self._half_life_s)
+        missed_before = demand.misses - now / self._half_life_s
+        wanted = math.log2(MISSED_BEFORE) + demand.times * math.log2(PATIENCE)
         demand.uses = self._with_one_more(demand.uses, now)
         if saved_s > 0:
             demand.misses = self._with_one_more(demand.misses, now)
             demand.saved_s = math.log2(saved_s / num_tokens)
-        if name in self._waiting or (saved_s > 0 and missed_before >= MISSED_BEFORE):
+        if name in self._waiting or (saved_s > 0 and missed_before >= wanted):
             return self._put(prefill)
         return []
 
@@ -155,9 +164,16 @@ class PrecomputeQueue:
         return None
 
     def remove(self, prefill: Prefill) -> None:
-        """It need not wait any more."""
+        """It is done with, whatever became of it."""
         if prefill.name in self._waiting:
             self._take(prefill.name)
+        if (demand := self._demand.get(prefill.name)) is not None:
+            demand.misses = _NEVER
+            demand.times += 1
+
+    def is_forgotten(self, prefill: Prefill) -> bool:
+        """Whether a document of it was deleted since it was planned."""
+        return self._deletes.cover(prefill.documents, prefill.planned_at_ms)
 
     def forget(self, document: str, at_ms: int) -> int:
         """A document is gone, or another one is in its place; how many of its prefills waited.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcache_core.precompute_queue import MAX_AGE_MS, PrecomputeQueue, Prefill
+from ragcache_core.precompute_queue import (
+    MAX_AGE_MS,
+    MISSED_BEFORE,
+    PATIENCE,
+    PrecomputeQueue,
+    Prefill,
+)
 
 HALF_LIFE_S = 100.0
 TOKENS = 10
@@ -107,6 +114,19 @@ def test_of_equal_uses_that_which_costs_questions_more_by_token_comes_first() ->
         waiting.ask(chunk("long"), 0.0, num_tokens=100, saved_s=2.0)
         waiting.ask(chunk("dear"), 0.0, num_tokens=10, saved_s=1.0)
     assert drained(waiting) == ["dear", "long"]
+
+
+def test_what_does_not_stay_is_computed_less_and_less_often() -> None:
+    waiting = queue()
+    computed = []
+    for visit in range(200):
+        miss(waiting, chunk("a"))
+        if drained(waiting):
+            computed.append(visit)
+    assert computed[0] == 1
+    gaps = [later - earlier for earlier, later in pairwise(computed)]
+    assert len(gaps) > 2
+    assert all(later >= 2 * earlier for earlier, later in pairwise(gaps))
 
 
 def test_old_uses_fade() -> None:
@@ -229,6 +249,7 @@ class Shaken(RuleBasedStateMachine):
         self.waiting: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.uses: dict[str, list[float]] = defaultdict(list)
         self.misses: dict[str, list[float]] = defaultdict(list)
+        self.times: dict[str, int] = defaultdict(int)
         self.saved_s: dict[str, float] = {}
 
     def decayed(self, times: list[float]) -> float:
@@ -264,7 +285,8 @@ class Shaken(RuleBasedStateMachine):
         if saved_s:
             self.misses[text].append(self.now)
             self.saved_s[text] = saved_s
-        if text in self.waiting or (saved_s and missed_before >= 0.5):
+        wanted = MISSED_BEFORE * PATIENCE ** self.times[text]
+        if text in self.waiting or (saved_s and missed_before >= wanted):
             self.put(text, documents)
 
     @rule()
@@ -276,6 +298,9 @@ class Shaken(RuleBasedStateMachine):
             assert one.prefill.texts == (best,)
             self.queue.remove(one.prefill)
             del self.waiting[best]
+            if self.uses[best]:
+                self.misses[best] = []
+                self.times[best] += 1
 
     @rule(document=DOCUMENTS)
     def forget(self, document: str) -> None:
@@ -287,6 +312,7 @@ class Shaken(RuleBasedStateMachine):
             self.uses.pop(text, None)
             self.misses.pop(text, None)
             self.saved_s.pop(text, None)
+            self.times.pop(text, None)
 
     @invariant()
     def books_agree(self) -> None:

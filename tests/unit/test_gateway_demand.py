@@ -24,19 +24,20 @@ def question(mode: Literal["exact", "blend"] = "blend", head: tuple[int, ...] = 
 
 
 def record(
-    *, local: int = 0, loaded: int = 0, prefill_s: float = 7.0, repair_s: float = 0.0
+    *, local: int = 0, loaded: int = 0, prefill_s: float = 7.0, repaired: int = 0
 ) -> RequestRecord:
     return RequestRecord(
         prompt_tokens=70,
         local_tokens=local,
         loaded_tokens=loaded,
         prefill_s=prefill_s,
-        repair_s=repair_s,
+        repaired_tokens=repaired,
+        repair_s=0.02 * repaired,
     )
 
 
 def test_under_blend_each_chunk_is_asked_for_by_itself() -> None:
-    *found, _ = asks(question(), record(), HEAD)
+    found = asks(question(), record(), HEAD)
     assert [ask.prefill.texts for ask in found] == [("a0",), ("a1",), ("b0",)]
     assert [ask.prefill.documents for ask in found] == [(name,) for name in DOCUMENTS]
     assert {ask.prefill.mode for ask in found} == {"blend"}
@@ -46,22 +47,26 @@ def test_under_blend_each_chunk_is_asked_for_by_itself() -> None:
 
 
 def test_a_context_that_was_repaired_is_asked_for_as_it_stands() -> None:
-    *_, whole = asks(question(), record(loaded=63, repair_s=0.5), HEAD)
+    *_, whole = asks(question(), record(loaded=43, prefill_s=2.7, repaired=25), HEAD)
     assert whole.prefill.texts == TEXTS
     assert whole.prefill.documents == DOCUMENTS
     assert whole.prefill.mode == "exact"
     assert whole.num_tokens == sum(SIZES)
-    assert whole.saved_s == 0.5
+    assert whole.saved_s == pytest.approx(0.5 + 2.0)
 
 
-def test_one_chunk_alone_is_asked_for_once() -> None:
+def test_one_of_a_single_chunk_is_too() -> None:
     one = Question("blend", assemble(HEAD, [[7] * 10], [9]), ("a0",), ("a.md",), 123)
-    [ask] = asks(one, record(repair_s=0.5), HEAD)
-    assert ask.prefill.mode == "blend"
+    assert [ask.prefill.mode for ask in asks(one, record(), HEAD)] == ["blend"]
+    found = asks(one, record(loaded=13, repaired=2), HEAD)
+    assert [(ask.prefill.mode, ask.saved_s > 0) for ask in found] == [
+        ("blend", False),
+        ("exact", True),
+    ]
 
 
 def test_what_was_at_hand_was_not_computed() -> None:
-    *found, _ = asks(question(), record(local=3, loaded=20, prefill_s=4.7), HEAD)
+    found = asks(question(), record(local=3, loaded=20, prefill_s=4.7), HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.0, 1.0, 3.0])
 
 
@@ -75,7 +80,7 @@ def test_under_exact_the_first_documents_chunks_are_one() -> None:
 
 def test_behind_another_system_prompt_only_a_blend_has_a_use_for_it() -> None:
     assert asks(question("exact", head=(4, 5)), record(), HEAD) == []
-    found = asks(question("blend", head=(4, 5)), record(repair_s=0.5), HEAD)
+    found = asks(question("blend", head=(4, 5)), record(repaired=25), HEAD)
     assert [ask.prefill.texts for ask in found] == [("a0",), ("a1",), ("b0",)]
 
 

@@ -198,7 +198,7 @@ class _Influence(Watch):
 
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
         others, last = self._others, self._cache.num_layers - 1
-        _, values = self._cache.layer(index, self._blocks, others.start, others.stop)
+        values = self._cache.values(index, self._blocks, others.start, others.stop)
         values = values.float()
         member = self._member.to(values.device)
         mass, added = [], []

@@ -118,13 +118,15 @@ class PagedCache:
 
         On the device.
         """
-        return self._tokens(index, 0, blocks, start, end), self._tokens(
-            index, 1, blocks, start, end
-        )
+        return self.keys(index, blocks, start, end), self.values(index, blocks, start, end)
 
     def keys(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Keys alone, as ``layer`` has them."""
         return self._tokens(index, 0, blocks, start, end)
+
+    def values(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Values alone, as ``layer`` has them."""
+        return self._tokens(index, 1, blocks, start, end)
 
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
@@ -141,8 +143,12 @@ class PagedCache:
         size = shape.block_size
         first = start // size
         table = torch.tensor(blocks[first : -(-end // size)], dtype=torch.int64)
-        halves = cache[table.to(self.device)][..., which * shape.head_dim :][..., : shape.head_dim]
-        tokens = halves.transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)
+        halves = cache[..., which * shape.head_dim : (which + 1) * shape.head_dim]
+        tokens = (
+            halves[table.to(self.device)]
+            .transpose(1, 2)
+            .reshape(-1, shape.num_kv_heads, shape.head_dim)
+        )
         inside: torch.Tensor = tokens[start - first * size : end - first * size]
         return inside
 

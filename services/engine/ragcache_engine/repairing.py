@@ -114,7 +114,7 @@ class Repairer:
                 reason = REPAIR_FAILED
             del self._mendings[0]
             outcome = _outcome(mending, reason)
-            mending.trace.set(blended=outcome.blended, repaired=outcome.repaired, miss=reason)
+            mending.trace.set(blended=outcome.blended, repaired=mending.repaired, miss=reason)
             mending.trace.end()
             ended.append((mending.job, outcome))
         return ended

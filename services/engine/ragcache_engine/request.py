@@ -97,7 +97,7 @@ class Request:
         return loads
 
     def places(self, runs: Sequence[range]) -> tuple[int, ...]:
-        """Of the segments that any of these positions are of."""
+        """Of the segments that any of these runs overlaps."""
         return tuple(
             place
             for place, named in enumerate(self.segments)

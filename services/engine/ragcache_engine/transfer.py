@@ -149,8 +149,8 @@ class StepJobs:
 class LoadOutcome:
     """What became of a LoadJob.
 
-    tokens: loaded and used, those that were repaired among them, be it that nothing of them was
-    held or came. num_bytes: fetched for them.
+    tokens: loaded and used, those that were repaired among them, holes and what did not come
+    included. num_bytes: fetched for them.
     missing: the first variant that did not come, or None. reason: why it failed, or "".
     lost: what did not come of a load that is mended. blended: of tokens, those that are not exact.
     repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.

@@ -83,9 +83,10 @@ def asks(
     found = []
     if question.mode == "blend":
         found = [ask(place, place + 1, "blend") for place in range(count)]
-        if is_ours and count > 1:  # one alone is what its own prefill computes
-            whole = prefill(0, count, "exact")
-            found.append(Ask(whole, starts[count] - starts[0], record.repair_s))
+        if is_ours and record.repaired_tokens:
+            missing = max(0, starts[count] - at_hand)
+            saved_s = record.repair_s + missing * token_s
+            found.append(Ask(prefill(0, count, "exact"), starts[count] - starts[0], saved_s))
     elif is_ours and count:
         others = (n for n in range(count) if question.documents[n] != question.documents[0])
         found.append(ask(0, next(others, count), "exact"))

@@ -38,6 +38,16 @@ class NotReached(Unavailable):
     """Nothing of the request has reached the engine."""
 
 
+class Late(Unavailable):
+    """No first token came in time: the engine may only have too much else to do."""
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an engine failed on a request that it had."""
+    failed = isinstance(error, Unavailable) and error.part == PART
+    return failed and not isinstance(error, (NotReached, Late))
+
+
 class Completion:
     """The events of one running completion. After the last piece usage is set, if it came.
 

@@ -13,7 +13,7 @@ from typing import Any
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.completion import PART
 from ragcache_gateway.config import Config, EngineName
-from ragcache_gateway.engine import Completion, Engine, NotReached, watch
+from ragcache_gateway.engine import Completion, Engine, Late, NotReached, watch
 from ragcache_gateway.metrics import Metrics
 from ragcache_gateway.resolving import host_and_port, resolve
 from ragcache_wire.tracing import Tracer
@@ -130,9 +130,9 @@ class Engines:
         except TimeoutError:
             raise self._late() from None
 
-    def _late(self) -> Unavailable:
+    def _late(self) -> Late:
         timeout_s = self._config.first_token_timeout_s
-        return Unavailable(PART, f"no first token came within {timeout_s:g} s")
+        return Late(PART, f"no first token came within {timeout_s:g} s")
 
     def _well(self, tried: Sequence[Engine]) -> list[Engine]:
         return [e for e in self._watched if e.failure is None and e not in tried]

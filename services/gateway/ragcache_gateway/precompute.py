@@ -27,16 +27,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import ReusePlan, document_name
 from ragcache_core.precompute_queue import PrecomputeQueue, Prefill, Waiting
 from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.reuse import checked_segments, longest_exact_chain
 from ragcache_core.storing import Want
-from ragcache_gateway.completion import PART, transfer_params
+from ragcache_gateway.completion import transfer_params
 from ragcache_gateway.demand import Question, asks
-from ragcache_gateway.engine import Engine
+from ragcache_gateway.engine import Engine, is_lost
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.idle import LOWEST_PRIORITY, IdleTime
 from ragcache_gateway.metrics import Metrics
@@ -83,6 +83,10 @@ class Target:
     domain: str
     template: Frame
     reuse: Literal["exact", "blend"]
+
+
+class _Forgotten(Exception):
+    """A document of a prefill was deleted meanwhile."""
 
 
 class Precompute:
@@ -176,6 +180,9 @@ class Precompute:
                 continue
             try:
                 outcome = await self._compute(one.prefill)
+            except _Forgotten:
+                self._note()
+                continue
             except InvalidInput as error:
                 log.warning("%s is not precomputed: %s", _what(one.prefill), error)
                 outcome = "refused"
@@ -198,7 +205,7 @@ class Precompute:
 
     def _is_given_up(self, prefill: Prefill, error: RagCacheError) -> bool:
         """Whether it is left to its first visitor, as it may be what engines are lost over."""
-        if isinstance(error, Unavailable) and error.part == PART:
+        if is_lost(error):
             self._lost[prefill.name] += 1
         return self._lost[prefill.name] >= MAX_LOST
 
@@ -208,7 +215,7 @@ class Precompute:
         await asyncio.sleep(min(RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures - 1, 30)))
 
     async def _compute(self, prefill: Prefill) -> str:
-        """Have it computed unless it is stored. Raises Unavailable, InvalidInput."""
+        """Have it computed unless it is stored. Raises Unavailable, InvalidInput, _Forgotten."""
         loop = asyncio.get_running_loop()
         chunks = await loop.run_in_executor(self._tokenizing, self._encode, prefill.texts)
         template = self._target.template
@@ -223,6 +230,8 @@ class Precompute:
         for piece in pieces(prompt, step_tokens // STEP_SHARE):
             plan = self._plan(prefill, piece)
             async with self._idle.turn(), AsyncExitStack() as stack:
+                if self._queue.is_forgotten(prefill):
+                    raise _Forgotten
                 body = {
                     "model": self._target.model,
                     "prompt": list(piece.token_ids),
@@ -236,7 +245,7 @@ class Precompute:
                 async for _ in completion.pieces():
                     pass
             if piece is not prompt and await _computed_tokens(engine, plan.request) > step_tokens:
-                log.info("%s does not keep what it computes of %s", engine.address, plan.request)
+                log.info("%s does not keep %s", engine.address, _what(prefill))
                 return "evicted"
         return "computed"
 
@@ -288,7 +297,7 @@ def pieces(prompt: Prompt, most_tokens: int) -> list[Prompt]:
 
 def _what(prefill: Prefill) -> str:
     """A prefill, for a log."""
-    return f"KV of {len(prefill.texts)} chunks of {', '.join(sorted(set(prefill.documents)))}"
+    return f"KV of {', '.join(sorted(set(prefill.documents)))} (chunks: {len(prefill.texts)})"
 
 
 async def _step_tokens(engine: Engine) -> int:

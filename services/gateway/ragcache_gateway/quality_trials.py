@@ -26,7 +26,7 @@ from ragcache_core.keys import KVSpace
 from ragcache_core.plan import document_name
 from ragcache_core.prompt import plan_blend, plan_compute
 from ragcache_gateway.completion import PART, transfer_params
-from ragcache_gateway.engine import Completion, Engine
+from ragcache_gateway.engine import Completion, Engine, is_lost
 from ragcache_gateway.engines import Engines
 from ragcache_gateway.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleTime
 from ragcache_gateway.metrics import Metrics
@@ -144,8 +144,7 @@ class QualityTrials:
             self._control.drop(replay)
         except RagCacheError as error:
             log.info("trials wait: %s", error)
-            is_lost = isinstance(error, Unavailable) and error.part == PART
-            if not (is_lost and self._control.lose(replay)):
+            if not (is_lost(error) and self._control.lose(replay)):
                 return RETRY_S
             outcome = "failed"
         except Exception:
@@ -201,7 +200,10 @@ class QualityTrials:
                 said.append(piece.text)
                 if self._idle.is_over:
                     raise _Interrupted
-        return "".join(said), await engine.request_record(request)
+        try:
+            return "".join(said), await engine.request_record(request)
+        except Unavailable as error:
+            raise Unavailable(f"record of an {PART}", str(error)) from error
 
     async def _first_token(
         self, engine: Engine, body: dict[str, Any], stack: AsyncExitStack
