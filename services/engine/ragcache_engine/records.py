@@ -29,7 +29,7 @@ CAPACITY = 4096
 class Record:
     """Where a request's time went, in seconds, and where its KV came from.
 
-    holes: places of the plan's segments that the repair computed, as nothing of them was held, or came.
+    holes: places of the plan's segments that the repair computed: nothing of them was held or came.
     """
 
     queue_s: float = 0.0
