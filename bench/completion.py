@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,8 @@ def complete(
     with httpx.stream("POST", address, json=body, headers=headers, timeout=TIMEOUT_S) as reply:
         if reply.status_code != 200:
             raise RuntimeError(f"the engine said {reply.status_code}: {reply.read()!r}")
-        for line in reply.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+        for event in events(reply):
+            choice = event["choices"][0]
             ids = choice.get("token_ids") or []
             if ids and first is None:
                 first = time.monotonic()
@@ -74,6 +72,20 @@ def complete(
     if first is None:
         raise RuntimeError("the engine generated no token")
     return Completion(first - started, tuple(tokens))
+
+
+def events(reply: httpx.Response) -> Iterator[Any]:
+    """What a stream of events says, without its end.
+
+    Lines end where HTTP says: text that a model of random weights makes up may have other things
+    in it that Python takes for the end of a line.
+    """
+    rest = b""
+    for part in reply.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def record_of(engine: Engine, request: str) -> engine_pb2.RequestRecord:
