@@ -39,9 +39,10 @@ from bench.processes import running_cachestore
 from ragcache_core.errors import Unavailable
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, Want
-from ragcache_core.variant import Miss, Origin, Part, Provenance, VariantInfo
+from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_kv.store.client import StoreClient
 from ragcache_kv.store.lane_protocol import Channel, Kind
+from ragcache_kv.store.outgoing import Whole
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
@@ -96,15 +97,20 @@ class Values:
         """The bytes."""
         return self._raw[number % len(SIZES)]
 
+    def outgoing(self, number: int) -> Whole:
+        """The bytes as they are put."""
+        digest = self._sums[number % len(SIZES)]
+        return Whole(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
+
     def variant(self, number: int, as_of: AsOf) -> NewVariant:
         """What is told of them."""
-        size, digest = SIZES[number % len(SIZES)], self._sums[number % len(SIZES)]
+        size = SIZES[number % len(SIZES)]
         return NewVariant(
             key(number),
             VariantInfo(256, size, 0, Provenance(exact=True)),
-            Origin(document=f"document {number}", cost_s=0.01 * (1 + number % 7)),
+            Origin(document=f"document {number}"),
             None,
-            (Part(size, digest),),
+            (size,),
             as_of=as_of,
         )
 
@@ -173,7 +179,7 @@ class Soak:
         ack = Ack.DURABLE if rng.random() < 0.2 else Ack.ACCEPTED
         # As an engine does: look first, so that what was deleted before may be put again.
         as_of = client.lookup([Want.of(key(number))], TIMEOUT_S).as_of
-        variant, value = self._values.variant(number, as_of), self._values.of(number)
+        variant, value = self._values.variant(number, as_of), self._values.outgoing(number)
         outcome = client.put(variant, value, TIMEOUT_S, ack)
         self.tally.note(f"put {outcome}")
 

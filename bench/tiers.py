@@ -35,11 +35,12 @@ from ragcache_engine.blender import Blender
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair, Span, StepJobs
-from ragcache_engine.values import native_bytes, native_parts, shape_of
+from ragcache_engine.values import native_bytes, shape_of
 from ragcache_engine.worker_side import WorkerSide
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
+from ragcache_kv.store.outgoing import Whole
 from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.value import FORMAT, value_bytes
+from ragcache_kv.value import FORMAT, value_bytes, value_parts
 from ragcache_wire.members import FixedMembers
 
 SPACE = KVSpace("bench", num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16")
@@ -155,9 +156,9 @@ def put_all(address: str) -> list[VariantKey]:
         dims = (SPACE.num_layers, 2, tokens, SPACE.num_kv_heads, SPACE.head_dim)
         raw = native_bytes(torch.randn(dims).bfloat16())
         info = VariantInfo(tokens, len(raw), start, Provenance(exact=True))
-        parts = native_parts(raw, SPACE, tokens)
-        origin = Origin(domain=DOMAIN)
-        client.put(NewVariant(key, info, origin, shape_of(SPACE), parts, FORMAT), raw, TIMEOUT_S)
+        sizes, origin = value_parts(SPACE, tokens), Origin(domain=DOMAIN)
+        new = NewVariant(key, info, origin, shape_of(SPACE), sizes, FORMAT)
+        client.put(new, Whole.summed_up(raw, sizes), TIMEOUT_S)
         keys.append(key)
         start += tokens
     client.close()

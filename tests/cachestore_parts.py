@@ -19,7 +19,7 @@ from ragcache_cachestore.lane_server import LaneServer
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, AsOf, NewVariant, PutOutcome
+from ragcache_core.storing import Ack, AsOf, Completion, NewVariant, PutOutcome
 from ragcache_core.variant import (
     Miss,
     Origin,
@@ -30,6 +30,7 @@ from ragcache_core.variant import (
     VariantInfo,
 )
 from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.outgoing import Whole
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
@@ -82,10 +83,21 @@ def variant(
         info=info(len(raw), exact=exact, precision=precision),
         origin=origin or Origin(),
         shape=shape,
-        parts=parts_of(raw, num_parts),
+        part_bytes=tuple([part.num_bytes for part in parts_of(raw, num_parts)]),
         value_format=1,
         as_of=as_of or AsOf(),
     )
+
+
+def whole(variant: NewVariant, raw: bytes | memoryview) -> Whole:
+    """A value as it is put, with the checksums it has."""
+    return Whole.summed_up(memoryview(raw), variant.part_bytes, variant.origin.cost_s)
+
+
+def completion(variant: NewVariant, raw: bytes | memoryview) -> Completion:
+    """What is said of a value after its last byte."""
+    sums = tuple(whole(variant, raw).wait(0, 0.0))
+    return Completion(sums, variant.origin.cost_s)
 
 
 def fill(views: Sequence[memoryview], raw: bytes) -> None:
@@ -106,7 +118,7 @@ def put(
         return arrival
     with arrival:
         fill(arrival.views, raw)
-        return arrival.commit(ack)
+        return arrival.commit(completion(arrival.new, raw), ack)
 
 
 def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "") -> bytes | Miss:
@@ -230,7 +242,8 @@ def put_value(
 ) -> PutOutcome:
     """Put through the client, having seen every delete so far."""
     about.setdefault("as_of", client.lookup([]).as_of)
-    return client.put(variant(key, raw, **about), memoryview(raw), TIMEOUT_S, ack)
+    new = variant(key, raw, **about)
+    return client.put(new, whole(new, raw), TIMEOUT_S, ack)
 
 
 def get_value(client: StoreClient, key: VariantKey) -> bytes | None:

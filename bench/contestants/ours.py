@@ -12,9 +12,10 @@ from bench.contestants.contestant import Contestant
 from bench.contestants.servers import START_S, Server, free_port
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, NewVariant, PutOutcome
-from ragcache_core.variant import Origin, Part, Provenance, Tier, VariantInfo
+from ragcache_core.variant import Origin, Provenance, Tier, VariantInfo
 from ragcache_kv.store.client import StoreClient
-from ragcache_kv.value import FORMAT, checksum
+from ragcache_kv.store.outgoing import Whole
+from ragcache_kv.value import FORMAT
 
 TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20
@@ -53,16 +54,15 @@ class RagCache(Contestant):
 
     def put(self, number: int, value: memoryview) -> None:
         """See Contestant."""
-        parts = tuple(
-            Part(len(part), checksum(part))
-            for part in (value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES))
-        )
+        starts = range(0, len(value), _PART_BYTES)
+        sizes = tuple([min(_PART_BYTES, len(value) - start) for start in starts])
         info = VariantInfo(256, len(value), 0, Provenance(exact=True))
         self._puts[number] += 1
         # A variant does not change: other bytes are another variant, for which an old one goes.
         self._keys[number] = VariantKey(number.to_bytes(16), self._puts[number].to_bytes(16))
-        new = NewVariant(self._keys[number], info, Origin(cost_s=0.01), None, parts, FORMAT)
-        if self._client.put(new, value, TIMEOUT_S, ack=self.ack) is not PutOutcome.STORED:
+        new = NewVariant(self._keys[number], info, Origin(), None, sizes, FORMAT)
+        outgoing = Whole.summed_up(value, sizes, cost_s=0.01)
+        if self._client.put(new, outgoing, TIMEOUT_S, ack=self.ack) is not PutOutcome.STORED:
             raise OSError("the store refused a put")
 
     def get(self, number: int, buffer: memoryview) -> None:

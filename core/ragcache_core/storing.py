@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ragcache_core.keys import ChunkKey, PrefixKey, VariantKey
-from ragcache_core.variant import Miss, Origin, Part, Tier, ValueShape, VariantInfo
+from ragcache_core.variant import Miss, Origin, Tier, ValueShape, VariantInfo
 
 MAX_KEYS = 4096
 """Bound of the keys, wants, or names of one kind in one call."""
@@ -133,15 +133,30 @@ class LookupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class NewVariant:
-    """A variant that is to be put. The sizes of parts add up to info.num_bytes."""
+    """A variant that is to be put, before anybody need have computed all of it.
+
+    origin: all but its cost, which a Completion tells. part_bytes: size of each part; they add up
+    to info.num_bytes.
+    """
 
     key: VariantKey
     info: VariantInfo
     origin: Origin
     shape: ValueShape | None
-    parts: tuple[Part, ...]
+    part_bytes: tuple[int, ...]
     value_format: int = 0
     as_of: AsOf = AsOf()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What is said of a value that is put, after its last byte.
+
+    checksums: XXH3-64 of each part. cost_s: seconds that computing the value took; 0: unknown.
+    """
+
+    checksums: tuple[int, ...]
+    cost_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from bench.stored_values import corrupt
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
-from ragcache_core.variant import Miss, Origin, Part, Provenance, VariantInfo
+from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_kv.store.client import StoreClient
+from tests.cachestore_parts import whole
 
 KILLS = 52
 PUTTERS = 3
@@ -71,11 +71,7 @@ def new_variant(number: int, raw: bytes, as_of: AsOf) -> NewVariant:
             document=f"document {number // GROUP}",
         ),
         None,
-        tuple(
-            Part(len(piece), xxhash.xxh3_64_intdigest(piece))
-            for piece in (raw[:cut], raw[cut:])
-            if piece
-        ),
+        tuple(len(piece) for piece in (raw[:cut], raw[cut:]) if piece),
         as_of=as_of,
     )
 
@@ -189,7 +185,8 @@ class Life:
             ledger.next_number += 1
         raw = value(number)
         ack = Ack.DURABLE if rng.random() < 0.8 else Ack.ACCEPTED
-        outcome = self.client.put(new_variant(number, raw, AsOf()), memoryview(raw), TIMEOUT_S, ack)
+        new = new_variant(number, raw, AsOf())
+        outcome = self.client.put(new, whole(new, raw), TIMEOUT_S, ack)
         with ledger.lock:
             if outcome is PutOutcome.STORED and ack is Ack.DURABLE:
                 ledger.durable.add(number)
@@ -238,9 +235,8 @@ class Life:
                 return  # its first put is to come
             self._ledger.dead.discard(number)
             self._ledger.revivals[number] += 1
-        outcome = self.client.put(
-            new_variant(number, raw, as_of), memoryview(raw), TIMEOUT_S, Ack.DURABLE
-        )
+        new = new_variant(number, raw, as_of)
+        outcome = self.client.put(new, whole(new, raw), TIMEOUT_S, Ack.DURABLE)
         with self._ledger.lock:
             if outcome in {PutOutcome.STORED, PutOutcome.HELD_ALREADY}:
                 self._ledger.durable.add(number)
@@ -290,7 +286,8 @@ def verify(client: StoreClient, ledger: Ledger, rng: random.Random, everything: 
                 assert raw == value(number), f"{number} is lost or torn"
     for number in rng.sample(sorted(ledger.dead), min(5, len(ledger.dead))):
         raw = value(number)
-        late = client.put(new_variant(number, raw, AsOf()), memoryview(raw), TIMEOUT_S)
+        new = new_variant(number, raw, AsOf())
+        late = client.put(new, whole(new, raw), TIMEOUT_S)
         assert late is PutOutcome.DELETED, f"{number} was deleted, and a late put undid that"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -377,7 +378,7 @@ def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:
         ({"num_tokens": MAX_TOKENS + 1}, "header.info.num_tokens"),
         ({"num_bytes": 0}, "header.info.num_bytes"),
         ({"num_bytes": 2 * MIB}, "header.info.num_bytes"),  # the store holds less
-        ({"num_bytes": 2}, "header.parts"),
+        ({"num_bytes": 2}, "header.part_bytes"),
         ({"base_position": MAX_TOKENS + 1}, "header.info.base_position"),
         ({"precision": "int7"}, "header.info.precision"),
     ],
@@ -398,19 +399,34 @@ def test_a_header_with_other_mistakes_is_refused_by_name(served: Served) -> None
         change(first.header)
         return put_refusal(served, first, pb.PutPart(data=b"abc")).field
 
-    assert refused(lambda h: h.parts.pop()) == "header.parts"
-    many = [pb.ValuePart(num_bytes=0)] * MAX_PARTS
-    assert refused(lambda h: h.parts.extend(many)) == "header.parts"
+    assert refused(lambda h: h.part_bytes.pop()) == "header.part_bytes"
+    many = [0] * MAX_PARTS
+    assert refused(lambda h: h.part_bytes.extend(many)) == "header.part_bytes"
     assert refused(lambda h: h.origin.ClearField("domain")) == "header.origin.domain"
     name = "x" * (MAX_NAME_CHARS + 1)
     assert refused(lambda h: setattr(h.origin, "document", name)) == "header.origin.document"
-    assert refused(lambda h: setattr(h.origin, "cost_s", -1.0)) == "header.origin.cost_s"
     assert refused(lambda h: setattr(h.as_of, "store", b"x")) == "header.as_of.store"
     assert refused(lambda h: setattr(h.key, "chunk", b"x")) == "header.key.chunk"
     assert refused(lambda h: h.origin.prefix_chunks.append(b"x")) == (
         "header.origin.prefix_chunks[0]"
     )
-    assert refused(lambda h: setattr(h.parts[0], "checksum", 1)) == "header.parts[0].checksum"
+
+
+def test_a_completion_that_makes_no_sense_is_refused_by_name(served: Served) -> None:
+    def refused(*completions: pb.PutCompletion) -> str:
+        last = [pb.PutPart(completion=one) for one in completions]
+        return put_refusal(served, header(b"abc"), pb.PutPart(data=b"abc"), *last).field
+
+    right = checksum(b"abc")
+    assert refused() == "completion"
+    assert refused(pb.PutCompletion()) == "completion.checksums"
+    assert refused(pb.PutCompletion(checksums=[right, 1])) == "completion.checksums"
+    assert refused(pb.PutCompletion(checksums=[1])) == "completion.checksums[0]"
+    for cost_s in (-1.0, math.nan, math.inf):
+        bad = pb.PutCompletion(checksums=[right], cost_s=cost_s)
+        assert refused(bad) == "completion.cost_s"
+    assert refused(*[pb.PutCompletion(checksums=[right])] * 2) == "completion"
+    assert served.client.stats().variants == 0
 
 
 def test_data_of_another_length_is_refused(served: Served) -> None:

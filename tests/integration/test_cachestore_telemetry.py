@@ -19,7 +19,7 @@ from ragcache_core.storing import Ack, Deletion
 from ragcache_kv.store.client import StoreClient
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from tests.cachestore_parts import TIMEOUT_S, key, value, variant
+from tests.cachestore_parts import TIMEOUT_S, key, value, variant, whole
 from tests.otlp import collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -62,7 +62,8 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
         try:
             wait_until(lambda: answers(client))
             for chunk in (1, 2):
-                client.put(variant(key(chunk), raw), memoryview(raw), TIMEOUT_S, ack=Ack.DURABLE)
+                new = variant(key(chunk), raw)
+                client.put(new, whole(new, raw), TIMEOUT_S, ack=Ack.DURABLE)
             asked = [key(1), key(2), key(3), key(1)]
             values = [answer for _, answer in client.get(asked, TIMEOUT_S)]
             assert len(values) == 4

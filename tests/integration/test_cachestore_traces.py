@@ -45,6 +45,7 @@ from tests.cachestore_parts import (
     serving,
     value,
     variant,
+    whole,
 )
 
 NUM_BYTES = 100_000
@@ -150,9 +151,10 @@ def test_layers_are_traced(traced: Traced) -> None:
 
 def test_a_put_is_traced_with_what_became_of_it(traced: Traced) -> None:
     lane, raw = traced.client.lane, value(NUM_BYTES)
+    new = variant(key(1), raw)
     with caller(6):
         for _ in range(2):
-            traced.client.put(variant(key(1), raw), memoryview(raw), TIMEOUT_S)
+            traced.client.put(new, whole(new, raw), TIMEOUT_S)
     spans = traced.spans(2)
     for span, outcome in zip(spans, ("stored", "held_already"), strict=True):
         assert_below(span, 6)
@@ -168,11 +170,11 @@ def test_a_put_is_traced_with_what_became_of_it(traced: Traced) -> None:
 def test_a_refused_put_says_why(traced: Traced) -> None:
     raw = value(NUM_BYTES)
     wrong = variant(key(1), raw, shape=ValueShape(1, 1, 4, "bfloat16"))
-    with caller(), pytest.raises(InvalidInput, match="num_bytes"):
-        traced.client.put(wrong, memoryview(raw), TIMEOUT_S)
+    with caller(), pytest.raises(InvalidInput, match="part_bytes"):
+        traced.client.put(wrong, whole(wrong, raw), TIMEOUT_S)
     span = traced.span()
     assert span.status.status_code is StatusCode.ERROR
-    assert "parts[0].num_bytes" in (span.status.description or "")
+    assert "part_bytes[0]" in (span.status.description or "")
     assert [event.name for event in span.events] == ["exception"]
     assert "outcome" not in about(span)
 
@@ -256,10 +258,11 @@ def test_a_reader_that_stops_is_no_failure(tmp_path: Path) -> None:
 
 async def test_async_callers_are_traced(traced: Traced) -> None:
     raw = value(NUM_BYTES)
+    new = variant(key(1), raw)
     lanes = (traced.client.lane,)
     client = AsyncStoreClient(traced.served.address, lanes)
     with caller(4):
-        await client.put(variant(key(1), raw), memoryview(raw), TIMEOUT_S)
+        await client.put(new, whole(new, raw), TIMEOUT_S)
         await client.get([key(1)], TIMEOUT_S)
         await client.lookup([Want(key(1).chunk)])
         await client.delete(Deletion(id=b"d" * 16, variants=(key(1),)))

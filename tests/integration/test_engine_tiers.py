@@ -21,6 +21,7 @@ from ragcache_engine.config import EngineConfig
 from ragcache_engine.transfer import LoadJob, Span
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.outgoing import Whole
 from ragcache_kv.store.sharded import ShardedStore
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_wire.members import FixedMembers
@@ -150,9 +151,11 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
             stored = fake.values[span.variant]
             assert isinstance(stored, StoredValue)
             origin = Origin(domain="tenant")
-            shape, parts = stored.shape, stored.parts
-            new = NewVariant(span.variant, stored.info, origin, shape, parts, stored.value_format)
-            client.put(new, stored.value, 10.0)
+            sizes = tuple([part.num_bytes for part in stored.parts])
+            new = NewVariant(
+                *(span.variant, stored.info, origin, stored.shape, sizes, stored.value_format)
+            )
+            client.put(new, Whole.summed_up(stored.value, sizes), 10.0)
         job = LoadJob("first", wanted, 0, 131, BLOCKS, "tenant")
         assert worker.load(job).values_from == {"store": 3}
         tiers = worker.side._tiers

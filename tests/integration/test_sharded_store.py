@@ -20,6 +20,7 @@ from ragcache_core.sharding import Rendezvous
 from ragcache_core.storing import AsOf, Deletion, PutOutcome, Want
 from ragcache_core.variant import Miss, Origin
 from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.outgoing import Whole
 from ragcache_kv.store.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
 from ragcache_wire.members import FixedMembers
 from tests.cachestore_parts import (
@@ -31,6 +32,7 @@ from tests.cachestore_parts import (
     serving,
     value,
     variant,
+    whole,
 )
 
 TIMES_OUT_S = 0.3
@@ -58,7 +60,8 @@ WANTS = [Want.of(wanted) for wanted in KEYS]
 def put(
     store: ShardedStore, wanted: VariantKey, raw: bytes, timeout_s: float = TIMEOUT_S
 ) -> PutOutcome:
-    return store.put(variant(wanted, raw), memoryview(raw), timeout_s)
+    new = variant(wanted, raw)
+    return store.put(new, whole(new, raw), timeout_s)
 
 
 def raw_of(wanted: VariantKey) -> bytes:
@@ -249,8 +252,9 @@ def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
         for wanted in KEYS[:6]:
             put(store, wanted, raw_of(wanted))
             wrong = replace(variant(wanted, b"x"), key=replace(wanted, prefix=bytes([1]) * 16))
+            sums = whole(wrong, b"x").wait(0, 0.0)
             with pytest.raises(InvalidInput):
-                store.put(wrong, memoryview(b"y"), TIMEOUT_S)
+                store.put(wrong, Whole(memoryview(b"y"), sums), TIMEOUT_S)
         assert store.lookup(WANTS[:6]).held().keys() == set(KEYS[:6])
 
 
@@ -320,10 +324,11 @@ def test_pins_and_prefetches_go_to_the_owners(shards: list[Served]) -> None:
 def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Served]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         raw = raw_of(KEYS[0])
+        new = variant(KEYS[0], raw)
         before = store.lookup(WANTS).as_of
         store.delete(deletion(KEYS[0].chunk))
         put_ = [
-            store.put(variant(KEYS[0], raw), memoryview(raw), TIMEOUT_S, as_of=as_of)
+            store.put(new, whole(new, raw), TIMEOUT_S, as_of=as_of)
             # Planned before it; without knowing of its shard; and after it.
             for as_of in (before, {}, store.lookup(WANTS).as_of)
         ]
@@ -332,7 +337,7 @@ def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Serv
         origin = Origin(prefix_chunks=(KEYS[0].chunk,))
         for wanted in KEYS[1:5]:
             late = replace(variant(wanted, raw), origin=origin)
-            outcome = store.put(late, memoryview(raw), TIMEOUT_S, as_of=before)
+            outcome = store.put(late, whole(late, raw), TIMEOUT_S, as_of=before)
             assert outcome is PutOutcome.DELETED
 
 
@@ -341,9 +346,8 @@ def test_a_put_of_no_known_lookup_is_taken_while_nothing_was_deleted(
 ) -> None:
     with opened(shards[0].address) as store:
         raw = raw_of(KEYS[0])
-        assert store.put(variant(KEYS[0], raw), memoryview(raw), TIMEOUT_S, as_of={}) is (
-            PutOutcome.STORED
-        )
+        new = variant(KEYS[0], raw)
+        assert store.put(new, whole(new, raw), TIMEOUT_S, as_of={}) is PutOutcome.STORED
         assert store.lookup(WANTS).as_of == {shards[0].address: AsOf(shards[0].store.store_id, 0)}
 
 
@@ -540,7 +544,7 @@ def test_a_shard_that_was_frozen_during_a_delete_hears_of_it_without_a_restart(
         # And a copy that is planned on what was known before is refused there, too.
         raw = raw_of(KEYS[0])
         late = variant(KEYS[0], raw)
-        assert client.put(late, memoryview(raw), TIMEOUT_S) is PutOutcome.DELETED
+        assert client.put(late, whole(late, raw), TIMEOUT_S) is PutOutcome.DELETED
         client.close()
         alone.close()
 

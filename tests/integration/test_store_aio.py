@@ -16,7 +16,7 @@ from ragcache_core.variant import Miss
 from ragcache_kv.store.aio import AsyncStoreClient
 from ragcache_kv.store.sharded import AsyncShardedStore
 from ragcache_wire.members import FixedMembers
-from tests.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant
+from tests.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant, whole
 
 RAW = value(300_000)
 
@@ -26,7 +26,7 @@ async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
         client = AsyncStoreClient(served.address)
         assert client.lane == ""
         new = variant(key(1), RAW, num_parts=3)
-        assert await client.put(new, memoryview(RAW), TIMEOUT_S) is PutOutcome.STORED
+        assert await client.put(new, whole(new, RAW), TIMEOUT_S) is PutOutcome.STORED
         assert client.lane == "shared"
         found = await client.get([key(1), key(2)], TIMEOUT_S)
         assert [bytes(one.value) if not isinstance(one, Miss) else one for one in found] == [

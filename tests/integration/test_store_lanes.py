@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 
 from ragcache_cachestore import lane_server
+from ragcache_cachestore.arrival import Arrival
 from ragcache_cachestore.lane_server import LaneServer
 from ragcache_cachestore.service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
@@ -39,11 +41,13 @@ from ragcache_kv.store.buffers import parts_of
 from ragcache_kv.store.client import LANES, StoreClient
 from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
 from ragcache_kv.store.messages import to_get_request, to_key, to_put_header
+from ragcache_kv.store.outgoing import Outgoing, Unfinished, Whole
 from ragcache_kv.store.shared_lane import SharedLane
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from tests.cachestore_parts import whole
 
 TIMEOUT_S = 20.0
 MIB = 1 << 20
@@ -61,7 +65,7 @@ def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, 
     info = VariantInfo(8, len(value), 3, Provenance(exact=exact))
     origin = Origin(domain="public", document="d")
     shape = _shape_of(sizes, info.num_tokens)
-    return NewVariant(key(number), info, origin, shape, parts_of(value, sizes), 7), value
+    return NewVariant(key(number), info, origin, shape, tuple(sizes), 7), value
 
 
 def _shape_of(sizes: list[int], num_tokens: int) -> ValueShape | None:
@@ -175,14 +179,14 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> None:
     variant, value = new(1, sizes)
-    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
-    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.HELD_ALREADY
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.HELD_ALREADY
     found = only(client, 1)
     assert isinstance(found, StoredValue)
     assert found.value == value
     assert (found.info, found.parts, found.shape, found.value_format) == (
         variant.info,
-        variant.parts,
+        parts_of(value, sizes),
         variant.shape,
         variant.value_format,
     )
@@ -191,7 +195,7 @@ def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> No
 
 def test_a_value_lands_in_the_callers_own_memory(client: StoreClient) -> None:
     variant, value = new(1, [100_000, 50_000])
-    client.put(variant, value, TIMEOUT_S)
+    client.put(variant, whole(variant, value), TIMEOUT_S)
     memory = np.zeros(75_000, np.uint16)  # of another type than bytes
     found = only(client, 1, allocate=lambda info: memory.data)
     assert isinstance(found, StoredValue)
@@ -200,7 +204,7 @@ def test_a_value_lands_in_the_callers_own_memory(client: StoreClient) -> None:
 
 def test_too_little_memory_is_refused(client: StoreClient) -> None:
     variant, value = new(1, [1000])
-    client.put(variant, value, TIMEOUT_S)
+    client.put(variant, whole(variant, value), TIMEOUT_S)
     with pytest.raises(InvalidInput, match="allocate"):
         only(client, 1, allocate=lambda info: memoryview(bytearray(999)))
     assert isinstance(only(client, 1), StoredValue)
@@ -209,7 +213,7 @@ def test_too_little_memory_is_refused(client: StoreClient) -> None:
 def test_values_come_in_order_and_misses_say_why(client: StoreClient, served: Served) -> None:
     for number, exact in ((1, True), (2, False), (3, True)):
         variant, value = new(number, [10_000 * number], exact)
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
     client.delete(Deletion(bytes(range(16)), chunks=(key(3).chunk,)))
     keys = [key(number) for number in (4, 2, 3, 1)]
     found = dict(client.get(keys, TIMEOUT_S, exact=True))
@@ -226,7 +230,7 @@ def test_values_come_in_order_and_misses_say_why(client: StoreClient, served: Se
 def test_more_keys_than_one_call_takes(client: StoreClient) -> None:
     for number in range(0, 150, 3):
         variant, value = new(number, [100 + number])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
     keys = [key(number) for number in range(150)]
     for number, (found_key, found) in enumerate(client.get(keys, TIMEOUT_S)):
         assert found_key == keys[number]
@@ -242,7 +246,7 @@ def test_layers_come_in_order_over_all_values(client: StoreClient) -> None:
     values = {}
     for number, parts in sizes.items():
         variant, values[number] = new(number, parts)
-        client.put(variant, values[number], TIMEOUT_S)
+        client.put(variant, whole(variant, values[number]), TIMEOUT_S)
     layers = client.get_layers([key(n) for n in (1, 2, 9, 3)], TIMEOUT_S)
     infos = [v if isinstance(v, Miss) else v.info.num_bytes for v in layers.values]
     assert infos == [280_000, 10, Miss.NEVER_STORED, 600_000]
@@ -264,7 +268,9 @@ def test_layers_come_in_order_over_all_values(client: StoreClient) -> None:
 def test_values_on_disk_come_too(client: StoreClient, served: Served) -> None:
     for number in range(12):  # more than memory holds
         variant, value = new(number, [4 * MIB, 4 * MIB])
-        assert client.put(variant, value, TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+        assert (
+            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+        )
     tiers = set()
     for number in range(12):
         found = only(client, number)
@@ -290,7 +296,10 @@ def test_whoever_reads_a_piece_verifies_it(
     with client_of(served.address, "shared") as client:
         for number in (1, 2):  # there is room for one in memory
             variant, value = new(number, [MIB // 2] * 12)
-            assert client.put(variant, value, TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+            assert (
+                client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+                is PutOutcome.STORED
+            )
         number = 1 if tier is Tier.DISK else 2
         [lease] = served.store.open([key(number)])
         assert not isinstance(lease, Miss)
@@ -318,7 +327,7 @@ def test_whoever_reads_a_piece_verifies_it(
 def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Served) -> None:
     for number in (1, 2):
         variant, value = new(number, [100_000, 100_000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
     [lease] = served.store.open([key(1)])
     assert not isinstance(lease, Miss)
     served.store.arena.views(lease.extents)[-1][-1] ^= 1
@@ -339,7 +348,7 @@ def test_what_was_found_corrupt_can_be_put_anew_at_once(
 ) -> None:
     variant, value = new(1, [100_000])
     with client_of(served.address, lane) as client, client_of(served.address, lane) as other:
-        client.put(variant, value, TIMEOUT_S, Ack.DURABLE)
+        client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
         other.connect()
         [lease] = served.store.open([key(1)])
         assert not isinstance(lease, Miss)
@@ -358,7 +367,7 @@ def test_what_was_found_corrupt_can_be_put_anew_at_once(
         monkeypatch.setattr(served.store._mover, "verify", slowly)
         assert only(client, 1) is Miss.CORRUPT  # in memory
         assert only(client, 1) is Miss.CORRUPT  # and on disk
-        assert other.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+        assert other.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 
 def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
@@ -366,22 +375,170 @@ def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
     wrong = memoryview(bytearray(value))
     wrong[5] ^= 1
     with pytest.raises(InvalidInput, match="checksum"):
-        client.put(variant, wrong, TIMEOUT_S)
+        client.put(variant, Whole(wrong, whole(variant, value).wait(0, 0.0)), TIMEOUT_S)
     assert only(client, 1) is Miss.NEVER_STORED
-    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 
 def test_mistakes_are_the_same_on_every_lane(client: StoreClient) -> None:
     variant, value = new(1, [100])
     with pytest.raises(InvalidInput, match="value: has 99 bytes"):
-        client.put(variant, value[:99], TIMEOUT_S)
+        client.put(variant, whole(variant, value[:99]), TIMEOUT_S)
     with pytest.raises(TooLarge) as many:
         client.get_layers([key(1)] * 5000, TIMEOUT_S)
     assert many.value.field == "keys"
     with pytest.raises(InvalidInput) as unnamed:
-        client.put(replace(variant, origin=Origin(domain="")), value, TIMEOUT_S)
+        client.put(replace(variant, origin=Origin(domain="")), whole(variant, value), TIMEOUT_S)
     assert unnamed.value.field == "header.origin.domain"
-    assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+class Coming(Outgoing):
+    """A value whose parts come when the test says so."""
+
+    def __init__(self, variant: NewVariant, value: memoryview) -> None:
+        super().__init__(memoryview(bytearray(len(value))))
+        self._from, self._sizes = value, variant.part_bytes
+        self._sums = [part.checksum for part in parts_of(value, self._sizes)]
+        self._changed = threading.Condition()
+        self._come = 0
+        self._over: bool | None = None
+
+    def come(self, count: int) -> None:
+        with self._changed:
+            begin, end = (sum(self._sizes[:n]) for n in (self._come, count))
+            self.raw[begin:end] = self._from[begin:end]
+            self._come = count
+            self._changed.notify_all()
+
+    def end(self, *, well: bool) -> None:
+        with self._changed:
+            self._over = well
+            self._changed.notify_all()
+
+    def wait(self, done: int, deadline: float) -> list[int]:
+        return self._await(deadline, lambda: self._sums[done : self._come])
+
+    def finished(self, deadline: float) -> float:
+        return 1.5 if self._await(deadline, lambda: self._over) else 0.0
+
+    def _await(self, deadline: float, get: Callable[[], R]) -> R:
+        with self._changed:
+            left_s = deadline - time.monotonic()
+            self._changed.wait_for(lambda: get() or self._over is False, left_s)
+            if not get():
+                raise Unfinished("it does not come")
+            return get()
+
+
+@contextlib.contextmanager
+def putting(
+    client: StoreClient, variant: NewVariant, value: Outgoing, timeout_s: float = TIMEOUT_S
+) -> Iterator[Future[PutOutcome]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(client.put, variant, value, timeout_s)
+
+
+@pytest.fixture
+def arrivals(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
+    """What the store makes room for, from now on."""
+    arrivals: list[Arrival] = []
+    begin = served.store.begin_put
+
+    def begin_put(*args: Any) -> Arrival | PutOutcome:
+        begun = begin(*args)
+        if isinstance(begun, Arrival):
+            arrivals.append(begun)
+        return begun
+
+    monkeypatch.setattr(served.store, "begin_put", begin_put)
+    return arrivals
+
+
+@pytest.mark.parametrize("sizes", [[70_000] * 4, [MIB, 1, 700_000, 3], [100, 100, 100, 100]])
+def test_parts_are_with_the_store_before_the_next_ones_are_computed(
+    served: Served, client: StoreClient, arrivals: list[Arrival], sizes: list[int]
+) -> None:
+    variant, value = new(1, sizes)
+    coming = Coming(variant, value)
+    with putting(client, variant, coming) as put:
+        for count in (1, 2, 4):
+            coming.come(count)
+            so_far = sum(sizes[:count])
+            eventually(lambda: len(arrivals) == 1)
+            there = arrivals[0]
+            eventually(lambda: b"".join(there.views)[:so_far] == value[:so_far])  # noqa: B023
+            if client.lane == "shared" and count < 4:
+                eventually(lambda: there.sums.num_bytes == so_far)  # noqa: B023
+            assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+        assert not put.done()  # all of it is there, but nobody knows yet that it is right
+        coming.end(well=True)
+        assert put.result(TIMEOUT_S) is PutOutcome.STORED
+    found = only(client, 1)
+    assert isinstance(found, StoredValue)
+    assert (found.value, found.parts) == (value, parts_of(value, sizes))
+    exported = served.store.export(key(1))
+    assert exported is not None
+    assert exported[1].finished(0.0) == 1.5
+    assert len(arrivals) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_a_value_that_does_not_become_whole_leaves_nothing(
+    served: Served, client: StoreClient, arrivals: list[Arrival], count: int
+) -> None:
+    variant, value = new(1, [MIB] * 4)
+    coming = Coming(variant, value)
+    with putting(client, variant, coming) as put:
+        coming.come(count)
+        if count:
+            eventually(lambda: bool(arrivals))
+        coming.end(well=False)
+        with pytest.raises(Unfinished):
+            put.result(TIMEOUT_S)
+    assert only(client, 1) is Miss.NEVER_STORED
+    eventually(lambda: served.store._books.arriving_bytes == 0)
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
+    served: Served, client: StoreClient
+) -> None:
+    variant, value = new(1, [MIB] * 4)
+    coming = Coming(variant, value)
+    coming.come(2)
+    with pytest.raises(Unfinished):
+        client.put(variant, coming, 0.2)
+    assert not client._doubted
+    coming.come(4)
+    coming.end(well=True)
+    assert client.put(variant, coming, TIMEOUT_S) is PutOutcome.STORED
+
+
+@pytest.mark.parametrize("said", [[4 * MIB + 1], [MIB, MIB - 1]])
+def test_who_says_to_have_written_what_cannot_be_is_let_go(served: Served, said: list[int]) -> None:
+    channel = connect(served, "shared")
+    begin_put(channel, 1)
+    for num_bytes in said:
+        channel.send(Kind.WRITTEN, pb.LaneWritten(num_bytes=num_bytes))
+    with pytest.raises(Broken):
+        channel.receive(MIB)
+    channel.close()
+    assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+
+
+def test_a_completion_of_another_value_is_refused(served: Served) -> None:
+    for lane in ("shared", "socket"):
+        channel = connect(served, lane)
+        value = begin_put(channel, 1)
+        if lane == "socket":
+            channel.send_raw(value)
+        channel.send(Kind.COMMIT, pb.PutCompletion(checksums=[1, 2]))
+        kind, payload = channel.receive(MIB)
+        assert kind == Kind.ERROR
+        assert pb.LaneError.FromString(bytes(payload)).field == "completion.checksums"
+        channel.close()
+    assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
 
 
 def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
@@ -390,15 +547,15 @@ def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
     client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,)))
     for seen in (as_of, AsOf()):
         planned = replace(variant, as_of=seen)
-        assert client.put(planned, value, TIMEOUT_S) is PutOutcome.DELETED
+        assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.DELETED
     planned = replace(variant, as_of=client.lookup([Want.of(key(1))]).as_of)
-    assert client.put(planned, value, TIMEOUT_S) is PutOutcome.STORED
+    assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.STORED
 
 
 def test_threads_share_a_client(client: StoreClient) -> None:
     for number in range(8):
         variant, value = new(number, [200_000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
     failures: list[object] = []
 
     def read(seed: int) -> None:
@@ -453,7 +610,7 @@ def test_leases_end_soon_after_reading(served: Served) -> None:
     for lane in ("shared", "socket"):
         with client_of(served.address, lane) as client:
             variant, value = new(1, [100_000])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, 1), StoredValue)
             eventually(lambda: served.store.stats().leases == 0)
 
@@ -465,13 +622,13 @@ def test_what_is_being_read_is_not_overwritten(serve: Serve, lane: str) -> None:
         values = {}
         for number in (1, 2):
             variant, values[number] = new(number, [MIB, MIB])
-            client.put(variant, values[number], TIMEOUT_S)
+            client.put(variant, whole(variant, values[number]), TIMEOUT_S)
         layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
         assert next(layers) == (0, [values[1][:MIB], values[2][:MIB]])
         for number in range(10, 30):
             variant, value = new(number, [2 * MIB])
             with contextlib.suppress(Unavailable):
-                client.put(variant, value, TIMEOUT_S)
+                client.put(variant, whole(variant, value), TIMEOUT_S)
         assert list(layers) == [(1, [values[1][MIB:], values[2][MIB:]])]
 
 
@@ -480,7 +637,7 @@ def test_a_reader_that_stops_early_holds_nothing(served: Served, lane: str) -> N
     with client_of(served.address, lane) as client:
         for number in range(4):
             variant, value = new(number, [4 * MIB])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         values = client.get([key(n) for n in range(4)], TIMEOUT_S)
         next(values)
         assert served.store.stats().leases
@@ -499,7 +656,7 @@ def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
     with client_of(served.address, lane) as client:
         for number in range(2):
             variant, value = new(number, [MIB])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         keys, memory = [key(0), key(1)], iter((MIB, 1, MIB, 1))
         for get in (client.get, client.get_layers):
             with pytest.raises(InvalidInput, match="allocate") as kept:
@@ -544,7 +701,7 @@ def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, lane: s
         eventually(lambda: not served.lanes._connections or client.lane == "")
         assert only(client, 1) is Miss.NEVER_STORED
         variant, value = new(1, [4 * MIB])
-        assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+        assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
     assert served.store.stats().variants == 1
 
 
@@ -556,7 +713,7 @@ def test_a_slow_client_is_let_go(
     with client_of(served.address, lane) as client:
         for number in range(8):
             variant, value = new(number, [4 * MIB])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
     writer, reader = connect(served, lane), connect(served, lane)
     begin_put(writer, 100)  # and nothing more
     reader.send(Kind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
@@ -590,7 +747,7 @@ def test_calls_wait_for_a_connection_within_their_deadline(
     with client_of(served.address, lane) as client:
         for number in (1, 2):
             variant, value = new(number, [MIB])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         values = client.get([key(1), key(2)], TIMEOUT_S)
         next(values)
         with pytest.raises(Unavailable, match="already"):
@@ -611,7 +768,7 @@ def test_a_child_process_cannot_use_its_parents_client(served: Served) -> None:
 async def test_the_async_client_does_the_same(served: Served) -> None:
     client = AsyncStoreClient(served.address)
     variant, value = new(1, [100_000])
-    assert await client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+    assert await client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
     assert client.lane == "shared"
     [found, missing] = await client.get([key(1), key(2)], TIMEOUT_S)
     assert isinstance(found, StoredValue)
@@ -629,11 +786,14 @@ def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -
     with client_of(served.address, "socket") as client:
         variant, value = new(1, [2 * MIB, 100])
         other, _ = new(2, [2 * MIB, 100])
-        assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
-        for refused in (replace(other, origin=Origin(domain="")), replace(other, parts=())):
+        assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+        for refused in (
+            replace(other, origin=Origin(domain="")),
+            replace(other, part_bytes=(2 * MIB, 100 - 1)),
+        ):
             with pytest.raises(InvalidInput):
-                client.put(refused, value, TIMEOUT_S)
-            assert client.put(variant, value, TIMEOUT_S) is PutOutcome.HELD_ALREADY
+                client.put(refused, whole(other, value), TIMEOUT_S)
+            assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.HELD_ALREADY
             found = only(client, 1)
             assert isinstance(found, StoredValue)
             assert found.value == value
@@ -644,7 +804,7 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
     rng = np.random.default_rng(0)
     with client_of(served.address, "shared") as client:
         variant, value = new(1, [1000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
         for lane in ("shared", "socket"):
             for kind in (0, 1, 2, 3, 4, 5, 64, 255):
                 channel = connect(served, lane)
@@ -679,7 +839,8 @@ def test_a_release_that_fails_is_not_the_next_answer(
     monkeypatch.setattr(served.store, "release", fail_once)
     with client_of(served.address, lane) as client:
         for number in (1, 2):
-            client.put(*new(number, [1000]), TIMEOUT_S)
+            variant, value = new(number, [1000])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         for number in (1, 2, 1, 2):
             found = only(client, number)
             assert isinstance(found, StoredValue)
@@ -746,7 +907,10 @@ def test_a_store_that_is_killed_costs_one_call_at_most(
         variant, value = new(1, [16 * MIB])
         with process(tmp_path, port) as running:
             wait_for(client)
-            assert client.put(variant, value, TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+            assert (
+                client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+                is PutOutcome.STORED
+            )
             values = client.get([key(1)] * 8, TIMEOUT_S)
             next(values)
             running.kill()
@@ -773,7 +937,7 @@ def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, lane:
         variant, value = new(1, [MIB])
         with process(tmp_path, port):
             wait_for(client)
-            client.put(variant, value, TIMEOUT_S, Ack.DURABLE)
+            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
         with process(tmp_path, port):
             with client_of(f"127.0.0.1:{port}", lane) as other:
                 wait_for(other)
@@ -790,14 +954,15 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
     with client_of(f"127.0.0.1:{port}", lane) as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [MIB])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        big, raw = new(2, [MIB])
         running.send_signal(signal.SIGSTOP)
         os.waitpid(running.pid, os.WUNTRACED)  # until it does
         started = time.monotonic()
         with pytest.raises(RagCacheError, match="deadline"):
             list(client.get([key(1)], 0.3))
         with pytest.raises(RagCacheError, match="deadline"):
-            client.put(*new(2, [MIB]), 0.3)
+            client.put(big, whole(big, raw), 0.3)
         with pytest.raises(RagCacheError, match="deadline"):
             client.lookup([Want.of(key(1))], 0.3)
         assert time.monotonic() - started < TIMEOUT_S / 2
@@ -836,7 +1001,7 @@ def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
         client.connect(TIMEOUT_S)
         assert client.lane == "grpc"
         variant, value = new(1, [1000])
-        assert client.put(variant, value, TIMEOUT_S) is PutOutcome.STORED
+        assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
         assert client.lane == "grpc"
         monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", most)
         found = only(client, 1)
@@ -852,7 +1017,7 @@ def test_a_lease_that_was_over_is_no_hit(
     monkeypatch.setattr(served.store, "is_leased", lambda _: False)
     with client_of(served.address, lane) as client:
         variant, value = new(1, [1000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
         only(client, 1)
         eventually(lambda: served.store.stats().misses_by_reason.get("late") == 1)
     assert served.store.stats().hits_memory == 0
@@ -864,7 +1029,7 @@ def test_a_full_client_says_nothing_about_its_store(
     monkeypatch.setattr(framed_lane, "MAX_CONNECTIONS", 1)
     with client_of(served.address, "socket") as client:
         variant, value = new(1, [1000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
         reading = client.get([key(1)], TIMEOUT_S)
         with pytest.raises(Unavailable) as full:
             client.get([key(1)], 0.05)
@@ -904,7 +1069,7 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
     with client_of(served.address, "shared") as client:
         for number in numbers:
             variant, value = new(number, [size // 2, size // 2])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, number), StoredValue)
         eventually(lambda: served.store.stats().leases == 0)
         yield client
@@ -948,7 +1113,7 @@ def test_what_is_remembered_comes_in_order_with_what_is_not(
     with remembering(served, [1, 3]) as client:
         for number in (2, 4):
             variant, value = new(number, [MIB])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         kinds = asked(client, monkeypatch)
         keys = [key(number) for number in (5, 1, 2, 3, 4)]
         found = dict(client.get(keys, TIMEOUT_S))
@@ -983,7 +1148,7 @@ def test_no_delete_is_overtaken_by_a_read(served: Served) -> None:
     with remembering(served, []) as client, client_of(served.address, "grpc") as other:
         for number in range(60):
             variant, value = new(number, [200_000])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, number), StoredValue)
             gone = threading.Event()
             late: list[StoredValue | Miss] = []
@@ -1011,11 +1176,12 @@ def test_after_a_delete_what_is_left_is_asked_for_at_once(
 def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Served) -> None:
     with client_of(served.address, "shared") as client:
         poor, value = new(1, [MIB], exact=False)
-        client.put(poor, value, TIMEOUT_S)
+        client.put(poor, whole(poor, value), TIMEOUT_S)
         assert isinstance(only(client, 1), StoredValue)
         better = memoryview(np.random.default_rng(9).bytes(MIB))
         info = replace(poor.info, provenance=Provenance(exact=True))
-        client.put(replace(poor, info=info, parts=parts_of(better, [MIB])), better, TIMEOUT_S)
+        rich = replace(poor, info=info, part_bytes=(MIB,))
+        client.put(rich, whole(rich, better), TIMEOUT_S)
         found = only(client, 1)
         assert isinstance(found, StoredValue)
         assert found.info.provenance.exact
@@ -1027,7 +1193,7 @@ def test_a_place_that_was_taken_by_another_value_is_noticed(serve: Serve) -> Non
     with remembering(served, [1, 2], size=2 * MIB) as client:
         for number in range(10, 20):
             variant, value = new(number, [2 * MIB])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         rooms: list[VariantInfo] = []
 
         def allocate(info: VariantInfo) -> memoryview:
@@ -1065,7 +1231,7 @@ def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port
         with process(tmp_path, port):
             wait_for(client)
             variant, value = new(1, [MIB])
-            client.put(variant, value, TIMEOUT_S, Ack.DURABLE)
+            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
             assert isinstance(only(client, 1), StoredValue)
             assert isinstance(only(client, 1), StoredValue)
         with pytest.raises(Unavailable):
@@ -1110,7 +1276,7 @@ def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
 ) -> None:
     with client_of(served.address, lane) as client:
         variant, value = new(1, [1000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
         before = served.store.stats()
         client.note_reads([key(1), key(1), key(2)])
         wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (lane == "shared")
@@ -1124,7 +1290,7 @@ def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -
     with remembering(served, [0]) as client:
         for number in range(1, many + 1):
             variant, value = new(number, [1000])
-            client.put(variant, value, TIMEOUT_S)
+            client.put(variant, whole(variant, value), TIMEOUT_S)
         begun = threading.Barrier(framed_lane.MAX_CONNECTIONS)
         found: list[StoredValue | Miss] = []
 
@@ -1160,7 +1326,7 @@ def test_what_a_store_that_stands_still_has_shared_is_not_served(tmp_path: Path,
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [MIB])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
         assert isinstance(only(client, 1), StoredValue)
         running.send_signal(signal.SIGSTOP)
         time.sleep(SILENT_S + 0.1)
@@ -1211,7 +1377,7 @@ def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, por
     with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [1000])
-        client.put(variant, value, TIMEOUT_S)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
         for _ in range(3):
             assert isinstance(only(client, 1), StoredValue)
         running.kill()

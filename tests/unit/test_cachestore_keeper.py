@@ -30,7 +30,7 @@ from ragcache_core.hotness.assignment import (
 )
 from ragcache_core.hotness.score import Grade, ScoreAssignment
 from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, NewVariant, PutOutcome, Want
+from ragcache_core.storing import Ack, Completion, NewVariant, PutOutcome, Want
 from ragcache_core.variant import (
     Codec,
     Miss,
@@ -428,10 +428,10 @@ def test_the_size_of_a_value_as_computed() -> None:
 def put_for_real(store: Store, name: int) -> None:
     value = bfloat16(numbers(name))
     half = len(value) // 2
-    parts = tuple(Part(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
+    sums = tuple(checksum(value[i * half : (i + 1) * half]) for i in range(2))
     info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
     arrival = store.begin_put(
-        NewVariant(key(name), info, Origin(cost_s=1.0), SHAPE, parts, FORMAT), Ack.DURABLE
+        NewVariant(key(name), info, Origin(), SHAPE, (half, half), FORMAT), Ack.DURABLE
     )
     assert isinstance(arrival, Arrival)
     with arrival:
@@ -439,7 +439,7 @@ def put_for_real(store: Store, name: int) -> None:
         for view in arrival.views:
             view[:] = value[start : start + len(view)]
             start += len(view)
-        assert arrival.commit(Ack.DURABLE) is PutOutcome.STORED
+        assert arrival.commit(Completion(sums, 1.0), Ack.DURABLE) is PutOutcome.STORED
 
 
 def read_for_real(store: Store, name: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from tests.cachestore_parts import (
     MIB,
     TIMEOUT_S,
     checksum,
+    completion,
     fill,
     get,
     key,
@@ -102,7 +103,7 @@ def test_a_value_is_not_seen_before_it_is_whole(store: Store) -> None:
     assert get(store, key(1)) is Miss.NEVER_STORED
     fill(arrival.views, b"abc")
     assert get(store, key(1)) is Miss.NEVER_STORED
-    assert arrival.commit() is PutOutcome.STORED
+    assert arrival.commit(completion(arrival.new, b"abc")) is PutOutcome.STORED
     assert get(store, key(1)) == b"abc"
 
 
@@ -117,12 +118,13 @@ def test_a_put_left_halfway_leaves_nothing(store: Store) -> None:
 def test_bytes_that_do_not_match_their_checksum_are_refused_by_part(store: Store) -> None:
     raw = bytearray(value(1000))
     new = variant(key(1), bytes(raw), num_parts=4)
+    right = completion(new, bytes(raw))
     raw[600] ^= 1
     arrival = store.begin_put(new)
     assert not isinstance(arrival, PutOutcome)
     fill(arrival.views, bytes(raw))
-    with pytest.raises(InvalidInput, match=r"parts\[2\].checksum"):
-        arrival.commit()
+    with pytest.raises(InvalidInput, match=r"completion.checksums\[2\]"):
+        arrival.commit(right)
     assert store.stats().memory_bytes == 0
 
 
@@ -161,7 +163,7 @@ def test_of_puts_at_once_one_is_stored(store: Store) -> None:
     for n, arrival in enumerate(arrivals):
         assert not isinstance(arrival, PutOutcome)
         fill(arrival.views, value(50, n))
-        outcomes.append(arrival.commit())
+        outcomes.append(arrival.commit(completion(arrival.new, value(50, n))))
     assert outcomes == [PutOutcome.STORED] + [PutOutcome.HELD_ALREADY] * 4
     assert get(store, key(1)) == value(50, 0)
 
@@ -669,7 +671,7 @@ def test_an_arrival_is_overtaken_by_a_delete(store: Store) -> None:
     assert not isinstance(arrival, PutOutcome)
     fill(arrival.views, b"abc")
     store.delete(deletion(1))
-    assert arrival.commit() is PutOutcome.DELETED
+    assert arrival.commit(completion(arrival.new, b"abc")) is PutOutcome.DELETED
     assert get(store, key(1)) is Miss.DELETED
     assert store.stats().memory_bytes == 0
 
@@ -886,13 +888,11 @@ def test_an_export_is_all_that_a_put_needs(store: Store, tmp_path: Path) -> None
     put(store, key(1), value(3000), origin=origin, num_parts=3)
     exported = store.export(key(1))
     assert exported is not None
-    new, raw = exported
-    assert raw == value(3000)
-    assert (new.info, new.parts, new.origin) == (
-        variant(key(1), value(3000)).info,
-        parts_of(value(3000), 3),
-        origin,
-    )
+    new, outgoing = exported
+    assert outgoing.raw == value(3000)
+    assert new == variant(key(1), value(3000), origin=origin, num_parts=3)
+    assert outgoing.wait(0, 0.0) == tuple(part.checksum for part in parts_of(value(3000), 3))
+    assert outgoing.finished(0.0) == 1.5
     assert store.export(key(2)) is None
     assert store.stats().hits_memory == 0
 

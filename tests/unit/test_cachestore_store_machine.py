@@ -22,7 +22,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, AsOf, Deletion, PutOutcome
 from ragcache_core.variant import Miss, Origin, Tier
-from tests.cachestore_parts import fill, get, key, parts_of, put, value, variant
+from tests.cachestore_parts import completion, fill, get, key, parts_of, put, value, variant
 
 PAGE = 65536
 NUM_KEYS = 6
@@ -129,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
             one.arrival.abort()  # type: ignore[attr-defined]
             return
         fill(one.arrival.views, one.raw)  # type: ignore[attr-defined]
-        if one.arrival.commit() is PutOutcome.STORED:  # type: ignore[attr-defined]
+        if one.arrival.commit(completion(one.arrival.new, one.raw)) is PutOutcome.STORED:  # type: ignore[attr-defined]
             self.may.setdefault(one.key, set()).add(one.raw)
 
     @rule(number=keys)

@@ -20,6 +20,7 @@ from ragcache_core.variant import (  # noqa: E402
     Codec,
     Miss,
     Origin,
+    Part,
     Precision,
     Provenance,
     Tier,
@@ -37,12 +38,13 @@ from ragcache_engine.transfer import (  # noqa: E402
     Span,
     StepJobs,
 )
-from ragcache_engine.values import decode, native_bytes, native_parts, shape_of  # noqa: E402
+from ragcache_engine.values import decode, native_bytes, shape_of  # noqa: E402
 from ragcache_engine.worker_side import WorkerSide  # noqa: E402
 from ragcache_kv.store.buffers import parts_of, verified  # noqa: E402
+from ragcache_kv.store.outgoing import Outgoing, Runs  # noqa: E402
 from ragcache_kv.store.sharded import ShardedStore  # noqa: E402
 from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
-from ragcache_kv.value import FORMAT, value_bytes  # noqa: E402
+from ragcache_kv.value import FORMAT, value_bytes, value_parts  # noqa: E402
 from ragcache_wire.members import FixedMembers  # noqa: E402
 
 if TYPE_CHECKING:
@@ -118,6 +120,10 @@ class FakeStore:
         self.put_gate.set()
         self.puts: list[NewVariant] = []
         self.put_bytes: list[bytes] = []
+        self.lock = threading.Lock()
+        self.put_s = 0.0
+        self.runs: list[int] = []
+        self.costs_s: list[float] = []
         self.asked: list[list[VariantKey]] = []
         self.asked_exact: list[bool] = []
         self.read_to_the_end = False
@@ -131,7 +137,7 @@ class FakeStore:
             value = torch.randn(2, 2, length, 1, 4).bfloat16()
             raw = native_bytes(value)
             info = VariantInfo(length, len(raw), span.start, Provenance(exact=True))
-            parts = native_parts(raw, SPACE, length)
+            parts = parts_of(raw, value_parts(SPACE, length))
             self.values[span.variant] = StoredValue(
                 info, parts, shape_of(SPACE), FORMAT, raw, Tier.MEMORY
             )
@@ -152,13 +158,22 @@ class FakeStore:
         self.read_to_the_end = True
 
     def put(
-        self, variant: NewVariant, value: memoryview, timeout_s: float, *, as_of: object
+        self, variant: NewVariant, value: Outgoing, timeout_s: float, *, as_of: object
     ) -> PutOutcome:
         self.put_gate.wait(TIMEOUT_S)
-        assert verified([value], variant.parts)
-        self.puts.append(variant)
-        self.put_bytes.append(bytes(value))
-        self.as_of.append(as_of)
+        runs = Runs(variant, value, time.monotonic() + (self.put_s or timeout_s))
+        came = b""
+        for run in runs:
+            came += run
+            self.runs.append(len(runs.checksums))
+        completion = runs.completion()
+        parts = tuple(map(Part, variant.part_bytes, completion.checksums))
+        assert verified([memoryview(came)], parts)
+        with self.lock:
+            self.put_bytes.append(came)
+            self.costs_s.append(completion.cost_s)
+            self.as_of.append(as_of)
+            self.puts.append(variant)
         return PutOutcome.STORED
 
     def note_reads(self, keys: Sequence[VariantKey]) -> None:
@@ -577,8 +592,74 @@ def test_a_prefill_engine_saves_layers_as_they_were_when_they_ended(done: Sequen
         worker.cache.slots_written[slot] = changed
     worker.side.save(jobs)
     until_put(worker.store, 2)
-    wanted = [bytes(native_bytes(tensors[key(number)])) for number in (0, 1)]
-    assert worker.store.put_bytes == wanted
+    wanted = {key(5 + n): bytes(native_bytes(tensors[key(n)])) for n in (0, 1)}
+    found = zip(worker.store.puts, worker.store.put_bytes, strict=True)
+    assert {put.key: raw for put, raw in found} == wanted
+    worker.side.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def prefill_engine() -> tuple[Worker, StepJobs]:
+    """A worker whose cache holds 40 tokens, and a pass that is to save them as two variants."""
+    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker.store.fill(spans(10, 40))
+    worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
+    return worker, StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
+
+
+def test_layers_go_out_before_the_next_ones_are_computed() -> None:
+    worker, jobs = prefill_engine()
+    worker.side.begin_step(jobs)
+    worker.side.layer_done("first")
+    until(lambda: worker.store.runs == [1, 1])  # of both variants at once
+    worker.side.layer_done("second")
+    until(lambda: sorted(worker.store.runs) == [1, 1, 2, 2])
+    assert not worker.store.puts  # before the pass has ended nobody knows that they are right
+    worker.side.save(jobs)
+    until_put(worker.store, 2)
+    worker.side.close()
+
+
+def test_what_a_pass_did_not_end_well_for_is_given_up() -> None:
+    worker, jobs = prefill_engine()
+    worker.side.begin_step(jobs)
+    for name in worker.cache.index_of:
+        worker.side.layer_done(name)
+    until(lambda: sorted(worker.store.runs) == [1, 1, 2, 2] or worker.store.runs == [2, 2])
+    worker.side.save(StepJobs(num_tokens=40))  # a pass that lacked something saves nothing
+    until(lambda: worker.side._saver.wants(jobs.saves[0].span.variant, 1))
+    assert not worker.store.puts
+    worker.side.begin_step(jobs)
+    worker.side.save(jobs)
+    until_put(worker.store, 2)
+    worker.side.close()
+
+
+def test_an_engine_that_ends_in_the_middle_of_a_pass_leaves_no_thread_behind() -> None:
+    worker, jobs = prefill_engine()
+    worker.side.begin_step(jobs)
+    worker.side.layer_done("first")
+    until(lambda: worker.store.runs == [1, 1])
+    worker.side.close()
+    until(lambda: not worker.side._saver._pending)
+    assert not worker.store.puts
+
+
+def test_a_pass_that_takes_longer_than_a_put_may_is_put_when_it_is_over() -> None:
+    worker, jobs = prefill_engine()
+    worker.store.put_s = 0.01
+    worker.side.begin_step(jobs)
+    worker.side.layer_done("first")
+    time.sleep(0.1)
+    worker.store.put_s = 0.0
+    worker.side.save(jobs)
+    until_put(worker.store, 2)
     worker.side.close()
 
 
@@ -643,16 +724,16 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     worker.side.save(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
     until_put(worker.store, 1)
     (put,) = worker.store.puts
-    assert put.origin.cost_s == pytest.approx(10 * 0.02 + 10 * 0.1)
-    assert replace(put.origin, cost_s=0.0) == job.origin
-    assert (put.shape, put.value_format, len(put.parts)) == (shape_of(SPACE), FORMAT, 2)
+    assert worker.store.costs_s == [pytest.approx(10 * 0.02 + 10 * 0.1)]
+    assert put.origin == job.origin
+    assert (put.shape, put.value_format, len(put.part_bytes)) == (shape_of(SPACE), FORMAT, 2)
     assert put.info.precision == Precision()
     assert worker.store.as_of == [job.as_of]
     worker.side.advance({"r"}, busy=False)
     worker.side.begin_step(StepJobs())
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
     until_put(worker.store, 2)
-    assert worker.store.puts[1].origin.cost_s == 0
+    assert worker.store.costs_s[1] == 0
     worker.side.close()
 
 
@@ -668,7 +749,7 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.side.begin_step(StepJobs())
     worker.side.save(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
     until_put(worker.store, 2)
-    assert [put.origin.cost_s for put in worker.store.puts] == [0, 0]
+    assert worker.store.costs_s == [0, 0]
 
 
 def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) -> None:

@@ -39,6 +39,7 @@ from ragcache_kv.store.lane_protocol import (
     Channel,
     Kind,
     TimedOut,
+    frame,
     from_error,
     parse,
     to_error,
@@ -70,7 +71,6 @@ origins = st.builds(
     parent=st.none() | keys,
     domain=st.text(min_size=1, max_size=20),
     document=names,
-    cost_s=seconds,
 )
 parts = st.lists(
     st.builds(Part, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
@@ -90,9 +90,10 @@ def new_variants(draw: st.DrawFn) -> storing.NewVariant:
     if shape is not None and Codec.PACKED not in {info.precision.key, info.precision.value}:
         part_bytes = encoded_part_bytes(shape, info.num_tokens, info.precision)
         drawn = tuple(replace(part, num_bytes=part_bytes) for part in drawn)
-    info = replace(info, num_bytes=sum(part.num_bytes for part in drawn))
+    sizes = tuple(part.num_bytes for part in drawn)
+    info = replace(info, num_bytes=sum(sizes))
     return storing.NewVariant(
-        draw(keys), info, draw(origins), shape, drawn, draw(st.integers(0, 9)), draw(as_ofs)
+        draw(keys), info, draw(origins), shape, sizes, draw(st.integers(0, 9)), draw(as_ofs)
     )
 
 
@@ -206,11 +207,24 @@ def test_a_get_crosses_whole(wanted: list[VariantKey], exact: bool, domain: str)
     assert messages.from_get_request(request) == (wanted, exact, domain)
 
 
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple), seconds)
+def test_a_completion_crosses_whole(checksums: tuple[int, ...], cost_s: float) -> None:
+    completion = storing.Completion(checksums, cost_s)
+    raw = messages.to_completion(completion).SerializeToString()
+    message = pb.PutCompletion.FromString(raw)
+    assert messages.from_completion("c", message, len(checksums)) == completion
+    with pytest.raises(InvalidInput) as refused:
+        messages.from_completion("c", message, len(checksums) + 1)
+    assert refused.value.field == "c.checksums"
+
+
 @given(new_variants(), st.sampled_from(Tier))
 def test_a_values_header_crosses_whole(new: storing.NewVariant, tier: Tier) -> None:
-    header = messages.to_value_header(3, new.info, new.parts, new.shape, new.value_format, tier)
+    sizes = enumerate(new.part_bytes)
+    told = (new.info, tuple(Part(n, i) for i, n in sizes), new.shape, new.value_format, tier)
+    header = messages.to_value_header(3, *told)
     read = messages.from_value_header("f", pb.GetHeader.FromString(header.SerializeToString()))
-    assert read == (new.info, new.parts, new.shape, new.value_format, tier)
+    assert read == told
 
 
 @pytest.mark.parametrize("outcome", storing.PutOutcome)
@@ -230,14 +244,14 @@ def good_header() -> pb.PutHeader:
         VariantInfo(8, 256, 0, Provenance(exact=True)),
         Origin(),
         ValueShape(2, 1, 4, "bfloat16"),
-        (Part(128, 1), Part(128, 2)),
+        (128, 128),
     )
     return messages.to_put_header(variant, storing.Ack.ACCEPTED)
 
 
 def shift(header: pb.PutHeader, num_bytes: int) -> None:
     """Parts that add up, where only the second is not a layer's."""
-    header.parts[1].num_bytes -= num_bytes
+    header.part_bytes[1] -= num_bytes
     header.info.num_bytes -= num_bytes
 
 
@@ -250,24 +264,22 @@ MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
     ("header.info.num_bytes", lambda h: setattr(h.info, "num_bytes", 1 << 31)),
     ("header.info.base_position", lambda h: setattr(h.info, "base_position", 1 << 31)),
     ("header.info.precision", lambda h: setattr(h.info, "precision", "int3")),
-    ("header.parts", lambda h: h.ClearField("parts")),
-    ("header.parts", lambda h: setattr(h.parts[0], "num_bytes", 11)),
-    ("header.parts", lambda h: h.parts.extend([pb.ValuePart()] * 2000)),
-    ("header.parts", lambda h: setattr(h.shape, "num_layers", 3)),
-    ("header.parts[0].num_bytes", lambda h: setattr(h.info, "num_tokens", 9)),
-    ("header.parts[0].num_bytes", lambda h: setattr(h.info, "precision", "int8/native")),
-    ("header.parts[0].num_bytes", lambda h: setattr(h.shape, "num_kv_heads", 2)),
-    ("header.parts[0].num_bytes", lambda h: setattr(h.shape, "head_dim", 5)),
-    ("header.parts[0].num_bytes", lambda h: setattr(h.shape, "dtype", "float32")),
-    ("header.parts[1].num_bytes", lambda h: shift(h, 1)),
+    ("header.part_bytes", lambda h: h.ClearField("part_bytes")),
+    ("header.part_bytes", lambda h: h.part_bytes.append(11)),
+    ("header.part_bytes", lambda h: h.part_bytes.extend([0] * 2000)),
+    ("header.part_bytes", lambda h: setattr(h.shape, "num_layers", 3)),
+    ("header.part_bytes[0]", lambda h: setattr(h.info, "num_tokens", 9)),
+    ("header.part_bytes[0]", lambda h: setattr(h.info, "precision", "int8/native")),
+    ("header.part_bytes[0]", lambda h: setattr(h.shape, "num_kv_heads", 2)),
+    ("header.part_bytes[0]", lambda h: setattr(h.shape, "head_dim", 5)),
+    ("header.part_bytes[0]", lambda h: setattr(h.shape, "dtype", "float32")),
+    ("header.part_bytes[1]", lambda h: shift(h, 1)),
     ("header.shape.num_layers", lambda h: setattr(h.shape, "num_layers", 0)),
     ("header.shape.head_dim", lambda h: setattr(h.shape, "head_dim", 1 << 30)),
     ("header.shape.dtype", lambda h: setattr(h.shape, "dtype", "int7")),
     ("header.origin.domain", lambda h: setattr(h.origin, "domain", "")),
     ("header.origin.domain", lambda h: setattr(h.origin, "domain", "x" * 600)),
     ("header.origin.document", lambda h: setattr(h.origin, "document", "x" * 600)),
-    ("header.origin.cost_s", lambda h: setattr(h.origin, "cost_s", -1)),
-    ("header.origin.cost_s", lambda h: setattr(h.origin, "cost_s", float("nan"))),
     ("header.origin.parent.chunk", lambda h: setattr(h.origin.parent, "chunk", b"x")),
     ("header.origin.prefix_chunks[0]", lambda h: h.origin.prefix_chunks.append(b"x")),
     ("header.origin.prefix_chunks", lambda h: h.origin.prefix_chunks.extend([bytes(16)] * 5000)),
@@ -300,7 +312,7 @@ def test_packed_parts_are_as_long_as_their_numbers_make_them(precision: str) -> 
     header.info.precision = precision
     shift(header, 30)
     variant, _ = messages.from_put_header("header", header, MAX_VALUE_BYTES)
-    assert [part.num_bytes for part in variant.parts] == [128, 98]
+    assert variant.part_bytes == (128, 98)
 
 
 def test_opaque_parts_may_have_any_size() -> None:
@@ -401,37 +413,38 @@ def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
 
 
 @pytest.mark.parametrize("size", [0, 1, READ_BYTES, 3_000_000])
-@pytest.mark.parametrize("taken", [0, 1, READ_BYTES - 1, 3_000_000])
+@pytest.mark.parametrize("taken", [False, True])
 def test_bytes_after_a_message_may_be_taken_or_left(
-    ends: tuple[Channel, Channel], size: int, taken: int
+    ends: tuple[Channel, Channel], size: int, taken: bool
 ) -> None:
     one, other = ends
-    taken = min(size, taken)
     data = memoryview(Random(size).randbytes(size))
     asked = pb.PutHeader(traceparent="t")
 
     def send() -> None:
         for _ in range(2):
             one.owed = [(Kind.RELEASE, pb.LaneRelease())]
-            one.send(Kind.PUT, asked, data, skippable=True)
-        one.send(Kind.GET, asked, data)  # not to be left
-        one.send(Kind.COMMIT)
+            one.send(Kind.PUT, asked, [data, frame(Kind.COMMIT)], skippable=True)
+        one.send(Kind.GET, asked, [data])  # not to be left
+        one.send(Kind.ABORT)
 
     thread = threading.Thread(target=send)
     thread.start()
+    target = memoryview(bytearray(size))
     for _ in range(2):
         assert other.receive(100)[0] == Kind.RELEASE
         kind, payload = other.receive(100)
         assert kind == Kind.PUT
         assert parse(pb.PutHeader, payload) == asked
-        target = memoryview(bytearray(taken))
-        other.receive_into(target)
-        assert target == data[:taken]
+        if taken:
+            other.take_early()
+            other.receive_into(target)
+            assert target == data
+            assert other.receive(100)[0] == Kind.COMMIT
     assert other.receive(100)[0] == Kind.GET
-    target = memoryview(bytearray(size))
     other.receive_into(target)
     assert target == data
-    assert other.receive(100)[0] == Kind.COMMIT
+    assert other.receive(100)[0] == Kind.ABORT
     thread.join()
 
 

@@ -17,8 +17,8 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import NewVariant
 from ragcache_core.variant import Origin, Provenance, VariantInfo
-from ragcache_kv.store.buffers import parts_of
 from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.outgoing import Whole
 from ragcache_wire.engine_client import RECORD_TIMEOUT_S, EngineClient
 from ragcache_wire.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
@@ -140,9 +140,9 @@ async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> No
             VariantInfo(1, 3, 0, Provenance(exact=True)),
             Origin(),
             None,
-            parts_of(value, [3]),
+            (3,),
         )
-        put = asyncio.to_thread(client.put, variant, value, 10.0)
+        put = asyncio.to_thread(client.put, variant, Whole.summed_up(value, (3,)), 10.0)
         with pytest.raises(RagCacheError) as raised:
             await put
         assert_same(raised.value, error)

@@ -18,6 +18,7 @@ from ragcache_core.storing import Ack, Deletion, Event, LookupAnswer, NewVariant
 from ragcache_core.variant import Miss
 from ragcache_kv.store.client import DELETE_TIMEOUT_S, LANES, LOOKUP_TIMEOUT_S, PART, StoreClient
 from ragcache_kv.store.messages import from_event, to_deletion, to_key
+from ragcache_kv.store.outgoing import Outgoing
 from ragcache_kv.store.stored_value import Allocate, StoredValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
@@ -74,7 +75,7 @@ class AsyncStoreClient:
         return await asyncio.to_thread(get)
 
     async def put(
-        self, variant: NewVariant, value: memoryview, timeout_s: float, ack: Ack = Ack.ACCEPTED
+        self, variant: NewVariant, value: Outgoing, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
         """See StoreClient.put."""
         return await asyncio.to_thread(self._values().put, variant, value, timeout_s, ack)

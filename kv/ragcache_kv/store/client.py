@@ -47,6 +47,7 @@ from ragcache_kv.store.messages import (
     to_key,
     to_lookup_request,
 )
+from ragcache_kv.store.outgoing import Outgoing
 from ragcache_kv.store.shared_lane import SharedLane
 from ragcache_kv.store.socket_lane import SocketLane
 from ragcache_kv.store.stored_value import Allocate, Layers, StoredValue
@@ -169,15 +170,12 @@ class StoreClient:
         return self._carry(asking.deadline, lambda lane: lane.get_layers(asking))
 
     def put(
-        self, variant: NewVariant, value: memoryview, timeout_s: float, ack: Ack = Ack.ACCEPTED
+        self, variant: NewVariant, value: Outgoing, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
-        """Store a value, of which variant has the checksums. Raises Unavailable, InvalidInput."""
-        if value.ndim != 1 or value.format != "B":
-            value = value.cast("B")
-        if len(value) != variant.info.num_bytes:
-            raise InvalidInput(
-                "value", f"has {len(value)} bytes", f"give {variant.info.num_bytes}, as announced"
-            )
+        """Store a value, each part of it as soon as that is there.
+
+        Raises Unavailable, InvalidInput, and Unfinished for a value that does not become whole.
+        """
         deadline = time.monotonic() + timeout_s
         return self._carry(deadline, lambda lane: lane.put(variant, value, ack, deadline))
 

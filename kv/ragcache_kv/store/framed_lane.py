@@ -10,6 +10,7 @@ from typing import Generic, Self, TypeVar
 from google.protobuf.message import Message
 
 from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.storing import Ack, NewVariant, PutOutcome
 from ragcache_kv.store.lane import PART, Lane
 from ragcache_kv.store.lane_protocol import (
     MAX_REPLY_BYTES,
@@ -20,6 +21,8 @@ from ragcache_kv.store.lane_protocol import (
     from_error,
     parse,
 )
+from ragcache_kv.store.messages import from_outcome, to_put_header
+from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_CONNECTIONS = 8
@@ -218,6 +221,30 @@ class FramedLane(Lane, Generic[C]):
         """End every connection; calls in flight end too."""
         self.pool.close()
 
+    def begin_put(
+        self,
+        variant: NewVariant,
+        ack: Ack,
+        deadline: float,
+        early: Sequence[bytes | memoryview] = (),
+    ) -> Asked[C, pb.LaneGrant]:
+        """Ask for room for a value. Raises as ask."""
+        header = to_put_header(variant, ack, traceparent())
+        return self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline, early)
+
+    def end_put(self, asked: Asked[C, pb.LaneGrant]) -> PutOutcome:
+        """Wait for what becomes of a put, after its COMMIT.
+
+        Raises Broken; and what the store has raised.
+        """
+        try:
+            reply = answer(asked.connection, Kind.PUT_DONE, pb.PutReply)
+        except RagCacheError:
+            asked.done()
+            raise
+        asked.done()
+        return from_outcome(reply.outcome)
+
     def ask(
         self,
         kind: Kind,
@@ -225,7 +252,7 @@ class FramedLane(Lane, Generic[C]):
         wanted: Kind,
         reply_type: type[M],
         deadline: float,
-        early: memoryview | None = None,
+        early: Sequence[bytes | memoryview] = (),
     ) -> Asked[C, M]:
         """Send a message and wait for the answer. early: bytes for the store, if it wants them.
 
@@ -245,16 +272,6 @@ class FramedLane(Lane, Generic[C]):
             self.pool.drop(connection)
             raise
         return Asked(self.pool, connection, reply, asked_at)
-
-    def end_put(self, asked: Asked[C, pb.LaneGrant]) -> pb.PutReply:
-        """Wait for what becomes of a put. Raises Broken; and what the store has raised."""
-        try:
-            reply = answer(asked.connection, Kind.PUT_DONE, pb.PutReply)
-        except RagCacheError:
-            asked.done()
-            raise
-        asked.done()
-        return reply
 
 
 def answer(connection: Channel, wanted: Kind, reply_type: type[M]) -> M:

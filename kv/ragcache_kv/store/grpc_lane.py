@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -19,7 +20,13 @@ from ragcache_core.storing import Ack, NewVariant, PutOutcome
 from ragcache_core.variant import Miss
 from ragcache_kv.store.buffers import Verifier, copy
 from ragcache_kv.store.lane import PART, Asking, Lane
-from ragcache_kv.store.messages import from_outcome, to_get_request, to_put_header
+from ragcache_kv.store.messages import (
+    from_outcome,
+    to_completion,
+    to_get_request,
+    to_put_header,
+)
+from ragcache_kv.store.outgoing import Outgoing, Runs
 from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.status import from_rpc_error
@@ -53,15 +60,33 @@ class GrpcLane(Lane):
         values = list(self.get(asking))
         return Layers(values, _layers(values))
 
-    def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
+    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
         """See Lane."""
+        runs = Runs(variant, value, deadline)
+        first = next(runs)
+        failures: list[Exception] = []
+
+        def messages() -> Iterator[bytes]:  # gRPC asks for them on a thread of its own
+            yield pb.PutPart(header=to_put_header(variant, ack)).SerializeToString()
+            try:
+                for run in chain([first], runs):
+                    for start in range(0, len(run), PART_BYTES):
+                        yield encode_data(run[start : start + PART_BYTES])
+                completion = to_completion(runs.completion())
+            except Exception as error:  # without a completion the store keeps nothing
+                failures.append(error)
+            else:
+                yield pb.PutPart(completion=completion).SerializeToString()
+
         try:
             reply: pb.PutReply = self._put(
-                _put_parts(variant, value, ack),
+                messages(),
                 timeout=max(0.0, deadline - time.monotonic()),
                 metadata=metadata(traceparent()),
             )
         except grpc.RpcError as error:
+            if failures:
+                raise failures[0] from error
             raise from_rpc_error(PART, error) from error
         return from_outcome(reply.outcome)
 
@@ -109,9 +134,3 @@ def _receive(messages: Iterator[bytes], value: StoredValue) -> bool:
 def _layers(values: list[Answer]) -> Iterator[list[memoryview | Miss]]:
     for layer in range(num_layers(values)):
         yield [value if isinstance(value, Miss) else value.part(layer) for value in values]
-
-
-def _put_parts(variant: NewVariant, value: memoryview, ack: Ack) -> Iterator[bytes]:
-    yield pb.PutPart(header=to_put_header(variant, ack)).SerializeToString()
-    for start in range(0, len(value), PART_BYTES):
-        yield encode_data(value[start : start + PART_BYTES])

@@ -10,6 +10,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.keys import VariantKey
 from ragcache_core.storing import Ack, NewVariant, PutOutcome
 from ragcache_kv.store.lane_protocol import Broken, Busy
+from ragcache_kv.store.outgoing import Outgoing
 from ragcache_kv.store.stored_value import Allocate, Answer, Layers
 from ragcache_wire.status import NoAnswer
 
@@ -51,8 +52,8 @@ class Lane(ABC):
         """Ask now; gives values layer by layer."""
 
     @abstractmethod
-    def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
-        """Store a value."""
+    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
+        """Store a value, each part of it as soon as that is there. Raises Unfinished."""
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:  # noqa: B027
         """Tell the store of reads of copies that the client keeps, where it would believe that."""

@@ -15,9 +15,15 @@ is answered.
     READS (LaneReads)                 nothing; shared: what was read again without asking
     PUT (PutHeader); on the socket    GRANT (LaneGrant)
     lane with the first bytes
-      shared: COMMIT, or ABORT        PUT_DONE (PutReply), or nothing
-      socket: the value's other bytes PUT_DONE (PutReply)
+      shared: WRITTEN (LaneWritten)   nothing
+      when some of it is, more follows
+      socket: the value's other bytes
+    COMMIT (PutCompletion)            PUT_DONE (PutReply)
+      shared: or ABORT                nothing
                                       ERROR (LaneError) instead of any answer
+
+A put goes out while its value is still computed: what is only known of a whole one, the checksums
+of its parts, comes last. Short values are put whole in one go, COMMIT among the first bytes.
 
 What one end has not heard of for too long it lets go: a call that breaks off in the middle ends the
 connection, and with it go its leases and its arrivals.
@@ -31,6 +37,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TypeVar
 
@@ -80,6 +87,7 @@ class Kind(IntEnum):
     COMMIT = 4
     ABORT = 5
     READS = 6
+    WRITTEN = 7
     WELCOME = 64
     GOT = 65
     GRANT = 66
@@ -139,7 +147,7 @@ class Channel:
         self,
         kind: Kind,
         message: Message | None = None,
-        data: memoryview | None = None,
+        data: Sequence[bytes | memoryview] = (),
         skippable: bool = False,
     ) -> None:
         """Send a frame, with the bytes that begin what follows it, and what is owed.
@@ -148,10 +156,8 @@ class Channel:
         """
         if kind == Kind.PUT:  # nothing may come between it and its value
             self.send_owed()
-        if data is None:
-            self.send_raw(frame(kind, message))
-        else:
-            self._send_both(frame(kind, message, len(data) if skippable else 0), data)
+        early = sum([len(piece) for piece in data]) if skippable else 0
+        self.send_raw(frame(kind, message, early), *data)
         if self.owed:  # while the other end is busy with what was sent
             self.send_owed()
 
@@ -159,7 +165,7 @@ class Channel:
         """Send what is owed. Raises Broken."""
         owed, self.owed = self.owed, []
         if owed:
-            self.send_raw(b"".join([frame(kind, message) for kind, message in owed]))
+            self.send_raw(*[frame(kind, message) for kind, message in owed])
 
     @property
     def is_open(self) -> bool:
@@ -173,30 +179,22 @@ class Channel:
         except (OSError, ValueError):  # closed at this end
             return False
 
-    def send_raw(self, data: bytes | memoryview) -> None:
-        """Send bytes that are no frame. Raises Broken."""
+    def send_raw(self, *data: bytes | memoryview) -> None:
+        """Send bytes as they are, as one packet where it can be: the other end wakes once.
+
+        Raises Broken.
+        """
         try:
             self._limit(socket.SO_SNDTIMEO)
-            sent = self.socket.send(data)
-            if sent < len(data):
-                rest = memoryview(data)[sent:]
+            sent = self.socket.send(data[0]) if len(data) == 1 else self.socket.sendmsg(data)
+            for piece in data:
+                rest = memoryview(piece)[sent:]
+                sent = max(0, sent - len(piece))
                 while rest:
                     self._limit(socket.SO_SNDTIMEO)
                     rest = rest[self.socket.send(rest) :]
         except OSError as error:
             raise _broken(error) from error
-
-    def _send_both(self, head: bytes, data: memoryview) -> None:
-        """Send head and data as one packet, where it can be: the other end wakes once."""
-        try:
-            self._limit(socket.SO_SNDTIMEO)
-            sent = self.socket.sendmsg([head, data])
-        except OSError as error:
-            raise _broken(error) from error
-        for part in (head, data):
-            if sent < len(part):
-                self.send_raw(part[sent:])
-            sent = max(0, sent - len(part))
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
         """Send bytes of a file. Raises Broken."""
@@ -245,7 +243,7 @@ class Channel:
     def receive(self, most: int) -> tuple[int, memoryview]:
         """Kind and message of the next frame; the message is valid until the next call.
 
-        Skips what may be skipped of the last one and was not taken. Raises Broken, also for a
+        Skips what may be skipped of the last one, if nobody took it. Raises Broken, also for a
         message of more than most bytes.
         """
         if self._skippable:
@@ -263,20 +261,22 @@ class Channel:
             self._start += size
             return kind, message
         message = memoryview(bytearray(size))
-        self._fill(message)
+        self.receive_into(message)
         return kind, message
 
-    def receive_into(self, target: memoryview) -> None:
-        """Fill target with bytes that are no frame. Raises Broken."""
-        self._skippable = max(0, self._skippable - len(target))
-        self._fill(target)
+    def take_early(self) -> None:
+        """What could be skipped of the last frame is wanted: it comes next."""
+        self._skippable = 0
 
     def _skip(self) -> None:
         waste = memoryview(bytearray(PIECE_BYTES))
         while self._skippable:
-            self.receive_into(waste[: self._skippable])
+            piece = waste[: self._skippable]
+            self.receive_into(piece)
+            self._skippable -= len(piece)
 
-    def _fill(self, target: memoryview) -> None:
+    def receive_into(self, target: memoryview) -> None:
+        """Fill target with bytes that are no frame. Raises Broken."""
         done = min(self._end - self._start, len(target))
         if done:
             target[:done] = self._view[self._start : self._start + done]

@@ -22,6 +22,7 @@ from ragcache_core.storing import (
     MAX_TOKENS,
     Ack,
     AsOf,
+    Completion,
     Deletion,
     Event,
     EventKind,
@@ -190,16 +191,20 @@ def to_parts(parts: Iterable[Part]) -> list[pb.ValuePart]:
 
 def from_parts(field: str, messages: Sequence[pb.ValuePart], num_bytes: int) -> tuple[Part, ...]:
     """The parts of a value of num_bytes. Raises InvalidInput, TooLarge."""
-    if not messages:
-        raise InvalidInput(field, "is missing", "send size and checksum of each part")
-    check_count(field, len(messages), MAX_PARTS)
-    parts = tuple([Part(message.num_bytes, message.checksum) for message in messages])
-    total = sum([part.num_bytes for part in parts])
+    _check_sum(field, [message.num_bytes for message in messages], num_bytes)
+    return tuple([Part(message.num_bytes, message.checksum) for message in messages])
+
+
+def _check_sum(field: str, sizes: Sequence[int], num_bytes: int) -> None:
+    """Raises InvalidInput, TooLarge, for sizes that cannot be those of a value's parts."""
+    if not sizes:
+        raise InvalidInput(field, "is missing", "send the size of each part")
+    check_count(field, len(sizes), MAX_PARTS)
+    total = sum(sizes)
     if total != num_bytes:
         raise InvalidInput(
             field, f"has {total} bytes in all, not {num_bytes}", "send parts that add up"
         )
-    return parts
 
 
 def to_shape(shape: ValueShape | None) -> pb.ValueShape | None:
@@ -226,13 +231,12 @@ def from_shape(field: str, message: pb.ValueShape) -> ValueShape:
 
 
 def to_origin(origin: Origin) -> pb.Origin:
-    """Where a variant comes from."""
+    """Where a variant comes from, but for its cost, which goes with the completion."""
     return pb.Origin(
         prefix_chunks=origin.prefix_chunks,
         parent=None if origin.parent is None else to_key(origin.parent),
         domain=origin.domain,
         document=origin.document,
-        cost_s=origin.cost_s,
     )
 
 
@@ -240,8 +244,6 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
     """Where a variant comes from. Raises InvalidInput, TooLarge."""
     if not message.domain:
         raise InvalidInput(f"{field}.domain", "is missing", 'send the access domain ("public")')
-    if not 0 <= message.cost_s < math.inf:
-        raise InvalidInput(f"{field}.cost_s", f"is {message.cost_s}", "send seconds, or 0")
     return Origin(
         prefix_chunks=from_chunks(
             f"{field}.prefix_chunks", message.prefix_chunks, MAX_PREFIX_CHUNKS
@@ -249,7 +251,6 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
         parent=from_key(f"{field}.parent", message.parent) if message.HasField("parent") else None,
         domain=from_name(f"{field}.domain", message.domain),
         document=from_name(f"{field}.document", message.document),
-        cost_s=message.cost_s,
     )
 
 
@@ -276,7 +277,7 @@ def to_put_header(variant: NewVariant, ack: Ack, traceparent: str = "") -> pb.Pu
         info=to_info(variant.info, variant.value_format),
         origin=to_origin(variant.origin),
         shape=to_shape(variant.shape),
-        parts=to_parts(variant.parts),
+        part_bytes=variant.part_bytes,
         ack=_ACKS[ack],
         as_of=to_as_of(variant.as_of),
         traceparent=traceparent,
@@ -288,15 +289,16 @@ def from_put_header(
 ) -> tuple[NewVariant, Ack]:
     """A variant that is to be put, and when to answer. Raises InvalidInput, TooLarge."""
     info = from_info(f"{field}.info", message.info, max_value_bytes)
-    parts = from_parts(f"{field}.parts", message.parts, info.num_bytes)
+    sizes = tuple(message.part_bytes)
+    _check_sum(f"{field}.part_bytes", sizes, info.num_bytes)
     shape = None
     if message.HasField("shape"):
         shape = from_shape(f"{field}.shape", message.shape)
-        if shape.num_layers != len(parts):
+        if shape.num_layers != len(sizes):
             raise InvalidInput(
-                f"{field}.parts", f"has {len(parts)} entries", "send one for each layer"
+                f"{field}.part_bytes", f"has {len(sizes)} entries", "send one for each layer"
             )
-        _check_sizes(f"{field}.parts", parts, shape, info)
+        _check_sizes(f"{field}.part_bytes", sizes, shape, info)
     ack = _ACKS_BACK.get(message.ack)
     if ack is None:
         raise InvalidInput(f"{field}.ack", f"is {message.ack}", "send ACCEPTED or DURABLE")
@@ -305,23 +307,41 @@ def from_put_header(
         info=info,
         origin=from_origin(f"{field}.origin", message.origin),
         shape=shape,
-        parts=parts,
+        part_bytes=sizes,
         value_format=message.info.format,
         as_of=from_as_of(f"{field}.as_of", message.as_of),
     )
     return variant, ack
 
 
-def _check_sizes(field: str, parts: Sequence[Part], shape: ValueShape, info: VariantInfo) -> None:
+def to_completion(completion: Completion) -> pb.PutCompletion:
+    """What is said of a value after its last byte."""
+    return pb.PutCompletion(checksums=completion.checksums, cost_s=completion.cost_s)
+
+
+def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Completion:
+    """What is said of a value of num_parts after its last byte. Raises InvalidInput."""
+    if len(message.checksums) != num_parts:
+        raise InvalidInput(
+            f"{field}.checksums",
+            f"has {len(message.checksums)} entries",
+            f"send one for each of the {num_parts} parts",
+        )
+    if not 0 <= message.cost_s < math.inf:
+        raise InvalidInput(f"{field}.cost_s", f"is {message.cost_s}", "send seconds, or 0")
+    return Completion(tuple(message.checksums), message.cost_s)
+
+
+def _check_sizes(field: str, sizes: Sequence[int], shape: ValueShape, info: VariantInfo) -> None:
     """Raises InvalidInput for parts that cannot be layers of shape, held as info says."""
     if Codec.PACKED in {info.precision.key, info.precision.value}:
         return  # as long as its numbers make it
     num_bytes = encoded_part_bytes(shape, info.num_tokens, info.precision)
-    for i, part in enumerate(parts):
-        if part.num_bytes != num_bytes:
+    for i, size in enumerate(sizes):
+        if size != num_bytes:
             raise InvalidInput(
-                f"{field}[{i}].num_bytes",
-                f"is {part.num_bytes}",
+                f"{field}[{i}]",
+                f"is {size}",
                 f"send the {num_bytes} bytes that {info.num_tokens} tokens of the shape take "
                 f"as {info.precision}, or no shape for opaque bytes",
             )

@@ -48,6 +48,7 @@ from ragcache_kv.store.client import (
     StoreClient,
     StoredValue,
 )
+from ragcache_kv.store.outgoing import Outgoing
 from ragcache_wire.members import Members
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -325,13 +326,13 @@ class ShardedStore:
     def put(
         self,
         variant: NewVariant,
-        value: memoryview,
+        value: Outgoing,
         timeout_s: float,
         ack: Ack = Ack.ACCEPTED,
         *,
         as_of: Mapping[str, AsOf] | None = None,
     ) -> PutOutcome:
-        """Store a value on its chunk's owner. Raises Unavailable, InvalidInput.
+        """Store a value on its chunk's owner. Raises Unavailable, InvalidInput, Unfinished.
 
         as_of: that of the lookup which the computation was planned on. An owner that it does not
         name has become one since then, and refuses the value if any delete covers it.

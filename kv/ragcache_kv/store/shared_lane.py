@@ -13,6 +13,7 @@ Should it be gone, its connection is closed. It is told afterwards what was read
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import socket
 import threading
@@ -35,9 +36,10 @@ from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, TimedOut
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
+    to_completion,
     to_get_request,
-    to_put_header,
 )
+from ragcache_kv.store.outgoing import Outgoing, Runs
 from ragcache_kv.store.pair import Pair
 from ragcache_kv.store.places import Place, Places
 from ragcache_kv.store.shared_memory import SharedMemory
@@ -51,7 +53,6 @@ from ragcache_kv.store.stored_value import (
     room_for,
 )
 from ragcache_kv.store.witness import Witness
-from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_PLACES = 4096
@@ -59,6 +60,9 @@ MAX_PLACES = 4096
 
 KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have been copied."""
+
+ABORT_S = 0.1
+"""How long it may take to tell a store that a put is given up, whose own time may be over."""
 
 
 class Mapped:
@@ -87,19 +91,23 @@ class Mapped:
             views.append(view)
         return views
 
-    def write(self, extents: Sequence[pb.LaneExtent], value: memoryview) -> None:
-        """Copy a value to extents. Raises Broken."""
-        start = 0
-        for extent, view in zip(extents, self.views(extents), strict=True):
-            piece = value[start : start + len(view)]
+    def write(self, extents: Sequence[pb.LaneExtent], run: memoryview, start: int) -> None:
+        """Copy what follows the first start bytes of a value to its extents. Raises Broken."""
+        self.views(extents)  # which are the store's word
+        done = 0
+        for offset, num_bytes in _cut_places(extents, start, len(run)):
+            piece = run[done : done + num_bytes]
             try:
-                if self._was_written(extent.offset):
-                    scatter(piece, [view])
+                # The run before may have written to the page that this one begins in.
+                if self._was_written(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE):
+                    scatter(piece, [self.memory[offset : offset + num_bytes]])
                 else:  # so the kernel need not fill pages with zeros before
-                    write_from(piece, self._memory_fd, extent.offset)
+                    write_from(piece, self._memory_fd, offset)
             except OSError as error:
                 raise Broken(f"the shared memory cannot be written to: {error}") from error
-            start += len(view)
+            done += num_bytes
+        if done < len(run):
+            raise Broken("extents that are shorter than the value")
 
     def _was_written(self, offset: int) -> bool:
         """Whether the page at offset has memory. Raises OSError."""
@@ -166,22 +174,32 @@ class SharedLane(FramedLane[SharedConnection]):
         copies = asked.keep(lambda: _copies(asking, asked, self._pair))
         return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
 
-    def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
+    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
         """See Lane."""
-        deadline = min(deadline, time.monotonic() + LEASE_S)
-        header = to_put_header(variant, ack, traceparent())
-        asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline)
-        grant = asked.reply
-        if not grant.granted:
-            asked.done()
-            return from_outcome(grant.outcome)
-        asked.connection.mapped.write(grant.extents, value)
-        if time.monotonic() > deadline:
-            asked.connection.send(Kind.ABORT)
-            asked.done()
-            raise no_answer(TimedOut("the deadline has passed"))
-        asked.connection.send(Kind.COMMIT)
-        return from_outcome(self.end_put(asked).outcome)
+        runs = Runs(variant, value, deadline)
+        first = next(runs)
+        with self.begin_put(variant, ack, runs.deadline) as asked:
+            if not asked.reply.granted:
+                asked.done()
+                return from_outcome(asked.reply.outcome)
+            try:
+                self._write(asked, first, runs)
+            except RagCacheError:
+                _abort(asked)
+                raise
+            return self.end_put(asked)
+
+    @staticmethod
+    def _write(asked: Asked[SharedConnection, pb.LaneGrant], first: memoryview, runs: Runs) -> None:
+        """Write a value to where it was granted room, and commit it. Raises Broken, Unfinished."""
+        written = 0
+        for run in chain([first], runs):
+            asked.connection.mapped.write(asked.reply.extents, run, written)
+            written += len(run)
+            _check(runs.deadline)
+            if not runs.are_over:  # the store can verify it while the rest is computed
+                asked.connection.send(Kind.WRITTEN, pb.LaneWritten(num_bytes=written))
+        asked.connection.send(Kind.COMMIT, to_completion(runs.completion()))
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:
         """See Lane."""
@@ -438,6 +456,17 @@ def _release(asked: Asked[SharedConnection, pb.LaneGetReply], copies: Sequence[_
     """Let go of all leases, and of the connection."""
     leases = [copied.lease for copied in copies if copied.lease]
     asked.release(leases, [copied.lease for copied in copies if copied.corrupt])
+
+
+def _abort(asked: Asked[SharedConnection, pb.LaneGrant]) -> None:
+    """Give a put's room back at once, where the store has to wait for that otherwise."""
+    asked.connection.deadline = time.monotonic() + ABORT_S
+    try:
+        asked.connection.send(Kind.ABORT)
+    except Broken:
+        asked.drop()
+    else:
+        asked.done()
 
 
 def _again(asking: Asking, value: StoredValue) -> Allocate:

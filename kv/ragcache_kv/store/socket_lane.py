@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from itertools import chain
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.storing import Ack, NewVariant, PutOutcome
@@ -23,15 +24,16 @@ from ragcache_kv.store.lane_protocol import (
     Broken,
     Channel,
     Kind,
+    frame,
 )
 from ragcache_kv.store.messages import (
     from_hello,
     from_outcome,
+    to_completion,
     to_get_request,
-    to_put_header,
 )
+from ragcache_kv.store.outgoing import Outgoing, Runs
 from ragcache_kv.store.stored_value import Answer, Layers, StoredValue, announced, num_layers
-from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 KEYS_PER_CALL = 64
@@ -59,18 +61,23 @@ class SocketLane(FramedLane[Channel]):
         values = asked.keep(lambda: _announced(asking, asked))
         return Layers(list(values), _layers(asked, values))
 
-    def put(self, variant: NewVariant, value: memoryview, ack: Ack, deadline: float) -> PutOutcome:
+    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
         """See Lane."""
-        header = to_put_header(variant, ack, traceparent())
-        early, rest = value[:EARLY_BYTES], value[EARLY_BYTES:]
-        asked = self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline, early)
-        grant = asked.reply
-        if not grant.granted:
-            asked.done()
-            return from_outcome(grant.outcome)
-        if rest:
-            asked.connection.send_raw(rest)
-        return from_outcome(self.end_put(asked).outcome)
+        runs = Runs(variant, value, deadline)
+        first = next(runs)
+        early: list[bytes | memoryview] = [first[:EARLY_BYTES]]
+        whole = runs.are_over and len(first) <= EARLY_BYTES
+        if whole:
+            early.append(_commit(runs))
+        with self.begin_put(variant, ack, deadline, early) as asked:
+            if not asked.reply.granted:
+                asked.done()
+                return from_outcome(asked.reply.outcome)
+            if not whole:
+                for run in chain([first[EARLY_BYTES:]], runs):
+                    asked.connection.send_raw(run)
+                asked.connection.send_raw(_commit(runs))
+            return self.end_put(asked)
 
     def _ask(
         self, asking: Asking, start: int, count: int, by_layer: bool
@@ -151,6 +158,10 @@ def _layers(
             if layer == last:
                 _release(asked, values)
             yield given
+
+
+def _commit(runs: Runs) -> bytes:
+    return frame(Kind.COMMIT, to_completion(runs.completion()))
 
 
 def _announced(asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> list[Answer]:

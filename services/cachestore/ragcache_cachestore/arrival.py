@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ragcache_cachestore.checksums import Check
+from ragcache_cachestore.checksums import PartSums
 from ragcache_cachestore.tier import Copy
 from ragcache_core.extents import Extent
-from ragcache_core.storing import Ack, NewVariant, PutOutcome
+from ragcache_core.storing import Ack, Completion, NewVariant, PutOutcome
+from ragcache_kv.store.buffers import cut
 
 if TYPE_CHECKING:
     from ragcache_cachestore.store import Store
@@ -19,8 +20,8 @@ COMMIT_TIMEOUT_S = 60.0
 class Arrival:
     """One put between begin and end. As a context manager it is aborted unless it was committed.
 
-    new: what is put. delete_sequence: deletes up to there were seen by it. check: has seen every
-    byte, where the store filled it itself; else they are read once more. For one thread at a time.
+    new: what is put. delete_sequence: deletes up to there were seen by it. sums: of the bytes that
+    are known to have been written. For one thread at a time.
     """
 
     def __init__(self, store: Store, new: NewVariant, copy: Copy, delete_sequence: int) -> None:
@@ -28,7 +29,7 @@ class Arrival:
         self.new = new
         self.copy = copy
         self.delete_sequence = delete_sequence
-        self.check: Check | None = None
+        self.sums = PartSums(new.part_bytes)
         self._ended = False
 
     @property
@@ -41,7 +42,17 @@ class Arrival:
         """The bytes there, one writable view for each extent."""
         return self._store.arena.views(self.copy.extents)
 
-    def commit(self, ack: Ack = Ack.ACCEPTED, timeout_s: float = COMMIT_TIMEOUT_S) -> PutOutcome:
+    def sum_up(self, num_bytes: int) -> None:
+        """So many bytes, from the value's begin, have been written."""
+        for piece in cut(self.views, self.sums.num_bytes, num_bytes - self.sums.num_bytes):
+            self.sums.add(piece)
+
+    def commit(
+        self,
+        completion: Completion,
+        ack: Ack = Ack.ACCEPTED,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+    ) -> PutOutcome:
         """Check every part, then show the value, whole; with Ack.DURABLE wait for its write.
 
         Raises InvalidInput for a part that does not match its checksum; Unavailable if it could not
@@ -49,7 +60,7 @@ class Arrival:
         """
         assert not self._ended
         self._ended = True
-        return self._store.commit(self, ack, timeout_s)
+        return self._store.commit(self, completion, ack, timeout_s)
 
     def abort(self, quiet_s: float = 0.0) -> None:
         """Leave nothing, if it was not committed.

@@ -13,42 +13,44 @@ from ragcache_core.variant import Part
 SLICE_BYTES = 1 << 20
 
 
-class Check:
-    """Checks the bytes of parts, one part after another, as they pass by.
+class PartSums:
+    """XXH3-64 of parts whose sizes are given, one part after another, as their bytes pass by.
 
-    wrong: index of the first part that does not match its checksum; None while none is known.
+    sums: of those that are whole so far. num_bytes: that have passed.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.wrong: int | None = None
-        self._parts = parts
-        self._index = 0
-        self._missing = parts[0].num_bytes if parts else 0
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sums: list[int] = []
+        self.num_bytes = 0
+        self._sizes = sizes
+        self._missing = sizes[0] if sizes else 0
         self._hasher = xxhash.xxh3_64()
 
     def add(self, piece: memoryview) -> None:
         """The next bytes, cut anywhere."""
-        while self._index < len(self._parts):
+        self.num_bytes += len(piece)
+        while len(self.sums) < len(self._sizes):
             taken, piece = piece[: self._missing], piece[self._missing :]
             self._hasher.update(taken)
             self._missing -= len(taken)
             if self._missing:
                 return
-            self._end_part()
-
-    def finish(self) -> int | None:
-        """There are no more bytes: the first wrong part, which one that is not whole is too."""
-        if self.wrong is None and self._index < len(self._parts):
-            self.wrong = self._index
-        return self.wrong
-
-    def _end_part(self) -> None:
-        if self.wrong is None and self._hasher.intdigest() != self._parts[self._index].checksum:
-            self.wrong = self._index
-        self._index += 1
-        if self._index < len(self._parts):
-            self._missing = self._parts[self._index].num_bytes
+            self.sums.append(self._hasher.intdigest())
             self._hasher.reset()
+            if len(self.sums) < len(self._sizes):
+                self._missing = self._sizes[len(self.sums)]
+
+    def first_wrong(self, checksums: Sequence[int]) -> int | None:
+        """Index of the first part, of those that are whole, that has another one."""
+        pairs = enumerate(zip(self.sums, checksums, strict=False))
+        return next((index for index, (found, wanted) in pairs if found != wanted), None)
+
+    def first_wrong_or_missing(self, checksums: Sequence[int]) -> int | None:
+        """There are no more bytes: the first wrong part, which one that is not whole is too."""
+        wrong = self.first_wrong(checksums)
+        if wrong is None and len(self.sums) < len(self._sizes):
+            return len(self.sums)
+        return wrong
 
 
 def first_wrong_part(parts: Sequence[Part], pieces: Iterable[memoryview]) -> int | None:
@@ -56,10 +58,10 @@ def first_wrong_part(parts: Sequence[Part], pieces: Iterable[memoryview]) -> int
 
     pieces: the bytes of the parts one after another, cut anywhere.
     """
-    check = Check(parts)
+    sums = PartSums([part.num_bytes for part in parts])
     for piece in pieces:
-        check.add(piece)
-    return check.finish()
+        sums.add(piece)
+    return sums.first_wrong_or_missing([part.checksum for part in parts])
 
 
 def read_slices(file: ValueFile, extents: Iterable[Extent]) -> Iterator[memoryview]:

@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Final
 
 from ragcache_cachestore.arrival import Arrival
-from ragcache_cachestore.checksums import Check
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.extents import Extent
 from ragcache_core.keys import VariantKey
-from ragcache_core.storing import LEASE_S, MAX_KEYS, Ack, Hello, NewVariant, PutOutcome
+from ragcache_core.storing import LEASE_S, MAX_KEYS, Ack, Completion, Hello, NewVariant, PutOutcome
 from ragcache_core.variant import Miss, Part, Tier
 from ragcache_kv.store.buffers import cut
 from ragcache_kv.store.lane_protocol import (
@@ -47,6 +46,7 @@ from ragcache_kv.store.lane_protocol import (
     to_error,
 )
 from ragcache_kv.store.messages import (
+    from_completion,
     from_get_request,
     from_key,
     from_put_header,
@@ -346,7 +346,7 @@ class _Connection(threading.Thread):
             self.channel.send(Kind.GOT, reply)
             return pieces if first is None else chain([first], pieces)
         # Saves its client from being woken for them.
-        self.channel.send(Kind.GOT, reply, first[:FIRST_BYTES])
+        self.channel.send(Kind.GOT, reply, [first[:FIRST_BYTES]])
         return chain([first[FIRST_BYTES:]], pieces)
 
     def _send(self, pieces: Iterator[memoryview | Extent]) -> None:
@@ -427,9 +427,10 @@ class _Connection(threading.Thread):
                 self.channel.send(Kind.GRANT, refusal)
                 return
             with arrival:
-                if not self._receive(arrival):
+                completion = self._receive(arrival)
+                if completion is None:
                     return
-                outcome = arrival.commit(ack, LEASE_S)
+                outcome = arrival.commit(completion, ack, LEASE_S)
             self._note_put(outcome, ack, new, since, span)
             self.channel.deadline = time.monotonic() + LEASE_S
             self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
@@ -441,27 +442,42 @@ class _Connection(threading.Thread):
             return NO_SPAN
         return self._store.telemetry.span(name, parent, lane=self._lane)
 
-    def _receive(self, arrival: Arrival) -> bool:
-        """Let the client write to an arrival; whether it is to be committed."""
+    def _receive(self, arrival: Arrival) -> Completion | None:
+        """Let the client write to an arrival; None if it is not to be committed after all."""
         if self._shared:
             try:
                 self.channel.send(Kind.GRANT, _grant(arrival.extents))
-                kind, _ = self.channel.receive(MAX_REQUEST_BYTES)
-            except Broken:
+                kind, payload = self._follow(arrival)
+            except (Broken, InvalidInput):
                 arrival.abort(quiet_s=LEASE_S)  # its client may write on, unaware
                 raise
-            if kind not in {Kind.COMMIT, Kind.ABORT}:
-                raise Broken(f"a frame of kind {kind} where COMMIT was due")
-            return kind == Kind.COMMIT
-        self.channel.send(Kind.GRANT, _grant(()))
-        # Verified piece by piece, while the next one comes and this one is in the CPU's cache.
-        arrival.check = Check(arrival.new.parts)
-        for view in arrival.views:
-            for start in range(0, len(view), PIECE_BYTES):
-                piece = view[start : start + PIECE_BYTES]
-                self.channel.receive_into(piece)
-                arrival.check.add(piece)
-        return True
+            if kind == Kind.ABORT:
+                return None
+        else:
+            self.channel.take_early()
+            self.channel.send(Kind.GRANT, _grant(()))
+            # Summed up piece by piece, while the next one comes and this one is in the CPU's cache.
+            for view in arrival.views:
+                for start in range(0, len(view), PIECE_BYTES):
+                    piece = view[start : start + PIECE_BYTES]
+                    self.channel.receive_into(piece)
+                    arrival.sums.add(piece)
+            kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
+        if kind != Kind.COMMIT:
+            raise Broken(f"a frame of kind {kind} where COMMIT was due")
+        message = parse(pb.PutCompletion, payload)
+        return from_completion("completion", message, len(arrival.new.part_bytes))
+
+    def _follow(self, arrival: Arrival) -> tuple[int, memoryview]:
+        """Sum up what the client writes, as it says so; the frame after that. Raises Broken."""
+        while True:
+            kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
+            if kind != Kind.WRITTEN:
+                return kind, payload
+            num_bytes = parse(pb.LaneWritten, payload).num_bytes
+            if not arrival.sums.num_bytes <= num_bytes <= arrival.new.info.num_bytes:
+                raise Broken(f"{num_bytes} bytes written of {arrival.new.info.num_bytes}")
+            arrival.sum_up(num_bytes)
 
     def _note_put(
         self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float, span: Span

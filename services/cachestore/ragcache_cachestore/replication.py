@@ -29,6 +29,7 @@ from ragcache_core.replication import ServedBytes, Thresholds, decide
 from ragcache_core.sharding import Rendezvous
 from ragcache_core.storing import NewVariant, PutOutcome
 from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store.outgoing import Whole
 from ragcache_wire.members import Members
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ReplicatedStore(Protocol):
     def take_served(self) -> Mapping[VariantKey, int]:
         """Bytes served of each variant since the last call."""
 
-    def export(self, key: VariantKey) -> tuple[NewVariant, memoryview] | None:
+    def export(self, key: VariantKey) -> tuple[NewVariant, Whole] | None:
         """A copy of a value and all that a put of it needs, with an empty AsOf; None if not held.
 
         It counts as no use.
@@ -163,7 +164,7 @@ class Replication:
             return False
         self._held_by[key] = shard
         self._store.set_replicas(key, (shard,))
-        log.info("a variant of %d bytes is hot: replica on %s", len(value), shard)
+        log.info("a variant of %d bytes is hot: replica on %s", variant.info.num_bytes, shard)
         return True
 
     def _drop(self, key: VariantKey, shard: str) -> bool:

@@ -22,16 +22,26 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
-from ragcache_cachestore.checksums import Check
+from ragcache_cachestore.checksums import PartSums
 from ragcache_cachestore.leases import Lease
 from ragcache_cachestore.replication import Replication
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.extents import Extent
-from ragcache_core.storing import LEASE_S, Ack, Event, EventKind, Hello, NewVariant, PutOutcome
+from ragcache_core.storing import (
+    LEASE_S,
+    Ack,
+    Completion,
+    Event,
+    EventKind,
+    Hello,
+    NewVariant,
+    PutOutcome,
+)
 from ragcache_core.variant import Miss
 from ragcache_kv.store.messages import (
+    from_completion,
     from_deletion,
     from_get_request,
     from_key,
@@ -225,13 +235,13 @@ class CacheStoreService:
             return new, ack, arrival
         try:
             async with _slowness(context):
-                await _fill(arrival, messages)
+                completion = await _fill(arrival, messages)
         except BaseException:
             arrival.abort()
             raise
         # Once begun, it ends by itself, whether or not anybody still waits.
         timeout_s = _remaining_s(context, COMMIT_TIMEOUT_S)
-        commit = self._in(self._writes, lambda: arrival.commit(ack, timeout_s))
+        commit = self._in(self._writes, lambda: arrival.commit(completion, ack, timeout_s))
         return new, ack, await asyncio.shield(commit)
 
     async def _begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> Arrival | PutOutcome:
@@ -262,11 +272,11 @@ class CacheStoreService:
                         header = to_miss_header(index, lease)
                         yield pb.GetPart(header=header).SerializeToString()
                         continue
-                    check = Check(lease.parts)
+                    sums = PartSums([part.num_bytes for part in lease.parts])
                     try:
                         yield pb.GetPart(header=_header(index, lease)).SerializeToString()
                         for extent in _pieces(lease.extents):
-                            piece = await self._piece(lease, extent, check)
+                            piece = await self._piece(lease, extent, sums)
                             if turn.over or not self._store.is_leased(lease.id):
                                 raise Unavailable(
                                     "cachestore",
@@ -274,7 +284,7 @@ class CacheStoreService:
                                 )
                             yield piece
                     finally:
-                        if check.wrong is None:
+                        if sums.first_wrong([part.checksum for part in lease.parts]) is None:
                             self._store.release([lease.id])
                         else:  # the caller sees it, too, but on this lane has nobody to tell
                             release = partial(self._store.release, [lease.id], [lease.id])
@@ -283,18 +293,18 @@ class CacheStoreService:
                     self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
                     count_hit(span, lease.tier, lease.info.num_bytes)
 
-    async def _piece(self, lease: Lease, extent: Extent, check: Check) -> bytes:
+    async def _piece(self, lease: Lease, extent: Extent, sums: PartSums) -> bytes:
         """An encoded GetPart with the bytes of a short extent of a leased value."""
         if not lease.on_disk:
             (view,) = self._store.arena.views([extent])
-            check.add(view)
+            sums.add(view)
             return encode_data(view)
 
         def read() -> bytes:
             piece = memoryview(bytearray(extent.num_bytes))
             # What a disk does not give is found out by the checksums.
             self._store.value_file.read_into([extent], [piece])
-            check.add(piece)
+            sums.add(piece)
             return encode_data(piece)
 
         return await self._in(self._reads, read)
@@ -471,12 +481,21 @@ async def _slowness(context: Context) -> AsyncIterator[None]:
         raise Unavailable("cachestore", "the value was sent too slowly") from None
 
 
-async def _fill(arrival: Arrival, messages: AsyncIterator[bytes]) -> None:
-    """Write the data of messages to where the value is to lie. Raises InvalidInput."""
+async def _fill(arrival: Arrival, messages: AsyncIterator[bytes]) -> Completion:
+    """Write the data of messages to where the value is to lie, until its completion.
+
+    Raises InvalidInput.
+    """
     num_bytes = arrival.new.info.num_bytes
     views, received = arrival.views, 0
+    completion: Completion | None = None
     async for message in messages:
         data = _data(message)
+        if completion is not None:
+            raise InvalidInput("completion", "is not the last message", "send nothing after it")
+        if isinstance(data, pb.PutCompletion):
+            completion = from_completion("completion", data, len(arrival.new.part_bytes))
+            continue
         received += len(data)
         if received > num_bytes:
             raise InvalidInput(
@@ -496,6 +515,9 @@ async def _fill(arrival: Arrival, messages: AsyncIterator[bytes]) -> None:
             f"has {received} of the {num_bytes} bytes announced",
             "send as many bytes as header.info.num_bytes says",
         )
+    if completion is None:
+        raise InvalidInput("completion", "is missing", "send it as the last message")
+    return completion
 
 
 def _abort_late(begun: asyncio.Future[Arrival | PutOutcome]) -> None:
@@ -548,14 +570,18 @@ def _require_deadline(context: Context) -> None:
         raise InvalidInput("deadline", "is missing", "give every call that may wait a deadline")
 
 
-def _data(message: bytes) -> memoryview:
-    """The data of an encoded PutPart."""
+def _data(message: bytes) -> memoryview | pb.PutCompletion:
+    """What an encoded PutPart after the first one holds."""
     if (data := data_of(message)) is not None:
         return data
     part = _part(message)
-    if part.WhichOneof("part") != "data":
-        raise InvalidInput("header", "came twice", "send it once, then data only")
-    return memoryview(part.data)
+    match part.WhichOneof("part"):
+        case "data":
+            return memoryview(part.data)
+        case "completion":
+            return part.completion
+        case _:
+            raise InvalidInput("header", "came twice", "send it once, then data only")
 
 
 def _part(message: bytes) -> pb.PutPart:

@@ -25,7 +25,6 @@ from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
 from ragcache_cachestore.board import Board
 from ragcache_cachestore.books import Books, refusal
 from ragcache_cachestore.catalog import Holding, replaces
-from ragcache_cachestore.checksums import first_wrong_part
 from ragcache_cachestore.counters import Stats, score_histogram
 from ragcache_cachestore.folder import DataFolder
 from ragcache_cachestore.keeper import Candidate
@@ -47,6 +46,7 @@ from ragcache_core.storing import (
     ID_BYTES,
     Ack,
     AsOf,
+    Completion,
     Deletion,
     Event,
     EventKind,
@@ -57,6 +57,7 @@ from ragcache_core.storing import (
     Want,
 )
 from ragcache_core.variant import Miss, Part, Precision, Tier, VariantInfo
+from ragcache_kv.store.outgoing import Whole
 
 log = logging.getLogger(__name__)
 
@@ -332,25 +333,25 @@ class Store:
         self.arena.grow(copy.extents)
         return Arrival(self, new, copy, seen)
 
-    def commit(self, arrival: Arrival, ack: Ack, timeout_s: float) -> PutOutcome:
+    def commit(
+        self, arrival: Arrival, completion: Completion, ack: Ack, timeout_s: float
+    ) -> PutOutcome:
         """See Arrival.commit."""
         new = arrival.new
         try:
-            if arrival.check is not None:
-                wrong = arrival.check.finish()
-            else:
-                wrong = first_wrong_part(new.parts, self.arena.views(arrival.extents))
+            arrival.sum_up(new.info.num_bytes)
+            wrong = arrival.sums.first_wrong_or_missing(completion.checksums)
         except BaseException:
             self.abort(arrival, 0.0)
             raise
         if wrong is not None:
             self.abort(arrival, 0.0)
             raise InvalidInput(
-                f"header.parts[{wrong}].checksum",
+                f"completion.checksums[{wrong}]",
                 "does not match the bytes sent",
                 "send the XXH3-64 of the part",
             )
-        outcome = self._accept(arrival, ack)
+        outcome = self._accept(arrival, completion, ack)
         if ack is Ack.DURABLE and outcome is not PutOutcome.DELETED:
             self._wait_until_written(new.key, timeout_s)
             with self._books.lock:
@@ -578,7 +579,7 @@ class Store:
             return None
         return self._mover.copy_out(holding)
 
-    def export(self, key: VariantKey) -> tuple[NewVariant, memoryview] | None:
+    def export(self, key: VariantKey) -> tuple[NewVariant, Whole] | None:
         """A copy of a value and what a put of it needs; None if not held. Counts as no use."""
         with self._books.lock:
             holding = self._books.catalog.get(key)
@@ -588,12 +589,13 @@ class Store:
         new = NewVariant(
             key=key,
             info=holding.info,
-            parts=holding.parts,
+            part_bytes=tuple([part.num_bytes for part in holding.parts]),
             origin=holding.origin,
             shape=holding.shape,
             value_format=holding.value_format,
         )
-        return new, memoryview(value)
+        checksums = [part.checksum for part in holding.parts]
+        return new, Whole(memoryview(value), checksums, holding.origin.cost_s)
 
     def swap(
         self,
@@ -717,7 +719,7 @@ class Store:
             self._mover.writer.hurry(holding.job)
         return holding.job
 
-    def _accept(self, arrival: Arrival, ack: Ack) -> PutOutcome:
+    def _accept(self, arrival: Arrival, completion: Completion, ack: Ack) -> PutOutcome:
         """Show an arrival, unless a delete or another put was faster."""
         now, new = self._books.clock(), arrival.new
         with self._books.lock:
@@ -732,8 +734,8 @@ class Store:
                 key=new.key,
                 identity=self._books.next_identity,
                 info=new.info,
-                parts=new.parts,
-                origin=new.origin,
+                parts=tuple(map(Part, new.part_bytes, completion.checksums)),
+                origin=replace(new.origin, cost_s=completion.cost_s),
                 shape=new.shape,
                 value_format=new.value_format,
                 delete_sequence=self._books.tombstones.last_sequence,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -14,12 +14,13 @@ from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.errors import RagCacheError
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.storing import NewVariant, PutOutcome
-from ragcache_core.variant import Origin, Part, Provenance, VariantInfo
+from ragcache_core.variant import Provenance, VariantInfo
 from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import SaveJob
-from ragcache_engine.values import native_bytes, native_parts, shape_of
+from ragcache_engine.values import native_bytes, shape_of
+from ragcache_kv.store.outgoing import Outgoing, Unfinished, Whole
 from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.value import FORMAT, checksum
+from ragcache_kv.value import FORMAT, value_parts
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import Kind, Tracer
 
@@ -27,7 +28,7 @@ log = logging.getLogger("vllm.ragcache")
 
 
 class Saver:
-    """Puts values in order of arrival; holds at most queue_bytes of them.
+    """Puts values, at_once of them, in order of arrival; holds at most queue_bytes of them.
 
     tracer: of what is part of a trace.
     """
@@ -38,6 +39,7 @@ class Saver:
         space: KVSpace,
         deadline_s: float,
         queue_bytes: int,
+        at_once: int = 1,
         tracer: Tracer | None = None,
     ) -> None:
         self._client = client
@@ -45,7 +47,7 @@ class Saver:
         self._deadline_s = deadline_s
         self._queue_bytes = queue_bytes
         self._tracer = tracer or Tracer()
-        self._pool = side_pool(1, "ragcache-save")
+        self._pool = side_pool(at_once, "ragcache-save")
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
 
@@ -55,19 +57,21 @@ class Saver:
             room = sum(self._pending.values()) + num_bytes <= self._queue_bytes
             return room and key not in self._pending
 
-    def save(
-        self,
-        job: SaveJob,
-        origin: Origin,
-        value: torch.Tensor,
-        parts: Callable[[], tuple[Part, ...]] | None = None,
-    ) -> None:
+    def save(self, job: SaveJob, value: torch.Tensor, cost_s: float) -> None:
         """Take a contiguous CPU tensor to send; returns at once.
 
-        parts: waits until value is whole, and gives its parts; None: it is, and nobody knows them.
+        cost_s: seconds that computing it took; 0: unknown.
         """
-        make = partial(self._value, job, origin, value, parts)
-        self._submit(job, job.span.variant, job.info.num_bytes, make)
+        variant = self._variant(job)
+        self._submit(
+            job,
+            variant,
+            lambda: Whole.summed_up(native_bytes(value), variant.part_bytes, cost_s),
+        )
+
+    def stream(self, job: SaveJob, value: Outgoing) -> None:
+        """Take a value that is being computed, to send what there is of it; returns at once."""
+        self._submit(job, self._variant(job), lambda: value)
 
     def save_observation(self, job: SaveJob, observation: ChunkObservation, cost_s: float) -> None:
         """Take what was seen of a variant that was saved; returns at once.
@@ -82,61 +86,45 @@ class Saver:
         variant = NewVariant(
             key=key,
             info=VariantInfo(job.info.num_tokens, len(raw), 0, Provenance(exact=False)),
-            origin=replace(job.origin, prefix_chunks=chunks, parent=None, cost_s=cost_s),
+            origin=replace(job.origin, prefix_chunks=chunks, parent=None),
             shape=None,
-            parts=(Part(len(raw), checksum(raw)),),
+            part_bytes=(len(raw),),
         )
-        self._submit(job, key, len(raw), lambda: (variant, raw))
+        self._submit(job, variant, lambda: Whole.summed_up(raw, variant.part_bytes, cost_s))
 
     def close(self) -> None:
         """Drop what has not been sent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(
-        self,
-        job: SaveJob,
-        key: VariantKey,
-        num_bytes: int,
-        make: Callable[[], tuple[NewVariant, memoryview]],
-    ) -> None:
-        with self._lock:
-            self._pending[key] = num_bytes
-        try:
-            self._pool.submit(self._put, job, key, make)
-        except RuntimeError:  # no thread can be started, or the engine is ending
-            with self._lock:
-                del self._pending[key]
-            raise
-
-    def _value(
-        self,
-        job: SaveJob,
-        origin: Origin,
-        value: torch.Tensor,
-        parts: Callable[[], tuple[Part, ...]] | None,
-    ) -> tuple[NewVariant, memoryview]:
-        raw = native_bytes(value)
-        variant = NewVariant(
+    def _variant(self, job: SaveJob) -> NewVariant:
+        return NewVariant(
             key=job.span.variant,
             info=job.info,
-            origin=origin,
+            origin=job.origin,
             shape=shape_of(self._space),
-            parts=parts() if parts else native_parts(raw, self._space, job.info.num_tokens),
+            part_bytes=value_parts(self._space, job.info.num_tokens),
             value_format=FORMAT,
         )
-        return variant, raw
 
-    def _put(
-        self, job: SaveJob, key: VariantKey, make: Callable[[], tuple[NewVariant, memoryview]]
-    ) -> None:
+    def _submit(self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing]) -> None:
+        with self._lock:
+            self._pending[variant.key] = variant.info.num_bytes
+        try:
+            self._pool.submit(self._save, job, variant, make)
+        except RuntimeError:  # no thread can be started, or the engine is ending
+            with self._lock:
+                del self._pending[variant.key]
+            raise
+
+    def _save(self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing]) -> None:
         num_tokens = job.info.num_tokens
-        name = "save" if key == job.span.variant else "save observation"
+        name = "save" if variant.key == job.span.variant else "save observation"
         try:
             trace = self._tracer.below(name, metadata(job.traceparent), Kind.INTERNAL)
             with trace, trace.current():
-                variant, raw = make()
-                outcome = self._client.put(variant, raw, self._deadline_s, as_of=job.as_of)
-                trace.set(tokens=num_tokens, bytes=len(raw), outcome=outcome.value)
+                outcome = self._put(job, variant, make())
+                num_bytes = variant.info.num_bytes
+                trace.set(tokens=num_tokens, bytes=num_bytes, outcome=outcome.value)
             if outcome is PutOutcome.DELETED:
                 log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
         except RagCacheError as error:
@@ -145,4 +133,11 @@ class Saver:
             log.exception("a variant of %d tokens was not saved", num_tokens)
         finally:
             with self._lock:
-                del self._pending[key]
+                del self._pending[variant.key]
+
+    def _put(self, job: SaveJob, variant: NewVariant, value: Outgoing) -> PutOutcome:
+        try:
+            return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)
+        except Unfinished:
+            value.finished(math.inf)  # a pass that takes longer than a put may
+            return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)

@@ -2,96 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
 
 import torch
 
 from ragcache_core.keys import VariantKey
-from ragcache_core.variant import Part
 from ragcache_engine.moment import Moment
 from ragcache_engine.paged_cache import PagedCache
 from ragcache_engine.threads import side_pool
 from ragcache_engine.transfer import SaveJob
 from ragcache_engine.values import native_bytes
+from ragcache_kv.store.outgoing import Outgoing, Unfinished
 from ragcache_kv.value import checksum
 
+log = logging.getLogger("vllm.ragcache")
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A value that has been copied out. value: [num_layers, 2, T, num_kv_heads, head_dim], CPU.
 
-    parts: waits until the last copy has ended, and gives a checksum for each layer.
+class Filling(Outgoing):
+    """A value that layers are copied to, and that goes out meanwhile. Safe for several threads.
+
+    value: [num_layers, 2, T, num_kv_heads, head_dim], contiguous, CPU.
     """
 
-    value: torch.Tensor
-    parts: Callable[[], tuple[Part, ...]]
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__(native_bytes(value))
+        self.value = value
+        self._changed = threading.Condition()
+        self._sums: dict[int, int] = {}
+        self._cost_s: float | None = None
+        self._given_up = False
 
+    def wait(self, done: int, deadline: float) -> Sequence[int]:
+        """See Outgoing."""
+        with self._changed:
+            self._wait(deadline, done)
+            end = done
+            while end in self._sums:
+                end += 1
+            return [self._sums[layer] for layer in range(done, end)]
 
-@dataclass(frozen=True, slots=True)
-class _Filling:
-    job: SaveJob
-    value: torch.Tensor
-    parts: dict[int, Future[Part]]
+    def finished(self, deadline: float) -> float:
+        """See Outgoing."""
+        with self._changed:
+            self._wait(deadline, None)
+            assert self._cost_s is not None
+            return self._cost_s
+
+    def add(self, layer: int, checksum: int) -> None:
+        """A layer has been copied."""
+        with self._changed:
+            self._sums[layer] = checksum
+            self._changed.notify_all()
+
+    def finish(self, cost_s: float) -> None:
+        """The pass has ended well: what was copied is right, or will be."""
+        with self._changed:
+            self._cost_s = cost_s
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """What has not come will not."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+    def _wait(self, deadline: float, layer: int | None) -> None:
+        """Wait for a layer, or for the end of the pass. Raises Unfinished."""
+
+        def has_come() -> bool:
+            return self._cost_s is not None if layer is None else layer in self._sums
+
+        left_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+        self._changed.wait_for(lambda: has_come() or self._given_up, left_s)
+        if not has_come():
+            why = "it was given up" if self._given_up else "it was not computed in time"
+            raise Unfinished(f"a value did not become whole: {why}")
 
 
 class Staging:
-    """Values of the forward pass that runs. Called on the worker's main thread.
-
-    A store wants every checksum before the first byte, so that a value is sent when its last layer
-    has come. Until then the layers before it have been copied and summed up beside the pass.
-    """
+    """Values of the forward pass that runs. Called on the worker's main thread."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._pool = side_pool(1, "ragcache-stage")
-        self._filling: dict[VariantKey, _Filling] = {}
+        self._filling: dict[VariantKey, tuple[SaveJob, Filling, set[int]]] = {}
+        self._begun: weakref.WeakSet[Filling] = weakref.WeakSet()
+        self._broken = False
 
-    def begin(self, jobs: Iterable[SaveJob]) -> None:
-        """A pass begins that completes what jobs are to save."""
-        self._filling = {}
-        for job in jobs:
-            value = self._cache.empty(job.span.end - job.span.start)
-            self._filling.setdefault(job.span.variant, _Filling(job, value, {}))
+    def begin(self, job: SaveJob) -> Filling:
+        """The pass that begins completes what a job is to save, which no other of its jobs does."""
+        filling = Filling(self._cache.empty(job.span.end - job.span.start))
+        self._filling[job.span.variant] = job, filling, set()
+        self._begun.add(filling)
+        return filling
 
     def add(self, layer: int) -> None:
         """A layer has written its KV. Outside of a pass that was begun this does nothing."""
-        for filling in self._filling.values():
-            self._copy(filling, layer)
+        if self._broken:
+            return
+        try:
+            for job, filling, copied in self._filling.values():
+                self._copy(job, filling, layer)
+                copied.add(layer)
+        except Exception:
+            log.exception("layers are copied out after the pass")
+            self._broken = True
 
-    def take(self, job: SaveJob) -> Staged | None:
-        """The value of one of the pass's jobs, once; None: not begun, or taken.
+    def take(self, job: SaveJob) -> Filling | None:
+        """The value of one of the pass's jobs, once; None: not begun, or taken. To be finished.
 
         Layers that nobody has told of are copied now: of a pass that was replayed as one CUDA graph
         all of them are.
         """
-        filling = self._filling.pop(job.span.variant, None)
-        if filling is None:
+        begun = self._filling.pop(job.span.variant, None)
+        if begun is None:
             return None
-        for layer in range(self._cache.num_layers):
-            if layer not in filling.parts:
-                self._copy(filling, layer)
-        sums = [filling.parts[layer] for layer in range(self._cache.num_layers)]
-        return Staged(filling.value, lambda: tuple(one.result() for one in sums))
+        _, filling, copied = begun
+        try:
+            for layer in range(self._cache.num_layers):
+                if layer not in copied:
+                    self._copy(job, filling, layer)
+        except BaseException:
+            filling.give_up()
+            raise
+        return filling
 
     def end(self) -> None:
-        """The pass has ended; what else runs through the model is not for saving."""
+        """The pass has ended: what was not taken is given up, and what runs next is not for it."""
+        for _, filling, _ in self._filling.values():
+            filling.give_up()
         self._filling = {}
+        self._broken = False
 
     def close(self) -> None:
-        """Drop what is under way."""
-        self._filling = {}
+        """Give up what is under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for filling in list(self._begun):
+            filling.give_up()
+        self._filling = {}
 
-    def _copy(self, filling: _Filling, layer: int) -> None:
-        span, out = filling.job.span, filling.value[layer]
-        self._cache.read_layer(layer, filling.job.blocks, span.start, span.end, out)
-        filling.parts[layer] = self._pool.submit(_part, out, self._cache.moment())
+    def _copy(self, job: SaveJob, filling: Filling, layer: int) -> None:
+        span, out = job.span, filling.value[layer]
+        self._cache.read_layer(layer, job.blocks, span.start, span.end, out)
+        self._pool.submit(_sum_up, filling, layer, self._cache.moment())
 
 
-def _part(layer: torch.Tensor, copied: Moment) -> Part:
-    """The part that layer is, when it has been copied."""
-    copied.wait()
-    raw = native_bytes(layer)
-    return Part(len(raw), checksum(raw))
+def _sum_up(filling: Filling, layer: int, copied: Moment) -> None:
+    """Tell a value's checksum of a layer, when that has been copied."""
+    try:
+        copied.wait()
+        filling.add(layer, checksum(native_bytes(filling.value[layer])))
+    except Exception:
+        log.exception("a layer was not copied out")
+        filling.give_up()

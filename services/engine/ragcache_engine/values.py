@@ -9,10 +9,9 @@ import numpy.typing as npt
 import torch
 
 from ragcache_core.keys import KVSpace
-from ragcache_core.variant import Part, Precision, ValueShape
-from ragcache_kv.store.buffers import parts_of
+from ragcache_core.variant import Precision, ValueShape
 from ragcache_kv.store.stored_value import StoredValue
-from ragcache_kv.value import FORMAT, value_bytes, value_parts
+from ragcache_kv.value import FORMAT, value_bytes
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -27,11 +26,6 @@ def shape_of(space: KVSpace) -> ValueShape:
 def native_bytes(value: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, where they lie."""
     return _bytes(value).data.cast("B")
-
-
-def native_parts(raw: memoryview, space: KVSpace, num_tokens: int) -> tuple[Part, ...]:
-    """The parts of a native value, one for each layer."""
-    return parts_of(raw, value_parts(space, num_tokens))
 
 
 def dims_of(space: KVSpace, num_tokens: int) -> tuple[int, int, int, int, int]:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.ragcache")
 
 
+_STREAMS = 4
+"""Values that go out at once while they are computed: those of one pass, mostly."""
+
 _LEAST_PASS = 32
 """Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
 
@@ -82,11 +85,17 @@ class WorkerSide:
         self._layering: Layering | None = None
         if config.layerwise:
             self._layering = Layering(cache, self._writer)
+        # Of an engine for whose prompts somebody waits, values go out as they are computed.
+        hands_over = config.role is Role.PREFILL
+        self._staging = Staging(cache) if hands_over else None
         self._saver = Saver(
-            self._client, space, config.save_deadline_s, config.save_queue_bytes, tracer
+            self._client,
+            space,
+            config.save_deadline_s,
+            config.save_queue_bytes,
+            _STREAMS if hands_over else 1,
+            tracer,
         )
-        # Of one whose prompts somebody waits for.
-        self._staging = Staging(cache) if config.role is Role.PREFILL else None
         self._repairer: Repairer | None = None
         self._observing: Observing | None = None
         if blender is not None:
@@ -126,9 +135,11 @@ class WorkerSide:
         if self._staging is None:
             return
         try:
-            self._staging.begin(self._with_room(jobs.saves))
+            for job in jobs.saves:
+                if self._saver.wants(job.span.variant, job.info.num_bytes):
+                    self._saver.stream(job, self._staging.begin(job))
         except Exception:
-            log.exception("variants are copied out after the pass")
+            log.exception("variants of this pass may not be saved")
             self._staging.end()
 
     def layer_needed(self, name: str) -> None:
@@ -138,13 +149,8 @@ class WorkerSide:
 
     def layer_done(self, name: str) -> None:
         """A layer has written and read its KV in the pass that runs, while the next one waits."""
-        if self._staging is None:
-            return
-        try:
+        if self._staging is not None and name in self._cache.index_of:
             self._staging.add(self._cache.index_of[name])
-        except Exception:
-            log.exception("variants are copied out after the pass")
-            self._staging.end()
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Begin this step's loads and observations."""
@@ -266,28 +272,18 @@ class WorkerSide:
         """Values were read here that a store holds, too, and would think cold."""
         self._client.note_reads(keys)
 
-    def _with_room(self, jobs: Iterable[SaveJob]) -> list[SaveJob]:
-        """Those that there will be room for in the queue, together."""
-        taken, num_bytes = [], 0
-        for job in jobs:
-            if self._saver.wants(job.span.variant, num_bytes + job.info.num_bytes):
-                taken.append(job)
-                num_bytes += job.info.num_bytes
-        return taken
-
     def _save(self, job: SaveJob) -> None:
-        if self._saver.wants(job.span.variant, job.info.num_bytes):
-            staged = self._staging.take(job) if self._staging is not None else None
-            if staged is None:
-                value, parts = self._cache.read(job.blocks, job.span.start, job.span.end), None
-            else:
-                value, parts = staged.value, staged.parts
-            cost_s = self._cost_s(job)
-            self._saver.save(job, replace(job.origin, cost_s=cost_s), value, parts)
-            offer = Offer.of(
-                job.span.variant, job.info, value.nbytes, job.origin.domain, lambda: value
-            )
-            self._tiers.offer((offer,))
+        filling = self._staging.take(job) if self._staging is not None else None
+        if filling is not None:  # it is on its way already
+            value = filling.value
+            filling.finish(self._cost_s(job))
+        elif self._saver.wants(job.span.variant, job.info.num_bytes):
+            value = self._cache.read(job.blocks, job.span.start, job.span.end)
+            self._saver.save(job, value, self._cost_s(job))
+        else:
+            return
+        offer = Offer.of(job.span.variant, job.info, value.nbytes, job.origin.domain, lambda: value)
+        self._tiers.offer((offer,))
 
     def _moment(self) -> Moment | None:
         try:

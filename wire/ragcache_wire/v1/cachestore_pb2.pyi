@@ -187,10 +187,8 @@ class Origin(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
-    COST_S_FIELD_NUMBER: _builtins.int
     domain: _builtins.str
     document: _builtins.str
-    cost_s: _builtins.float
     @_builtins.property
     def prefix_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, first to last"""
@@ -204,11 +202,10 @@ class Origin(_message.Message):
         parent: Global___VariantKey | None = ...,
         domain: _builtins.str = ...,
         document: _builtins.str = ...,
-        cost_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "document", b"document", "domain", b"domain", "parent", b"parent", "prefix_chunks", b"prefix_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "domain", b"domain", "parent", b"parent", "prefix_chunks", b"prefix_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,7 +251,7 @@ class PutHeader(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
+    PART_BYTES_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     AS_OF_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -270,8 +267,10 @@ class PutHeader(_message.Message):
     @_builtins.property
     def shape(self) -> Global___ValueShape: ...
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValuePart]:
-        """Their sizes add up to info.num_bytes; with a shape, each is what a layer of it takes."""
+    def part_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sizes of its parts: they add up to info.num_bytes; with a shape, each is what a layer of it
+        takes.
+        """
 
     @_builtins.property
     def as_of(self) -> Global___AsOf: ...
@@ -282,18 +281,48 @@ class PutHeader(_message.Message):
         info: Global___VariantInfo | None = ...,
         origin: Global___Origin | None = ...,
         shape: Global___ValueShape | None = ...,
-        parts: _abc.Iterable[Global___ValuePart] | None = ...,
+        part_bytes: _abc.Iterable[_builtins.int] | None = ...,
         ack: Global___Ack.ValueType = ...,
         as_of: Global___AsOf | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "parts", b"parts", "shape", b"shape", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "as_of", b"as_of", "info", b"info", "key", b"key", "origin", b"origin", "part_bytes", b"part_bytes", "shape", b"shape", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutHeader: _TypeAlias = PutHeader  # noqa: Y015
+
+@_typing.final
+class PutCompletion(_message.Message):
+    """What is known of a value when its last byte is: whoever puts it may still be computing it when
+    the first one is sent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    COST_S_FIELD_NUMBER: _builtins.int
+    cost_s: _builtins.float
+    """that computing it took; 0: unknown"""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3-64 of each part"""
+
+    def __init__(
+        self,
+        *,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+        cost_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "cost_s", b"cost_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutCompletion: _TypeAlias = PutCompletion  # noqa: Y015
 
 @_typing.final
 class PutPart(_message.Message):
@@ -301,20 +330,24 @@ class PutPart(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     @_builtins.property
     def header(self) -> Global___PutHeader: ...
+    @_builtins.property
+    def completion(self) -> Global___PutCompletion: ...
     def __init__(
         self,
         *,
         header: Global___PutHeader | None = ...,
         data: _builtins.bytes = ...,
+        completion: Global___PutCompletion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "data"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "data", "completion"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -1116,6 +1149,26 @@ class LaneGrant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LaneGrant: _TypeAlias = LaneGrant  # noqa: Y015
+
+@_typing.final
+class LaneWritten(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """of the value, from its begin"""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneWritten: _TypeAlias = LaneWritten  # noqa: Y015
 
 @_typing.final
 class LaneRelease(_message.Message):

@@ -122,8 +122,8 @@ class CacheStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """First message: header; then data in order. Visible to every call only once whole and every
-        part's checksum holds.
+        """First message: header; then data in order; then completion. Visible to every call only once
+        whole and every part's checksum holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,8 +42,8 @@ class CacheStoreStub:
     Lookup: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]
     """What is stored of many chunks, without values."""
     Put: _grpc.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]
-    """First message: header; then data in order. Visible to every call only once whole and every
-    part's checksum holds.
+    """First message: header; then data in order; then completion. Visible to every call only once
+    whole and every part's checksum holds.
     """
     Get: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]
     """Values of many variants, in the order asked, each as header then data."""
@@ -78,8 +78,8 @@ class CacheStoreAsyncStub(CacheStoreStub):
     Lookup: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]  # type: ignore[assignment]
     """What is stored of many chunks, without values."""
     Put: _aio.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]  # type: ignore[assignment]
-    """First message: header; then data in order. Visible to every call only once whole and every
-    part's checksum holds.
+    """First message: header; then data in order; then completion. Visible to every call only once
+    whole and every part's checksum holds.
     """
     Get: _aio.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]  # type: ignore[assignment]
     """Values of many variants, in the order asked, each as header then data."""
@@ -129,8 +129,8 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cachestore_pb2.PutPart],
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PutReply, _abc.Awaitable[_cachestore_pb2.PutReply]]:
-        """First message: header; then data in order. Visible to every call only once whole and every
-        part's checksum holds.
+        """First message: header; then data in order; then completion. Visible to every call only once
+        whole and every part's checksum holds.
         """
 
     @_abc_1.abstractmethod
