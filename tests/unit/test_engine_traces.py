@@ -151,7 +151,8 @@ def test_a_save_is_traced_with_what_became_of_it(kept: Kept, worker: Worker) -> 
     [span] = spans(10)
     info = cast("StoredValue", worker.store.values[span.variant]).info
     save = SaveJob("r", span, info, Origin(domain="tenant"), {}, BLOCKS, CALLER)
-    worker.side.save(StepJobs(saves=(save,)))
+    worker.side.end_pass(StepJobs(saves=(save,)))
+    worker.side.begin_step(StepJobs())
     until(lambda: "save" in kept.spans())
     raw = tensors[span.variant].numel() * 2
     assert about(kept, "save") == {"tokens": 10, "bytes": raw, "outcome": "stored"}

@@ -445,7 +445,7 @@ def test_layers_that_were_put_off_come_in_the_pass() -> None:
     worker.side.begin_step(jobs)
     for name in worker.cache.index_of:
         worker.side.layer_needed(name)
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     for span in wanted:
         assert torch.equal(worker.cache.read(BLOCKS, span.start, span.end), tensors[span.variant])
     assert worker.side.take_bad_blocks() == set()
@@ -456,7 +456,7 @@ def test_a_step_without_a_pass_completes_nothing() -> None:
     worker = layerwise()
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
     worker.side.begin_step(StepJobs())
-    worker.side.save(StepJobs())
+    worker.side.end_pass(StepJobs())
     assert not is_whole(worker)
     assert worker.side.take_bad_blocks() == set()
     worker.side.close()
@@ -488,14 +488,14 @@ def test_a_pass_without_its_layers_is_computed_again() -> None:
     worker.cache.slots_written.update(
         {slot: torch.zeros(2, 2, 1, 4).bfloat16() for slot in range(9 * BLOCK)}
     )
-    worker.side.save(StepJobs(saves=(save_job(7, 0, 10),)))
+    worker.side.end_pass(StepJobs(saves=(save_job(7, 0, 10),)))
     jobs = StepJobs(num_tokens=8, saves=(save_job(8, 20, 40),))
     worker.side.begin_step(jobs)
     worker.cache.broken = True
     for name in worker.cache.index_of:
         worker.side.layer_needed(name)
     worker.cache.broken = False
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     assert worker.side.take_bad_blocks() == set(BLOCKS[: -(-40 // BLOCK)])
     until_put(worker.store, 1)
     assert [new.key for new in worker.store.puts] == [key(7)], "of the wrong pass nothing is kept"
@@ -529,7 +529,7 @@ def test_a_pass_that_layers_are_written_beside_teaches_no_costs() -> None:
         worker.side.begin_step(jobs)
         for name in worker.cache.index_of:
             worker.side.layer_needed(name)
-        worker.side.save(jobs)
+        worker.side.end_pass(jobs)
         report = worker.side.take_report()
         assert (report is not None and len(report.passes) == 1) is teaches
     worker.side.close()
@@ -555,11 +555,25 @@ def test_a_variant_on_its_way_is_not_sent_twice(worker: Worker) -> None:
     worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
     worker.store.put_gate.clear()
     for _ in range(3):
-        worker.side.save(StepJobs(saves=(save_job(5, 0, 20), save_job(6, 20, 40))))
+        worker.side.end_pass(StepJobs(saves=(save_job(5, 0, 20), save_job(6, 20, 40))))
+        worker.side.begin_step(StepJobs())
     worker.store.put_gate.set()
     until_put(worker.store, 2)
     worker.side.close()
     assert sorted(put.key.chunk for put in worker.store.puts) == [key(5).chunk, key(6).chunk]
+
+
+def test_the_first_token_does_not_wait_for_what_is_copied_out(worker: Worker) -> None:
+    tensors = worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
+    worker.cache.broken = True  # whoever reads now, fails
+    worker.side.end_pass(StepJobs(saves=(save_job(5, 0, 40),), num_tokens=40))
+    worker.side.advance(set(), busy=True)
+    worker.cache.broken = False
+    worker.side.begin_step(StepJobs(ended=("r",)))  # before its blocks may be others'
+    worker.cache.broken = True
+    until_put(worker.store, 1)
+    assert worker.store.put_bytes == [bytes(native_bytes(tensors[key(0)]))]
 
 
 def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
@@ -569,7 +583,8 @@ def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
     worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
     worker.store.put_gate.clear()
     jobs = tuple(save_job(10 + n, 0, 20) for n in range(5))
-    worker.side.save(StepJobs(saves=jobs))
+    worker.side.end_pass(StepJobs(saves=jobs))
+    worker.side.begin_step(StepJobs())
     worker.store.put_gate.set()
     until_put(worker.store, 2)
     worker.side.close()
@@ -590,7 +605,7 @@ def test_a_prefill_engine_saves_layers_as_they_were_when_they_ended(done: Sequen
         changed = token.clone()
         changed[: len(done)] = 0
         worker.cache.slots_written[slot] = changed
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     until_put(worker.store, 2)
     wanted = {key(5 + n): bytes(native_bytes(tensors[key(n)])) for n in (0, 1)}
     found = zip(worker.store.puts, worker.store.put_bytes, strict=True)
@@ -621,7 +636,7 @@ def test_layers_go_out_before_the_next_ones_are_computed() -> None:
     worker.side.layer_done("second")
     until(lambda: sorted(worker.store.runs) == [1, 1, 2, 2])
     assert not worker.store.puts  # before the pass has ended nobody knows that they are right
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     until_put(worker.store, 2)
     worker.side.close()
 
@@ -631,12 +646,12 @@ def test_what_a_pass_did_not_end_well_for_is_given_up() -> None:
     worker.side.begin_step(jobs)
     for name in worker.cache.index_of:
         worker.side.layer_done(name)
-    until(lambda: sorted(worker.store.runs) == [1, 1, 2, 2] or worker.store.runs == [2, 2])
-    worker.side.save(StepJobs(num_tokens=40))  # a pass that lacked something saves nothing
+    until(lambda: worker.store.runs.count(2) == 2)
+    worker.side.end_pass(StepJobs(num_tokens=40))  # a pass that lacked something saves nothing
     until(lambda: worker.side._saver.wants(jobs.saves[0].span.variant, 1))
     assert not worker.store.puts
     worker.side.begin_step(jobs)
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     until_put(worker.store, 2)
     worker.side.close()
 
@@ -658,7 +673,7 @@ def test_a_pass_that_takes_longer_than_a_put_may_is_put_when_it_is_over() -> Non
     worker.side.layer_done("first")
     time.sleep(0.1)
     worker.store.put_s = 0.0
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     until_put(worker.store, 2)
     worker.side.close()
 
@@ -669,7 +684,7 @@ def test_passes_of_our_own_are_not_saved() -> None:
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
     worker.side.begin_step(jobs)
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     worker.cache.broken = True  # whoever reads now, fails
     worker.side.layer_done("first")
     worker.side.layer_done("no such layer")
@@ -686,7 +701,7 @@ def test_a_layer_that_cannot_be_copied_costs_its_early_copy_and_no_more() -> Non
     worker.cache.broken = True
     worker.side.layer_done("first")
     worker.cache.broken = False
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     until_put(worker.store, 1)
     worker.side.close()
 
@@ -703,7 +718,7 @@ def test_the_queue_is_bounded_for_what_is_copied_early_too() -> None:
     worker.side.begin_step(jobs)
     for name in worker.cache.index_of:
         worker.side.layer_done(name)
-    worker.side.save(jobs)
+    worker.side.end_pass(jobs)
     worker.store.put_gate.set()
     until_put(worker.store, 2)
     worker.side.close()
@@ -711,17 +726,18 @@ def test_the_queue_is_bounded_for_what_is_copied_early_too() -> None:
 
 
 def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() -> None:
-    seconds = iter([10.0, 12.0, 20.0, 21.0, 30.0])
+    seconds = iter([10.0, 12.0, 20.0, 21.0, 30.0, 40.0])
     worker = Worker()
     worker.cache.clock = lambda: next(seconds)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     worker.side.begin_step(StepJobs())  # at 10
     # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
-    worker.side.save(StepJobs(computing=(Computing("r", 0, 30),), num_tokens=100))
+    worker.side.end_pass(StepJobs(computing=(Computing("r", 0, 30),), num_tokens=100))
     worker.side.begin_step(StepJobs())
     job = save_job(3, 20, 40)
-    worker.side.save(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
+    worker.side.end_pass(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
+    worker.side.begin_step(StepJobs())
     until_put(worker.store, 1)
     (put,) = worker.store.puts
     assert worker.store.costs_s == [pytest.approx(10 * 0.02 + 10 * 0.1)]
@@ -730,8 +746,8 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     assert put.info.precision == Precision()
     assert worker.store.as_of == [job.as_of]
     worker.side.advance({"r"}, busy=False)
+    worker.side.end_pass(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
     worker.side.begin_step(StepJobs())
-    worker.side.save(StepJobs(saves=(save_job(4, 20, 40),)))  # none of it was computed here
     until_put(worker.store, 2)
     assert worker.store.costs_s[1] == 0
     worker.side.close()
@@ -745,9 +761,10 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass
     worker.cache.clock = clock
     computing = (Computing("r", 20, 40),)
-    worker.side.save(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
+    worker.side.end_pass(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
     worker.side.begin_step(StepJobs())
-    worker.side.save(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
+    worker.side.end_pass(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
+    worker.side.begin_step(StepJobs())
     until_put(worker.store, 2)
     assert worker.store.costs_s == [0, 0]
 
@@ -759,7 +776,7 @@ def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) 
     for prompt_tokens, num_tokens in ((100, 100), (5, 5), (0, 100)):
         jobs = StepJobs(num_tokens=num_tokens, prompt_tokens=prompt_tokens, work=2e-3 * num_tokens)
         worker.side.begin_step(jobs)
-        worker.side.save(jobs)
+        worker.side.end_pass(jobs)
     report = worker.side.take_report()
     assert report is not None
     assert report.passes == [(0.2, pytest.approx(0.5))]

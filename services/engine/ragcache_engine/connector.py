@@ -195,9 +195,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
-        """Copy out what became whole in this step; sending it happens in the background."""
+        """The forward pass has ended; what it made whole is sent in the background."""
         if self._worker is not None:
-            self._worker.save(self._jobs())
+            self._worker.end_pass(self._jobs())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Ids whose (observations, loads) ended; saves never hold blocks back."""

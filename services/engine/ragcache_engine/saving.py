@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,6 +26,10 @@ from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import Kind, Tracer
 
 log = logging.getLogger("vllm.ragcache")
+
+_HEAD_START_S = 0.02
+"""How long the engine is left alone after a pass: to sum up and send what was computed would take
+cores, memory and the store from the first token, which is on its way out."""
 
 
 class Saver:
@@ -62,12 +67,13 @@ class Saver:
 
         cost_s: seconds that computing it took; 0: unknown.
         """
-        variant = self._variant(job)
-        self._submit(
-            job,
-            variant,
-            lambda: Whole.summed_up(native_bytes(value), variant.part_bytes, cost_s),
-        )
+        variant, begins = self._variant(job), time.monotonic() + _HEAD_START_S
+
+        def make() -> Outgoing:
+            time.sleep(max(0.0, begins - time.monotonic()))
+            return Whole.summed_up(native_bytes(value), variant.part_bytes, cost_s)
+
+        self._submit(job, variant, make)
 
     def stream(self, job: SaveJob, value: Outgoing) -> None:
         """Take a value that is being computed, to send what there is of it; returns at once."""

@@ -116,6 +116,7 @@ class WorkerSide:
                 config.observe_deadline_s,
                 tracer=tracer,
             )
+        self._computed: list[SaveJob] = []
         self._released: set[str] = set()
         self._counts = LoadCounts()
         self._jobs: dict[str, LoadJob] = {}
@@ -125,6 +126,7 @@ class WorkerSide:
 
     def begin_step(self, jobs: StepJobs) -> None:
         """A step has begun; its forward pass comes next."""
+        self._save_computed()
         completes = False
         if self._layering is not None:
             for load in self._layering.settle(jobs.ended):
@@ -168,8 +170,12 @@ class WorkerSide:
         if jobs.let_go and self._observing is not None:
             self._observing.let_go()
 
-    def save(self, jobs: StepJobs) -> None:
-        """Copy this step's new variants out of the cache and queue them for the store."""
+    def end_pass(self, jobs: StepJobs) -> None:
+        """The step's forward pass has ended; what it computed is saved before the next one begins.
+
+        Until then nobody writes to the blocks, and the first token need not wait for the copying.
+        A next step always comes, if only to say that the request has ended.
+        """
         began, self._pass_began = self._pass_began, None
         ended = self._moment() if jobs.num_tokens else None
         if began is not None and ended is not None:
@@ -181,14 +187,10 @@ class WorkerSide:
         lacked = jobs.num_tokens and self._layering is not None and self._layering.end_pass()
         for load in lacked or ():
             self._mark_bad(load, load.first)
-        for job in () if lacked else jobs.saves:
-            try:
-                self._save(job)
-            except Exception:
-                log.exception("a variant was not saved")
-        if jobs.saves:
-            self._tiers.settle()
-        if self._staging is not None:
+        if not lacked:
+            self._computed += jobs.saves
+        if self._staging is not None:  # somebody waits for it more than for the first token
+            self._save_computed()
             self._staging.end()
 
     def advance(self, finished: Iterable[str], *, busy: bool) -> None:
@@ -271,6 +273,17 @@ class WorkerSide:
     def _note_reads(self, keys: Sequence[VariantKey]) -> None:
         """Values were read here that a store holds, too, and would think cold."""
         self._client.note_reads(keys)
+
+    def _save_computed(self) -> None:
+        """Copy new variants out of the cache and queue them for the store."""
+        jobs, self._computed = self._computed, []
+        for job in jobs:
+            try:
+                self._save(job)
+            except Exception:
+                log.exception("a variant was not saved")
+        if jobs:
+            self._tiers.settle()
 
     def _save(self, job: SaveJob) -> None:
         filling = self._staging.take(job) if self._staging is not None else None
