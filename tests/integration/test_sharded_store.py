@@ -20,7 +20,7 @@ from ragcache_core.sharding import Rendezvous
 from ragcache_core.storing import AsOf, Deletion, PutOutcome, Want
 from ragcache_core.variant import Miss, Origin
 from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.outgoing import Whole
+from ragcache_kv.store.outgoing import Outgoing, Unfinished, Whole
 from ragcache_kv.store.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
 from ragcache_wire.members import FixedMembers
 from tests.cachestore_parts import (
@@ -339,6 +339,22 @@ def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Serv
             late = replace(variant(wanted, raw), origin=origin)
             outcome = store.put(late, whole(late, raw), TIMEOUT_S, as_of=before)
             assert outcome is PutOutcome.DELETED
+
+
+def test_a_value_that_does_not_become_whole_loses_no_shard(shards: list[Served]) -> None:
+    class Never(Outgoing):
+        def wait(self, done: int, deadline: float) -> tuple[int, ...]:
+            raise Unfinished("it does not come")
+
+        def finished(self, deadline: float) -> float:
+            raise AssertionError
+
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS:
+            with pytest.raises(Unfinished):
+                store.put(variant(wanted, b"abc"), Never(memoryview(b"abc")), TIMEOUT_S)
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
 
 
 def test_a_put_of_no_known_lookup_is_taken_while_nothing_was_deleted(

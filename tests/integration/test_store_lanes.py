@@ -498,6 +498,7 @@ def test_a_value_that_does_not_become_whole_leaves_nothing(
             put.result(TIMEOUT_S)
     assert only(client, 1) is Miss.NEVER_STORED
     eventually(lambda: served.store._books.arriving_bytes == 0)
+    eventually(lambda: served.store.stats().memory_bytes == 0)  # at once, not after a lease's time
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 

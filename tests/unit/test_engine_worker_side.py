@@ -122,6 +122,7 @@ class FakeStore:
         self.put_bytes: list[bytes] = []
         self.lock = threading.Lock()
         self.put_s = 0.0
+        self.put_outages = 0
         self.runs: list[int] = []
         self.costs_s: list[float] = []
         self.asked: list[list[VariantKey]] = []
@@ -161,6 +162,10 @@ class FakeStore:
         self, variant: NewVariant, value: Outgoing, timeout_s: float, *, as_of: object
     ) -> PutOutcome:
         self.put_gate.wait(TIMEOUT_S)
+        with self.lock:
+            if self.put_outages:
+                self.put_outages -= 1
+                raise Unavailable("cachestore", "gone")
         runs = Runs(variant, value, time.monotonic() + (self.put_s or timeout_s))
         came = b""
         for run in runs:
@@ -641,18 +646,63 @@ def test_layers_go_out_before_the_next_ones_are_computed() -> None:
     worker.side.close()
 
 
-def test_what_a_pass_did_not_end_well_for_is_given_up() -> None:
+@pytest.mark.parametrize("ended", ["failed", "lacked", "without a word"])
+def test_what_a_pass_did_not_end_well_for_is_given_up(ended: str) -> None:
     worker, jobs = prefill_engine()
     worker.side.begin_step(jobs)
     for name in worker.cache.index_of:
         worker.side.layer_done(name)
     until(lambda: worker.store.runs.count(2) == 2)
-    worker.side.end_pass(StepJobs(num_tokens=40))  # a pass that lacked something saves nothing
-    until(lambda: worker.side._saver.wants(jobs.saves[0].span.variant, 1))
+    if ended == "failed":
+        worker.side.end_pass(jobs, failed=True)
+    elif ended == "lacked":  # a layer, so that nothing of it is kept
+        worker.side.end_pass(StepJobs(num_tokens=40))
+    else:  # vLLM's second runner says nothing of a pass that failed
+        worker.side.begin_step(StepJobs())
+    until(lambda: not worker.side._saver._pending)
     assert not worker.store.puts
     worker.side.begin_step(jobs)
     worker.side.end_pass(jobs)
     until_put(worker.store, 2)
+    worker.side.close()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
+def test_nothing_of_a_pass_that_failed_is_saved(role: Role) -> None:
+    worker = Worker(EngineConfig(FixedMembers(()), role=role))
+    worker.store.fill(spans(40))
+    worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
+    jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
+    worker.side.begin_step(jobs)
+    worker.side.end_pass(jobs, failed=True)
+    worker.side.begin_step(StepJobs())
+    until(lambda: not worker.side._saver._pending)
+    worker.side.close()
+    assert not worker.store.puts
+
+
+def test_a_store_that_is_away_during_a_pass_is_asked_again_behind_it() -> None:
+    worker, jobs = prefill_engine()
+    worker.store.put_outages = 2
+    worker.side.begin_step(jobs)
+    worker.side.layer_done("first")
+    until(lambda: worker.store.put_outages == 0)
+    worker.side.end_pass(jobs)
+    until_put(worker.store, 2)
+    worker.side.close()
+
+
+def test_a_layer_that_cannot_be_summed_up_costs_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(raw: object) -> int:
+        raise RuntimeError("device error")
+
+    worker, jobs = prefill_engine()
+    monkeypatch.setattr("ragcache_engine.staging.checksum", broken)
+    worker.side.begin_step(jobs)
+    worker.side.layer_done("first")
+    worker.side.end_pass(jobs)
+    until(lambda: not worker.side._saver._pending)
+    assert not worker.store.puts
     worker.side.close()
 
 

@@ -11,6 +11,10 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.storing import LEASE_S, Completion, NewVariant
 from ragcache_kv.store.buffers import parts_of
 
+ANSWER_S = 1.0
+ANSWER_SHARE = 0.2
+"""What a store has for its answers of a put's time: so many seconds, or this share of little."""
+
 
 class Unfinished(RagCacheError):
     """A value did not become whole, or not in time; nothing of it is stored."""
@@ -63,36 +67,37 @@ class Whole(Outgoing):
 class Runs(Iterator[memoryview]):
     """The bytes of an outgoing value as they come, each time as many as are there by then.
 
-    checksums: of the parts that have come so far. deadline: for what is to come; from the first run
-    on a store keeps room for the others, and not for longer than LEASE_S.
+    A store keeps room for the rest no longer than LEASE_S from the first run on. Part of the time
+    is left for its answers, so that an engine's slowness is never taken for a store's.
+    checksums: of the parts that have come so far.
     """
 
     def __init__(self, variant: NewVariant, value: Outgoing, deadline: float) -> None:
         """Raises InvalidInput for a value of another size than its variant's."""
-        for name, num_bytes in (
-            ("value", len(value.raw)),
-            ("variant.part_bytes", sum(variant.part_bytes)),
-        ):
-            if num_bytes != variant.info.num_bytes:
-                raise InvalidInput(
-                    name,
-                    f"has {num_bytes} bytes",
-                    f"give {variant.info.num_bytes}, as announced",
-                )
+        _check_size("value", len(value.raw), variant.info.num_bytes)
+        _check_size("variant.part_bytes", sum(variant.part_bytes), variant.info.num_bytes)
+        if not variant.part_bytes:
+            raise InvalidInput("variant.part_bytes", "is empty", "give the size of each part")
         self.checksums: list[int] = []
-        self.deadline = deadline
+        left_s = max(0.0, deadline - time.monotonic())
+        self._deadline = deadline - min(ANSWER_S, ANSWER_SHARE * left_s)
         self._sizes = variant.part_bytes
         self._value = value
         self._start = 0
 
     def __next__(self) -> memoryview:
-        """Raises Unfinished."""
+        """Raises Unfinished; InvalidInput for a value of more or fewer parts than its variant's."""
         if self.are_over:
             raise StopIteration
         done = len(self.checksums)
-        came = self._value.wait(done, self.deadline)
+        came = self._value.wait(done, self._deadline)
+        self._require_time()
+        if not 1 <= len(came) <= len(self._sizes) - done:
+            raise InvalidInput(
+                "value", f"has {done + len(came)} parts", f"give {len(self._sizes)}, as announced"
+            )
         if not done:
-            self.deadline = min(self.deadline, time.monotonic() + LEASE_S)
+            self._deadline = min(self._deadline, time.monotonic() + LEASE_S - ANSWER_S)
         self.checksums += came
         start = self._start
         self._start += sum(self._sizes[done : done + len(came)])
@@ -105,4 +110,15 @@ class Runs(Iterator[memoryview]):
 
     def completion(self) -> Completion:
         """What is said after the last one. Raises Unfinished."""
-        return Completion(tuple(self.checksums), self._value.finished(self.deadline))
+        cost_s = self._value.finished(self._deadline)
+        self._require_time()
+        return Completion(tuple(self.checksums), cost_s)
+
+    def _require_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise Unfinished("a value did not come in time")
+
+
+def _check_size(field: str, num_bytes: int, announced: int) -> None:
+    if num_bytes != announced:
+        raise InvalidInput(field, f"has {num_bytes} bytes", f"give {announced}, as announced")

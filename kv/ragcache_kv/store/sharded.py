@@ -48,7 +48,7 @@ from ragcache_kv.store.client import (
     StoreClient,
     StoredValue,
 )
-from ragcache_kv.store.outgoing import Outgoing
+from ragcache_kv.store.outgoing import Outgoing, Unfinished
 from ragcache_wire.members import Members
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -346,6 +346,8 @@ class ShardedStore:
             known = variant.as_of if as_of is None else as_of.get(shard.address, AsOf())
             try:
                 return shard.client.put(replace(variant, as_of=known), value, timeout_s, ack)
+            except Unfinished:  # which says nothing of the shard
+                raise
             except RagCacheError as error:
                 self._note(shard, error, timeout_s)
                 raise

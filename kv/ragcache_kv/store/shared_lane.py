@@ -39,7 +39,7 @@ from ragcache_kv.store.messages import (
     to_completion,
     to_get_request,
 )
-from ragcache_kv.store.outgoing import Outgoing, Runs, Unfinished
+from ragcache_kv.store.outgoing import Outgoing, Runs
 from ragcache_kv.store.pair import Pair
 from ragcache_kv.store.places import Place, Places
 from ragcache_kv.store.shared_memory import SharedMemory
@@ -178,7 +178,7 @@ class SharedLane(FramedLane[SharedConnection]):
         """See Lane."""
         runs = Runs(variant, value, deadline)
         first = next(runs)
-        with self.begin_put(variant, ack, runs.deadline) as asked:
+        with self.begin_put(variant, ack, deadline) as asked:
             if not asked.reply.granted:
                 asked.done()
                 return from_outcome(asked.reply.outcome)
@@ -196,8 +196,6 @@ class SharedLane(FramedLane[SharedConnection]):
         for run in chain([first], runs):
             asked.connection.mapped.write(asked.reply.extents, run, written)
             written += len(run)
-            if time.monotonic() > runs.deadline:  # no fault of the store's
-                raise Unfinished("a value was not written in time")
             if not runs.are_over:  # the store can verify it while the rest is computed
                 asked.connection.send(Kind.WRITTEN, pb.LaneWritten(num_bytes=written))
         asked.connection.send(Kind.COMMIT, to_completion(runs.completion()))

@@ -447,12 +447,10 @@ class _Connection(threading.Thread):
         if self._shared:
             try:
                 self.channel.send(Kind.GRANT, _grant(arrival.extents))
-                kind, payload = self._follow(arrival)
-            except (Broken, InvalidInput):
+                payload = self._follow(arrival)
+            except BaseException:
                 arrival.abort(quiet_s=LEASE_S)  # its client may write on, unaware
                 raise
-            if kind == Kind.ABORT:
-                return None
         else:
             self.channel.take_early()
             self.channel.send(Kind.GRANT, _grant(()))
@@ -462,22 +460,30 @@ class _Connection(threading.Thread):
                     piece = view[start : start + PIECE_BYTES]
                     self.channel.receive_into(piece)
                     arrival.sums.add(piece)
-            kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
-        if kind != Kind.COMMIT:
-            raise Broken(f"a frame of kind {kind} where COMMIT was due")
+            payload = self._commit(*self.channel.receive(MAX_REQUEST_BYTES))
+        if payload is None:
+            return None
         message = parse(pb.PutCompletion, payload)
         return from_completion("completion", message, len(arrival.new.part_bytes))
 
-    def _follow(self, arrival: Arrival) -> tuple[int, memoryview]:
-        """Sum up what the client writes, as it says so; the frame after that. Raises Broken."""
+    def _follow(self, arrival: Arrival) -> memoryview | None:
+        """Sum up what the client writes, as it says so; its completion, None if there is none."""
         while True:
             kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
+            if kind == Kind.ABORT:
+                return None
             if kind != Kind.WRITTEN:
-                return kind, payload
+                return self._commit(kind, payload)
             num_bytes = parse(pb.LaneWritten, payload).num_bytes
             if not arrival.sums.num_bytes <= num_bytes <= arrival.new.info.num_bytes:
                 raise Broken(f"{num_bytes} bytes written of {arrival.new.info.num_bytes}")
             arrival.sum_up(num_bytes)
+
+    @staticmethod
+    def _commit(kind: int, payload: memoryview) -> memoryview:
+        if kind != Kind.COMMIT:
+            raise Broken(f"a frame of kind {kind} where COMMIT was due")
+        return payload
 
     def _note_put(
         self, outcome: PutOutcome, ack: Ack, new: NewVariant, since: float, span: Span

@@ -590,7 +590,7 @@ class Store:
             key=key,
             info=holding.info,
             part_bytes=tuple([part.num_bytes for part in holding.parts]),
-            origin=holding.origin,
+            origin=replace(holding.origin, cost_s=0.0),
             shape=holding.shape,
             value_format=holding.value_format,
         )

@@ -1,10 +1,10 @@
 """The class that vLLM makes: translates its connector interface to the two sides.
 
 vLLM makes one object for the scheduler and one for every worker, in different processes on CPU.
-Loads are asynchronous: vLLM parks the request and other requests keep running. Saving happens
-after the forward pass, so the per-layer hooks stay unused and CUDA graphs stay whole; but for an
-engine that computes prompts for others (``Role.PREFILL``), which copies layers out as they end, and
-one that takes requests up before all layers are there (``layering``).
+Loads are asynchronous: vLLM parks the request and other requests keep running. What a forward pass
+computed is copied out before the next one, so the per-layer hooks stay unused and CUDA graphs stay
+whole; but for an engine that computes prompts for others (``Role.PREFILL``), which copies layers
+out as they end, and one that takes requests up before all layers are there (``layering``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,7 +198,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """The forward pass has ended; what it made whole is sent in the background."""
         if self._worker is not None:
-            self._worker.end_pass(self._jobs())
+            # vLLM comes here however the pass ends.
+            self._worker.end_pass(self._jobs(), failed=sys.exc_info()[0] is not None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Ids whose (observations, loads) ended; saves never hold blocks back."""

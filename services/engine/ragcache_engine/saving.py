@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.errors import RagCacheError
+from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.storing import NewVariant, PutOutcome
 from ragcache_core.variant import Provenance, VariantInfo
@@ -26,6 +25,9 @@ from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import Kind, Tracer
 
 log = logging.getLogger("vllm.ragcache")
+
+_LONGEST_PASS_S = 600.0
+"""How long to wait for the rest of a value before it is given up."""
 
 _HEAD_START_S = 0.02
 """How long the engine is left alone after a pass: to sum up and send what was computed would take
@@ -133,6 +135,8 @@ class Saver:
                 trace.set(tokens=num_tokens, bytes=num_bytes, outcome=outcome.value)
             if outcome is PutOutcome.DELETED:
                 log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
+        except Unfinished as error:
+            log.info("a variant of %d tokens was not saved: %s", num_tokens, error)
         except RagCacheError as error:
             log.warning("a variant of %d tokens was not saved: %s", num_tokens, error)
         except Exception:
@@ -144,6 +148,9 @@ class Saver:
     def _put(self, job: SaveJob, variant: NewVariant, value: Outgoing) -> PutOutcome:
         try:
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)
-        except Unfinished:
-            value.finished(math.inf)  # a pass that takes longer than a put may
+        except (Unfinished, Unavailable):
+            if isinstance(value, Whole):
+                raise
+            # The pass took longer than a put may, or the store was away or full meanwhile.
+            value.finished(time.monotonic() + _LONGEST_PASS_S)
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)

@@ -136,13 +136,13 @@ class WorkerSide:
         self._pass_began = None if completes else self._moment()
         if self._staging is None:
             return
-        try:
-            for job in jobs.saves:
+        self._staging.end()  # of a pass that broke off
+        for job in jobs.saves:
+            try:
                 if self._saver.wants(job.span.variant, job.info.num_bytes):
                     self._saver.stream(job, self._staging.begin(job))
-        except Exception:
-            log.exception("variants of this pass may not be saved")
-            self._staging.end()
+            except Exception:
+                log.exception("a variant is not sent while it is computed")
 
     def layer_needed(self, name: str) -> None:
         """A layer's attention comes next in the pass that runs."""
@@ -170,12 +170,17 @@ class WorkerSide:
         if jobs.let_go and self._observing is not None:
             self._observing.let_go()
 
-    def end_pass(self, jobs: StepJobs) -> None:
+    def end_pass(self, jobs: StepJobs, *, failed: bool = False) -> None:
         """The step's forward pass has ended; what it computed is saved before the next one begins.
 
         Until then nobody writes to the blocks, and the first token need not wait for the copying.
-        A next step always comes, if only to say that the request has ended.
+        A next step always comes, if only to say that the request has ended. failed: it ended by an
+        exception, and nothing of it is right.
         """
+        if failed:
+            if self._staging is not None:
+                self._staging.end()
+            return
         began, self._pass_began = self._pass_began, None
         ended = self._moment() if jobs.num_tokens else None
         if began is not None and ended is not None:
@@ -257,11 +262,11 @@ class WorkerSide:
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._loader.close()
-        self._tiers.close()
         if self._staging is not None:
             self._staging.close()
         self._saver.close()
+        self._loader.close()
+        self._tiers.close()
         self._client.close()
 
     def _let_go(self) -> None:
