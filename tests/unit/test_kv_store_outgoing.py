@@ -77,6 +77,15 @@ def test_a_store_has_time_left_to_answer_in_and_keeps_room_for_no_longer_than_a_
         assert second == last <= min(first, time.monotonic() + LEASE_S - ANSWER_S)
 
 
+def test_a_store_that_was_slow_is_not_taken_for_a_value_that_is() -> None:
+    new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
+    runs = Runs(new, Scripted(b"abcd", [[1], [2]]), time.monotonic() + 0.02)
+    assert next(runs) == b"ab"
+    time.sleep(0.03)  # until the store has taken it
+    assert next(runs) == b"cd"
+    assert runs.completion().checksums == (1, 2)
+
+
 def test_what_comes_too_late_does_not_go_out() -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
     runs = Runs(new, Scripted(b"abcd", [[1], [2]], delay_s=0.03), time.monotonic() + 0.02)

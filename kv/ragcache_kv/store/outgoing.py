@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.storing import LEASE_S, Completion, NewVariant
@@ -14,6 +14,8 @@ from ragcache_kv.store.buffers import parts_of
 ANSWER_S = 1.0
 ANSWER_SHARE = 0.2
 """What a store has for its answers of a put's time: so many seconds, or this share of little."""
+
+T = TypeVar("T")
 
 
 class Unfinished(RagCacheError):
@@ -90,8 +92,7 @@ class Runs(Iterator[memoryview]):
         if self.are_over:
             raise StopIteration
         done = len(self.checksums)
-        came = self._value.wait(done, self._deadline)
-        self._require_time()
+        came = self._waited(lambda: self._value.wait(done, self._deadline))
         if not 1 <= len(came) <= len(self._sizes) - done:
             raise InvalidInput(
                 "value", f"has {done + len(came)} parts", f"give {len(self._sizes)}, as announced"
@@ -110,13 +111,16 @@ class Runs(Iterator[memoryview]):
 
     def completion(self) -> Completion:
         """What is said after the last one. Raises Unfinished."""
-        cost_s = self._value.finished(self._deadline)
-        self._require_time()
+        cost_s = self._waited(lambda: self._value.finished(self._deadline))
         return Completion(tuple(self.checksums), cost_s)
 
-    def _require_time(self) -> None:
-        if time.monotonic() > self._deadline:
+    def _waited(self, wait: Callable[[], T]) -> T:
+        """What wait gives, unless it took what was left of the time. Raises Unfinished."""
+        was_in_time = time.monotonic() <= self._deadline
+        came = wait()
+        if was_in_time and time.monotonic() > self._deadline:
             raise Unfinished("a value did not come in time")
+        return came
 
 
 def _check_size(field: str, num_bytes: int, announced: int) -> None:

@@ -108,6 +108,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._tracer = _tracer(self._config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._handled: BaseException | None = None  # by whoever runs the engine
         self._cache: PagedCache | None = None
         self._recomputer: Recomputer | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -175,6 +176,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; vLLM calls this first, ahead of the forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
         if self._worker is not None:
             self._worker.begin_step(self._jobs())
 
@@ -198,8 +200,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """The forward pass has ended; what it made whole is sent in the background."""
         if self._worker is not None:
-            # vLLM comes here however the pass ends.
-            self._worker.end_pass(self._jobs(), failed=sys.exc_info()[0] is not None)
+            # Its first runner comes here however the pass ends.
+            failed = sys.exc_info()[1] is not self._handled
+            self._worker.end_pass(self._jobs(), failed=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Ids whose (observations, loads) ended; saves never hold blocks back."""
@@ -417,6 +420,9 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             "set --hf-overrides or --quantization",
             "make a model folder that says the same in its config.json",
         )
+    if model.enable_sleep_mode:
+        # It discards KV that may be waiting to be copied out, and no step comes before.
+        raise InvalidInput("engines[].args", "set --enable-sleep-mode", "leave it out")
     if vllm_config.cache_config.cache_dtype != "auto":
         raise InvalidInput(
             "engines[].args", "set --kv-cache-dtype", "leave it out: KV is kept in the model's type"

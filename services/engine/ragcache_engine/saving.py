@@ -29,14 +29,15 @@ log = logging.getLogger("vllm.ragcache")
 _LONGEST_PASS_S = 600.0
 """How long to wait for the rest of a value before it is given up."""
 
-_HEAD_START_S = 0.02
-"""How long the engine is left alone after a pass: to sum up and send what was computed would take
-cores, memory and the store from the first token, which is on its way out."""
+_LONGEST_PAUSE_S = 2.0
+"""How long to leave alone a store that had no time or no room."""
 
 
 class Saver:
     """Puts values, at_once of them, in order of arrival; holds at most queue_bytes of them.
 
+    head_start_s: how long it leaves the engine alone before it begins. To sum up and send what was
+    just computed takes cores, memory and the store from the first token, which is on its way out.
     tracer: of what is part of a trace.
     """
 
@@ -47,12 +48,14 @@ class Saver:
         deadline_s: float,
         queue_bytes: int,
         at_once: int = 1,
+        head_start_s: float = 0.0,
         tracer: Tracer | None = None,
     ) -> None:
         self._client = client
         self._space = space
         self._deadline_s = deadline_s
         self._queue_bytes = queue_bytes
+        self._head_start_s = head_start_s
         self._tracer = tracer or Tracer()
         self._pool = side_pool(at_once, "ragcache-save")
         self._pending: dict[VariantKey, int] = {}
@@ -69,13 +72,12 @@ class Saver:
 
         cost_s: seconds that computing it took; 0: unknown.
         """
-        variant, begins = self._variant(job), time.monotonic() + _HEAD_START_S
-
-        def make() -> Outgoing:
-            time.sleep(max(0.0, begins - time.monotonic()))
-            return Whole.summed_up(native_bytes(value), variant.part_bytes, cost_s)
-
-        self._submit(job, variant, make)
+        variant = self._variant(job)
+        self._submit(
+            job,
+            variant,
+            lambda: Whole.summed_up(native_bytes(value), variant.part_bytes, cost_s),
+        )
 
     def stream(self, job: SaveJob, value: Outgoing) -> None:
         """Take a value that is being computed, to send what there is of it; returns at once."""
@@ -115,19 +117,23 @@ class Saver:
         )
 
     def _submit(self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing]) -> None:
+        begins = time.monotonic() + self._head_start_s
         with self._lock:
             self._pending[variant.key] = variant.info.num_bytes
         try:
-            self._pool.submit(self._save, job, variant, make)
+            self._pool.submit(self._save, job, variant, make, begins)
         except RuntimeError:  # no thread can be started, or the engine is ending
             with self._lock:
                 del self._pending[variant.key]
             raise
 
-    def _save(self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing]) -> None:
+    def _save(
+        self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing], begins: float
+    ) -> None:
         num_tokens = job.info.num_tokens
         name = "save" if variant.key == job.span.variant else "save observation"
         try:
+            time.sleep(max(0.0, begins - time.monotonic()))
             trace = self._tracer.below(name, metadata(job.traceparent), Kind.INTERNAL)
             with trace, trace.current():
                 outcome = self._put(job, variant, make())
@@ -148,9 +154,11 @@ class Saver:
     def _put(self, job: SaveJob, variant: NewVariant, value: Outgoing) -> PutOutcome:
         try:
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)
-        except (Unfinished, Unavailable):
+        except (Unfinished, Unavailable) as error:
             if isinstance(value, Whole):
                 raise
             # The pass took longer than a put may, or the store was away or full meanwhile.
             value.finished(time.monotonic() + _LONGEST_PASS_S)
+            if isinstance(error, Unavailable):
+                time.sleep(min(error.retry_after_s, _LONGEST_PAUSE_S))
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)

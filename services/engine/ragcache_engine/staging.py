@@ -21,6 +21,9 @@ from ragcache_kv.value import checksum
 
 log = logging.getLogger("vllm.ragcache")
 
+_LONGEST_COPY_S = 60.0
+"""How long to wait for the copies of a pass that has ended."""
+
 
 class Filling(Outgoing):
     """A value that layers are copied to, and that goes out meanwhile. Safe for several threads.
@@ -51,6 +54,16 @@ class Filling(Outgoing):
             self._wait(deadline, None)
             assert self._cost_s is not None
             return self._cost_s
+
+    def whole(self) -> torch.Tensor | None:
+        """The value, when all layers have been copied; None if that does not happen."""
+        try:
+            for layer in range(len(self.value)):
+                with self._changed:
+                    self._wait(time.monotonic() + _LONGEST_COPY_S, layer)
+        except Unfinished:
+            return None
+        return self.value
 
     def add(self, layer: int, checksum: int) -> None:
         """A layer has been copied."""

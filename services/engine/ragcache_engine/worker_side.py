@@ -43,6 +43,9 @@ log = logging.getLogger("vllm.ragcache")
 _STREAMS = 4
 """Values that go out at once while they are computed: those of one pass, mostly."""
 
+_HEAD_START_S = 0.02
+"""How long saves leave the engine alone, unless somebody waits for them."""
+
 _LEAST_PASS = 32
 """Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
 
@@ -94,6 +97,7 @@ class WorkerSide:
             config.save_deadline_s,
             config.save_queue_bytes,
             _STREAMS if hands_over else 1,
+            0.0 if hands_over else _HEAD_START_S,
             tracer,
         )
         self._repairer: Repairer | None = None
@@ -173,17 +177,13 @@ class WorkerSide:
     def end_pass(self, jobs: StepJobs, *, failed: bool = False) -> None:
         """The step's forward pass has ended; what it computed is saved before the next one begins.
 
-        Until then nobody writes to the blocks, and the first token need not wait for the copying.
-        A next step always comes, if only to say that the request has ended. failed: it ended by an
-        exception, and nothing of it is right.
+        Until then nobody writes to the blocks, and the first token need not wait for the copying
+        where vLLM sends it before that. failed: it ended by an exception, and nothing of it is
+        right.
         """
-        if failed:
-            if self._staging is not None:
-                self._staging.end()
-            return
         began, self._pass_began = self._pass_began, None
         ended = self._moment() if jobs.num_tokens else None
-        if began is not None and ended is not None:
+        if began is not None and ended is not None and not failed:
             if jobs.computing:
                 self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
             if jobs.prompt_tokens >= _LEAST_PASS:
@@ -192,7 +192,7 @@ class WorkerSide:
         lacked = jobs.num_tokens and self._layering is not None and self._layering.end_pass()
         for load in lacked or ():
             self._mark_bad(load, load.first)
-        if not lacked:
+        if not failed and not lacked:
             self._computed += jobs.saves
         if self._staging is not None:  # somebody waits for it more than for the first token
             self._save_computed()
@@ -293,14 +293,15 @@ class WorkerSide:
     def _save(self, job: SaveJob) -> None:
         filling = self._staging.take(job) if self._staging is not None else None
         if filling is not None:  # it is on its way already
-            value = filling.value
+            num_bytes, native = filling.value.nbytes, filling.whole
             filling.finish(self._cost_s(job))
         elif self._saver.wants(job.span.variant, job.info.num_bytes):
             value = self._cache.read(job.blocks, job.span.start, job.span.end)
+            num_bytes, native = value.nbytes, lambda: value
             self._saver.save(job, value, self._cost_s(job))
         else:
             return
-        offer = Offer.of(job.span.variant, job.info, value.nbytes, job.origin.domain, lambda: value)
+        offer = Offer.of(job.span.variant, job.info, num_bytes, job.origin.domain, native)
         self._tiers.offer((offer,))
 
     def _moment(self) -> Moment | None:
