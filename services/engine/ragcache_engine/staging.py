@@ -89,7 +89,7 @@ class Filling(Outgoing):
         def has_come() -> bool:
             return self._cost_s is not None if layer is None else layer in self._sums
 
-        left_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+        left_s = max(0.0, deadline - time.monotonic())
         self._changed.wait_for(lambda: has_come() or self._given_up, left_s)
         if not has_come():
             why = "it was given up" if self._given_up else "it was not computed in time"
