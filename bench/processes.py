@@ -46,11 +46,21 @@ def let_engines_sleep() -> None:
     time.sleep(_SPIN_S)
 
 
+_kept_ports: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on loopback for a server that is started later; ours as long as this process lives.
+
+    It stays bound here without listening. The kernel then gives it to nobody who asks for any port,
+    and connections to it are refused, but a server that sets SO_REUSEADDR can listen there, again
+    and again. Else another test's server may come up there first, and answer for the one awaited.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    _kept_ports.append(kept)
+    return int(kept.getsockname()[1])
 
 
 class Service:

@@ -5,7 +5,6 @@ It needs no root and no network of its own; objects are real, containers are not
 
 from __future__ import annotations
 
-import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from bench.processes import free_port
 from tests.cluster import binaries
 from tests.cluster.certificates import Certificates, make_certificates
 from tests.cluster.daemons import Daemon
@@ -90,7 +90,7 @@ def start_control_plane(
     wanted = binaries.API_SERVER + (binaries.CONTROLLERS if controllers else ())
     programs = binaries.kubernetes_programs(wanted)
     etcd = binaries.etcd_program()
-    place = place or Place(api_port=_free_port())
+    place = place or Place(api_port=free_port())
     folder.mkdir(parents=True, exist_ok=True)
     logs = folder / "logs"
     # The users' names tell in the audit log who did what.
@@ -112,7 +112,7 @@ def start_control_plane(
             return daemon
 
         with step("control plane ready"):
-            store_url = f"http://127.0.0.1:{_free_port()}"
+            store_url = f"http://127.0.0.1:{free_port()}"
             run("etcd", etcd, *_etcd_flags(folder / "etcd", store_url))
             audit_log = folder / "audit.jsonl" if audit else None
             server = run(
@@ -151,7 +151,7 @@ def start_control_plane(
                     f"--kubeconfig={plane.kubeconfig_for(scheduler)}",
                     "--leader-elect=false",
                     "--port=0",
-                    f"--secure-port={_free_port()}",
+                    f"--secure-port={free_port()}",
                     "--bind-address=127.0.0.1",
                     f"--cert-dir={folder / 'scheduler'}",
                 )
@@ -161,7 +161,7 @@ def start_control_plane(
 
 
 def _etcd_flags(data: Path, url: str) -> Sequence[str]:
-    peers = f"http://127.0.0.1:{_free_port()}"
+    peers = f"http://127.0.0.1:{free_port()}"
     return (
         f"--data-dir={data}",
         f"--listen-client-urls={url}",
@@ -214,7 +214,7 @@ def _controller_flags(certificates: Certificates) -> Sequence[str]:
         "--allocate-node-cidrs=false",
         "--leader-elect=false",
         "--port=0",
-        f"--secure-port={_free_port()}",
+        f"--secure-port={free_port()}",
         "--bind-address=127.0.0.1",
     )
 
@@ -232,10 +232,3 @@ def _answers(plane: ControlPlane, path: str) -> bool:
             return True
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.processes import free_port
 from bench.stored_values import corrupt
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.keys import VariantKey
@@ -297,9 +298,7 @@ def test_kills_at_any_instant_lose_and_revive_nothing(tmp_path: Path) -> None:
     print(f"seed: RAGCACHE_CRASH_SEED={seed}")
     rng = random.Random(seed)
     folder = tmp_path / "data"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     ledger = Ledger()
     kills = demotions = 0
     while kills < KILLS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.processes import free_port
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.storing import Ack, Deletion, PutOutcome
 from ragcache_kv.store.client import StoreClient
@@ -39,9 +39,7 @@ def command() -> list[str]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @contextmanager
@@ -144,9 +142,7 @@ def test_a_stop_is_clean_and_keeps_what_was_accepted(tmp_path: Path, port: int) 
 
 
 def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        health = f"127.0.0.1:{probe.getsockname()[1]}"
+    health = f"127.0.0.1:{free_port()}"
     env = environment(tmp_path, port) | {"RAGCACHE_HEALTH_LISTEN": health}
     process = subprocess.Popen(command(), env=env)
     try:

@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import grpc
 
-from ragcache_cli.ports import free_ports
+from bench.processes import free_port
 from ragcache_core.errors import Unavailable
 from ragcache_core.storing import Ack, Deletion
 from ragcache_kv.store.client import StoreClient
@@ -43,7 +42,7 @@ def answers(client: StoreClient) -> bool:
 
 
 def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> None:
-    port = next(free_ports(Random()))
+    port = free_port()
     raw = value(NUM_BYTES)
     with collector() as receiver:
         environment = {

@@ -13,17 +13,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import httpx
 import psutil
 import pytest
 
+from bench.processes import free_port
 from ragcache_cli import keeper, local_platform
 from ragcache_cli.keeper import Keeper
 from ragcache_cli.local_platform import LocalPlatform, PartEvent, PartFailed
 from ragcache_cli.part import Check, Part
-from ragcache_cli.ports import free_ports
 from ragcache_cli.probe import Prober
 from ragcache_cli.state_file import PlatformRecord, find_data, read_record
 from ragcache_cli.supervision import PartState, Phase, RestartPolicy
@@ -274,7 +273,7 @@ asyncio.run(main())
 
 def part(tmp_path: Path, habit: str = "") -> Part:
     """A part whose probes lose patience soon."""
-    address = Address("127.0.0.1", next(free_ports(Random())))
+    address = Address("127.0.0.1", free_port())
     script = Path(cli_parts.__file__)
     check = Check(address, "/", period_s=0.05, timeout_s=1.5, failures=2)
     return Part(

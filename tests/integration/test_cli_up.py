@@ -9,12 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 
 import psutil
 import pytest
 
-from ragcache_cli.ports import free_ports
+from bench.processes import free_port
 from ragcache_cli.state_file import PlatformRecord, read_record
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ class Desk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.data = folder / ".ragcache" / "docs"
-        self.port = next(free_ports(Random()))
+        self.port = free_port()
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
         manifest = MANIFEST.format(model=folder / "model", port=self.port)

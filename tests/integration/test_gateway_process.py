@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.processes import free_port
 from tests.gateway_fakes import World, world
 
 
@@ -36,9 +37,7 @@ async def start(env: dict[str, str]) -> asyncio.subprocess.Process:
 
 
 async def test_it_lives_without_the_other_parts_and_stops_cleanly(tiny_model: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = await start(environment(tiny_model, f"127.0.0.1:{port}"))
     try:
         async with httpx.AsyncClient(
@@ -102,9 +101,7 @@ def surrounded(gateway: World, listen: str, **changes: str) -> dict[str, str]:
 async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
     tiny_model: Path, patient: bool
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     async with world(tiny_model) as fakes:
         grace = {"RAGCACHE_STOP_GRACE_S": "60" if patient else "1"}
         process = await start(surrounded(fakes, f"127.0.0.1:{port}", **grace))

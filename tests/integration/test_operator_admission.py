@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
@@ -22,6 +21,7 @@ import pytest
 import yaml
 from cryptography import x509
 
+from bench.processes import free_port
 from ragcache_operator.admission import (
     CONFIGURATIONS,
     DEFAULT,
@@ -93,13 +93,6 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
             if await holds():
                 return
             await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def installed(api: Api, name: str, **changed: Any) -> AdmissionConfig:

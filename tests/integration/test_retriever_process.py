@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from bench.processes import free_port
 from ragcache_core.errors import RagCacheError
 from ragcache_retriever.__main__ import EXIT_MISCONFIGURED
 from ragcache_wire.retriever_client import RetrieverClient
@@ -123,9 +123,7 @@ SUBJECTS = {
 async def test_killed_during_an_ingest_it_keeps_what_it_acknowledged(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        health = f"127.0.0.1:{probe.getsockname()[1]}"
+    health = f"127.0.0.1:{free_port()}"
     env = environment(tmp_path, tiny_model, RAGCACHE_HEALTH_LISTEN=health)
     acknowledged: set[str] = set()
     enough = asyncio.Event()

@@ -219,9 +219,7 @@ def test_a_shard_that_falls_silent_takes_no_other_along(shards: list[Served]) ->
 def test_a_lost_shard_that_comes_back_is_asked_again(
     tmp_path: Path, shards: list[Served], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     addresses, kept = lost_among(shards, f"127.0.0.1:{port}")
     orphan = next(wanted for wanted in KEYS if wanted not in kept)
     with opened(*addresses) as store:

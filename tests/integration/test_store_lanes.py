@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from bench.processes import free_port
 from ragcache_cachestore import lane_server
 from ragcache_cachestore.arrival import Arrival
 from ragcache_cachestore.lane_server import LaneServer
@@ -864,9 +865,7 @@ def test_a_frame_may_come_in_pieces(served: Served) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @contextlib.contextmanager

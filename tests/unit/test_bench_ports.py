@@ -1,0 +1,39 @@
+"""Ports that benchmarks and tests keep for servers they start later."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from bench.processes import free_port
+
+LOOPBACK = "127.0.0.1"
+MANY = 300
+
+
+def listening(port: int) -> socket.socket:
+    """A server's socket, opened as servers do."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((LOOPBACK, port))
+    server.listen()
+    return server
+
+
+def test_nobody_else_is_given_a_kept_port() -> None:
+    kept = {free_port() for _ in range(MANY)}
+    assert len(kept) == MANY
+    others = [listening(0) for _ in range(MANY)]
+    assert kept.isdisjoint(other.getsockname()[1] for other in others)
+    for other in others:
+        other.close()
+
+
+def test_a_server_comes_up_on_it_as_often_as_it_likes() -> None:
+    port = free_port()
+    for _ in range(2):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((LOOPBACK, port))
+        with listening(port), socket.create_connection((LOOPBACK, port)):
+            pass
