@@ -46,9 +46,6 @@ def let_engines_sleep() -> None:
     time.sleep(_SPIN_S)
 
 
-_kept_ports: list[socket.socket] = []
-
-
 def free_port() -> int:
     """A port on loopback for a server that is started later; ours as long as this process lives.
 
@@ -59,8 +56,9 @@ def free_port() -> int:
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", 0))
-    _kept_ports.append(kept)
-    return int(kept.getsockname()[1])
+    port = int(kept.getsockname()[1])
+    kept.detach()  # stays open
+    return port
 
 
 class Service:

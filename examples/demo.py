@@ -1,9 +1,10 @@
 """The main job in one run: answer questions from documents, cold and then out of the cache store.
 
 Makes a service handbook that the bundled model has never seen, starts the platform of
-``quickstart.yaml`` on this machine, ingests the handbook and asks three questions. Then the engine
+``quickstart.yaml`` on this machine, ingests the handbook and asks five questions. Then the engine
 is restarted, which empties its own cache, and the same questions are asked again: their KV comes
-back from the cache store. Exits 0 if every answer was right, cited and the same both times.
+back from the cache store. Exits 0 if every answer was the same both times, out of the store the
+second time, and all but one were right and cited: a small model errs now and then.
 
     python examples/demo.py            # then asks you, on a terminal
     DEMO=once python examples/demo.py  # leaves after the table
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -42,7 +44,7 @@ from ragcache_operator.manifest import load_manifest  # noqa: E402
 DOCUMENTS = 200
 COLLECTION = "handbook"
 TOP_K = 8
-QUESTIONS = 3
+QUESTIONS = 5
 SAVE_TIMEOUT_S = 30.0
 WARM_UP = "Which services are there?"
 
@@ -56,17 +58,22 @@ class Asked:
     warm: Reply
 
     @property
-    def problem(self) -> str | None:
-        """What is wrong with the answers, or None."""
-        if said(self.cold) != self.question.answer:
-            return f"expected {self.question.answer!r}"
+    def fault(self) -> str | None:
+        """What the cache did wrong, or None."""
         if said(self.warm) != said(self.cold):
             return f"the warm answer differs: {said(self.warm)!r}"
+        if not self.warm.cache.get("loaded_bytes"):
+            return "nothing was loaded from the store"
+        return None
+
+    @property
+    def mistake(self) -> str | None:
+        """What is wrong with the answer to begin with, or None."""
+        if said(self.cold) != self.question.answer:
+            return f"expected {self.question.answer!r}"
         cited = {citation["document_id"].removesuffix(".md") for citation in self.cold.citations}
         if not cited.issuperset(self.question.supports):
             return f"not cited: {', '.join(set(self.question.supports) - cited)}"
-        if not self.warm.cache.get("loaded_bytes"):
-            return "nothing was loaded from the store"
         return None
 
 
@@ -76,11 +83,11 @@ def said(reply: Reply) -> str:
 
 
 def draw_questions(handbook: Handbook) -> list[Question]:
-    """One fact that stands beside its service's name, and two that stand under "it".
+    """One fact that stands beside its service's name, and others that stand under "it".
 
-    Those are the hard ones for a cache: the chunk that holds them means nothing without the chunk
-    before it. Questions in two steps are left out: a search by meaning does not find the second
-    service's page, which the question does not name.
+    The latter are the hard ones for a cache: the chunk that holds them means nothing without the
+    chunk before it. Questions in two steps are left out: a search by meaning does not find the
+    second service's page, which the question does not name.
     """
     drawn = sample_questions(handbook, 60, "held_out")
     single = [question for question in drawn if question.kind == "single"]
@@ -131,25 +138,41 @@ def report(asked: Sequence[Asked], console: Console) -> None:
     table = Table(title="Milliseconds to the first token, cold and with KV from the cache store")
     for column in ("", "cold", "warm", "sooner", "engine cold", "warm", "sooner", "loaded"):
         table.add_column(column, justify="right")
-    for number, one in enumerate(asked, start=1):
-        cold, warm = one.cold.timing_ms["first_token"], one.warm.timing_ms["first_token"]
-        engine_cold, engine_warm = engine_ms(one.cold), engine_ms(one.warm)
-        loaded, of = one.warm.cache["loaded_tokens"], one.warm.cache["prompt_tokens"]
-        table.add_row(
-            str(number),
-            f"{cold:.0f}",
-            f"{warm:.0f}",
-            f"{cold / warm:.1f} x",
-            f"{engine_cold:.0f}",
-            f"{engine_warm:.0f}",
-            f"{engine_cold / engine_warm:.1f} x",
-            f"{loaded:,} of {of:,} tokens, {one.warm.cache['loaded_bytes'] / 1e6:.1f} MB",
+    times = [
+        (
+            first_token_ms(one.cold),
+            first_token_ms(one.warm),
+            engine_ms(one.cold),
+            engine_ms(one.warm),
         )
+        for one in asked
+    ]
+    for number, (one, took) in enumerate(zip(asked, times, strict=True), start=1):
+        loaded, of = one.warm.cache["loaded_tokens"], one.warm.cache["prompt_tokens"]
+        num_bytes = one.warm.cache["loaded_bytes"]
+        said_of = f"{loaded:,} of {of:,} tokens, {num_bytes / 1e6:.1f} MB"
+        table.add_row(str(number), *compared(*took), said_of, end_section=number == len(asked))
+    table.add_row("median", *compared(*map(statistics.median, zip(*times, strict=True))), "")
     console.print()
     console.print(table)
     for number, one in enumerate(asked, start=1):
-        verdict = "[green]right[/green]" if one.problem is None else f"[red]{one.problem}[/red]"
+        problem = one.fault or one.mistake
+        verdict = "[green]right[/green]" if problem is None else f"[red]{problem}[/red]"
         console.print(f"{number}  {one.question.text}  {said(one.cold)}  {verdict}")
+
+
+def compared(cold: float, warm: float, engine_cold: float, engine_warm: float) -> list[str]:
+    """Two times and their ratio, as seen from outside and in the engine."""
+    return [
+        cell
+        for before, after in ((cold, warm), (engine_cold, engine_warm))
+        for cell in (f"{before:.0f}", f"{after:.0f}", f"{before / after:.1f} x")
+    ]
+
+
+def first_token_ms(reply: Reply) -> float:
+    """From the request until the first token, as the gateway saw it."""
+    return float(reply.timing_ms["first_token"])
 
 
 def engine_ms(reply: Reply) -> float:
@@ -191,7 +214,8 @@ async def run(handbook: Handbook, folder: Path, console: Console) -> int:
         report(asked, console)
         if console.is_terminal and os.environ.get("DEMO") != "once":
             await converse(gateway, console)
-    return 1 if any(one.problem for one in asked) else 0
+    mistakes = sum(one.mistake is not None for one in asked)
+    return 1 if mistakes > 1 or any(one.fault for one in asked) else 0
 
 
 async def converse(gateway: GatewayClient, console: Console) -> None:

@@ -130,6 +130,7 @@ class FakeStore:
         self.read_to_the_end = False
         self.noted: list[VariantKey] = []
         self.as_of: list[object] = []
+        self.connects: Callable[[], object] = lambda: None
 
     def fill(self, wanted: Sequence[Span]) -> dict[VariantKey, torch.Tensor]:
         tensors = {}
@@ -185,7 +186,7 @@ class FakeStore:
         self.noted += keys
 
     def connect(self, timeout_s: float) -> None:
-        pass
+        self.connects()
 
     def lanes(self) -> dict[str, str]:
         return {"shard:1": "shared"}
@@ -247,6 +248,36 @@ def test_every_token_lands_in_its_own_slot(worker: Worker) -> None:
     for span in wanted:
         read = worker.cache.read(BLOCKS, span.start, span.end)
         assert torch.equal(read, tensors[span.variant])
+
+
+def test_an_engine_serves_when_a_first_load_need_not_wait() -> None:
+    gate, store = threading.Event(), FakeStore()
+    store.connects = gate.wait
+    worker = Worker(client=cast("ShardedStore", store))
+    waiting = threading.Thread(target=worker.side.wait_until_warm)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
+    worker.side.close()
+
+
+def test_what_a_first_load_needs_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("no compiler")
+
+    store = FakeStore()
+    store.connects = fail
+    worker = Worker(client=cast("ShardedStore", store))
+    worker.side.wait_until_warm()
+    assert "the first load may be slow" in caplog.text
+    assert "no compiler" in caplog.text
+    wanted = spans(40)
+    store.fill(wanted)
+    assert worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant")).tokens == 40
+    worker.side.close()
 
 
 def test_only_the_tokens_asked_for_are_written(worker: Worker) -> None:

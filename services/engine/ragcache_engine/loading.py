@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import RagCacheError
@@ -46,9 +47,9 @@ class Loader:
 
     write(job, arrival, start, end): put prompt tokens [start, end) of an arrival into the job's
     blocks. Values arrive in order, so what has been written is always a prefix, but for holes that
-    are mended. What a load has brought is offered to the tiers when it has ended. connect: what is
-    to be done before the first load, if there is time, on a thread of this. tracer: of loads that
-    are part of a trace.
+    are mended. What a load has brought is offered to the tiers when it has ended. first: what has
+    to be done once, so that the first load is as fast as later ones; each is begun at once, on a
+    thread of this. tracer: of loads that are part of a trace.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Loader:
         fetcher: Fetcher,
         tiers: Tiers,
         deadline_s: float,
-        connect: Callable[[], None],
+        first: Sequence[Callable[[], None]],
         tracer: Tracer | None = None,
     ) -> None:
         self._fetcher = fetcher
@@ -65,12 +66,21 @@ class Loader:
         self._tracer = tracer or Tracer()
         self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
-        self._pool.submit(connect)
+        self._first = [self._pool.submit(step) for step in first]
 
     @property
     def idle(self) -> bool:
         """Whether no load is under way."""
         return not self._loads
+
+    def wait_until_warm(self, timeout_s: float) -> None:
+        """Until what has to be done once is done, or has failed, or takes longer."""
+        done, late = wait(self._first, timeout_s)
+        for step in done:
+            if (error := step.exception()) is not None:
+                log.warning("the first load may be slow", exc_info=error)
+        if late:
+            log.warning("the first load may be slow: not ready for it within %.0f s", timeout_s)
 
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""

@@ -46,6 +46,10 @@ _STREAMS = 4
 _HEAD_START_S = 0.02
 """How long saves leave the engine alone, unless somebody waits for them."""
 
+_WARM_UP_S = 60.0
+"""What a first load needs is compiled within some seconds, and a store that is away is given up
+after a load's deadline."""
+
 _LEAST_PASS = 32
 """Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
 
@@ -76,14 +80,12 @@ class WorkerSide:
         fetcher = Fetcher(client, space, self._tiers, rotation, cache.device)
 
         def connect() -> None:
-            # So that the first visitor does not wait for it; an outage is no matter here.
-            if rotation is not None:
-                rotation.warm_up()
-            client.connect(config.load_deadline_s)
+            client.connect(config.load_deadline_s)  # an outage is no matter here
             for shard, lane in client.lanes().items():
                 log.info("values of shard %s come over the %s lane", shard, lane)
 
-        self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, connect, tracer)
+        first = [connect, rotation.warm_up] if rotation is not None else [connect]
+        self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, first, tracer)
         self._writer = Writer(cache, rotation)
         self._layering: Layering | None = None
         if config.layerwise:
@@ -127,6 +129,10 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
         self._report = StepReport()
+
+    def wait_until_warm(self) -> None:
+        """Until the first visitor does not pay for what is done once; for before serving."""
+        self._loader.wait_until_warm(_WARM_UP_S)
 
     def begin_step(self, jobs: StepJobs) -> None:
         """A step has begun; its forward pass comes next."""
