@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,21 @@ def free_port() -> int:
     return port
 
 
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 class Service:
-    """One process in a group of its own, its output in a file."""
+    """One process in a group of its own, its output in a file.
+
+    A group of its own does not end with ours: where nobody handles a SIGTERM it is made to unwind
+    this process, as Ctrl-C does, so that whoever started services stops them.
+    """
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path):
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _end)
         self.name = name
         self.log = log
         with log.open("ab") as output:

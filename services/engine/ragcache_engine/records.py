@@ -45,6 +45,18 @@ class Record:
     holes: tuple[int, ...] = ()
     miss: str = ""
 
+    def held(self, num_local: int) -> None:
+        """The engine holds the first num_local tokens itself.
+
+        After a preemption what was loaded may be among them, and counts once. What is not held any
+        more is missing from its end, where what is blended lies.
+        """
+        lost = max(0, self.loaded_tokens - num_local)
+        self.loaded_tokens -= lost
+        self.local_tokens = num_local - self.loaded_tokens
+        self.blended_tokens = max(0, self.blended_tokens - lost)
+        self.repaired_tokens = min(self.repaired_tokens, self.blended_tokens)
+
 
 def reason(miss: Miss) -> str:
     """Why a variant was not served, in the words of a record."""

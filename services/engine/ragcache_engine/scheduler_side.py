@@ -152,9 +152,7 @@ class SchedulerSide:
         if request is None:
             return 0
         if not request.recorded:
-            # After a preemption the engine may hold itself what was loaded; that counts once.
-            request.record.loaded_tokens = min(request.record.loaded_tokens, num_local)
-            request.record.local_tokens = num_local - request.record.loaded_tokens
+            request.record.held(num_local)
         if request.load_failed or request.lookup is None:
             return 0
         if len(request.token_ids) - 1 - num_local < self._config.min_load_tokens:
