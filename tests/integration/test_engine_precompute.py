@@ -203,7 +203,13 @@ async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
         return found
 
     async def is_exact_now() -> bool:
-        return (await outcomes(gateway))["computed"] == len(texts) + 1
+        if (await outcomes(gateway))["computed"] != len(texts) + 1:
+            return False
+        # Saving happens behind that: each but the first is held behind the others, too, by then.
+        return all(
+            len({one.info.base_position for one in held(site, gateway, text)}) > 1
+            for text in texts[1:]
+        )
 
     first, second = await ask(1), await ask(2)
     for answer in (first, second):
