@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import httpx
@@ -62,15 +62,16 @@ def free_port() -> int:
     return port
 
 
-def _end(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+def _end(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the services are being stopped
+    raise KeyboardInterrupt
 
 
 class Service:
     """One process in a group of its own, its output in a file.
 
-    A group of its own does not end with ours: where nobody handles a SIGTERM it is made to unwind
-    this process, as Ctrl-C does, so that whoever started services stops them.
+    A group of its own does not end with ours: where nobody handles a SIGTERM it is made to do what
+    Ctrl-C does, so that whoever started services stops them.
     """
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path):

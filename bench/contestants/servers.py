@@ -50,7 +50,10 @@ class Server:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A port of loopback that nobody listens on now.
+
+    Not kept, as ours are (``bench.processes``): foreign servers need not set SO_REUSEADDR.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

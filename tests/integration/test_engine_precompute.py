@@ -205,7 +205,7 @@ async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
     async def is_exact_now() -> bool:
         if (await outcomes(gateway))["computed"] != len(texts) + 1:
             return False
-        # Saving happens behind that: each but the first is held behind the others, too, by then.
+        # That is counted before values are saved; then each but the first is held at two positions.
         return all(
             len({one.info.base_position for one in held(site, gateway, text)}) > 1
             for text in texts[1:]

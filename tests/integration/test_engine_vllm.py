@@ -245,6 +245,12 @@ def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: 
     assert loaded.token_ids == platform.compute(prompt).token_ids
 
 
+def test_it_is_connected_before_it_measures_and_serves(platform: Platform) -> None:
+    log = platform.engine.service.log.read_text()
+    places = [log.index(said) for said in ("come over the", "a pass over", "startup complete")]
+    assert places == sorted(places)
+
+
 async def test_what_computing_takes_is_measured_once_and_told(platform: Platform) -> None:
     """The first engine measured, the second one read it, changed as it was."""
     assert platform.engine.records is not None

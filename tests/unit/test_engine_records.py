@@ -56,15 +56,19 @@ async def test_what_prefills_and_loads_take_is_told() -> None:
 
 
 def test_what_a_preemption_took_away_counts_for_nothing() -> None:
-    record = Record(loaded_tokens=100, blended_tokens=60, repaired_tokens=20)
-    record.held(130)
-    assert (record.local_tokens, record.loaded_tokens) == (30, 100)
+    record = Record()
+    record.begin_load(30)
+    record.loaded_tokens, record.blended_tokens, record.repaired_tokens = 100, 60, 20
+    record.loaded_bytes = 4000
+    record.count_local(140)
+    assert (record.local_tokens, record.loaded_tokens) == (40, 100)
     assert (record.blended_tokens, record.repaired_tokens) == (60, 20)
-    record.held(50)
-    assert (record.local_tokens, record.loaded_tokens) == (0, 50)
+    record.count_local(80)
+    assert (record.local_tokens, record.loaded_tokens) == (30, 50)
     assert (record.blended_tokens, record.repaired_tokens) == (10, 10)
-    record.held(0)
-    assert (record.loaded_tokens, record.blended_tokens, record.repaired_tokens) == (0, 0, 0)
+    record.count_local(20)
+    assert (record.local_tokens, record.loaded_tokens, record.loaded_bytes) == (20, 0, 0)
+    assert (record.blended_tokens, record.repaired_tokens) == (0, 0)
 
 
 def test_the_book_forgets_the_oldest() -> None:

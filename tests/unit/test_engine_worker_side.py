@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -252,9 +253,9 @@ def test_every_token_lands_in_its_own_slot(worker: Worker) -> None:
 
 def test_an_engine_serves_when_a_first_load_need_not_wait() -> None:
     gate, store = threading.Event(), FakeStore()
-    store.connects = gate.wait
+    store.connects = lambda: gate.wait(TIMEOUT_S)
     worker = Worker(client=cast("ShardedStore", store))
-    waiting = threading.Thread(target=worker.side.wait_until_warm)
+    waiting = threading.Thread(target=worker.side.wait_until_warm, daemon=True)
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -264,19 +265,36 @@ def test_an_engine_serves_when_a_first_load_need_not_wait() -> None:
     worker.side.close()
 
 
-def test_what_a_first_load_needs_may_fail(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
+class NoCompiler:
+    """Of a rotation: what it needs cannot be compiled."""
+
+    def warm_up(self) -> None:
         raise RuntimeError("no compiler")
 
-    store = FakeStore()
-    store.connects = fail
-    worker = Worker(client=cast("ShardedStore", store))
+
+def test_what_a_first_load_needs_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    unused = SimpleNamespace(max_tokens=64)
+    blender = SimpleNamespace(rotation=NoCompiler(), recomputer=unused, observer=unused)
+    worker = Worker(blender=cast("Blender", blender))
     worker.side.wait_until_warm()
     assert "the first load may be slow" in caplog.text
     assert "no compiler" in caplog.text
     wanted = spans(40)
-    store.fill(wanted)
+    worker.store.fill(wanted)
     assert worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant")).tokens == 40
+    worker.side.close()
+
+
+def test_what_a_first_load_needs_may_be_late(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_engine.worker_side._WARM_UP_S", 0.01)
+    gate, store = threading.Event(), FakeStore()
+    store.connects = lambda: gate.wait(TIMEOUT_S)
+    worker = Worker(client=cast("ShardedStore", store))
+    worker.side.wait_until_warm()
+    assert "not ready for it" in caplog.text
+    gate.set()
     worker.side.close()
 
 

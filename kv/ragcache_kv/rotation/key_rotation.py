@@ -60,7 +60,7 @@ class KeyRotation:
         return self._rotate(keys, delta, keys if out is None else out, layout)
 
     def warm_up(self) -> None:
-        """Compile what the CPU needs: a second or two."""
+        """Compile what the CPU needs, two kernels: with numba's import a second or two."""
         keys = np.zeros((1, self.rope.head_dim), NUMBERS[self.dtype].bits)
         self.rotate_keys(keys, 1, np.empty_like(keys))
         self.rotate_keys(keys, 1)

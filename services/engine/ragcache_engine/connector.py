@@ -167,8 +167,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What computing takes here; vLLM asks once, when the model is compiled and warm.
 
-        The last that is called before the engine serves: it serves when loads are fast, too, and
-        what compiles for them does not compete with what is measured.
+        It calls nothing more before the first step, so this waits until loads are fast: else the
+        first questions would pay for it, and what compiles would slow what is measured.
         """
         if self._worker is not None:
             self._worker.wait_until_warm()

@@ -48,8 +48,8 @@ class Loader:
     write(job, arrival, start, end): put prompt tokens [start, end) of an arrival into the job's
     blocks. Values arrive in order, so what has been written is always a prefix, but for holes that
     are mended. What a load has brought is offered to the tiers when it has ended. first: what has
-    to be done once, so that the first load is as fast as later ones; each is begun at once, on a
-    thread of this. tracer: of loads that are part of a trace.
+    to be done once, so that the first load is as fast as later ones; it is begun at once, on the
+    threads that loads need, too. tracer: of loads that are part of a trace.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Loader:
             if (error := step.exception()) is not None:
                 log.warning("the first load may be slow", exc_info=error)
         if late:
-            log.warning("the first load may be slow: not ready for it within %.0f s", timeout_s)
+            log.warning("the first load may be slow: not ready for it within %g s", timeout_s)
 
     def start(self, job: LoadJob) -> None:
         """Begin fetching; ``advance`` reports the end."""

@@ -30,6 +30,7 @@ class Record:
     """Where a request's time went, in seconds, and where its KV came from.
 
     holes: places of the plan's segments that the repair computed: nothing of them was held or came.
+    loaded_from: position of the first token that was loaded.
     """
 
     queue_s: float = 0.0
@@ -37,6 +38,7 @@ class Record:
     prefill_s: float = 0.0
     prompt_tokens: int = 0
     local_tokens: int = 0
+    loaded_from: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     blended_tokens: int = 0
@@ -45,17 +47,24 @@ class Record:
     holes: tuple[int, ...] = ()
     miss: str = ""
 
-    def held(self, num_local: int) -> None:
+    def begin_load(self, first: int) -> None:
+        """Tokens from first on are about to be loaded, and nothing has come yet."""
+        self.local_tokens = self.loaded_from = first
+        self.loaded_tokens = self.loaded_bytes = self.blended_tokens = self.repaired_tokens = 0
+
+    def count_local(self, num_local: int) -> None:
         """The engine holds the first num_local tokens itself.
 
         After a preemption what was loaded may be among them, and counts once. What is not held any
-        more is missing from its end, where what is blended lies.
+        more is missing from the end, where what is blended lies; how much of that was repaired is
+        not known, but no more than all of what is left.
         """
-        lost = max(0, self.loaded_tokens - num_local)
-        self.loaded_tokens -= lost
-        self.local_tokens = num_local - self.loaded_tokens
-        self.blended_tokens = max(0, self.blended_tokens - lost)
+        kept = max(0, min(self.loaded_tokens, num_local - self.loaded_from))
+        self.blended_tokens = max(0, self.blended_tokens - (self.loaded_tokens - kept))
         self.repaired_tokens = min(self.repaired_tokens, self.blended_tokens)
+        self.loaded_tokens, self.local_tokens = kept, num_local - kept
+        if not kept:
+            self.loaded_bytes = 0
 
 
 def reason(miss: Miss) -> str:

@@ -152,7 +152,7 @@ class SchedulerSide:
         if request is None:
             return 0
         if not request.recorded:
-            request.record.held(num_local)
+            request.record.count_local(num_local)
         if request.load_failed or request.lookup is None:
             return 0
         if len(request.token_ids) - 1 - num_local < self._config.min_load_tokens:
@@ -217,7 +217,7 @@ class SchedulerSide:
         request.holes = repair.holes if repair is not None else ()
         request.pending_load = None
         if not request.recorded:
-            request.record.local_tokens, request.record.loaded_tokens = first, 0
+            request.record.begin_load(first)
         request.enter(Phase.LOADING)
 
     def on_passes(self, passes: Iterable[tuple[float, float]]) -> None:

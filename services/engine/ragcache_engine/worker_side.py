@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -80,11 +80,16 @@ class WorkerSide:
         fetcher = Fetcher(client, space, self._tiers, rotation, cache.device)
 
         def connect() -> None:
-            client.connect(config.load_deadline_s)  # an outage is no matter here
-            for shard, lane in client.lanes().items():
+            client.connect(config.load_deadline_s)  # an outage delays the start by no more
+            lanes = client.lanes()
+            for shard, lane in lanes.items():
                 log.info("values of shard %s come over the %s lane", shard, lane)
+            if not lanes:
+                log.info("the store does not answer yet; all is computed until it does")
 
-        first = [connect, rotation.warm_up] if rotation is not None else [connect]
+        first: list[Callable[[], None]] = [connect]
+        if rotation is not None and cache.device.type == "cpu":  # a GPU turns keys by itself
+            first.append(rotation.warm_up)
         self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, first, tracer)
         self._writer = Writer(cache, rotation)
         self._layering: Layering | None = None
@@ -131,7 +136,7 @@ class WorkerSide:
         self._report = StepReport()
 
     def wait_until_warm(self) -> None:
-        """Until the first visitor does not pay for what is done once; for before serving."""
+        """Until what first loads need is there, a minute at most; for before the engine serves."""
         self._loader.wait_until_warm(_WARM_UP_S)
 
     def begin_step(self, jobs: StepJobs) -> None:
