@@ -123,7 +123,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
     def _body(self) -> dict[str, Any]:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        size = int(self.headers["Content-Length"])
+        raw = self.rfile.read(size)
+        if len(raw) < size:
+            raise ConnectionError("the client has left")
+        body = json.loads(raw)
         assert isinstance(body, dict)
         return body
 
