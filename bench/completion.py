@@ -95,7 +95,7 @@ def record_of(engine: Engine, request: str) -> engine_pb2.RequestRecord:
         assert engine.records is not None
         client = EngineClient(engine.records)
         try:
-            return await client.request_record(request)
+            return await client.request_record(request, TIMEOUT_S)
         finally:
             await client.close()
 

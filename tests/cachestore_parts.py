@@ -241,7 +241,7 @@ def put_value(
     **about: Any,
 ) -> PutOutcome:
     """Put through the client, having seen every delete so far."""
-    about.setdefault("as_of", client.lookup([]).as_of)
+    about.setdefault("as_of", client.lookup([], TIMEOUT_S).as_of)
     new = variant(key, raw, **about)
     return client.put(new, whole(new, raw), TIMEOUT_S, ack)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from tests.tiny_model import make_tiny_model
 # Timing never decides a test: a busy machine is no counterexample.
 settings.register_profile("ragcache", deadline=None)
 settings.load_profile("ragcache")
+
+
+# Nor is it a store's silence, for the engines that tests start.
+os.environ.setdefault("RAGCACHE_LOOKUP_DEADLINE_S", "5")
 
 
 @pytest.fixture(scope="session")

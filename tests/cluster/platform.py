@@ -172,6 +172,16 @@ class Platform:
             if "deletionTimestamp" not in pod["metadata"]
         }
 
+    def is_replaced(self, component: str, before: dict[str, str]) -> bool:
+        """Whether as many pods of a component as before are ready, and one of them is new."""
+        labels = f"app.kubernetes.io/instance={NAME},{_COMPONENT}={component}"
+        ready = {
+            pod["metadata"]["uid"]
+            for pod in self.cluster.get_all("pods", NAMESPACE, labels)
+            if "deletionTimestamp" not in pod["metadata"] and _is_ready(pod)
+        }
+        return len(ready) == len(before) and ready != set(before.values())
+
     def patch(self, spec: dict[str, Any], name: str = NAME, kind: str = "ragcache") -> None:
         self.cluster.kubectl(
             *("patch", kind, name, f"--namespace={NAMESPACE}", "--type=merge"),
@@ -204,3 +214,8 @@ def is_furnished(contents: frozenset[str]) -> bool:
     """Whether a namespace has all that Kubernetes itself puts into every one."""
     own = {"serviceaccount/default", "configmap/kube-root-ca.crt"}
     return own <= contents and any(name.startswith("secret/default-token") for name in contents)
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    said = pod.get("status", {}).get("conditions", [])
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in said)

@@ -299,7 +299,7 @@ def _kill(platform: Platform, component: str) -> None:
         "delete", "pod", name, f"--namespace={NAMESPACE}", "--grace-period=0", "--force"
     )
     platform.cluster.wait_until(
-        lambda: platform.pods(component).get(name) != before[name], "pod replaced", 60
+        lambda: platform.is_replaced(component, before), "pod replaced and ready", 300
     )
-    # The object says so before it says that all is well again.
+    # By then the object has said so, or need not any more.
     time.sleep(1)

@@ -76,6 +76,18 @@ class Platform:
         """As a crash would: the process and its children, at once."""
         os.killpg(self.part(component).pid, signal.SIGKILL)
 
+    def wait_until_saved(self) -> None:
+        """Saving happens behind the answers: until no more arrives for a while."""
+        deadline = time.monotonic() + 120
+        before = -1
+        while True:
+            variants = httpx.get(f"{self.url}/v1/cache", timeout=60).json()["variants"]
+            if variants == before > 0:
+                return
+            assert time.monotonic() < deadline, "nothing is saved"
+            before = variants
+            time.sleep(2)
+
     def singles(self) -> list[Question]:
         drawn = sample_questions(self.handbook, 30, "held_out")
         return [question for question in drawn if question.kind == "single"]
@@ -218,7 +230,7 @@ def test_a_binary_file_is_refused(platform: Platform) -> None:
 def test_a_killed_engine_is_a_clear_503_then_recovers_with_its_cache(platform: Platform) -> None:
     question = platform.singles()[3]
     before = platform.ask(question.text)
-    time.sleep(2)  # saving happens behind the answer
+    platform.wait_until_saved()
     platform.kill("engine")
     refused = platform.post(question.text)
     assert refused.status_code == 503, refused.text

@@ -164,7 +164,7 @@ def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
 def status_of(url: str) -> int | None:
     """None while nothing listens."""
     try:
-        return httpx.get(url, trust_env=False).status_code
+        return httpx.get(url, trust_env=False, timeout=60).status_code
     except httpx.ConnectError:
         return None
 

@@ -48,7 +48,7 @@ class Plain:
         named = prefix_pieces(self.space, plain_domain(salt), prompt)
         client = StoreClient(self.store.address)
         try:
-            found = client.lookup([Want.of(one.variant) for one in named]).variants
+            found = client.lookup([Want.of(one.variant) for one in named], 30).variants
             return all(variants.held for variants in found)
         finally:
             client.close()

@@ -147,7 +147,7 @@ def held(site: Site, gateway: World, text: str) -> tuple[Held, ...]:
     key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
     client = StoreClient(site.store.address)
     try:
-        return client.lookup([Want(key)]).variants[0].held
+        return client.lookup([Want(key)], 60).variants[0].held
     finally:
         client.close()
 

@@ -147,7 +147,7 @@ class Platform:
         wants = [Want.of(key) for key in self.keys(prompt, domain)]
         deadline = time.monotonic() + limit_s
         try:
-            while not all(found.held for found in client.lookup(wants).variants):
+            while not all(found.held for found in client.lookup(wants, 30).variants):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.05)

@@ -19,9 +19,9 @@ from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.cuttable_line import CuttableLine
 
 NAMESPACE = "default"
-TIMING = Timing(duration_s=3, renew_deadline_s=2.0, retry_s=0.2)
-# One look, its jitter, and a machine that is busy.
-SOON_S = 10.0
+# A machine that stands still for some seconds loses no lease.
+TIMING = Timing(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ async def run():
 
 async def main(kubeconfig, lease):
     async with await Api.connect(Path(kubeconfig)) as api:
-        timing = Timing(duration_s=3, renew_deadline_s=2.0, retry_s=0.2)
+        timing = Timing(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
         await lead(api, "default", lease, "killed", run, timing=timing)
 
 asyncio.run(main(*sys.argv[1:]))
@@ -138,7 +138,7 @@ async def test_a_holder_that_is_killed_is_followed_when_its_lease_runs_out(
     stage = Stage()
     async with await Api.connect(plane.kubeconfig) as api:
         tasks = [asyncio.create_task(contend(api, "killed", who, stage)) for who in "ab"]
-        await asyncio.sleep(2 * TIMING.duration_s)
+        await asyncio.sleep(TIMING.duration_s + 2)
         assert stage.at_work == []
         holder.send_signal(signal.SIGKILL)
         await holder.wait()
@@ -167,10 +167,10 @@ async def test_a_holder_that_is_cut_off_ends_before_the_next_begins(
             await line.cut()
             await asyncio.sleep(TIMING.renew_deadline_s / 4)
             await line.mend()
-            await asyncio.sleep(2 * TIMING.duration_s)
+            await asyncio.sleep(TIMING.duration_s + 2)
             assert stage.history == ["holder"]
             await line.cut()
-            with pytest.raises(LeaseLost, match="could not be renewed for 2 s"):
+            with pytest.raises(LeaseLost, match="could not be renewed for 8 s"):
                 await holder
             assert stage.at_work == []
             assert await stage.somebody_but("holder") in "ab"
@@ -192,9 +192,14 @@ async def test_a_lease_that_somebody_edits_or_deletes_stays_its_holders(
         assert found is not None
         assert found["metadata"]["labels"] == {"team": "platform"}
         await api.delete(LEASES, "touched", NAMESPACE)
-        await asyncio.sleep(2 * TIMING.duration_s)
+        await asyncio.sleep(TIMING.duration_s + 2)
         assert stage.history == [holder]
         await stop(*tasks)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.message for record in caplog.records]
+    return [message for message in found if "cannot look at lease" in message]
 
 
 async def test_without_rights_a_replica_waits_and_says_why(
@@ -205,8 +210,12 @@ async def test_without_rights_a_replica_waits_and_says_why(
     stage = Stage()
     async with await Api.connect(nobody) as api:
         task = asyncio.create_task(contend(api, "forbidden", "a", stage))
+        async with asyncio.timeout(SOON_S):
+            while True:
+                if said(caplog):
+                    break
+                await asyncio.sleep(0.1)
         await asyncio.sleep(1)
         await stop(task)
     assert stage.history == []
-    said = [record for record in caplog.records if "cannot look at lease" in record.message]
-    assert len(said) == 1, "once, not at every look"
+    assert len(said(caplog)) == 1, "once, not at every look"

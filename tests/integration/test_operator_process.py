@@ -46,6 +46,11 @@ class Server:
         found: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return found
 
+    def knows(self, kind: str) -> bool:
+        """Whether objects of a kind can be asked for yet."""
+        argv = [packages.command("kubectl"), f"--kubeconfig={self.plane.kubeconfig}", "get", kind]
+        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
     def names(self, kinds: str, cache: str) -> set[str]:
         labels = f"--selector=app.kubernetes.io/instance={cache}"
         return set(self.kubectl("get", kinds, labels, "-o", "name").split())
@@ -72,6 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server = Server(plane)
         # What 1.20 does not know of CEL it drops, but kubectl's own check refuses.
         server.kubectl("apply", "--validate=false", "-f", str(ROOT / "crds"))
+        eventually(lambda: server.knows("ragcaches"), "the kinds are served")
         environment = {
             **os.environ,
             "KUBECONFIG": str(plane.kubeconfig),

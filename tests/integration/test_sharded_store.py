@@ -35,7 +35,7 @@ from tests.cachestore_parts import (
     whole,
 )
 
-TIMES_OUT_S = 0.3
+TIMES_OUT_S = 0.9
 
 
 class ChangingMembers:
@@ -200,7 +200,7 @@ def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: s
             put(store, orphan, b"x")
         assert store.lookup([Want.of(orphan)]).variants[0].miss is Miss.LOST
         assert values(store, [orphan]) == [Miss.LOST]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < TIMEOUT_S / 2
 
 
 def test_a_shard_that_falls_silent_takes_no_other_along(shards: list[Served]) -> None:
@@ -291,7 +291,7 @@ def test_shards_may_come_and_go_under_load(shards: list[Served]) -> None:
         try:
             while not stop.is_set():
                 put(store, KEYS[0], raw_of(KEYS[0]))
-                store.lookup(WANTS)
+                store.lookup(WANTS, TIMEOUT_S)
                 found = values(store, KEYS[:3])[0]
                 assert isinstance(found, Miss) or found == raw_of(KEYS[0])
         except BaseException as error:
@@ -386,8 +386,9 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[Served]) -> None:
             _, stored = next(reading)
             assert not isinstance(stored, Miss)
             assert bytes(stored.value) == raw
-        for shard in (owner, second):
-            assert sum(shard.store.stats().hits.values()) == 1
+        # Counted a moment after the value is there.
+        both = (owner, second)
+        eventually(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
 
 
 def test_a_replica_that_is_gone_is_asked_of_the_owner(shards: list[Served]) -> None:
@@ -526,7 +527,7 @@ def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
     client, give_up = StoreClient(address), time.monotonic() + TIMEOUT_S
     while True:
         try:
-            found = client.lookup([Want.of(wanted) for wanted in keys]).variants
+            found = client.lookup([Want.of(wanted) for wanted in keys], TIMEOUT_S).variants
         except Unavailable:  # this process' gRPC has not yet tried again to connect
             assert time.monotonic() < give_up
             time.sleep(0.05)

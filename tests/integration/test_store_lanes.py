@@ -509,8 +509,9 @@ def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
     variant, value = new(1, [MIB] * 4)
     coming = Coming(variant, value)
     coming.come(2)
+    client.connect(TIMEOUT_S)
     with pytest.raises(Unfinished):
-        client.put(variant, coming, 0.2)
+        client.put(variant, coming, 2.0)
     assert not client._doubted
     coming.come(4)
     coming.end(well=True)
@@ -995,6 +996,7 @@ def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_client, "BETTER_LANE_EVERY_S", 0.0)
+    monkeypatch.setattr(store_client, "BETTER_LANE_S", TIMEOUT_S)
     most = lane_server.MAX_CONNECTIONS
     monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", 0)
     with contextlib.closing(StoreClient(served.address)) as client:
@@ -1072,6 +1074,8 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
             client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, number), StoredValue)
         eventually(lambda: served.store.stats().leases == 0)
+        sent = 2 * size * len(numbers)  # counted a moment after the lease's end
+        eventually(lambda: served.store.stats().bytes_by_lane.get("shared", 0) >= sent)
         yield client
 
 

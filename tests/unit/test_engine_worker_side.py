@@ -899,6 +899,8 @@ def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) 
         ("RAGCACHE_HANDOFF_WAIT_S", "long"),
         ("RAGCACHE_HANDOFF_WAIT_S", "nan"),
         ("RAGCACHE_HANDOFF_WAIT_S", "-1"),
+        ("RAGCACHE_LOOKUP_DEADLINE_S", "soon"),
+        ("RAGCACHE_LOOKUP_DEADLINE_S", "inf"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str) -> None:
@@ -918,6 +920,7 @@ def test_settings_are_read() -> None:
         "RAGCACHE_REPAIR_RUN_TOKENS": "8",
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_HANDOFF_WAIT_S": "1.5",
+        "RAGCACHE_LOOKUP_DEADLINE_S": "2",
         "RAGCACHE_LAYERWISE": "on",
     }
     tiers = EngineConfig.from_env(
@@ -934,6 +937,6 @@ def test_settings_are_read() -> None:
     assert config.load_always
     assert (config.repair_slice_tokens, config.repair_run_tokens) == (64, 8)
     assert not config.plain_prefixes
-    assert config.handoff_wait_s == 1.5
+    assert (config.handoff_wait_s, config.lookup_deadline_s) == (1.5, 2.0)
     assert config.layerwise
     assert not EngineConfig.from_env(env).layerwise

@@ -25,11 +25,13 @@ class EngineClient:
         """Close the channel; calls in flight end at once."""
         await self._channel.close(grace=None)
 
-    async def request_record(self, request: str) -> pb.RequestRecord:
+    async def request_record(
+        self, request: str, timeout_s: float = RECORD_TIMEOUT_S
+    ) -> pb.RequestRecord:
         """The engine's record of a request. Raises NotFound, or Unavailable."""
         message = pb.GetRequestRecordRequest(request=request)
         try:
-            return await self._stub.GetRequestRecord(message, timeout=RECORD_TIMEOUT_S)
+            return await self._stub.GetRequestRecord(message, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error("engine", error) from error
 

@@ -21,6 +21,8 @@ REPAIR_RUN_TOKENS = 1
 """``bench/repair_runs.py`` says what longer runs save, ``bench/blend_quality.py`` what is lost."""
 
 _UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+LOOKUP_DEADLINE_S = 0.5
+
 HANDOFF_WAIT_S = 10.0
 """Longer than most prompts take; what has not come by then stands in a queue, or nobody has it."""
 
@@ -65,7 +67,7 @@ class EngineConfig:
     records_listen: str | None = None
     plan_keys: PlanKeys | None = None
     lookup_wait_s: float = 0.005
-    lookup_deadline_s: float = 0.5
+    lookup_deadline_s: float = LOOKUP_DEADLINE_S
     load_deadline_s: float = 5.0
     save_deadline_s: float = 30.0
     min_load_tokens: int = 64
@@ -109,7 +111,8 @@ class EngineConfig:
             device_pool_bytes=_size("RAGCACHE_DEVICE_POOL_BYTES", env),
             tier_policy=_tier_policy(env.get("RAGCACHE_TIER_POLICY", DEFAULT_TIER_POLICY)),
             layerwise=is_layerwise(env),
-            handoff_wait_s=_handoff_wait_s(env.get("RAGCACHE_HANDOFF_WAIT_S", "")),
+            handoff_wait_s=_seconds("RAGCACHE_HANDOFF_WAIT_S", env, HANDOFF_WAIT_S),
+            lookup_deadline_s=_seconds("RAGCACHE_LOOKUP_DEADLINE_S", env, LOOKUP_DEADLINE_S),
         )
 
 
@@ -130,17 +133,16 @@ def is_layerwise(env: Mapping[str, str]) -> bool:
     return _is_on("RAGCACHE_LAYERWISE", env.get("RAGCACHE_LAYERWISE", "off"))
 
 
-def _handoff_wait_s(text: str) -> float:
+def _seconds(name: str, env: Mapping[str, str], default: float) -> float:
+    text = env.get(name, "")
     if not text:
-        return HANDOFF_WAIT_S
+        return default
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise InvalidInput(
-            "RAGCACHE_HANDOFF_WAIT_S", f"is {text!r}", "set it to seconds, or leave it out"
-        )
+        raise InvalidInput(name, f"is {text!r}", "set it to seconds, or leave it out")
     return seconds
 
 
