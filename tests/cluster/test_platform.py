@@ -114,7 +114,7 @@ def test_kv_of_chunks_comes_out_of_the_store_when_the_engine_has_lost_it(
     [question] = single_questions(book, 1)
     running.answer(question.text)
     running.cluster.wait_until(
-        lambda: httpx.get(f"{running.url}/v1/cache", trust_env=False).json()["variants"] > 0,
+        lambda: httpx.get(f"{running.url}/v1/cache", trust_env=False, timeout=60).json()["variants"] > 0,
         "stored variants",
         30,
     )
@@ -140,6 +140,7 @@ def test_the_collection_follows_its_config_map(running: Platform, book: Handbook
     listed = httpx.get(
         f"{running.url}/v1/documents",
         params={"collection": COLLECTION, "limit": 1000},
+        timeout=60,
         trust_env=False,
     ).json()["data"]
     assert f"{gone}.md" not in {document["id"] for document in listed}
@@ -159,7 +160,7 @@ def test_gateway_and_store_scale_and_nothing_else_rolls(running: Platform) -> No
         assert pods.items() <= running.pods(part).items(), f"{part} rolled"
 
     def both_known() -> bool:
-        said = httpx.get(f"{running.url}/v1/cache", trust_env=False).json()
+        said = httpx.get(f"{running.url}/v1/cache", trust_env=False, timeout=60).json()
         return [shard["up"] for shard in said["shards"]] == [True, True]
 
     with step("gateways know both shards"):

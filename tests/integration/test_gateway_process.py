@@ -79,7 +79,7 @@ async def until_it_answers(client: httpx.AsyncClient) -> None:
         while True:
             try:
                 assert (await client.get("/healthz")).json() == {"status": "alive"}
-            except httpx.ConnectError:
+            except httpx.TransportError:
                 await asyncio.sleep(0.1)
             else:
                 return
