@@ -114,7 +114,9 @@ def test_kv_of_chunks_comes_out_of_the_store_when_the_engine_has_lost_it(
     [question] = single_questions(book, 1)
     running.answer(question.text)
     running.cluster.wait_until(
-        lambda: httpx.get(f"{running.url}/v1/cache", trust_env=False, timeout=60).json()["variants"] > 0,
+        lambda: (
+            httpx.get(f"{running.url}/v1/cache", trust_env=False, timeout=60).json()["variants"] > 0
+        ),
         "stored variants",
         30,
     )
