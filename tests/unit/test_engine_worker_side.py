@@ -27,6 +27,7 @@ from ragcache_core.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
+from ragcache_engine import worker_side  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.moment import Moment  # noqa: E402
 from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
@@ -628,6 +629,16 @@ def test_the_first_token_does_not_wait_for_what_is_copied_out(worker: Worker) ->
     worker.cache.broken = True
     until_put(worker.store, 1)
     assert worker.store.put_bytes == [bytes(native_bytes(tensors[key(0)]))]
+
+
+def test_a_worker_that_waits_sleeps(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(worker_side, "time", SimpleNamespace(sleep=slept.append))
+    worker.side.advance((), busy=True)
+    assert slept == []
+    worker.side.advance((), busy=False)
+    assert len(slept) == 1
+    assert slept[0] > 0
 
 
 def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -49,6 +50,12 @@ _HEAD_START_S = 0.02
 _WARM_UP_S = 60.0
 """What a first load needs is compiled within some seconds, and a store that is away is given up
 after a load's deadline."""
+
+_GIVE_WAY_S = {True: 0.002, False: 0.0001}
+"""What a step without a pass sleeps, while nothing is loaded or repaired, and while something is.
+vLLM's worker looks for its next step by yielding, and Linux 6.18 lets whoever yields on and on
+starve all else on its core until it sleeps: an engine that waits for another one would hold that
+one up, and one that loads its own threads."""
 
 _LEAST_PASS = 32
 """Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
@@ -239,6 +246,8 @@ class WorkerSide:
                 self._end(job, outcome)
         if self._observing is not None:
             self._released |= self._observing.advance(idle=idle)
+        if not busy:
+            time.sleep(_GIVE_WAY_S[idle])
 
     def take_received(self) -> set[str]:
         """Requests whose loads ended, well or not, since the last call."""
