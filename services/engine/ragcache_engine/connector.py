@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.keys import KVSpace
@@ -102,6 +103,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _refuse_unsupported(vllm_config)
+        _refuse_windows(kv_cache_config)
         role_of_engine = Role(vllm_config.kv_transfer_config.kv_role)
         self._config = replace(EngineConfig.from_env(os.environ), role=role_of_engine)
         self._space = _kv_space(vllm_config)
@@ -454,6 +456,25 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             f"is {policy!r}",
             "set it to recompute: a lost cache is no error",
         )
+
+
+def _refuse_windows(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse at start a model whose KV vLLM lets go of behind a window. Raises InvalidInput.
+
+    Its prefix cache then finds prompts whose older blocks hold nothing; to save these would be to
+    keep garbage under the name of something exact. Windows in some layers only are kept whole.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        for one in spec.kv_cache_specs.values() if uniform else (spec,):
+            if not isinstance(one, FullAttentionSpec):
+                raise InvalidInput(
+                    "model.source",
+                    f"has KV of kind {type(one).__name__}, of which vLLM keeps a part only",
+                    "name a decoder model with full attention; where its attention has a window,"
+                    " add --disable-sliding-window, which makes prompts no longer than that",
+                )
 
 
 def _tracer(config: EngineConfig) -> Tracer:
