@@ -1,0 +1,156 @@
+"""An engine with too few blocks for its requests: preempted, evicted, and right all the same."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.completion import complete, record_of
+from bench.processes import (
+    COMPUTES_PLAIN,
+    Engine,
+    launch_engine,
+    start_cachestore,
+    wait_for_engine,
+)
+from ragcache_core.keys import KVSpace
+from ragcache_core.prompt import Prompt, assemble, plan_exact
+from ragcache_core.reuse import checked_segments
+from ragcache_core.storing import Want
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.store.client import StoreClient
+
+pytestmark = pytest.mark.timeout(600)
+
+TIMEOUT_S = 120.0
+NUM_TOKENS = 300
+# 21 blocks of 128 tokens and one that stays free: three of the prompts, which take six each, until
+# their answers need eight.
+ENGINE_ARGUMENTS = ("--num-gpu-blocks-override", "22", "--max-num-batched-tokens", "384")
+
+Tokens = tuple[int, ...]
+
+
+def make_prompt(seed: int) -> Prompt:
+    rng = random.Random(f"pressure {seed}")
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(350) for _ in range(count)]
+
+    return assemble(ids(41), [ids(131), ids(200), ids(177), ids(91)], ids(23))
+
+
+PROMPTS = [make_prompt(seed) for seed in range(8)]
+
+
+@dataclass
+class Pressed:
+    """A store, and an engine that cannot hold what it is asked at once."""
+
+    store: str
+    engine: Engine
+    space: KVSpace
+
+    def compute(self, prompt: Prompt) -> Tokens:
+        """By vLLM alone, without a plan."""
+        salt = uuid.uuid4().hex
+        return complete(
+            self.engine.url, prompt.token_ids, max_tokens=NUM_TOKENS, cache_salt=salt
+        ).token_ids
+
+    def reuse(self, prompt: Prompt) -> tuple[Tokens, int]:
+        """With a plan, and nothing of its own from before; and how many tokens were loaded."""
+        request = uuid.uuid4().hex
+        answer = complete(
+            self.engine.url,
+            prompt.token_ids,
+            max_tokens=NUM_TOKENS,
+            plan=plan_exact(prompt, self.space, "public", request).to_json(),
+            cache_salt=request,
+        )
+        return answer.token_ids, record_of(self.engine, request).loaded_tokens
+
+    def counted(self, name: str) -> float:
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=TIMEOUT_S).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def wait_until_stored(self) -> None:
+        keys = [
+            named.variant
+            for prompt in PROMPTS
+            for named in checked_segments(
+                plan_exact(prompt, self.space, "public", "probe"), prompt.token_ids, self.space
+            )
+        ]
+        client = StoreClient(self.store)
+        deadline = time.monotonic() + TIMEOUT_S
+        wants = [Want.of(key) for key in keys]
+        while not all(found.held for found in client.lookup(wants, TIMEOUT_S).variants):
+            assert time.monotonic() < deadline, "not saved"
+            time.sleep(0.05)
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def pressed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
+    folder = tmp_path_factory.mktemp("pressed")
+    store = start_cachestore(folder / "store")
+    engine = None
+    try:
+        engine = launch_engine(
+            *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
+            max_length=2048,
+            settings=COMPUTES_PLAIN,
+        )
+        wait_for_engine(engine)
+        yield Pressed(store.address, engine, load_model_folder(str(tiny_model)).space("auto"))
+    finally:
+        if engine is not None:
+            engine.service.stop()
+        store.service.stop()
+
+
+def agreed(found: list[Tokens], expected: list[Tokens]) -> int:
+    """Tokens before the first that differs, of all answers together."""
+    total = 0
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) == len(other) == NUM_TOKENS
+        places = (place for place in range(NUM_TOKENS) if one[place] != other[place])
+        total += next(places, NUM_TOKENS)
+    return total
+
+
+def test_answers_of_preempted_requests_are_those_of_vllm(pressed: Pressed) -> None:
+    """Preemption changes batches, and with them late tokens of plain vLLM, too: the control."""
+    expected = [pressed.compute(prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        control = list(pool.map(pressed.compute, PROMPTS))
+        before = pressed.counted("vllm:num_preemptions_total")
+        saving = [tokens for tokens, _ in pool.map(pressed.reuse, PROMPTS)]
+        pressed.wait_until_stored()
+        loading = list(pool.map(pressed.reuse, PROMPTS))
+    assert 0 < before < pressed.counted("vllm:num_preemptions_total")
+    wanted = agreed(control, expected)
+    assert agreed(saving, expected) > wanted / 2
+    assert agreed([tokens for tokens, _ in loading], expected) > wanted / 2
+    assert all(loaded > 0 for _, loaded in loading)
+
+
+def test_an_engine_that_was_pressed_holds_nothing_back(pressed: Pressed) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while any(map(pressed.counted, gauges)):
+        assert time.monotonic() < deadline, "blocks or requests are left"
+        time.sleep(0.1)
+    prompt = PROMPTS[0]
+    tokens, loaded = pressed.reuse(prompt)
+    assert loaded > 600
+    assert agreed([tokens], [pressed.compute(prompt)]) > 0
