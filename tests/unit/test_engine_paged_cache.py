@@ -37,6 +37,10 @@ ORDERS = {
     ),
 }
 
+BESIDE = torch.arange(2 * BLOCK * DIM).view(BLOCK, 2, DIM).transpose(0, 1)
+"""FlashAttention: each token's keys and, right behind them, its values."""
+ORDERS["keys beside values"] = BESIDE
+
 
 class FakeLayer:
     """An attention layer whose backend packs keys and values in an order of its own."""
@@ -81,6 +85,20 @@ def test_what_is_written_at_any_offset_is_read_back_bit_for_bit(
         assert torch.equal(keys, whole[1, 0, start:end])
         assert torch.equal(values, whole[1, 1, start:end])
         assert torch.equal(cache.keys(1, blocks, start, end), keys)
+
+
+def test_a_device_reads_what_its_backend_lays_side_by_side() -> None:
+    """By the device's own indexing, on the CPU: there the backends' orders are looked into."""
+    layers = {f"layer.{index}": FakeLayer(BESIDE, torch.float16) for index in range(LAYERS)}
+    cache = PagedCache(layers, torch.device("cpu"))
+    cache._packings = None  # as on a device
+    blocks = [7, 2, 8, 0]
+    whole = torch.randn(LAYERS, 2, 4 * BLOCK, HEADS, DIM).to(torch.float16)
+    cache.write(whole, cache.slots(blocks, 0, 4 * BLOCK))
+    for start, end in [(0, 128), (3, 9), (31, 33), (64, 96), (100, 128)]:
+        assert torch.equal(cache.read(blocks, start, end), whole[:, :, start:end])
+        assert torch.equal(cache.keys(1, blocks, start, end), whole[1, 0, start:end])
+        assert torch.equal(cache.values(1, blocks, start, end), whole[1, 1, start:end])
 
 
 @pytest.mark.parametrize("seed", range(3))
