@@ -608,19 +608,6 @@ def test_a_load_teaches_what_its_tier_takes(warm: Engine) -> None:
     assert warm.costs.bandwidth(Tier.DISK) is None
 
 
-def test_a_load_from_the_engines_own_tiers_teaches_nothing_of_the_stores(warm: Engine) -> None:
-    for number in range(5):
-        request = f"load-{number}"
-        warm.arrive(request)
-        tokens = warm.side.loadable_tokens(request, 0)
-        assert tokens
-        warm.side.on_allocated(request, BLOCKS, tokens)
-        values_from = {"store": 1, "host": 2}
-        outcome = LoadOutcome(request, tokens, 9, 0.5, None, "", values_from=values_from)
-        warm.side.on_outcomes([outcome])
-    assert warm.costs.bandwidth(Tier.MEMORY) is None
-
-
 def test_passes_teach_what_computing_takes(engine: Engine) -> None:
     """Two requests of one pass: what they look at counts for each token that looks."""
     engine.side.on_profile(PROFILE)

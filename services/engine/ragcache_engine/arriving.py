@@ -10,9 +10,12 @@ import torch
 
 from ragcache_core.keys import KVSpace
 from ragcache_engine.tiers import Offer
-from ragcache_engine.transfer import STORE, Span
+from ragcache_engine.transfer import Span
 from ragcache_engine.values import dims_of, shape_of
 from ragcache_kv.store.stored_value import StoredValue
+
+STORE = "store"
+"""Where a value came from that was in no tier."""
 
 
 class Source(Protocol):

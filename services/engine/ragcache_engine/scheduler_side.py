@@ -30,7 +30,6 @@ from ragcache_engine.roles import Role
 from ragcache_engine.spare_blocks import BlockPool, SpareBlocks
 from ragcache_engine.transfer import (
     NO_BLEND,
-    STORE,
     Computing,
     LoadJob,
     LoadOutcome,
@@ -239,8 +238,7 @@ class SchedulerSide:
             if request is None:
                 continue
             if not (outcome.reason or request.plan.trial):
-                if not outcome.values_from.keys() - {STORE}:  # own tiers say nothing of the store's
-                    self._costs.loaded(request.loads, outcome.seconds)
+                self._costs.loaded(request.loads, outcome.seconds)
                 self._costs.repaired(outcome.repaired, outcome.repair_s)
             request.enter(Phase.WAITING)
             if not request.recorded:

@@ -17,9 +17,6 @@ from ragcache_core.variant import Origin, VariantInfo
 NO_BLEND = "this engine cannot blend"
 """Reason of a load's failure, after which none is asked to be mended any more."""
 
-STORE = "store"
-"""Where a value came from that was in none of the engine's own tiers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
