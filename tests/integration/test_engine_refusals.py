@@ -34,8 +34,7 @@ def said(what, *args):
     return None
 
 
-def config(version="0.32.1", **changes):
-    connector.vllm_version = lambda: version
+def config(**changes):
     of = {
         "parallel_config.world_size_across_dp": 1,
         "model_config.hf_config": SimpleNamespace(),
@@ -74,7 +73,6 @@ cache = SimpleNamespace(shape=CacheShape(2, 16, 32, torch.bfloat16), num_layers=
 space = KVSpace("", 4, 2, 32, "bfloat16")
 print(json.dumps({
     "nothing": refused(),
-    "version": refused(version="0.33.0"),
     "ranks": refused(parallel_config__world_size_across_dp=2),
     "overrides": refused(model_config__hf_overrides={"rope_theta": 1}),
     "sleep": refused(model_config__enable_sleep_mode=True),
@@ -101,7 +99,6 @@ def test_what_is_not_supported_is_refused_with_field_and_fix() -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     wanted = {
         "nothing": None,
-        "version": ("vllm", "install 0.32"),
         "ranks": (ARGUMENTS, "one rank per engine"),
         "overrides": (ARGUMENTS, "config.json"),
         "sleep": (ARGUMENTS, "--enable-sleep-mode"),
@@ -123,6 +120,32 @@ def test_what_is_not_supported_is_refused_with_field_and_fix() -> None:
         else:
             assert said[case][0] == expected[0], case
             assert expected[1] in said[case][1], case
+
+
+_OTHER_VLLM = """
+import json, sys
+from types import ModuleType
+vllm = ModuleType("vllm")  # with nothing in it that the connector imports
+sys.modules["vllm"] = vllm
+from ragcache_core.errors import InvalidInput
+from ragcache_engine import plugin
+plugin.vllm_version = lambda: "0.33.0"
+plugin.register()  # an engine that does without us starts
+try:
+    import ragcache_engine.connector
+except InvalidInput as error:
+    print(json.dumps([error.field, str(error)]))
+"""
+
+
+def test_another_vllm_is_refused_before_anything_of_it_is_imported() -> None:
+    argv = [sys.executable, "-c", _OTHER_VLLM]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    field, said = json.loads(done.stdout)
+    assert field == "vllm"
+    assert "is version 0.33.0" in said
+    assert "install 0.32" in said
 
 
 def test_a_model_whose_kv_ends_behind_a_window_is_refused(tiny_model: Path, tmp_path: Path) -> None:

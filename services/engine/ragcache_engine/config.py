@@ -141,7 +141,7 @@ def _seconds(name: str, env: Mapping[str, str], default: float) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
+    if not 0 < seconds < math.inf:
         raise InvalidInput(name, f"is {text!r}", "set it to seconds, or leave it out")
     return seconds
 

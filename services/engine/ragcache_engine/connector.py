@@ -18,6 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragcache_engine.plugin import refuse_other_vllm
+
+refuse_other_vllm()  # rather than an ImportError of what it does not have
+
 import torch
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -40,7 +44,7 @@ from ragcache_engine.loaded_model import loaded_model
 from ragcache_engine.machine import machine
 from ragcache_engine.metrics import LoadMetrics, LoadStats
 from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.plugin import SUPPORTED_VLLM, is_supported, vllm_version, worker
+from ragcache_engine.plugin import vllm_version, worker
 from ragcache_engine.profiling import keep_profile, kept_profile, measure, profile_path
 from ragcache_engine.recomputing import Recomputer
 from ragcache_engine.records import RecordBook, serve
@@ -411,9 +415,6 @@ def _progress(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int, int
 
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Refuse at start, in words, what would go wrong later. Raises InvalidInput."""
-    installed = vllm_version()
-    if not is_supported(installed):
-        raise InvalidInput("vllm", f"is version {installed}", f"install {SUPPORTED_VLLM}.x")
     parallel = vllm_config.parallel_config
     if parallel.world_size_across_dp > 1:
         raise InvalidInput(

@@ -92,7 +92,12 @@ class Lookups:
                 trace.set(segments=len(found.segments), held=held, blend=found.blend is not None)
                 return found
 
-        return self._pool.submit(traced)
+        try:
+            return self._pool.submit(traced)
+        except RuntimeError as error:  # no thread can be started, or the engine is ending
+            failed: Future[Found] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _find(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> Found:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.

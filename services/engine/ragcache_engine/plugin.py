@@ -7,11 +7,14 @@ once, before the worker is made; so it imports nothing heavy and may run twice.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from ragcache_core.errors import InvalidInput
 
 CONNECTOR = "RagCacheConnector"
 SUPPORTED_VLLM = "0.32"
@@ -26,18 +29,18 @@ _worker: weakref.ref[Any] | None = None
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, and see to it that the worker is remembered."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
-        KVConnectorFactory,
-    )
+    """Register the connector with vLLM's factory, and see to it that the worker is remembered.
 
-    try:
-        KVConnectorFactory.register_connector(
-            CONNECTOR, "ragcache_engine.connector", "RagCacheConnector"
-        )
-    except ValueError:
-        log.debug("%s is registered already", CONNECTOR)
-    _remember_workers()
+    Another vLLM is left as it is, for it may well run without us; who asks it for the connector is
+    told (``refuse_other_vllm``).
+    """
+    if is_supported(vllm_version()):
+        _register_connector()
+        _remember_workers()
+        return
+    log.warning("chunk-caches are not for this vLLM: install %s.x", SUPPORTED_VLLM)
+    with contextlib.suppress(Exception):
+        _register_connector()
 
 
 def worker() -> Any:
@@ -48,6 +51,19 @@ def worker() -> Any:
             "no worker was seen: is VLLM_PLUGINS set, without ragcache, or ragcache not installed?"
         )
     return found
+
+
+def _register_connector() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+
+    try:
+        KVConnectorFactory.register_connector(
+            CONNECTOR, "ragcache_engine.connector", "RagCacheConnector"
+        )
+    except ValueError:
+        log.debug("%s is registered already", CONNECTOR)
 
 
 def _remember_workers() -> None:
@@ -80,3 +96,10 @@ def vllm_version() -> str:
 def is_supported(installed: str) -> bool:
     """Whether the connector was written for this version of vLLM."""
     return installed == SUPPORTED_VLLM or installed.startswith(f"{SUPPORTED_VLLM}.")
+
+
+def refuse_other_vllm() -> None:
+    """Raise InvalidInput unless the installed vLLM is supported."""
+    installed = vllm_version()
+    if not is_supported(installed):
+        raise InvalidInput("vllm", f"is version {installed}", f"install {SUPPORTED_VLLM}.x")
