@@ -1,8 +1,9 @@
 """Whether reuse is faster than computing, by what both have taken (DESIGN §1).
 
 "Compute everything" always competes: what is predicted to be slower is not done. Loading is
-predicted by bytes and tier, repairing by tokens, computing by a profile measured at start
-(``prefill_profile``), which what passes take goes on correcting.
+predicted by bytes and where they are (a store's ``Tier``, or a tier of the engine's own),
+repairing by tokens, computing by a profile measured at start (``prefill_profile``), which what
+passes take goes on correcting.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 
 from ragcache_core.line import DECAY, Line
 from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.variant import Tier
 
 MIN_WEIGHT = 3.5
 """Of observations of each kind, before anything is predicted: four, as old ones count a little
@@ -34,11 +34,11 @@ PROFILE_WEIGHT = 2.0
 class Reuse:
     """One way to begin a prompt: all of it before ``end`` is there without a prefill.
 
-    loads: bytes by tier. repairs: tokens recomputed, those included of which nothing is held.
+    loads: bytes by place. repairs: tokens recomputed, those included of which nothing is held.
     """
 
     end: int
-    loads: Mapping[Tier, int] = field(default_factory=dict)
+    loads: Mapping[str, int] = field(default_factory=dict)
     repairs: int = 0
 
 
@@ -49,7 +49,7 @@ class ReuseCosts:
         self.profile: PrefillProfile | None = None
         self._predicted_s = self._taken_s = 0.0  # of passes, old ones counting less
         self._computing, self._repairing = Line(), Line()
-        self._loading = {tier: Line() for tier in Tier}
+        self._loading: dict[str, Line] = {}
         self._declined = 0
 
     def start_from(self, profile: PrefillProfile) -> None:
@@ -70,14 +70,23 @@ class ReuseCosts:
             self._predicted_s = DECAY * self._predicted_s + work
             self._taken_s = DECAY * self._taken_s + seconds
 
-    def loaded(self, loads: Mapping[Tier, int], seconds: float) -> None:
+    def loaded(self, loads: Mapping[str, int], seconds: float) -> None:
         """A load took so long, from its start until its tokens were in place.
 
-        One from several tiers says nothing of either.
+        One from several places is shared out: what is known of some is taken as known, and the
+        rest is the others'. Where all are known, each has been off by as much.
         """
-        if len(loads) == 1:
-            [(tier, num_bytes)] = loads.items()
-            self._loading[tier].observe(num_bytes, seconds)
+        sizes = {place: size for place, size in loads.items() if size > 0}
+        known = {p: self._line(p).predict(size) for p, size in sizes.items() if self._knows(p)}
+        expected_s = sum(known.values())
+        if len(known) == len(sizes):
+            for place, place_s in known.items():
+                self._line(place).observe(sizes[place], seconds * place_s / expected_s)
+        elif seconds > expected_s:
+            others = {place: size for place, size in sizes.items() if place not in known}
+            byte_s = (seconds - expected_s) / sum(others.values())
+            for place, size in others.items():
+                self._line(place).observe(size, byte_s * size)
 
     def repaired(self, tokens: int, seconds: float) -> None:
         """A repair took so long, the question's look and the turns of others included."""
@@ -89,17 +98,17 @@ class ReuseCosts:
             return 0.0
         if self.profile is not None:
             return self.correction * self.profile.predict(cached, computed)
-        if self._computing.weight < MIN_WEIGHT:
+        if not _is_known(self._computing):
             return None
         return self._computing.predict(computed)
 
-    def bandwidth(self, tier: Tier) -> tuple[float, float] | None:
-        """(latency in seconds, bytes per second) of loads from a tier; None: not known yet."""
-        line = self._loading[tier]
-        if line.weight < MIN_WEIGHT:
-            return None
-        latency_s, byte_s = line.fit()
-        return max(0.0, latency_s), 1.0 / byte_s
+    def bandwidths(self) -> Mapping[str, tuple[float, float]]:
+        """(latency in seconds, bytes per second) of loads, by place, as far as that is known.
+
+        Safe to call from any thread.
+        """
+        lines = {place: line.fit() for place, line in [*self._loading.items()] if _is_known(line)}
+        return {place: (latency_s, 1.0 / byte_s) for place, (latency_s, byte_s) in lines.items()}
 
     @property
     def correction(self) -> float:
@@ -118,7 +127,7 @@ class ReuseCosts:
         if not reuses:
             return None
         furthest = reuses[-1]
-        takes = [self._takes(reuse, length) for reuse in reuses]
+        takes = [self.takes_s(reuse, length) for reuse in reuses]
         computing = self.compute_s(first, length - first)
         known = [seconds for seconds in (computing, *takes) if seconds is not None]
         if len(known) <= len(reuses):
@@ -135,11 +144,22 @@ class ReuseCosts:
                 return furthest
         return chosen
 
-    def _takes(self, reuse: Reuse, length: int) -> float | None:
-        lines = [(self._loading[tier], size) for tier, size in reuse.loads.items() if size]
+    def takes_s(self, reuse: Reuse, length: int) -> float | None:
+        """Seconds until a prompt of ``length`` tokens is there this way; None: not known yet."""
+        lines = [(self._line(place), size) for place, size in reuse.loads.items() if size]
         if reuse.repairs:
             lines.append((self._repairing, reuse.repairs))
         rest = self.compute_s(reuse.end, length - reuse.end)
-        if rest is None or any(line.weight < MIN_WEIGHT for line, _ in lines):
+        if rest is None or not all(_is_known(line) for line, _ in lines):
             return None
         return rest + sum(line.predict(size) for line, size in lines)
+
+    def _line(self, place: str) -> Line:
+        return self._loading.setdefault(place, Line())
+
+    def _knows(self, place: str) -> bool:
+        return place in self._loading and _is_known(self._loading[place])
+
+
+def _is_known(line: Line) -> bool:
+    return line.weight >= MIN_WEIGHT

@@ -209,7 +209,7 @@ def test_a_budget_decides_only_how_much_is_wanted(case: Case, one: float, other:
     low, high = sorted((one, other))
     less, more = case.blend(low), case.blend(high)
     assert less.wanted <= more.wanted
-    assert replace(less, wanted=0) == replace(more, wanted=0) == case.blend(0.0)
+    assert replace(less, budget=0) == replace(more, budget=0) == case.blend(0.0)
 
 
 @given(cases())
@@ -266,8 +266,9 @@ def test_a_variant_is_mended_by_what_of_its_prefix_is_not_back() -> None:
     observation = seen([4, 0, 2, 8], (3, 4, 12.0), (1, 4, 4.0), intra=4.0)
     found = blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 1.0, alpha=1.0)
     # Chunk 1 had a quarter of its attention, and three quarters are gone.
-    assert found.sources[2] == Source(VariantKey(key(2), key(50)), 6, 10, 50, (3.0, 0.0, 1.5, 6.0))
     # Attention of 1 to what was before and of 1/4 within; ceil(sigmoid(4) * 3/4 * 4).
+    variant = VariantKey(key(2), key(50))
+    assert found.sources[2] == Source(variant, 6, 10, 50, (3.0, 0.0, 1.5, 6.0), wanted=3)
     assert observation.cci == pytest.approx(1 / (1 + math.exp(-4)))
     assert found.wanted == 3
     assert blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 0.5).wanted == 2
@@ -303,6 +304,34 @@ def test_it_ends_before_what_may_only_be_exact_and_is_not_held() -> None:
     held = {place: [own(named)] for place, named in enumerate(segments)}
     assert blend(segments, 0, held, 1.0).end == 2
     assert blend(segments, 2, held, 1.0).end == 7
+
+
+@given(cases(), st.floats(0, 1), st.data())
+def test_without_some_sources_the_others_are_as_they_were(
+    case: Case, budget: float, data: st.DataObject
+) -> None:
+    found = case.blend(budget)
+    may_go = [source for source in found.sources if source.start >= found.exact_end]
+    gone = {s.start for s in may_go if data.draw(st.booleans(), label=f"drop {s.start}")}
+    less = found.without(gone)
+    assert found.without(()) == found
+    assert less.end <= found.end
+    assert less.wanted <= found.wanted
+    assert (less.exact_end, less.unknown) == (found.exact_end, found.unknown)
+    for before, after in zip(found.sources, less.sources, strict=False):
+        assert (after.start, after.end) == (before.start, before.end)
+        if before.start in gone:
+            assert (after.variant, after.influence, after.wanted) == (None, None, 0)
+        else:
+            assert after == before
+    # What is computed behind the last source is a prefill's, not a repair's.
+    assert not less.sources or less.sources[-1].variant is not None
+    held = [s for s in found.sources if s.variant is not None and s.start not in gone]
+    assert less.end == (held[-1].end if held else 0)
+    dropped = [hole for hole in less.holes(0, less.end) if hole.start in gone]
+    assert set(less.holes(0, less.end, unknown=True)) == set(less.holes(0, less.end)) - {
+        hole for hole in dropped if hole.start not in found.unknown
+    }
 
 
 def test_of_nothing_nothing_is_blended() -> None:

@@ -115,18 +115,45 @@ def test_passes_correct_the_profile(slower: float) -> None:
 
 def test_what_loads_take_can_be_told() -> None:
     costs = engine()
-    latency_s, bytes_per_s = costs.bandwidth(Tier.MEMORY) or (0.0, 0.0)
+    latency_s, bytes_per_s = costs.bandwidths()[Tier.MEMORY]
     assert latency_s == pytest.approx(0.005, rel=0.01)
     assert bytes_per_s == pytest.approx(1e8, rel=0.01)
-    assert costs.bandwidth(Tier.DISK) is None
+    assert Tier.DISK not in costs.bandwidths()
 
 
-def test_a_load_from_two_tiers_says_nothing_of_either() -> None:
-    costs = ReuseCosts()
-    for _ in range(9):
-        costs.loaded({Tier.MEMORY: 100, Tier.DISK: 100}, 1.0)
-    assert costs.bandwidth(Tier.MEMORY) is None
-    assert costs.bandwidth(Tier.DISK) is None
+def test_a_load_from_several_places_is_shared_out() -> None:
+    """Documents behind a template are seldom loaded without it, which is always at hand."""
+    costs = engine(tier=Tier.MEMORY)  # 5 ms and 10 ns a byte
+    for number in range(1, 10):
+        size = number * 10**5
+        costs.loaded({Tier.MEMORY: 10**5, "host": 0, Tier.DISK: size}, 0.006 + 1e-6 * size)
+    assert costs.bandwidths()[Tier.DISK][1] == pytest.approx(1e6, rel=0.01)
+    assert costs.bandwidths()[Tier.MEMORY][1] == pytest.approx(1e8, rel=0.01)
+    assert "host" not in costs.bandwidths()
+
+
+def test_what_is_known_alone_explains_a_load_that_was_fast() -> None:
+    costs = engine()
+    costs.loaded({Tier.MEMORY: 10**6, Tier.DISK: 1}, 1e-6)
+    assert Tier.DISK not in costs.bandwidths()
+
+
+@given(st.floats(0.2, 5))
+def test_places_that_are_known_are_off_by_as_much(slower: float) -> None:
+    costs = engine(byte_s=1e-7)
+    for number in range(1, 7):
+        costs.loaded({"host": number * 10**6}, 1e-9 * number * 10**6)
+    both = {Tier.MEMORY: 10**6, "host": 10**6}
+    reuse = Reuse(LENGTH, both)
+    before = costs.takes_s(reuse, LENGTH)
+    assert before is not None
+    for _ in range(300):
+        costs.loaded(both, slower * before)
+    assert costs.takes_s(reuse, LENGTH) == pytest.approx(slower * before, rel=0.05)
+    fast, slow = (costs.takes_s(Reuse(LENGTH, {p: 10**6}), LENGTH) for p in ("host", Tier.MEMORY))
+    assert fast is not None
+    assert slow is not None
+    assert 10 * fast < slow
 
 
 @given(

@@ -529,13 +529,13 @@ def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays:
 
 def test_loads_that_failed_teach_nothing(warm: Engine) -> None:
     measured(warm, repair_s=1e-3)
-    known = warm.costs.bandwidth(Tier.MEMORY)
+    known = warm.costs.bandwidths().get(Tier.MEMORY)
     for number in range(20):
         warm.arrive(f"late-{number}", prompt_of(C, A, B))
         job = warm.load(f"late-{number}")
         late = LoadOutcome(job.request_id, 0, 0, 50.0, job.spans[0].variant, "load late")
         warm.side.on_outcomes([late])
-    assert warm.costs.bandwidth(Tier.MEMORY) == known
+    assert warm.costs.bandwidths().get(Tier.MEMORY) == known
     warm.arrive("other", prompt_of(C, A, B))
     assert warm.side.loadable_tokens("other", 0)
 
@@ -579,12 +579,12 @@ def test_a_trial_is_blended_even_where_that_is_slower_and_teaches_nothing(warm: 
     prompt = prompt_of(C, B)
     warm.arrive("question", prompt)
     assert warm.side.loadable_tokens("question", 0) == 0
-    before = warm.costs.bandwidth(Tier.MEMORY)
+    before = warm.costs.bandwidths().get(Tier.MEMORY)
     for number in range(9):
         warm.arrive(f"trial-{number}", prompt, trial=True)
         job = warm.load(f"trial-{number}")
         assert job.repair is not None
         succeed(warm, job, blended=100, repaired=20, repair_s=1e-6)
-    assert warm.costs.bandwidth(Tier.MEMORY) == before
+    assert warm.costs.bandwidths().get(Tier.MEMORY) == before
     warm.arrive("next", prompt)
     assert warm.side.loadable_tokens("next", 0) == 0

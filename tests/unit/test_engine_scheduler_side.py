@@ -27,7 +27,7 @@ from ragcache_engine.records import Record, RecordBook
 from ragcache_engine.refused_plans import Refusal
 from ragcache_engine.roles import Role
 from ragcache_engine.scheduler_side import SchedulerSide
-from ragcache_engine.transfer import Computing, LoadOutcome, SaveJob
+from ragcache_engine.transfer import Computing, LoadOutcome, SaveJob, StepReport
 from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_kv.value import value_bytes
 from ragcache_wire.members import FixedMembers
@@ -595,17 +595,49 @@ def test_loading_ends_before_a_disk_that_is_slower_than_computing(warm: Engine) 
 
 
 def test_a_load_teaches_what_its_tier_takes(warm: Engine) -> None:
-    for number in range(5):
-        request = f"load-{number}"
-        warm.arrive(request)
-        tokens = warm.side.loadable_tokens(request, 0)
-        assert tokens
-        warm.side.on_allocated(request, BLOCKS, tokens)
-        warm.side.on_outcomes([LoadOutcome(request, tokens, 9, 0.5, None, "")])
     loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
-    latency_s, bytes_per_s = warm.costs.bandwidth(Tier.MEMORY) or (0.0, 0.0)
+    for number in range(5):
+        load(warm, f"load-{number}", 0.5, store=loaded)
+    latency_s, bytes_per_s = warm.costs.bandwidths()[Tier.MEMORY]
     assert latency_s + loaded / bytes_per_s == pytest.approx(0.5)
-    assert warm.costs.bandwidth(Tier.DISK) is None
+    assert Tier.DISK not in warm.costs.bandwidths()
+
+
+def load(engine: Engine, request: str, seconds: float, **bytes_from: int) -> None:
+    engine.arrive(request)
+    tokens = engine.side.loadable_tokens(request, 0)
+    assert tokens
+    engine.side.on_allocated(request, BLOCKS, tokens)
+    engine.side.on_outcomes(
+        [LoadOutcome(request, tokens, 9, seconds, None, "", bytes_from=bytes_from)]
+    )
+
+
+def test_what_the_worker_keeps_itself_is_no_matter_of_the_stores(warm: Engine) -> None:
+    """Behind a store that is slower than computing, what is here is loaded, and teaches of here."""
+    loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
+    teach(warm, Tier.MEMORY, 0.1)
+    before = warm.costs.bandwidths()
+    warm.side.on_report(StepReport(kept=dict.fromkeys(warm.store.stored, "host")))
+    for number in range(20):
+        load(warm, f"here-{number}", 1e-3, host=loaded)
+    assert warm.costs.bandwidths()["host"][1] == pytest.approx(loaded / 1e-3)
+    assert warm.costs.bandwidths()[Tier.MEMORY] == before[Tier.MEMORY]
+    warm.side.on_report(StepReport(kept=dict.fromkeys(warm.store.stored)))
+    warm.arrive("gone")
+    assert warm.side.loadable_tokens("gone", 0) == 0
+
+
+def test_a_load_that_is_partly_the_stores_teaches_of_both(warm: Engine) -> None:
+    first, *others = warm.store.stored
+    warm.side.on_report(StepReport(kept={first: "host"}))
+    here = value_bytes(SPACE, warm.store.stored[first].info.num_tokens)
+    there = sum(warm.store.stored[key].info.num_bytes for key in others)
+    for number in range(5):
+        load(warm, f"both-{number}", 0.5, host=here, store=there)
+    costs = warm.costs.bandwidths()
+    assert costs.keys() == {"host", Tier.MEMORY}
+    assert here / costs["host"][1] + there / costs[Tier.MEMORY][1] == pytest.approx(0.5)
 
 
 def test_passes_teach_what_computing_takes(engine: Engine) -> None:

@@ -7,8 +7,8 @@ blend: it is what a full computation would have made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ragcache_core.blend.fix_overhead import VariantFit, best_variant
 from ragcache_core.blend.need import InfluencedChunk
@@ -49,7 +49,7 @@ class Source:
 
     variant: None where nothing is held and all of it is computed. base_position: of its first token
     when it was computed. influence: of each token, scaled by what of the prefix is not back; None
-    where nothing is to mend.
+    where nothing is to mend. wanted: tokens to recompute by its CFO (eq. 12), if the budget allows.
     """
 
     variant: VariantKey | None
@@ -57,6 +57,7 @@ class Source:
     end: int
     base_position: int
     influence: tuple[float, ...] | None = None
+    wanted: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -68,15 +69,26 @@ class Source:
 class Blend:
     """How a prompt is put together from its start on.
 
-    sources: without gaps from position 0. exact_end: positions below it are exact. wanted: tokens
-    to recompute, beside those of which nothing is held. unknown: where chunks start of which
-    nothing is held, behind the last source, too.
+    sources: without gaps from position 0. exact_end: positions below it are exact. budget: share
+    of the tokens from other prefixes that may be recomputed at most. unknown: where chunks start of
+    which nothing is held, behind the last source, too.
     """
 
     sources: tuple[Source, ...]
     exact_end: int
-    wanted: int
+    budget: float
     unknown: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.budget <= 1:
+            raise ValueError(f"a share lies in [0, 1], not {self.budget}")
+
+    @property
+    def wanted(self) -> int:
+        """Tokens to recompute, beside those of which nothing is loaded."""
+        mended = [source for source in self.sources if source.influence is not None]
+        foreign = sum(source.num_tokens for source in mended)
+        return min(sum(s.wanted for s in self.sources), budget_tokens(self.budget, foreign))
 
     @property
     def end(self) -> int:
@@ -96,12 +108,31 @@ class Blend:
             if source.influence is not None and source.start < end
         )
 
-    def holes(self, first: int, end: int) -> tuple[range, ...]:
-        """Positions in [first, end) of which nothing is held."""
+    def without(self, starts: Collection[int]) -> Blend:
+        """The same with the sources that start there computed; at the end they are left away.
+
+        Those of what is exact, and of what may only be exact, are none of these.
+        """
+        sources = [
+            Source(None, source.start, source.end, source.start)
+            if source.start in starts
+            else source
+            for source in self.sources
+        ]
+        while sources and sources[-1].variant is None:
+            sources.pop()
+        return replace(self, sources=tuple(sources))
+
+    def holes(self, first: int, end: int, *, unknown: bool = False) -> tuple[range, ...]:
+        """Positions in [first, end) of which nothing is loaded.
+
+        unknown: only those of which nothing is held.
+        """
         return tuple(
             range(max(first, source.start), min(end, source.end))
             for source in self.sources
             if source.variant is None and max(first, source.start) < min(end, source.end)
+            if not unknown or source.start in self.unknown
         )
 
 
@@ -123,7 +154,6 @@ def blend(
     sources: list[Source] = []
     unknown: set[int] = set()
     whole = 0  # sources up to the last of which something is held
-    wants = foreign = 0
     before: list[PrefixChunk] = []
     for place, named in enumerate(segments):
         segment = named.segment
@@ -132,12 +162,10 @@ def blend(
             sources.append(Source(named.variant, segment.start, segment.end, segment.start))
             whole = len(sources)
         elif segment.action is Action.BLEND:
-            source, fit = _source(named, before, candidates.get(place, ()))
+            source = _source(named, before, candidates.get(place, ()), alpha)
             sources.append(source)
-            if fit is not None:
+            if source.variant is not None:
                 whole = len(sources)
-                foreign += length if source.influence is not None else 0
-                wants += wanted_tokens(fit.fix_overhead(alpha), length)
             else:
                 unknown.add(segment.start)
         else:
@@ -145,25 +173,28 @@ def blend(
         if segment.action is Action.BLEND:
             before.append(PrefixChunk(segment.chunk, length))
     exact_end = segments[exact - 1].segment.end if exact else 0
-    wanted = min(wants, budget_tokens(budget, foreign))
-    return Blend(_comparable(sources[:whole]), exact_end, wanted, frozenset(unknown))
+    return Blend(_comparable(sources[:whole]), exact_end, budget, frozenset(unknown))
 
 
 def _source(
-    named: NamedSegment, before: Sequence[PrefixChunk], candidates: Sequence[Candidate]
-) -> tuple[Source, VariantFit | None]:
+    named: NamedSegment,
+    before: Sequence[PrefixChunk],
+    candidates: Sequence[Candidate],
+    alpha: float,
+) -> Source:
     start, end = named.segment.start, named.segment.end
     fitting = {c.key: c for c in candidates if c.info.num_tokens == end - start}
     fit = best_variant(_fit(candidate, named, before) for candidate in fitting.values())
     if fit is None:
-        return Source(None, start, end, start), None
+        return Source(None, start, end, start)
     best = fitting[fit.key]
     influence: tuple[float, ...] | None = None
     if fit.mismatch > 0:
         seen, gone = best.observation, 1.0 - fit.adjusted_overlap
         # One that stood first has looked at no other chunk; what it would take is not known.
         influence = tuple(gone * i for i in seen.influence) if seen and seen.attended else ()
-    return Source(best.key, start, end, best.info.base_position, influence), fit
+    wanted = wanted_tokens(fit.fix_overhead(alpha), end - start)
+    return Source(best.key, start, end, best.info.base_position, influence, wanted)
 
 
 def _fit(candidate: Candidate, named: NamedSegment, before: Sequence[PrefixChunk]) -> VariantFit:
@@ -180,7 +211,7 @@ def _comparable(sources: Sequence[Source]) -> tuple[Source, ...]:
     known = [i for source in sources for i in source.influence or ()]
     usual = sum(known) / len(known) if known and sum(known) > 0 else 1.0
     return tuple(
-        Source(s.variant, s.start, s.end, s.base_position, (usual,) * s.num_tokens)
+        replace(s, influence=(usual,) * s.num_tokens)
         if s.influence is not None and len(s.influence) != s.num_tokens
         else s
         for s in sources

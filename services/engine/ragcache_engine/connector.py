@@ -88,8 +88,13 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Join the reports of two workers."""
         assert isinstance(other, _WorkerMetadata)
         mine, others = self.report, other.report
-        report = StepReport(mine.outcomes + others.outcomes, mine.passes + others.passes)
-        return _WorkerMetadata(report)
+        return _WorkerMetadata(
+            StepReport(
+                mine.outcomes + others.outcomes,
+                mine.passes + others.passes,
+                {**mine.kept, **others.kept},
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -304,8 +309,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, _WorkerMetadata):
-            self._scheduler.on_passes(report.report.passes)
-            self._scheduler.on_outcomes(report.report.outcomes)
+            self._scheduler.on_report(report.report)
         self._scheduler.on_released(connector_output.finished_sending or ())
 
     def request_finished(

@@ -15,7 +15,7 @@ import grpc
 
 from ragcache_core.errors import NotFound
 from ragcache_core.reuse_costs import ReuseCosts
-from ragcache_core.variant import Miss, Tier
+from ragcache_core.variant import Miss
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
@@ -126,13 +126,11 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802
         costs = self._costs
-        known = {tier: costs.bandwidth(tier) for tier in Tier}
         reply = pb.Costs(
             correction=costs.correction,
             loads=[
-                pb.LoadCost(tier=tier, latency_s=found[0], bytes_per_s=found[1])
-                for tier, found in known.items()
-                if found is not None
+                pb.LoadCost(tier=place, latency_s=latency_s, bytes_per_s=bytes_per_s)
+                for place, (latency_s, bytes_per_s) in costs.bandwidths().items()
             ],
         )
         if (profile := costs.profile) is not None:

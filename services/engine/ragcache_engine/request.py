@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -15,7 +14,7 @@ from ragcache_core.keys import VariantKey
 from ragcache_core.plan import ReusePlan
 from ragcache_core.reuse import NamedSegment, longest_exact_chain
 from ragcache_core.storing import AsOf, Held
-from ragcache_core.variant import Miss, Tier
+from ragcache_core.variant import Miss
 from ragcache_engine.lookups import Found
 from ragcache_engine.records import Record
 from ragcache_engine.transfer import SaveJob
@@ -58,7 +57,7 @@ class Request:
     saved: dict[int, SaveJob] = field(default_factory=dict)  # by place
     load_failed: bool = False
     pending_load: tuple[int, int] | None = None  # [first, end) promised to vLLM
-    loads: Mapping[Tier, int] = field(default_factory=dict)  # bytes of the load under way
+    loading: tuple[VariantKey, ...] = ()  # what the load under way is of
     holes: tuple[range, ...] = ()  # of that load, what nothing was held of
     phase: Phase = Phase.WAITING
     phase_since: float = field(default_factory=time.monotonic)
@@ -87,14 +86,6 @@ class Request:
         """What of it is held as exact, from its start on."""
         held = self.stored or {}
         return longest_exact_chain(self.segments, {key: one.info for key, one in held.items()})
-
-    def bytes_by_tier(self, variants: Iterable[VariantKey]) -> Mapping[Tier, int]:
-        """How much there is to load, by where the store has it."""
-        loads: Counter[Tier] = Counter()
-        for variant in variants:
-            if (held := (self.stored or {}).get(variant)) is not None:
-                loads[held.tier] += held.info.num_bytes
-        return loads
 
     def places(self, runs: Sequence[range]) -> tuple[int, ...]:
         """Of the segments that any of these runs overlaps."""

@@ -22,6 +22,7 @@ from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.lookups import Lookups
+from ragcache_engine.places import Places
 from ragcache_engine.reach import Reach
 from ragcache_engine.records import RecordBook, reason
 from ragcache_engine.refused_plans import Refusal, RefusedPlans
@@ -38,6 +39,7 @@ from ragcache_engine.transfer import (
     SaveJob,
     Span,
     StepJobs,
+    StepReport,
 )
 from ragcache_kv.store.sharded import ShardedStore
 from ragcache_kv.value import value_bytes
@@ -65,7 +67,8 @@ class SchedulerSide:
         self._space = space
         self._book = book
         self._lookups = Lookups(client, space, config.lookup_deadline_s, tracer)
-        self._reach = Reach(config, costs)
+        self._places = Places(space)
+        self._reach = Reach(config, costs, self._places)
         self._requests: dict[str, Request] = {}
         self._loads: list[LoadJob] = []
         self._observes: list[ObserveJob] = []
@@ -213,12 +216,20 @@ class SchedulerSide:
                 compute_s=compute_s,
             )
         )
-        request.loads = request.bytes_by_tier(span.variant for span in spans)
-        request.holes = repair.holes if repair is not None else ()
+        request.loading = tuple(span.variant for span in spans)
+        request.holes = ()
+        if repair is not None and request.blend is not None:
+            request.holes = request.blend.holes(first, end, unknown=True)
         request.pending_load = None
         if not request.recorded:
             request.record.begin_load(first)
         request.enter(Phase.LOADING)
+
+    def on_report(self, report: StepReport) -> None:
+        """A step ended in the worker."""
+        self._places.note(report.kept)
+        self.on_passes(report.passes)
+        self.on_outcomes(report.outcomes)
 
     def on_passes(self, passes: Iterable[tuple[float, float]]) -> None:
         """Passes that computed prompts ended in the worker: work and seconds of each."""
@@ -238,7 +249,9 @@ class SchedulerSide:
             if request is None:
                 continue
             if not (outcome.reason or request.plan.trial):
-                self._costs.loaded(request.loads, outcome.seconds)
+                stored = request.stored or {}
+                taken = self._places.bytes_taken(outcome.bytes_from, request.loading, stored)
+                self._costs.loaded(taken, outcome.seconds)
                 self._costs.repaired(outcome.repaired, outcome.repair_s)
             request.enter(Phase.WAITING)
             if not request.recorded:

@@ -142,6 +142,7 @@ class Tiers:
         self._reads: list[VariantKey] = []
         self._evicted: Counter[str] = Counter()
         self._told: dict[str, int] = {}
+        self._changed: dict[VariantKey, str | None] = {}
         # Reads may end anywhere, also in a collector that interrupts whoever has the lock.
         self._left: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
         self._mover = side_pool(1, "ragcache-tier")
@@ -204,6 +205,12 @@ class Tiers:
             changed = {name: now for name, now in held.items() if now != self._told.get(name)}
             self._told = held
         return TierCounts(evicted, changed)
+
+    def take_changes(self) -> Mapping[VariantKey, str | None]:
+        """Values that have come to a tier since the last call, by its name, or left all: None."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        return changed
 
     def close(self) -> None:
         """Keep nothing more."""
@@ -328,6 +335,7 @@ class Tiers:
                 return True
             # What it was made of is not needed any more.
             self._entries[name] = _Entry(replace(offer, native=lambda: None), memory, room)
+            self._changed[offer.key] = TIER_NAMES[memory]
             if entry is not None:
                 self._let_go(entry)
         return True
@@ -335,6 +343,7 @@ class Tiers:
     def _retire(self, name: bytes, entry: _Entry, *, evicted: bool) -> None:
         with self._lock:
             del self._entries[name]
+            self._changed[entry.offer.key] = None
             self._let_go(entry)
             if evicted:
                 self._evicted[TIER_NAMES[entry.memory]] += 1

@@ -173,7 +173,12 @@ class LoadOutcome:
 
 @dataclass(slots=True)
 class StepReport:
-    """Worker to scheduler. passes: work and seconds of passes that computed prompts."""
+    """Worker to scheduler.
+
+    passes: work and seconds of passes that computed prompts. kept: values that have come to a tier
+    of the worker's, by its name, or left all: None.
+    """
 
     outcomes: list[LoadOutcome] = field(default_factory=list)
     passes: list[tuple[float, float]] = field(default_factory=list)
+    kept: Mapping[VariantKey, str | None] = field(default_factory=dict)

@@ -269,7 +269,8 @@ class WorkerSide:
         while self._passes and self._passes[0][2].has_come:
             work, began, ended = self._passes.pop(0)
             self._report.passes.append((work, ended.seconds_since(began)))
-        if not (self._report.outcomes or self._report.passes):
+        self._report.kept = self._tiers.take_changes()
+        if not (self._report.outcomes or self._report.passes or self._report.kept):
             return None
         report, self._report = self._report, StepReport()
         return report
