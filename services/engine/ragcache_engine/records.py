@@ -50,7 +50,8 @@ class Record:
     def begin_load(self, first: int) -> None:
         """Tokens from first on are about to be loaded, and nothing has come yet."""
         self.local_tokens = self.loaded_from = first
-        self.loaded_tokens = self.loaded_bytes = self.blended_tokens = self.repaired_tokens = 0
+        self.loaded_tokens = self.loaded_bytes = 0
+        self._forget_repair()
 
     def count_local(self, num_local: int) -> None:
         """The engine holds the first num_local tokens itself.
@@ -65,6 +66,13 @@ class Record:
         self.loaded_tokens, self.local_tokens = kept, num_local - kept
         if not kept:
             self.loaded_bytes = 0
+        if not self.blended_tokens:
+            self._forget_repair()
+
+    def _forget_repair(self) -> None:
+        self.blended_tokens = self.repaired_tokens = 0
+        self.repair_s = 0.0
+        self.holes = ()
 
 
 def reason(miss: Miss) -> str:

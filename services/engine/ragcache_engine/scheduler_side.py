@@ -124,27 +124,10 @@ class SchedulerSide:
             # Whatever a client can put into a plan, vLLM would end on an exception.
             self._refused.add(request_id, Refusal.INVALID, error)
             return
-        now = time.monotonic()
-        # What does not hold for its prompt, or is to be computed, is handed over to nobody.
-        is_whole = len(segments) == len(plan.segments)
-        if plan.handoff and is_whole and self._config.role is not Role.BOTH:
-            request = self._take_up_handoff(token_ids, segments, plan, now, traceparent)
-        else:
-            lookup = None
-            if segments:
-                lookup = self._lookups.planned(plan, segments, traceparent)
-            may_save = 0 if plan.trial else None
-            request = Request(plan, token_ids, segments, lookup, now, may_save)
-        request.traceparent = traceparent
-        request.record.prompt_tokens = len(token_ids)
-        if len(segments) < len(plan.segments):
-            first_left_out = plan.segments[len(segments)]
-            if first_left_out.action is Action.COMPUTE:
-                request.record.miss = "planned to be computed"
-            else:
-                request.record.miss = "plan does not match the prompt"
-                log.warning("plan of request %s does not match its tokens", plan.request)
-        self._requests[request_id] = request
+        try:
+            self._requests[request_id] = self._planned(token_ids, plan, segments, traceparent)
+        except Exception:
+            log.exception("prompt of request %s is only computed", request_id)
 
     def loadable_tokens(self, request_id: str, num_local: int) -> int | None:
         """Tokens that can be loaded beyond the num_local that the engine holds itself.
@@ -154,22 +137,12 @@ class SchedulerSide:
         request = self._requests.get(request_id)
         if request is None:
             return 0
-        if not request.recorded:
-            request.record.count_local(num_local)
-        if request.load_failed or request.lookup is None:
+        try:
+            return self._loadable(request, num_local)
+        except Exception:
+            log.exception("the prompt of request %s is only computed", request_id)
+            request.load_failed, request.pending_load = True, None
             return 0
-        if len(request.token_ids) - 1 - num_local < self._config.min_load_tokens:
-            request.awaits = None  # whatever comes, so few tokens are computed
-        if request.stored is None and not self._finish_lookup(request):
-            return None
-        covered = self._reach.of(request, num_local)
-        # The last token is always computed: its output is the first token of the answer.
-        end = min(covered, len(request.token_ids) - 1)
-        if end - num_local < self._config.min_load_tokens:
-            request.pending_load = None
-            return 0
-        request.pending_load = (num_local, end)
-        return end - num_local
 
     def approximate_from(self, request_id: str) -> int | None:
         """First position of what is about to be loaded that is not exact; None: all of it is.
@@ -194,33 +167,16 @@ class SchedulerSide:
                 request.enter(Phase.PREFILL)
             return
         first, end = request.pending_load
-        if request.blend is None or end <= request.blend.exact_end:
-            spans = tuple(
-                Span(named.variant, named.segment.start, named.segment.end)
-                for named in request.segments
-                if named.segment.end > first and named.segment.start < end
-            )
-            repair = None
-        else:
-            spans = tuple(
-                Span(source.variant, source.start, source.end, source.base_position)
-                for source in request.blend.sources
-                if source.variant is not None and source.end > first and source.start < end
-            )
-            repair = self._repair(request_id, request, request.blend, first, end)
-        domain, traceparent = request.plan.domain, request.traceparent
-        compute_s = self._costs.compute_s(end, len(request.token_ids) - end)
-        self._loads.append(
-            LoadJob(
-                *(request_id, spans, first, end, tuple(blocks), domain, repair, traceparent),
-                compute_s=compute_s,
-            )
-        )
-        request.loading = tuple(span.variant for span in spans)
-        request.holes = ()
-        if repair is not None and request.blend is not None:
-            request.holes = request.blend.holes(first, end, unknown=True)
-        request.pending_load = None
+        request.pending_load, request.holes = None, ()
+        try:
+            job = self._load_job(request_id, request, first, end, tuple(blocks))
+        except Exception:
+            # vLLM waits for what it was promised; of nothing that is to come, all is computed.
+            log.exception("the load of request %s cannot be begun", request_id)
+            domain = request.plan.domain
+            job = LoadJob(request_id, (), first, end, tuple(blocks), domain)
+        self._loads.append(job)
+        request.loading = tuple(span.variant for span in job.spans)
         if not request.recorded:
             request.record.begin_load(first)
         request.enter(Phase.LOADING)
@@ -239,37 +195,10 @@ class SchedulerSide:
     def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
         """Loads ended in the worker."""
         for outcome in outcomes:
-            if self._spare is not None:
-                self._spare.give_back(outcome.request_id)
-            if outcome.reason == NO_BLEND:
-                self._lookups.can_blend = False
-                for other in self._requests.values():
-                    other.blend = other.covered = None
-            request = self._requests.get(outcome.request_id)
-            if request is None:
-                continue
-            if not (outcome.reason or request.plan.trial):
-                stored = request.stored or {}
-                taken = self._places.bytes_taken(outcome.bytes_from, request.loading, stored)
-                self._costs.loaded(taken, outcome.seconds)
-                self._costs.repaired(outcome.repaired, outcome.repair_s)
-            request.enter(Phase.WAITING)
-            if not request.recorded:
-                request.record.loaded_tokens = outcome.tokens
-                request.record.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
-                request.record.blended_tokens = outcome.blended
-                request.record.repaired_tokens = outcome.repaired
-                request.record.repair_s = outcome.repair_s
-                holes = () if outcome.reason else (*request.holes, *outcome.lost)
-                request.record.holes = request.places(holes)
-                request.record.miss = outcome.reason or request.record.miss
-            if outcome.reason:
-                # vLLM asks again after a failure; the same answer would loop for ever.
-                request.load_failed = True
-                # What is not exact of this load has been given up, and is computed.
-                request.tainted_from = request.tainted_before
-                if outcome.missing is not None:
-                    request.forget_from(outcome.missing)
+            try:
+                self._on_outcome(outcome)
+            except Exception:
+                log.exception("what became of the load of %s is lost", outcome.request_id)
 
     def step(
         self,
@@ -294,19 +223,16 @@ class SchedulerSide:
                 prompt_tokens += scheduled if scheduled > 1 else 0
                 continue
             prompt_tokens += max(0, min(scheduled, len(request.token_ids) - computed))
-            if request.phase is Phase.WAITING:
-                request.enter(Phase.PREFILL)
-            if request.phase is Phase.PREFILL and computed >= len(request.token_ids):
-                request.enter(Phase.DECODE)
-                self._keep_record(request)
-            if computed < len(request.token_ids):
-                due = request.due(computed + scheduled)
-                if due:
-                    blocks = tuple(blocks_of(request_id))
-                    saves += [self._save_job(request_id, request, at, blocks) for at in due]
+            try:
+                self._on_progress(request, computed)
+                if computed >= len(request.token_ids):
+                    continue
+                saves += self._due(request_id, request, computed + scheduled, blocks_of)
                 if request.is_measured(computed):
                     end = min(computed + scheduled, len(request.token_ids))
                     computing.append(Computing(request_id, computed, end))
+            except Exception:
+                log.exception("what request %s computes is not saved", request_id)
         self._wait_left_s = self._config.lookup_wait_s
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
@@ -338,7 +264,11 @@ class SchedulerSide:
         # An answer of one token ends in its prefill step.
         request.enter(Phase.DECODE)
         self._keep_record(request)
-        return not is_loading and self._observe(request_id, request, blocks)
+        try:
+            return not is_loading and self._observe(request_id, request, blocks)
+        except Exception:
+            log.exception("chunks of request %s are not observed", request_id)
+            return False
 
     def on_released(self, request_ids: Iterable[str]) -> None:
         """The blocks of requests that have ended are not needed any more."""
@@ -353,6 +283,36 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop asking the store."""
         self._lookups.close()
+
+    def _planned(
+        self,
+        token_ids: Sequence[int],
+        plan: ReusePlan,
+        segments: tuple[NamedSegment, ...],
+        traceparent: str,
+    ) -> Request:
+        """A request with a plan, of which these segments hold for its prompt."""
+        now = time.monotonic()
+        # What does not hold for its prompt, or is to be computed, is handed over to nobody.
+        is_whole = len(segments) == len(plan.segments)
+        if plan.handoff and is_whole and self._config.role is not Role.BOTH:
+            request = self._take_up_handoff(token_ids, segments, plan, now, traceparent)
+        else:
+            lookup = None
+            if segments:
+                lookup = self._lookups.planned(plan, segments, traceparent)
+            may_save = 0 if plan.trial else None
+            request = Request(plan, token_ids, segments, lookup, now, may_save)
+        request.traceparent = traceparent
+        request.record.prompt_tokens = len(token_ids)
+        if len(segments) < len(plan.segments):
+            first_left_out = plan.segments[len(segments)]
+            if first_left_out.action is Action.COMPUTE:
+                request.record.miss = "planned to be computed"
+            else:
+                request.record.miss = "plan does not match the prompt"
+                log.warning("plan of request %s does not match its tokens", plan.request)
+        return request
 
     def _take_up_plain(
         self, request_id: str, token_ids: Sequence[int], cache_salt: str | None, traceparent: str
@@ -455,6 +415,84 @@ class SchedulerSide:
             request.record.miss = reason(miss)
         return True
 
+    def _loadable(self, request: Request, num_local: int) -> int | None:
+        if request.phase is Phase.PREFILL:  # it was preempted
+            request.enter(Phase.WAITING)
+        if not request.recorded:
+            request.record.count_local(num_local)
+        if request.load_failed or request.lookup is None:
+            return 0
+        if len(request.token_ids) - 1 - num_local < self._config.min_load_tokens:
+            request.awaits = None  # whatever comes, so few tokens are computed
+        if request.stored is None and not self._finish_lookup(request):
+            return None
+        covered = self._reach.of(request, num_local)
+        # The last token is always computed: its output is the first token of the answer.
+        end = min(covered, len(request.token_ids) - 1)
+        if end - num_local < self._config.min_load_tokens:
+            request.pending_load = None
+            return 0
+        request.pending_load = (num_local, end)
+        return end - num_local
+
+    def _load_job(
+        self, request_id: str, request: Request, first: int, end: int, blocks: tuple[int, ...]
+    ) -> LoadJob:
+        if request.blend is None or end <= request.blend.exact_end:
+            spans = tuple(
+                Span(named.variant, named.segment.start, named.segment.end)
+                for named in request.segments
+                if named.segment.end > first and named.segment.start < end
+            )
+            repair = None
+        else:
+            spans = tuple(
+                Span(source.variant, source.start, source.end, source.base_position)
+                for source in request.blend.sources
+                if source.variant is not None and source.end > first and source.start < end
+            )
+            repair = self._repair(request_id, request, request.blend, first, end)
+            request.holes = request.blend.holes(first, end, unknown=True)
+        domain, traceparent = request.plan.domain, request.traceparent
+        compute_s = self._costs.compute_s(end, len(request.token_ids) - end)
+        return LoadJob(
+            *(request_id, spans, first, end, blocks, domain, repair, traceparent),
+            compute_s=compute_s,
+        )
+
+    def _on_outcome(self, outcome: LoadOutcome) -> None:
+        if self._spare is not None:
+            self._spare.give_back(outcome.request_id)
+        if outcome.reason == NO_BLEND:
+            self._lookups.can_blend = False
+            for other in self._requests.values():
+                other.blend = other.covered = None
+        request = self._requests.get(outcome.request_id)
+        if request is None:
+            return
+        if not (outcome.reason or request.plan.trial):
+            stored = request.stored or {}
+            taken = self._places.bytes_taken(outcome.bytes_from, request.loading, stored)
+            self._costs.loaded(taken, outcome.seconds)
+            self._costs.repaired(outcome.repaired, outcome.repair_s)
+        request.enter(Phase.WAITING)
+        if not request.recorded:
+            request.record.loaded_tokens = outcome.tokens
+            request.record.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
+            request.record.blended_tokens = outcome.blended
+            request.record.repaired_tokens = outcome.repaired
+            request.record.repair_s = outcome.repair_s
+            holes = () if outcome.reason else (*request.holes, *outcome.lost)
+            request.record.holes = request.places(holes)
+            request.record.miss = outcome.reason or request.record.miss
+        if outcome.reason:
+            # vLLM asks again after a failure; the same answer would loop for ever.
+            request.load_failed = True
+            # What is not exact of this load has been given up, and is computed.
+            request.tainted_from = request.tainted_before
+            if outcome.missing is not None:
+                request.forget_from(outcome.missing)
+
     @staticmethod
     def _asks_again(request: Request, *, answered: bool) -> bool:
         """Whether to wait for another engine, as the store has not all of it yet."""
@@ -523,6 +561,27 @@ class SchedulerSide:
             )
         )
         return True
+
+    def _on_progress(self, request: Request, computed: int) -> None:
+        """So many tokens of it are there, and it goes on."""
+        if request.phase is Phase.WAITING:
+            request.enter(Phase.PREFILL)
+        if request.phase is Phase.PREFILL and computed >= len(request.token_ids):
+            request.enter(Phase.DECODE)
+            self._keep_record(request)
+
+    def _due(
+        self,
+        request_id: str,
+        request: Request,
+        computed: int,
+        blocks_of: Callable[[str], Sequence[int]],
+    ) -> list[SaveJob]:
+        """Saves of what is whole with so many tokens."""
+        if not (places := request.due(computed)):
+            return []
+        blocks = tuple(blocks_of(request_id))
+        return [self._save_job(request_id, request, place, blocks) for place in places]
 
     def _save_job(
         self, request_id: str, request: Request, place: int, blocks: tuple[int, ...]

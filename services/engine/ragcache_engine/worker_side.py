@@ -180,7 +180,9 @@ class WorkerSide:
         """Begin this step's loads and observations."""
         for job in jobs.loads:
             self._jobs[job.request_id] = job
-            if job.repair is not None and self._repairer is None:
+            if not job.spans:
+                self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, "load failed"))
+            elif job.repair is not None and self._repairer is None:
                 self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, NO_BLEND))
             else:
                 self._loader.start(job)
