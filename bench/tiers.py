@@ -100,9 +100,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         members = FixedMembers((self.address,))
-        config = EngineConfig(
-            members, load_deadline_s=TIMEOUT_S, host_tier_bytes=self.host_tier_bytes
-        )
+        config = EngineConfig(members, host_tier_bytes=self.host_tier_bytes)
         num_blocks = -(-(sum(CHUNK_TOKENS) + MOVED_BY) // BLOCK_TOKENS)
         self.blocks = tuple(random.sample(range(num_blocks), num_blocks))
         layers = {f"layer.{n}": Layer(num_blocks) for n in range(SPACE.num_layers)}
@@ -121,7 +119,10 @@ class Worker:
         end = start + shift
         # A blend of which nothing is mended ends with its load.
         repair = Repair(shift, (), (), (), 0, ()) if shift else None
-        job = LoadJob(uuid.uuid4().hex, tuple(spans), shift, end, self.blocks, DOMAIN, repair)
+        name, deadline_s = uuid.uuid4().hex, TIMEOUT_S
+        job = LoadJob(
+            *(name, tuple(spans), shift, end, self.blocks, DOMAIN, repair), deadline_s=deadline_s
+        )
         began = time.perf_counter()
         outcome = self._until_loaded(job)
         self.times_s[case].append(time.perf_counter() - began)

@@ -140,7 +140,7 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
     """The job is what a lookup has found; the store is killed before it is run."""
     store = start_cachestore(tmp_path)
     members = FixedMembers((store.address,))
-    config = EngineConfig(members, host_tier_bytes=1 << 20, load_deadline_s=2.0)
+    config = EngineConfig(members, host_tier_bytes=1 << 20)
     client = ShardedStore(members)
     worker = Worker(config, client=client)
     try:

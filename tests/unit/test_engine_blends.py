@@ -11,8 +11,9 @@ import pytest
 from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.prefix import AttendedChunk
 from ragcache_core.errors import Unavailable
-from ragcache_core.keys import VariantKey
+from ragcache_core.keys import VariantKey, chunk_key
 from ragcache_core.plan import Action
+from ragcache_core.prefill_profile import PrefillProfile
 from ragcache_core.prompt import Prompt, assemble, plan_blend
 from ragcache_core.reuse_costs import ReuseCosts
 from ragcache_core.storing import Held, Variants, Want
@@ -525,6 +526,48 @@ def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays:
         record = warm.book.get("other")
         assert record is not None
         assert record.miss == "computing is faster"
+
+
+def test_chunks_of_a_slow_tier_are_computed_and_the_others_are_blended(warm: Engine) -> None:
+    """Each is decided by itself: one within is mended as a hole, one at the end is left away."""
+    measured(warm, repair_s=1e-3)
+    for tokens in (100, 200, 300, 400, 500):
+        warm.costs.loaded({Tier.DISK: value_bytes(SPACE, tokens)}, tokens)
+    slow = [key for key in warm.store.stored if key.chunk == chunk_key(SPACE, "public", A)]
+    assert slow
+    for key in slow:
+        warm.store.stored[key] = replace(warm.store.stored[key], tier=Tier.DISK)
+    prompt = prompt_of(C, A, B)
+    warm.arrive("within", prompt)
+    job = warm.load("within")
+    start, end = prompt.chunk_ends[:2]
+    assert job.end == prompt.chunk_ends[-1]
+    assert job.repair is not None
+    assert job.repair.holes == (range(start, end),)
+    assert not {span.variant for span in job.spans} & set(slow)
+    succeed(warm, job, blended=110, repaired=50, repair_s=0.01)
+    assert warm.compute("within", prompt, job.end) == []
+    warm.finish("within")
+    record = warm.book.get("within")
+    assert record is not None
+    assert record.holes == (), "it is held, and nobody has to compute it ahead"
+    warm.arrive("behind", last := prompt_of(C, B, A))
+    assert warm.side.loadable_tokens("behind", 0) == last.chunk_ends[-2]
+
+
+def test_how_long_a_load_is_waited_for_follows_what_computing_takes(warm: Engine) -> None:
+    prompt = prompt_of(C, A, B)
+
+    def deadline_s(name: str) -> float:
+        warm.arrive(name, prompt)
+        return warm.load(name).deadline_s
+
+    assert deadline_s("unknown") == 5.0
+    warm.costs.start_from(PROFILE)
+    assert deadline_s("quick") == 1.0
+    slow = PrefillProfile((0,), (1, 1000), ((0.01, 10.0),), 2048)
+    warm.costs.start_from(slow)
+    assert deadline_s("slow") == pytest.approx(0.03 * prompt.chunk_ends[-1])
 
 
 def test_loads_that_failed_teach_nothing(warm: Engine) -> None:

@@ -285,7 +285,7 @@ def test_an_exact_value_that_is_held_with_a_loss_by_now_is_not_used(blending: Bl
     assert (outcome.missing, outcome.reason) == (key(0), "other precision")
 
 
-@pytest.mark.parametrize(("after", "first_bad"), [(0, 0), (1, 1), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("after", "first_bad"), [(0, 0), (1, 1)])
 def test_what_is_not_exact_is_given_up_with_whatever_fails(
     blending: Blending, after: int, first_bad: int
 ) -> None:
@@ -297,6 +297,43 @@ def test_what_is_not_exact_is_given_up_with_whatever_fails(
     assert outcome.reason == "store unavailable"
     assert blending.worker.side.take_bad_blocks() == set(BLOCKS[first_bad:4])
     assert outcome.tokens == first_bad * BLOCK
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_what_does_not_come_any_more_of_a_blend_is_computed(blending: Blending, after: int) -> None:
+    """A store that goes away takes what it has not sent, and nothing of what it has."""
+    wanted = spans(40, 60, 80, 120)
+    blending.worker.store.fill(wanted)
+    blending.worker.store.outage_after = after
+    outcome = blending.run(job(wanted, repair(exact_end=40)))
+    lost = [range(span.start, span.end) for span in wanted[after:]]
+    assert (outcome.reason, outcome.tokens, outcome.lost) == ("", 120, tuple(lost))
+    assert outcome.why_lost == {"store unavailable": len(lost)}
+    assert blending.model.recomputed == list(range(lost[0].start, 120))
+    assert blending.worker.side.take_bad_blocks() == set()
+    assert blending.worker.side.take_counts().failures == {"store unavailable": len(lost)}
+
+
+def test_what_is_late_of_a_blend_is_computed(blending: Blending) -> None:
+    wanted = spans(40, 60, 120)
+    worker = blending.worker
+    worker.store.fill(wanted)
+    opened = worker.store.gate
+    seen = []
+
+    class Gate:
+        def wait(self, timeout_s: float) -> None:
+            seen.append(timeout_s)
+            if len(seen) == 3:
+                opened.clear()
+            opened.wait(timeout_s)
+
+    worker.store.gate = cast("Any", Gate())
+    outcome = blending.run(replace(job(wanted, repair(exact_end=40)), deadline_s=0.3))
+    opened.set()
+    assert (outcome.reason, outcome.lost) == ("", (range(60, 120),))
+    assert outcome.why_lost == {"load late": 1}
+    assert blending.model.recomputed == list(range(60, 120))
 
 
 def test_beside_other_requests_a_step_computes_a_slice(blending: Blending) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -54,10 +55,10 @@ class AskedStore(working.FakeStore):
 
 
 class Worker(working.Worker):
-    def __init__(self, kept: Kept, deadline_s: float = 5.0) -> None:
+    def __init__(self, kept: Kept) -> None:
         self.cache, self.store = working.FakeCache(), AskedStore()
         self.side = WorkerSide(
-            EngineConfig(FixedMembers(()), load_deadline_s=deadline_s),
+            EngineConfig(FixedMembers(())),
             working.SPACE,
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
@@ -121,10 +122,10 @@ def test_a_store_that_is_away_ends_the_span(kept: Kept, worker: Worker) -> None:
 
 
 def test_a_load_that_is_late_ends_its_span_once(kept: Kept) -> None:
-    worker = Worker(kept, deadline_s=0.05)
+    worker = Worker(kept)
     worker.store.fill(spans(10))
     worker.store.gate.clear()
-    worker.load(job(10))
+    worker.load(replace(job(10), deadline_s=0.05))
     worker.store.gate.set()
     assert about(kept, "load")["miss"] == "load late"
     worker.side.close()

@@ -415,14 +415,20 @@ def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> No
 
 
 def test_a_store_that_falls_silent_is_given_up() -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), load_deadline_s=0.05))
+    worker = Worker()
     wanted = spans(10)
     worker.store.fill(wanted)
     worker.store.gate.clear()
-    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"))
+    outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant", deadline_s=0.05))
     assert outcome.reason == "load late"
     worker.store.gate.set()
     worker.side.close()
+
+
+def test_a_load_that_could_not_be_said_is_computed(worker: Worker) -> None:
+    outcome = worker.load(LoadJob("r", (), 10, 131, BLOCKS, "tenant"))
+    assert (outcome.reason, outcome.tokens) == ("load failed", 0)
+    assert worker.side.take_bad_blocks() == set(BLOCKS[: -(-131 // BLOCK)])
 
 
 def test_a_load_nobody_wants_any_more_is_reported_so_that_its_blocks_are_freed(
@@ -932,6 +938,7 @@ def test_settings_are_read() -> None:
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_HANDOFF_WAIT_S": "1.5",
         "RAGCACHE_LOOKUP_DEADLINE_S": "2",
+        "RAGCACHE_LOAD_DEADLINE_S": "0.75",
         "RAGCACHE_LAYERWISE": "on",
     }
     tiers = EngineConfig.from_env(
@@ -949,5 +956,6 @@ def test_settings_are_read() -> None:
     assert (config.repair_slice_tokens, config.repair_run_tokens) == (64, 8)
     assert not config.plain_prefixes
     assert (config.handoff_wait_s, config.lookup_deadline_s) == (1.5, 2.0)
+    assert config.load_deadline_s == 0.75
     assert config.layerwise
     assert not EngineConfig.from_env(env).layerwise

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ragcache_core.errors import InvalidInput
 from ragcache_core.hotness.placement import DEFAULT_TIER_POLICY, TIER_POLICIES
 from ragcache_engine.roles import Role
+from ragcache_engine.transfer import LOAD_DEADLINE_S
 from ragcache_wire.members import Members, members_from
 from ragcache_wire.plan_keys import PlanKeys, plan_keys_from
 from ragcache_wire.tracing import otlp_endpoint
@@ -37,7 +38,8 @@ class EngineConfig:
     lookup_wait_s: how long one scheduling step may wait for the store's answers, all requests of
     it together; they are asked about again in the next step. lookup_deadline_s: after that a lookup
     counts as a miss.
-    load_deadline_s: a load that takes longer is given up and its tokens are computed.
+    load_deadline_s: of a load that takes longer, what has not come is computed; it is given less
+    time where computing takes little (``Reach.deadline_s``).
     min_load_tokens: fewer tokens than this are computed rather than loaded, because a load costs
     a round trip and an idle engine step or two (so a system prompt alone is not worth one).
     save_queue_bytes: memory bound of values waiting to be sent to the store; what does not fit is
@@ -68,7 +70,7 @@ class EngineConfig:
     plan_keys: PlanKeys | None = None
     lookup_wait_s: float = 0.005
     lookup_deadline_s: float = LOOKUP_DEADLINE_S
-    load_deadline_s: float = 5.0
+    load_deadline_s: float = LOAD_DEADLINE_S
     save_deadline_s: float = 30.0
     min_load_tokens: int = 64
     save_queue_bytes: int = 1 << 30
@@ -112,6 +114,7 @@ class EngineConfig:
             tier_policy=_tier_policy(env.get("RAGCACHE_TIER_POLICY", DEFAULT_TIER_POLICY)),
             layerwise=is_layerwise(env),
             handoff_wait_s=_seconds("RAGCACHE_HANDOFF_WAIT_S", env, HANDOFF_WAIT_S),
+            load_deadline_s=_seconds("RAGCACHE_LOAD_DEADLINE_S", env, LOAD_DEADLINE_S),
             lookup_deadline_s=_seconds("RAGCACHE_LOOKUP_DEADLINE_S", env, LOOKUP_DEADLINE_S),
         )
 

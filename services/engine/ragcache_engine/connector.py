@@ -196,11 +196,12 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._handled = sys.exc_info()[1]
         if self._worker is not None:
             self._worker.begin_step(self._jobs())
+            # What is fetched beside the pass is there when it ends; vLLM says the next thing below
+            # only then, where the loads are asynchronous.
+            self._worker.start_loads(self._jobs())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin this step's loads; called on every step."""
-        if self._worker is not None:
-            self._worker.start_loads(self._jobs())
+        """This step's loads may begin; they have."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A layer's attention comes next; of use where layers are loaded one by one."""

@@ -28,7 +28,8 @@ class LoadCounts:
     """Of some loads that ended.
 
     tokens: by kind: EXACT, BLENDED (not exact, and left as they were), REPAIRED (computed anew).
-    failures: of loads, by reason. load_s, repair_s: seconds of each load, and of each repair.
+    failures: of loads, and of values that a load was mended without, by reason. load_s, repair_s:
+    seconds of each load, and of each repair.
     refused: plans that were not acted on, by reason. values_from, bytes_from: values that were
     loaded and their bytes, by where they came from: a tier of the worker's, or the store. evicted:
     values that left a tier; held_bytes: of values in each now.
@@ -55,6 +56,7 @@ class LoadCounts:
         self.tokens[REPAIRED] += outcome.repaired
         if outcome.reason:
             self.failures[outcome.reason] += 1
+        self.failures.update(outcome.why_lost)
         self.load_s.append(outcome.seconds)
         self.values_from.update(outcome.values_from)
         self.bytes_from.update(outcome.bytes_from)

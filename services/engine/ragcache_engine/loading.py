@@ -36,10 +36,17 @@ class _Load:
     tokens: int = 0
     num_bytes: int = 0
     lost: list[range] = field(default_factory=list)
+    why_lost: Counter[str] = field(default_factory=Counter)
     trace: TraceSpan = NO_SPAN
     values_from: Counter[str] = field(default_factory=Counter)
     bytes_from: Counter[str] = field(default_factory=Counter)
     offers: list[Offer] = field(default_factory=list)
+
+    def lose(self, span: Span, reason: str) -> None:
+        """The next span has not come, and is to be mended."""
+        self.lost.append(range(*self.job.part(span)))
+        self.why_lost[reason] += 1
+        self.spans_done += 1
 
 
 class Loader:
@@ -56,13 +63,11 @@ class Loader:
         self,
         fetcher: Fetcher,
         tiers: Tiers,
-        deadline_s: float,
         first: Sequence[Callable[[], None]],
         tracer: Tracer | None = None,
     ) -> None:
         self._fetcher = fetcher
         self._tiers = tiers
-        self._deadline_s = deadline_s
         self._tracer = tracer or Tracer()
         self._pool = side_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
@@ -135,17 +140,16 @@ class Loader:
             except queue.Empty:
                 # The fetch has a deadline of its own; this one also covers a fetch that waits for
                 # a thread of the pool.
-                if time.monotonic() - load.started <= self._deadline_s:
+                if time.monotonic() - load.started <= load.job.deadline_s:
                     return None
                 load.cancelled.set()
-                return self._outcome(load, load.job.spans[load.spans_done], "load late")
+                return self._given_up(load, "load late")
             span = arrival.span
-            start, end = max(span.start, load.job.first), min(span.end, load.job.end)
+            start, end = load.job.part(span)
             if arrival.source is None:
                 if not arrival.mended:
-                    return self._outcome(load, span, arrival.reason)
-                load.lost.append(range(start, end))
-                load.spans_done += 1
+                    return self._given_up(load, arrival.reason)
+                load.lose(span, arrival.reason)
                 continue
             write(load.job, arrival, start, end)
             load.spans_done += 1
@@ -155,6 +159,21 @@ class Loader:
             load.bytes_from[arrival.came_from] += arrival.num_bytes
             if arrival.offer is not None:
                 load.offers.append(arrival.offer)
+        return self._outcome(load, None, "")
+
+    def _given_up(self, load: _Load, reason: str) -> LoadOutcome:
+        """Nothing more comes: what is left is computed when the load is mended, if it can be.
+
+        Where nothing is there yet of what would be mended, all of that is computed as it stands,
+        and exact.
+        """
+        job, left = load.job, load.job.spans[load.spans_done :]
+        approximate = [span for span in job.spans[: load.spans_done] if job.may_lack(span)]
+        came = sum(len(range(*job.part(span))) for span in approximate) - sum(map(len, load.lost))
+        if came <= 0 or not all(job.may_lack(span) for span in left):
+            return self._outcome(load, left[0], reason)
+        for span in left:
+            load.lose(span, reason)
         return self._outcome(load, None, "")
 
     @staticmethod
@@ -169,6 +188,7 @@ class Loader:
             missing.variant if missing else None,
             reason,
             tuple(load.lost),
+            why_lost=load.why_lost,
             values_from=load.values_from,
             bytes_from=load.bytes_from,
         )
@@ -181,7 +201,7 @@ class Loader:
         spans = load.job.spans
         done = 0
         # What waited for a thread of the pool has less time left, or is not wanted any more.
-        left_s = self._deadline_s - (time.monotonic() - load.started)
+        left_s = load.job.deadline_s - (time.monotonic() - load.started)
         if load.cancelled.is_set() or left_s <= 0:
             return
         try:

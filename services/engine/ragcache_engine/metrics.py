@@ -65,7 +65,8 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._failures = counter(
             name="ragcache_engine_load_failures",
-            documentation="Loads that did not come whole, what they lacked being computed.",
+            documentation="Loads that failed, and chunk-caches that a blend was mended without; "
+            "what they lacked was computed.",
             labelnames=[*labelnames, "reason"],
         )
         self._refused = counter(

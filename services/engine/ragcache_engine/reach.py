@@ -14,6 +14,12 @@ from ragcache_engine.request import Request
 SLOWER = "computing is faster"
 """Why less was loaded than is held, in a record."""
 
+_PATIENCE = 3.0
+"""How much longer than computing a load may take before it is given up."""
+
+_LEAST_DEADLINE_S = 1.0
+"""Of any load, however little computing takes: a busy machine may pause for as long."""
+
 
 class Reach:
     """Decides it by what loads, repairs and passes take."""
@@ -34,6 +40,18 @@ class Reach:
             end = blend.end if blend else self._exact_end(request, num_local)
             request.covered = num_local, end
         return request.covered[1]
+
+    def deadline_s(self, request: Request, first: int, end: int) -> float:
+        """Seconds that a load of prompt tokens [first, end) is waited for.
+
+        A small multiple of what computing them takes: what is later than that is in trouble, and
+        costs more with every second than it was ever going to save.
+        """
+        longest_s = self._config.load_deadline_s
+        compute_s = self._costs.compute_s(first, end - first)
+        if compute_s is None or self._config.load_always or request.plan.trial:
+            return longest_s
+        return min(longest_s, max(_LEAST_DEADLINE_S, _PATIENCE * compute_s))
 
     def _worth(self, request: Request, num_local: int) -> Blend | None:
         """The blend to make; None where there is none, or too little of it, or it is slower."""

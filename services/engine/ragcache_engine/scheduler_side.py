@@ -458,6 +458,7 @@ class SchedulerSide:
         return LoadJob(
             *(request_id, spans, first, end, blocks, domain, repair, traceparent),
             compute_s=compute_s,
+            deadline_s=self._reach.deadline_s(request, first, end),
         )
 
     def _on_outcome(self, outcome: LoadOutcome) -> None:

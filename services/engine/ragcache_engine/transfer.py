@@ -18,6 +18,10 @@ NO_BLEND = "this engine cannot blend"
 """Reason of a load's failure, after which none is asked to be mended any more."""
 
 
+LOAD_DEADLINE_S = 5.0
+"""Of a load, where nobody says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, end) of the prompt of one request, and the variant that holds them.
@@ -63,6 +67,7 @@ class LoadJob:
     domain: access domain of the plan. repair: None where all of it is exact. traceparent: the span
     that the request is part of, as W3C Trace Context writes it; empty where it is not traced.
     compute_s: seconds that computing what follows is predicted to take; None: not known.
+    deadline_s: seconds after which what has not come is computed.
     """
 
     request_id: str
@@ -74,6 +79,11 @@ class LoadJob:
     repair: Repair | None = None
     traceparent: str = ""
     compute_s: float | None = None
+    deadline_s: float = LOAD_DEADLINE_S
+
+    def part(self, span: Span) -> tuple[int, int]:
+        """What of a span is written: positions from the first until the second."""
+        return max(span.start, self.first), min(span.end, self.end)
 
     def may_lack(self, span: Span) -> bool:
         """Whether what span has can be computed later, when the load is mended."""
@@ -152,7 +162,8 @@ class LoadOutcome:
     tokens: loaded and used, those that were repaired among them, holes and what did not come
     included. num_bytes: fetched for them.
     missing: the first variant that did not come, or None. reason: why it failed, or "".
-    lost: what did not come of a load that is mended. blended: of tokens, those that are not exact.
+    lost: what did not come of a load that is mended; why_lost: values of these, by reason.
+    blended: of tokens, those that are not exact.
     repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.
     values_from, bytes_from: values that were written and their bytes, by where they came from.
     """
@@ -167,6 +178,7 @@ class LoadOutcome:
     blended: int = 0
     repaired: int = 0
     repair_s: float = 0.0
+    why_lost: Mapping[str, int] = field(default_factory=dict)
     values_from: Mapping[str, int] = field(default_factory=dict)
     bytes_from: Mapping[str, int] = field(default_factory=dict)
 

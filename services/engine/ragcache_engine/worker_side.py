@@ -18,7 +18,7 @@ from ragcache_engine.loading import Loader
 from ragcache_engine.moment import Moment
 from ragcache_engine.observing import Observing
 from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.repairing import Repairer
+from ragcache_engine.repairing import REPAIR_FAILED, Repairer
 from ragcache_engine.roles import Role
 from ragcache_engine.saving import Saver
 from ragcache_engine.staging import Staging
@@ -97,7 +97,7 @@ class WorkerSide:
         first: list[Callable[[], None]] = [connect]
         if rotation is not None and cache.device.type == "cpu":  # a GPU turns keys by itself
             first.append(rotation.warm_up)
-        self._loader = Loader(fetcher, self._tiers, config.load_deadline_s, first, tracer)
+        self._loader = Loader(fetcher, self._tiers, first, tracer)
         self._writer = Writer(cache, rotation)
         self._layering: Layering | None = None
         if config.layerwise:
@@ -177,7 +177,7 @@ class WorkerSide:
             self._staging.add(self._cache.index_of[name])
 
     def start_loads(self, jobs: StepJobs) -> None:
-        """Begin this step's loads and observations."""
+        """Begin this step's loads and observations: nothing is written before ``advance``."""
         for job in jobs.loads:
             self._jobs[job.request_id] = job
             if not job.spans:
@@ -231,17 +231,7 @@ class WorkerSide:
         idle = not busy and self._loader.idle and (self._repairer is None or self._repairer.idle)
         write = self._writer.write if self._layering is None else self._layering.write
         for loaded in self._loader.advance(write):
-            job, outcome = self._jobs[loaded.request_id], loaded
-            if (
-                self._layering is not None
-                and loaded.reason
-                and self._layering.settle((loaded.request_id,))
-            ):
-                outcome = replace(loaded, tokens=0)
-            if job.repair is not None and self._repairer is not None and not outcome.reason:
-                self._repairer.start(job, outcome)
-            else:
-                self._end(job, outcome)
+            self._on_loaded(self._jobs[loaded.request_id], loaded)
         self._let_go()
         if self._repairer is not None:
             for job, outcome in self._repairer.advance(busy=busy):
@@ -291,6 +281,23 @@ class WorkerSide:
         self._loader.close()
         self._tiers.close()
         self._client.close()
+
+    def _on_loaded(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        """What came of a load has been written; it may have to be mended."""
+        if (
+            self._layering is not None
+            and outcome.reason
+            and self._layering.settle((job.request_id,))
+        ):
+            outcome = replace(outcome, tokens=0)
+        if job.repair is None or self._repairer is None or outcome.reason:
+            self._end(job, outcome)
+            return
+        try:
+            self._repairer.start(job, outcome)
+        except Exception:
+            log.exception("KV of request %s cannot be mended", job.request_id)
+            self._end(job, replace(outcome, reason=REPAIR_FAILED))
 
     def _let_go(self) -> None:
         try:
