@@ -226,7 +226,7 @@ def metric(blends: Blends, name: str, **labels: str) -> float:
 
 def test_the_engines_metrics_say_what_became_of_loads(blends: Blends) -> None:
     def counted(kind: str) -> float:
-        return metric(blends, "ragcache_engine_loaded_tokens_total", kind=kind)
+        return metric(blends, "ragcache_engine_prompt_tokens_total", kind=kind)
 
     before = {kind: counted(kind) for kind in ("exact", "blended", "repaired")}
     repairs = metric(blends, "ragcache_engine_repair_seconds_count")

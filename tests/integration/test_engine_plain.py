@@ -63,8 +63,9 @@ class Plain:
     def loaded_tokens(self) -> int:
         """What the engine has loaded since it was started, by its own count."""
         lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
-        found = [line for line in lines if line.startswith("ragcache_engine_loaded_tokens_total")]
-        return sum(int(float(line.rsplit(" ", 1)[1])) for line in found)
+        found = [line for line in lines if line.startswith("ragcache_engine_prompt_tokens_total")]
+        loaded = [line for line in found if 'kind="computed"' not in line]
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in loaded)
 
 
 @pytest.fixture(scope="module")

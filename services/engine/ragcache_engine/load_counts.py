@@ -9,7 +9,7 @@ from typing import Any
 
 from ragcache_engine.transfer import LoadOutcome
 
-EXACT, BLENDED, REPAIRED = "exact", "blended", "repaired"
+EXACT, BLENDED, REPAIRED, COMPUTED = "exact", "blended", "repaired", "computed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class TierCounts:
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Of some loads that ended.
+    """Of some loads that ended, and of passes.
 
-    tokens: by kind: EXACT, BLENDED (not exact, and left as they were), REPAIRED (computed anew).
+    tokens: of prompts, by kind: EXACT, BLENDED (not exact, and left as they were), REPAIRED
+    (computed anew before their request was taken up), COMPUTED (in vLLM's own prefill).
     failures: of loads, and of values that a load was mended without, by reason. load_s, repair_s:
     seconds of each load, and of each repair.
     refused: plans that were not acted on, by reason. values_from, bytes_from: values that were
@@ -47,7 +48,7 @@ class LoadCounts:
     held_bytes: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.load_s or self.refused or self.evicted or self.held_bytes)
+        return bool(self.load_s or self.tokens or self.refused or self.evicted or self.held_bytes)
 
     def add(self, outcome: LoadOutcome) -> None:
         """Count one more."""
@@ -62,6 +63,11 @@ class LoadCounts:
         self.bytes_from.update(outcome.bytes_from)
         if outcome.repair_s:
             self.repair_s.append(outcome.repair_s)
+
+    def add_pass(self, prompt_tokens: int) -> None:
+        """Count tokens of prompts that a pass has computed."""
+        if prompt_tokens:
+            self.tokens[COMPUTED] += prompt_tokens
 
     def add_tiers(self, counts: TierCounts) -> None:
         """Count what became of values in the worker's own tiers."""

@@ -58,9 +58,10 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, histogram = metric_types[Counter], metric_types[Histogram]
         self._tokens = counter(
-            name="ragcache_engine_loaded_tokens",
-            documentation="Prompt tokens loaded, by whether they are exact, blended as they were, "
-            "or repaired: computed anew before their request was scheduled.",
+            name="ragcache_engine_prompt_tokens",
+            documentation="Prompt tokens, by where their KV came from: loaded and exact, blended "
+            "as they were, repaired (computed anew before their request was scheduled), or "
+            "computed by an ordinary prefill.",
             labelnames=[*labelnames, "kind"],
         )
         self._failures = counter(

@@ -213,6 +213,7 @@ class WorkerSide:
         for load in lacked or ():
             self._mark_bad(load, load.first)
         if not failed and not lacked:
+            self._counts.add_pass(jobs.prompt_tokens)
             self._computed += jobs.saves
         if self._staging is not None:  # somebody waits for it more than for the first token
             self._save_computed()

@@ -1,4 +1,4 @@
-"""What a forward pass leaves that ends by an exception, where vLLM ends it."""
+"""What the worker side is told around a forward pass, and when, where vLLM says it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from ragcache_engine.connector import RagCacheConnector, _StepMetadata
 from ragcache_engine.transfer import StepJobs
 
-ended = []
+ended, order = [], []
 nothing = lambda *args, **kwargs: None
 worker = SimpleNamespace(
-    begin_step=nothing, start_loads=nothing, advance=nothing, take_report=nothing,
+    begin_step=lambda jobs: order.append("begin"), take_report=nothing,
+    start_loads=lambda jobs: order.append("load"),
+    advance=lambda finished, *, busy: order.append("write"),
     end_pass=lambda jobs, *, failed: ended.append(failed),
     take_released=set, take_received=set, take_bad_blocks=set, take_counts=dict,
 )
@@ -38,6 +40,7 @@ scheduled = SimpleNamespace(
 
 def run(error):
     with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled):
+        order.append("pass")
         if error is not None:
             raise error
 
@@ -47,12 +50,14 @@ for error in (None, RuntimeError("out of memory"), None):
         run(error)
     except RuntimeError:
         run(None)  # by somebody who has caught another one
-print(json.dumps(ended))
+print(json.dumps([ended, order[:4]]))
 """
 
 
-def test_the_worker_is_told_of_a_pass_that_failed() -> None:
+def test_the_worker_is_told_of_each_pass_and_whether_it_failed() -> None:
     argv = [sys.executable, "-c", _RUN]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [False, True, False, False]
+    ended, order = json.loads(done.stdout.splitlines()[-1])
+    assert ended == [False, True, False, False]
+    assert order == ["begin", "load", "pass", "write"], "what a pass can hide is fetched beside it"
