@@ -83,9 +83,8 @@ print(json.dumps({
     "windows in some layers": kept(part_full),
     "window": kept(window),
     "uniform windows": kept(uniform),
-    "layout": said(connector._check_layout, cache, space, 16),
-    "cut blocks": said(connector._check_layout, cache, space, 128),
-    "other layers": said(connector._check_layout, cache, KVSpace("", 5, 2, 32, "bfloat16"), 16),
+    "layout": said(connector._check_layout, cache, space),
+    "other layers": said(connector._check_layout, cache, KVSpace("", 5, 2, 32, "bfloat16")),
 }))
 """
 
@@ -110,7 +109,6 @@ def test_what_is_not_supported_is_refused_with_field_and_fix() -> None:
         "window": ("model.source", "--disable-sliding-window"),
         "uniform windows": ("model.source", "SlidingWindowSpec"),
         "layout": None,
-        "cut blocks": (ARGUMENTS, "--block-size 16"),
         "other layers": ("model.source", "(4, 2, 32, 'bfloat16')"),
     }
     assert said.keys() == wanted.keys()

@@ -165,9 +165,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Take hold of the paged cache; vLLM calls it once, before the first request."""
         layers = self._vllm_config.compilation_config.static_forward_context
         cache = PagedCache(
-            {name: layers[name] for name in kv_caches}, next(iter(kv_caches.values())).device
+            {name: layers[name] for name in kv_caches},
+            next(iter(kv_caches.values())).device,
+            self._vllm_config.cache_config.block_size,
         )
-        _check_layout(cache, self._space, self._vllm_config.cache_config.block_size)
+        _check_layout(cache, self._space)
         # Connects on the worker side's own threads, which are bound to no core (``threads``).
         client = ShardedStore(self._config.cachestore)
         self._cache, self._recomputer = cache, self._reach_model()
@@ -496,19 +498,9 @@ def _kv_space(vllm_config: VllmConfig) -> KVSpace:
     return load_model_folder(str(model.model)).space(str(model.dtype).removeprefix("torch."))
 
 
-def _check_layout(cache: PagedCache, space: KVSpace, block_size: int) -> None:
-    """Keys are made from config.json; what vLLM allocated must agree. Raises InvalidInput.
-
-    block_size: of the block tables that vLLM hands out.
-    """
+def _check_layout(cache: PagedCache, space: KVSpace) -> None:
+    """Keys are made from config.json; what vLLM allocated must agree. Raises InvalidInput."""
     shape = cache.shape
-    if shape.block_size != block_size:
-        raise InvalidInput(
-            "engines[].args",
-            f"make blocks of {block_size} tokens, which the attention backend cuts into"
-            f" {shape.block_size}",
-            f"set --block-size {shape.block_size}",
-        )
     dtype = str(shape.dtype).removeprefix("torch.")
     found = (cache.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     wanted = (space.num_layers, space.num_kv_heads, space.head_dim, space.dtype)

@@ -9,8 +9,9 @@ is found once by writing known bit patterns into a scratch block with that same 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ import torch
 from ragcache_engine.moment import Moment
 from ragcache_engine.packing import Packing
 
+log = logging.getLogger("vllm.ragcache")
+
 _PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of one layer's cache."""
+    """Sizes of one layer's cache. block_size: of the block tables that vLLM hands out."""
 
     num_kv_heads: int
     block_size: int
@@ -35,20 +38,32 @@ class PagedCache:
     """Reads and writes tokens of all layers.
 
     layers: vLLM's attention layers by name in model order, each with ``impl`` and its bound
-    ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
-    Raises ValueError when the layers differ in shape (hybrid models), and for an order inside of
-    blocks that is not understood.
+    ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. block_size: of the
+    block tables, where the attention backend cuts such blocks into smaller ones, as which the
+    layers then show their cache; None: it does not.
+    Raises ValueError when the layers differ in shape (hybrid models), for blocks that cannot be
+    cut like that, and for an order inside of blocks that is not understood.
     """
 
-    def __init__(self, layers: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, layers: Mapping[str, Any], device: torch.device, block_size: int | None = None
+    ) -> None:
         self.layers = list(layers.values())
         self.device = device
         self.index_of = {name: index for index, name in enumerate(layers)}
         shapes = {_shape(layer.kv_cache) for layer in self.layers}
         if len(shapes) != 1:
             raise ValueError(f"layers differ in their KV shape: {shapes}")
-        self.shape = shapes.pop()
-        self._packings = _probe(self.layers[0], self.shape) if device.type == "cpu" else None
+        kernel = shapes.pop()
+        self.shape = replace(kernel, block_size=block_size or kernel.block_size)
+        self._kernel_size = kernel.block_size
+        if self.shape.block_size % self._kernel_size:
+            raise ValueError(
+                f"blocks of {block_size} tokens cannot be cut into those of {self._kernel_size}"
+            )
+        if self._kernel_size != self.shape.block_size:
+            log.info("blocks of %d tokens are cut into blocks of %d", block_size, kernel.block_size)
+        self._packings = _probe(self.layers[0], kernel) if device.type == "cpu" else None
 
     @property
     def num_layers(self) -> int:
@@ -106,7 +121,7 @@ class PagedCache:
         if self._packings is not None:
             cache = self.layers[index].kv_cache
             for which, packing in enumerate(self._packings):
-                packing.read(cache, list(blocks), start, end, out[which])
+                packing.read(cache, self._kernel_blocks(blocks), start, end, out[which])
             return
         for which, tokens in enumerate(self.layer(index, blocks, start, end)):
             out[which].copy_(tokens, non_blocking=out.is_pinned())
@@ -131,6 +146,10 @@ class PagedCache:
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
 
+    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """A block table as one of the blocks that layers show."""
+        return cut_blocks(blocks, self.shape.block_size // self._kernel_size)
+
     def _tokens(
         self, index: int, which: int, blocks: Sequence[int], start: int, end: int
     ) -> torch.Tensor:
@@ -138,11 +157,11 @@ class PagedCache:
         shape, cache = self.shape, self.layers[index].kv_cache
         if self._packings is not None:
             tokens = torch.empty(end - start, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
-            self._packings[which].read(cache, list(blocks), start, end, tokens)
+            self._packings[which].read(cache, self._kernel_blocks(blocks), start, end, tokens)
             return tokens
-        size = shape.block_size
+        size = self._kernel_size
         first = start // size
-        table = torch.tensor(blocks[first : -(-end // size)], dtype=torch.int64)
+        table = torch.tensor(self._kernel_blocks(blocks)[first : -(-end // size)])
         halves = cache[..., which * shape.head_dim : (which + 1) * shape.head_dim]
         tokens = (
             halves[table.to(self.device)]
@@ -151,6 +170,16 @@ class PagedCache:
         )
         inside: torch.Tensor = tokens[start - first * size : end - first * size]
         return inside
+
+
+def cut_blocks(blocks: Sequence[int], per_block: int) -> list[int]:
+    """A block table as one of the smaller blocks that a backend cuts each block into.
+
+    A token's slot is the same in both: block * block_size + offset.
+    """
+    if per_block == 1:
+        return list(blocks)
+    return [block * per_block + part for block in blocks for part in range(per_block)]
 
 
 def _shape(kv_cache: torch.Tensor) -> CacheShape:

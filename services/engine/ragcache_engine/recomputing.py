@@ -79,7 +79,7 @@ class Recomputer:
                 num_actual_tokens=len(positions),
                 max_query_len=max(len(run) for run in runs),
                 max_seq_len=runs[-1].stop,
-                block_table_tensor=table.expand(len(runs), -1).contiguous().to(device),
+                block_table_tensor=model.kernel_table(blocks).expand(len(runs), -1).to(device),
                 slot_mapping=slots,
                 causal=True,
                 seq_lens_cpu_upper_bound=ends,
