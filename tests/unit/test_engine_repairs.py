@@ -17,6 +17,8 @@ from ragcache_core.keys import ChunkKey  # noqa: E402
 from ragcache_core.variant import Codec, Miss, Precision, Provenance  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.observing import Observing  # noqa: E402
+from ragcache_engine.prompt_part import PromptPart  # noqa: E402
+from ragcache_engine.repairing import Repairer  # noqa: E402
 from ragcache_engine.transfer import (  # noqa: E402
     NO_BLEND,
     LoadJob,
@@ -60,18 +62,17 @@ class FakeModel:
     looked_at: tuple[int, ...] = ()
     error: Exception | None = None
 
-    def recompute(
-        self, token_ids: Sequence[int], blocks: Sequence[int], runs: Sequence[range]
-    ) -> None:
+    def recompute_parts(self, parts: Sequence[PromptPart]) -> None:
         if self.error:
             raise self.error
         assert self.cache is not None
+        runs = [(part, run) for part in parts for run in part.runs]
         assert len(runs) <= self.max_runs
-        assert sum(map(len, runs)) <= self.max_tokens
-        self.passes.append(tuple(runs))
-        for run in runs:
+        assert sum(len(run) for _, run in runs) <= self.max_tokens
+        self.passes.append(tuple(run for _, run in runs))
+        for part, run in runs:
             value = torch.full((2, 2, len(run), 1, 4), COMPUTED, dtype=torch.bfloat16)
-            self.cache.write(value, self.cache.slots(blocks, run.start, run.stop))
+            self.cache.write(value, self.cache.slots(part.blocks, run.start, run.stop))
 
     def regard(
         self, token_ids: Sequence[int], blocks: Sequence[int], question: range
@@ -392,6 +393,76 @@ def test_a_repair_that_raises_fails_its_load_and_no_other(blending: Blending) ->
     assert blending.worker.side.take_bad_blocks() == set(BLOCKS[1:4])
     blending.model.error = None
     assert blending.run(job(wanted, repair(chunk(40, 120), budget=5))).reason == ""
+
+
+def repairer(model: FakeModel, slice_tokens: int) -> Repairer:
+    model.cache = FakeCache()
+    like = cast("Any", model)
+    return Repairer(cast("Any", model.cache), like, like, slice_tokens, 1, 8)
+
+
+def to_mend(name: str, number: int, budget: int) -> tuple[LoadJob, LoadOutcome]:
+    """A load of positions 10 to 120 that has been written, in blocks of its own."""
+    how = repair(chunk(10, 120), budget=budget, scratch=())
+    blocks = tuple(block + 100 * number for block in BLOCKS)
+    loaded = replace(job(spans(10, 120), how), request_id=name, blocks=blocks)
+    return loaded, LoadOutcome(name, 120, 1, 0.1, None, "")
+
+
+def until_mended(mending: Repairer) -> dict[str, LoadOutcome]:
+    ended = {}
+    for _ in range(50):
+        ended.update({job.request_id: outcome for job, outcome in mending.advance(busy=True)})
+    assert mending.idle
+    return ended
+
+
+def test_loads_that_come_together_share_passes() -> None:
+    model = FakeModel()
+    mending = repairer(model, slice_tokens=64)
+    for number, name in enumerate(("one", "two", "three")):
+        mending.start(*to_mend(name, number, budget=40))
+    ended = until_mended(mending)
+    assert {name: outcome.repaired for name, outcome in ended.items()} == dict.fromkeys(ended, 40)
+    assert list(ended) == ["one", "two", "three"]
+    assert [sum(map(len, runs)) for runs in model.passes] == [64, 56]
+    assert model.cache is not None
+    for number in range(3):
+        blocks = to_mend("", number, 0)[0].blocks
+        for position in range(10, 50):
+            [slot] = model.cache.slots(blocks, position, position + 1).tolist()
+            assert (model.cache.slots_written[slot] == COMPUTED).all()
+
+
+def test_a_pass_has_no_more_runs_than_it_may() -> None:
+    model = FakeModel(max_runs=3)
+    mending = repairer(model, slice_tokens=64)
+    for number, name in enumerate(("one", "two")):
+        loaded, outcome = to_mend(name, number, budget=4)
+        assert loaded.repair is not None
+        apart = repair(chunk(10, 120, lambda p: float(p % 10 == 0)), budget=4, scratch=())
+        mending.start(replace(loaded, repair=apart), outcome)
+    ended = until_mended(mending)
+    assert {name: outcome.repaired for name, outcome in ended.items()} == {"one": 4, "two": 4}
+    assert [len(runs) for runs in model.passes] == [3, 3, 2]
+
+
+def test_one_that_cannot_be_computed_takes_no_other_of_its_pass_along() -> None:
+    model = FakeModel()
+    mending = repairer(model, slice_tokens=64)
+    compute = model.recompute_parts
+
+    def but_not_two(parts: Sequence[PromptPart]) -> None:
+        if any(part.blocks[0] >= 100 for part in parts):
+            raise RuntimeError("device error")
+        compute(parts)
+
+    model.recompute_parts = but_not_two  # type: ignore[method-assign]
+    for number, name in enumerate(("one", "two")):
+        mending.start(*to_mend(name, number, budget=20))
+    ended = until_mended(mending)
+    assert (ended["one"].reason, ended["one"].repaired) == ("", 20)
+    assert (ended["two"].reason, ended["two"].repaired) == ("repair failed", 0)
 
 
 def test_an_engine_that_cannot_blend_says_so_and_computes() -> None:

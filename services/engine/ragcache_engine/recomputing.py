@@ -15,6 +15,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ragcache_engine.loaded_model import LoadedModel
+from ragcache_engine.prompt_part import PromptPart
 
 _NOWHERE = -1
 """What vLLM pads slots with; its kernels write nothing there."""
@@ -41,34 +42,36 @@ class Recomputer:
         *,
         writes: bool = True,
     ) -> torch.Tensor:
-        """Compute the KV of runs of a prompt's positions anew, in place.
+        """Compute the KV of runs of one prompt's positions anew; see ``recompute_parts``."""
+        return self.recompute_parts([PromptPart(token_ids, blocks, runs)], writes=writes)
 
-        token_ids: the prompt. blocks: the request's block table. runs: ascending, of maximal
-        length, within max_tokens and max_runs. The KV of every position before the last run's end
-        is in place. Where a selection is larger, passes over its parts in ascending order come to
-        the same: what is later looks at what is earlier, never the other way round.
+    def recompute_parts(self, parts: Sequence[PromptPart], *, writes: bool = True) -> torch.Tensor:
+        """Compute the KV of parts of some prompts anew, in place, in one pass.
+
+        parts: within max_tokens and max_runs together, of prompts with blocks of their own. Where a
+        selection is larger, passes over its parts in ascending order come to the same: what is
+        later looks at what is earlier, never the other way round.
 
         writes: whether the KV is written; without, that of the runs has to be in place, too, and
         what a pass is for is to be seen in it.
         """
-        positions = [position for run in runs for position in run]
-        if len(positions) > self.max_tokens or len(runs) > self.max_runs:
+        runs = [(part, run) for part in parts for run in part.runs]
+        num_tokens = sum(len(run) for _, run in runs)
+        if num_tokens > self.max_tokens or len(runs) > self.max_runs:
             raise ValueError(
-                f"{len(positions)} tokens in {len(runs)} runs do not fit a pass of"
+                f"{num_tokens} tokens in {len(runs)} runs do not fit a pass of"
                 f" {self.max_tokens} in {self.max_runs}"
             )
-        if not positions:
+        if not num_tokens:
             raise ValueError("there is nothing to recompute")
         model, device = self._model, self._model.device
-        where = torch.tensor(positions, dtype=torch.int64)
-        table = torch.tensor(blocks, dtype=torch.int32)
-        slots = table[where // model.block_size] * model.block_size + where % model.block_size
-        slots = slots.to(device, torch.int64)
+        where = torch.tensor([at for _, run in runs for at in run], dtype=torch.int64)
+        slots = torch.cat([part.slots(model.block_size) for part in parts]).to(device)
         if not writes:
             slots.fill_(_NOWHERE)
-        starts = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32).cumsum(0)
+        starts = torch.tensor([0, *(len(run) for _, run in runs)], dtype=torch.int32).cumsum(0)
         starts = starts.to(torch.int32)
-        ends = torch.tensor([run.stop for run in runs], dtype=torch.int32)
+        ends = torch.tensor([run.stop for _, run in runs], dtype=torch.int32)
         metadata = model.metadata_builder.build(
             common_prefix_len=0,
             common_attn_metadata=CommonAttentionMetadata(
@@ -76,10 +79,10 @@ class Recomputer:
                 query_start_loc_cpu=starts,
                 seq_lens=ends.to(device),
                 num_reqs=len(runs),
-                num_actual_tokens=len(positions),
-                max_query_len=max(len(run) for run in runs),
-                max_seq_len=runs[-1].stop,
-                block_table_tensor=model.kernel_table(blocks).expand(len(runs), -1).to(device),
+                num_actual_tokens=num_tokens,
+                max_query_len=max(len(run) for _, run in runs),
+                max_seq_len=max(run.stop for _, run in runs),
+                block_table_tensor=self._tables(parts).to(device),
                 slot_mapping=slots,
                 causal=True,
                 seq_lens_cpu_upper_bound=ends,
@@ -89,17 +92,23 @@ class Recomputer:
         context = set_forward_context(
             dict.fromkeys(model.layer_names, metadata),
             model.vllm_config,
-            num_tokens=len(positions),
+            num_tokens=num_tokens,
             slot_mapping=dict.fromkeys(model.layer_names, slots),
         )
         with context, torch.inference_mode():
             output: torch.Tensor = model.forward(
                 # The compiled model has dropped its guards: any other type reads garbage.
                 input_ids=torch.tensor(
-                    [token_ids[position] for position in positions], dtype=torch.int32
+                    [part.token_ids[at] for part, run in runs for at in run], dtype=torch.int32
                 ).to(device),
                 positions=where.to(device),
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
         return output
+
+    def _tables(self, parts: Sequence[PromptPart]) -> torch.Tensor:
+        """A block table for each run, as wide as the widest: int32 [runs, blocks]."""
+        tables = [self._model.kernel_table(part.blocks) for part in parts]
+        wide = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        return wide.repeat_interleave(torch.tensor([len(part.runs) for part in parts]), dim=0)

@@ -19,6 +19,7 @@ from ragcache_core.blend.need import by_need
 from ragcache_core.blend.recomputation import first_of
 from ragcache_core.blend.slices import merged, split
 from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.prompt_part import PromptPart
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import Kind, Span, Tracer
@@ -46,8 +47,11 @@ class _Mending:
     cancelled: bool = False
 
 
+_FAILED = "KV of request %s could not be mended"
+
+
 class Repairer:
-    """Mends one load after another. For the worker's main thread only.
+    """Mends loads in their order, several in one pass. For the worker's main thread only.
 
     slice_tokens: computed in one step at most while other requests run, so that these go on
     decoding; where none does, a step takes a whole pass. run_tokens: of what is chosen, so many
@@ -96,41 +100,56 @@ class Repairer:
     def advance(self, *, busy: bool) -> list[tuple[LoadJob, LoadOutcome]]:
         """Go on for one step; returns the loads that are mended, or failed to be.
 
-        busy: other requests run in this step. One that fails takes no other along.
+        busy: other requests run in this step. One that fails takes no other along. What of a pass
+        the first load leaves is the next one's, so that loads which come together share passes.
         """
-        ended = []
         room = self._slice_tokens if busy else self._recomputer.max_tokens
-        self._mendings.sort(key=lambda mending: not mending.cancelled)  # those end at once
+        ended = [self._end(one, "cancelled") for one in self._mendings if one.cancelled]
         while self._mendings and room > 0:
-            mending = self._mendings[0]
-            try:
-                reason = "cancelled" if mending.cancelled else ""
-                if not reason:
-                    room -= self._go_on(mending, room)
-                if not (reason or mending.runs == ()):
-                    continue
-            except Exception:
-                log.exception("KV of request %s could not be mended", mending.job.request_id)
-                reason = REPAIR_FAILED
-            del self._mendings[0]
-            outcome = _outcome(mending, reason)
-            mending.trace.set(blended=outcome.blended, repaired=mending.repaired, miss=reason)
-            mending.trace.end()
-            ended.append((mending.job, outcome))
+            taken = []
+            runs = self._recomputer.max_runs
+            for mending in list(self._mendings):
+                if room <= 0 or not runs:
+                    break
+                try:
+                    if mending.runs is None:
+                        room -= self._choose(mending)
+                    if mending.runs and room > 0:
+                        now, mending.runs = split(mending.runs, max_tokens=room, max_runs=runs)
+                        taken.append((mending, now))
+                        room -= sum(map(len, now))
+                        runs -= len(now)
+                except Exception:
+                    log.exception(_FAILED, mending.job.request_id)
+                    ended.append(self._end(mending, REPAIR_FAILED))
+            ended += [self._end(one, REPAIR_FAILED) for one in self._recompute(taken)]
+            ended += [self._end(one, "") for one in self._mendings if one.runs == ()]
         return ended
 
-    def _go_on(self, mending: _Mending, room: int) -> int:
-        """Make one pass; returns how many tokens it had."""
-        repair, job = mending.repair, mending.job
-        if mending.runs is None:
-            return self._choose(mending)
-        taken, mending.runs = split(
-            mending.runs, max_tokens=room, max_runs=self._recomputer.max_runs
-        )
-        self._recomputer.recompute(repair.token_ids, job.blocks, taken)
-        tokens = sum(map(len, taken))
-        mending.repaired += tokens
-        return tokens
+    def _recompute(self, taken: Sequence[tuple[_Mending, Sequence[range]]]) -> list[_Mending]:
+        """Compute runs of several loads in one pass; returns those for which that fails."""
+        parts = [PromptPart(m.repair.token_ids, m.job.blocks, runs) for m, runs in taken]
+        if not parts:
+            return []
+        try:
+            self._recomputer.recompute_parts(parts)
+        except Exception:
+            if len(parts) == 1:
+                [(mending, _)] = taken
+                log.exception(_FAILED, mending.job.request_id)
+                return [mending]
+            # One that cannot be computed takes no other along.
+            return [mending for one in taken for mending in self._recompute([one])]
+        for mending, runs in taken:
+            mending.repaired += sum(map(len, runs))
+        return []
+
+    def _end(self, mending: _Mending, reason: str) -> tuple[LoadJob, LoadOutcome]:
+        self._mendings = [one for one in self._mendings if one is not mending]
+        outcome = _outcome(mending, reason)
+        mending.trace.set(blended=outcome.blended, repaired=mending.repaired, miss=reason)
+        mending.trace.end()
+        return mending.job, outcome
 
     def _choose(self, mending: _Mending) -> int:
         """Find what to compute; returns how many tokens looked for that."""
