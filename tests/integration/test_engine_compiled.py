@@ -50,7 +50,7 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_it_is_compiled(blends: Blends) -> None:
     said = blends.engine.service.log.read_text()
     assert "enforce_eager=False" in said
-    assert "torch.compile" in said
+    assert "AOT compil" in said
 
 
 def test_what_a_compiled_model_has_saved_is_loaded_exactly(blends: Blends) -> None:

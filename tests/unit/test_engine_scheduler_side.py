@@ -51,6 +51,7 @@ class FakeStore:
         self.stored: dict[VariantKey, Held] = {}
         self.misses: dict[VariantKey, Miss] = {}
         self.outage: Exception | None = None
+        self.prefetched: list[list[VariantKey]] = []
 
     def lookup(
         self, wants: Sequence[Want], timeout_s: float = 1.0, *, exact: bool, domain: str
@@ -67,6 +68,10 @@ class FakeStore:
         if key in self.stored:
             return Variants((self.stored[key],))
         return Variants(miss=self.misses.get(key, Miss.NEVER_STORED))
+
+    def prefetch(self, keys: Sequence[VariantKey], timeout_s: float) -> int:
+        self.prefetched.append(list(keys))
+        return len(keys)
 
     def connect(self, timeout_s: float) -> None:
         pass
@@ -611,6 +616,39 @@ def load(engine: Engine, request: str, seconds: float, **bytes_from: int) -> Non
     engine.side.on_outcomes(
         [LoadOutcome(request, tokens, 9, seconds, None, "", bytes_from=bytes_from)]
     )
+
+
+def test_what_lies_on_disk_is_brought_up_for_those_who_queue(warm: Engine) -> None:
+    keys = list(warm.store.stored)
+    for key in keys[1:]:
+        warm.store.stored[key] = replace(warm.store.stored[key], tier=Tier.DISK)
+    warm.arrive("at once")
+    assert warm.loaded("at once")
+    warm.arrive("queues")
+    deadline = time.monotonic() + 20
+    while not warm.store.prefetched:
+        assert time.monotonic() < deadline
+        warm.side.step([], lambda _: BLOCKS)
+        time.sleep(0.001)
+    for _ in range(3):
+        warm.side.step([], lambda _: BLOCKS)
+    warm.side.close()
+    assert warm.store.prefetched == [keys[1:]]
+
+
+def test_nothing_is_brought_up_for_who_has_left_or_could_not_be_told(warm: Engine) -> None:
+    for key in warm.store.stored:
+        warm.store.stored[key] = replace(warm.store.stored[key], tier=Tier.DISK)
+    warm.arrive("left")
+    warm.side.on_finished("left", BLOCKS)
+    warm.store.outage = Unavailable("cachestore", "gone")
+    warm.arrive("not told")
+    assert warm.loaded("not told") == 0
+    for _ in range(3):
+        warm.side.step([], lambda _: BLOCKS)
+    assert not warm.side._arrived
+    warm.side.close()
+    assert warm.store.prefetched == []
 
 
 def test_what_the_worker_keeps_itself_is_no_matter_of_the_stores(warm: Engine) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ragcache_core.blend.blending import ALPHA, Blend, blend
-from ragcache_core.keys import KVSpace
+from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.plan import Action, ReusePlan
 from ragcache_core.prefix_pieces import prefix_pieces
 from ragcache_core.reuse import NamedSegment, longest_exact_chain
 from ragcache_core.storing import Want
-from ragcache_core.variant import Miss
+from ragcache_core.variant import Miss, Tier
 from ragcache_engine.candidates import candidates
 from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
 from ragcache_wire.trace_context import metadata
@@ -39,6 +40,16 @@ class Found:
         """How many segments, from the first on, are held as exact."""
         infos = {key: held.info for key, held in self.answer.held().items()}
         return len(longest_exact_chain(self.segments, infos))
+
+    @property
+    def on_disk(self) -> list[VariantKey]:
+        """What is going to be loaded of it, maybe, and is on the store's disk."""
+        held = self.answer.held()
+        if self.blend is not None:
+            used = [source.variant for source in self.blend.sources]
+        else:
+            used = [named.variant for named in self.segments[: self.exact]]
+        return [key for key in used if key in held and held[key].tier is Tier.DISK]
 
     @property
     def may_grow(self) -> bool:
@@ -72,6 +83,17 @@ class Lookups:
         """Of the whole pieces of a prompt, which are named on the lookup's thread."""
         space, domain = self._space, plan.domain
         return self._begin(plan, lambda: prefix_pieces(space, domain, token_ids), traceparent)
+
+    def prefetch(self, lookup: Future[Found]) -> None:
+        """Have the store bring what an ended lookup found on disk into memory, in the background.
+
+        A hint: nobody waits for it, and whatever goes wrong is no matter.
+        """
+        if lookup.cancelled() or lookup.exception() is not None:
+            return
+        if on_disk := lookup.result().on_disk:
+            with contextlib.suppress(RuntimeError):  # no thread can be started, say
+                self._pool.submit(self._client.prefetch, on_disk, self._timeout_s)
 
     def close(self) -> None:
         """Stop asking."""

@@ -70,6 +70,7 @@ class SchedulerSide:
         self._places = Places(space)
         self._reach = Reach(config, costs, self._places)
         self._requests: dict[str, Request] = {}
+        self._arrived: dict[str, Request] = {}  # of these, those that no step has seen yet
         self._loads: list[LoadJob] = []
         self._observes: list[ObserveJob] = []
         self._spare: SpareBlocks | None = None
@@ -125,7 +126,8 @@ class SchedulerSide:
             self._refused.add(request_id, Refusal.INVALID, error)
             return
         try:
-            self._requests[request_id] = self._planned(token_ids, plan, segments, traceparent)
+            request = self._planned(token_ids, plan, segments, traceparent)
+            self._requests[request_id] = self._arrived[request_id] = request
         except Exception:
             log.exception("prompt of request %s is only computed", request_id)
 
@@ -233,6 +235,7 @@ class SchedulerSide:
                     computing.append(Computing(request_id, computed, end))
             except Exception:
                 log.exception("what request %s computes is not saved", request_id)
+        self._prefetch()
         self._wait_left_s = self._config.lookup_wait_s
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
@@ -253,6 +256,7 @@ class SchedulerSide:
 
         blocks: its block table. Returns whether they are to be kept until ``on_released``.
         """
+        self._arrived.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -329,7 +333,7 @@ class SchedulerSide:
             return
         request = Request(plan, token_ids, (), lookup, time.monotonic(), recorded=True)
         request.traceparent = traceparent
-        self._requests[request_id] = request
+        self._requests[request_id] = self._arrived[request_id] = request
 
     def _unauthenticated(
         self, plan: object, token_ids: Sequence[int], seal: object
@@ -562,6 +566,18 @@ class SchedulerSide:
             )
         )
         return True
+
+    def _prefetch(self) -> None:
+        """What is on disk of those that have to queue is brought into the store's memory.
+
+        Who is taken up at once loads it himself.
+        """
+        for request_id, request in list(self._arrived.items()):
+            if request.phase is Phase.WAITING and request.lookup is not None:
+                if not request.lookup.done():
+                    continue
+                self._lookups.prefetch(request.lookup)
+            del self._arrived[request_id]
 
     def _on_progress(self, request: Request, computed: int) -> None:
         """So many tokens of it are there, and it goes on."""
