@@ -842,7 +842,8 @@ def test_the_queue_is_bounded_for_what_is_copied_early_too() -> None:
 
 
 def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() -> None:
-    seconds = iter([10.0, 12.0, 20.0, 21.0, 30.0, 40.0])
+    # The fifth and the seventh are when a value has been copied out.
+    seconds = iter([10.0, 12.0, 20.0, 21.0, 22.0, 30.0, 31.0, 40.0])
     worker = Worker()
     worker.cache.clock = lambda: next(seconds)
     worker.store.fill(spans(40))

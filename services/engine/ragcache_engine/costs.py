@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from ragcache_engine.moment import Moment
 from ragcache_engine.transfer import Computing, Span
@@ -50,19 +51,23 @@ class ComputeCosts:
             computed = _Computed(one.first, one.end, by)
             self._computed.setdefault(one.request_id, []).append(computed)
 
-    def cost_s(self, request_id: str, span: Span) -> float:
-        """Seconds that span took, or would have if no token of it had been at hand; 0: unknown.
+    def of(self, request_id: str, span: Span) -> Callable[[], float]:
+        """Tells the seconds that span took, or would have if no token of it had been at hand.
 
-        Waits until the passes that computed it have ended: for after its value was read.
+        0: unknown. It waits until the passes that computed it have ended, on whatever thread.
         """
-        tokens, seconds = 0, 0.0
-        for computed in self._computed.get(request_id, ()):
-            overlap = min(computed.end, span.end) - max(computed.first, span.start)
-            if overlap > 0:
-                tokens += overlap
-                seconds += overlap * computed.by.token_s()
-        return seconds / tokens * (span.end - span.start) if tokens else 0.0
+        return partial(_cost_s, tuple(self._computed.get(request_id, ())), span)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._computed.pop(request_id, None)
+
+
+def _cost_s(computed: Iterable[_Computed], span: Span) -> float:
+    tokens, seconds = 0, 0.0
+    for one in computed:
+        overlap = min(one.end, span.end) - max(one.first, span.start)
+        if overlap > 0:
+            tokens += overlap
+            seconds += overlap * one.by.token_s()
+    return seconds / tokens * (span.end - span.start) if tokens else 0.0

@@ -67,17 +67,24 @@ class Saver:
             room = sum(self._pending.values()) + num_bytes <= self._queue_bytes
             return room and key not in self._pending
 
-    def save(self, job: SaveJob, value: torch.Tensor, cost_s: float) -> None:
-        """Take a contiguous CPU tensor to send; returns at once.
+    def save(
+        self,
+        job: SaveJob,
+        native: Callable[[], torch.Tensor],
+        cost_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Take a value to send; returns at once.
 
-        cost_s: seconds that computing it took; 0: unknown.
+        native: makes or has it, contiguous on the CPU. cost_s: tells the seconds that computing it
+        took; 0: unknown. Both are called on a thread that may wait.
         """
         variant = self._variant(job)
-        self._submit(
-            job,
-            variant,
-            lambda: Whole.summed_up(native_bytes(value), variant.part_bytes, cost_s),
-        )
+
+        def whole() -> Outgoing:
+            raw = native_bytes(native())
+            return Whole.summed_up(raw, variant.part_bytes, cost_s())
+
+        self._submit(job, variant, whole)
 
     def stream(self, job: SaveJob, value: Outgoing) -> None:
         """Take a value that is being computed, to send what there is of it; returns at once."""

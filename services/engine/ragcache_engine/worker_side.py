@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.costs import ComputeCosts
@@ -327,13 +329,32 @@ class WorkerSide:
             num_bytes, native = filling.value.nbytes, filling.whole
             filling.finish(self._cost_s(job))
         elif self._saver.wants(job.span.variant, job.info.num_bytes):
-            value = self._cache.read(job.blocks, job.span.start, job.span.end)
-            num_bytes, native = value.nbytes, lambda: value
-            self._saver.save(job, value, self._cost_s(job))
+            num_bytes, native = job.info.num_bytes, self._copied_out(job)
+            self._saver.save(job, native, self._costs.of(job.request_id, job.span))
         else:
             return
         offer = Offer.of(job.span.variant, job.info, num_bytes, job.origin.domain, native)
         self._tiers.offer((offer,))
+
+    def _copied_out(self, job: SaveJob) -> Callable[[], torch.Tensor]:
+        """Copy what was computed out of the cache, and give it to whoever waits until it is there.
+
+        A GPU is told to, ahead of the next pass, and not waited for here.
+        """
+        span = job.span
+        value = self._cache.empty(span.end - span.start)
+        for layer in range(self._cache.num_layers):
+            self._cache.read_layer(layer, job.blocks, span.start, span.end, value[layer])
+        copied = self._moment()
+        if copied is None:  # then by a copy that is waited for
+            value = self._cache.read(job.blocks, span.start, span.end)
+
+        def native() -> torch.Tensor:
+            if copied is not None:
+                copied.wait()
+            return value
+
+        return native
 
     def _moment(self) -> Moment | None:
         try:
@@ -345,7 +366,7 @@ class WorkerSide:
     def _cost_s(self, job: SaveJob) -> float:
         """Seconds that computing a value took; 0: unknown. For after it was read."""
         try:
-            return self._costs.cost_s(job.request_id, job.span)
+            return self._costs.of(job.request_id, job.span)()
         except Exception:
             log.exception("what a variant took is not known")
             return 0.0
