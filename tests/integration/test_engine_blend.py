@@ -63,6 +63,16 @@ class Blends(Platform):
         answer = complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan)
         return answer, self.record(request)
 
+    def ask_anew(self, prompt: Prompt) -> tuple[Completion, engine_pb2.RequestRecord]:
+        """With an exact plan, and nothing of it in vLLM's own prefix cache."""
+        request = uuid.uuid4().hex
+        plan = plan_exact(prompt, self.space, "public", request).to_json()
+        salt = uuid.uuid4().hex
+        answer = complete(
+            *(self.engine.url, prompt.token_ids), max_tokens=16, plan=plan, cache_salt=salt
+        )
+        return answer, self.record(request)
+
     def chunk_variants(self, prompt: Prompt) -> list[VariantKey]:
         return self.keys(prompt)[1:]
 

@@ -18,44 +18,38 @@ CAPTURED = (prompt_of(0, 1, 2), prompt_of(3, 4, 5))
 
 @pytest.fixture(scope="module")
 def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blends]:
-    """A store that a compiled engine has filled, and another one, which loads layer by layer."""
+    """Of a compiled engine that loads layer by layer, and has filled its store itself."""
     folder = tmp_path_factory.mktemp("compiled")
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
-    # The second one finds what the first one has compiled.
-    given = {**COMPUTES_PLAIN, "VLLM_CACHE_ROOT": str(folder / "vllm")}
-    arguments = ("--no-enforce-eager", "--max-num-batched-tokens", "384")
-
-    def launch(**settings: str) -> None:
-        blends.engine = launch_engine(
-            *(folder, tiny_model, store.address, *arguments), settings=given | settings
-        )
-        wait_for_engine(blends.engine)
-
-    blends = Blends(folder, tiny_model, store, None, space)  # type: ignore[arg-type]
+    engine = launch_engine(
+        *(folder, tiny_model, store.address),
+        *("--no-enforce-eager", "--max-num-batched-tokens", "384"),
+        settings={
+            **COMPUTES_PLAIN,
+            "RAGCACHE_LAYERWISE": "on",
+            "VLLM_CACHE_ROOT": str(folder / "vllm"),  # where nothing is compiled yet
+        },
+    )
+    blends = Blends(folder, tiny_model, store, engine, space)
     try:
-        launch()
+        wait_for_engine(engine)
         for prompt in CAPTURED:
             blends.ask(prompt)
             blends.wait_until_stored(prompt)
-        blends.engine.service.stop()
-        launch(RAGCACHE_LAYERWISE="on")
         yield blends
     finally:
-        if blends.engine is not None:
-            blends.engine.service.stop()
+        engine.service.stop()
         store.service.stop()
 
 
 def test_it_is_compiled(blends: Blends) -> None:
-    said = blends.engine.service.log.read_text()
-    assert "enforce_eager=False" in said
-    assert "AOT compil" in said
+    assert "saved AOT compiled function" in blends.engine.service.log.read_text()
 
 
 def test_what_a_compiled_model_has_saved_is_loaded_exactly(blends: Blends) -> None:
     for prompt in CAPTURED:
-        answer, record = blends.ask(prompt)
+        answer, record = blends.ask_anew(prompt)
         assert record.loaded_tokens == prompt.chunk_ends[-1]
         assert answer.token_ids == blends.compute(prompt).token_ids
 

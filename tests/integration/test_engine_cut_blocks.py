@@ -53,7 +53,7 @@ def launch(blends: Blends, *, cut: bool) -> None:
 
 @pytest.fixture(scope="module")
 def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blends]:
-    """Of an engine whose blocks are cut; another such engine has filled the store."""
+    """Of an engine whose blocks are cut, and which has filled the store."""
     folder = tmp_path_factory.mktemp("cut")
     plugin(folder / "plugin")
     store = start_cachestore(folder / "store")
@@ -64,8 +64,6 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for prompt in (prompt_of(0, 1, 2), prompt_of(3, 4, 5)):
             blends.ask(prompt)
             blends.wait_until_stored(prompt)
-        blends.engine.service.stop()
-        launch(blends, cut=True)
         yield blends
     finally:
         if blends.engine is not None:
@@ -81,7 +79,7 @@ def test_its_blocks_are_cut(blends: Blends) -> None:
 
 def test_what_was_saved_from_cut_blocks_is_loaded_into_cut_blocks(blends: Blends) -> None:
     prompt = prompt_of(0, 1, 2)
-    answer, record = blends.ask(prompt)
+    answer, record = blends.ask_anew(prompt)
     assert record.loaded_tokens == prompt.chunk_ends[-1]
     assert answer.token_ids == blends.compute(prompt).token_ids
 
@@ -108,7 +106,7 @@ def test_an_engine_that_cuts_no_blocks_reads_the_same_bytes(blends: Blends) -> N
     blends.engine.service.stop()
     launch(blends, cut=False)
     assert "are cut into" not in blends.engine.service.log.read_text()
-    answer, record = blends.ask(prompt)
+    answer, record = blends.ask_anew(prompt)
     assert record.loaded_tokens == prompt.chunk_ends[-1]
     assert answer.token_ids == blends.compute(prompt).token_ids
     assert blends.values(prompt) == before

@@ -919,6 +919,8 @@ def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) 
         ("RAGCACHE_HANDOFF_WAIT_S", "-1"),
         ("RAGCACHE_LOOKUP_DEADLINE_S", "soon"),
         ("RAGCACHE_LOOKUP_DEADLINE_S", "inf"),
+        ("RAGCACHE_LOOKUP_DEADLINE_S", "0"),
+        ("RAGCACHE_LOAD_DEADLINE_S", "0"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str) -> None:
