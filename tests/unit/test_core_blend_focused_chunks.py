@@ -13,6 +13,7 @@ from ragcache_core.blend.focused_chunks import (
     Cut,
     FocusedChunks,
     entropy_cut,
+    focused_chunks,
     largest_gap_cut,
 )
 
@@ -175,3 +176,9 @@ def test_no_such_start():
         FocusedChunks.at_start(2, window=0)
     with pytest.raises(ValueError, match="chunks"):
         FocusedChunks.at_start(-1, window=1)
+
+
+def test_of_all_layers_at_once():
+    assert focused_chunks([], 2) == frozenset()
+    assert focused_chunks([[1.0, 9.0, 1.0]], 2) == {0, 1, 2}, "not settled"
+    assert focused_chunks([[1.0, 9.0, 1.0], [0.0, 9.0, 2.0]], 2) == {1}

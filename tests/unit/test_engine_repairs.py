@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -74,8 +75,13 @@ class FakeModel:
             value = torch.full((2, 2, len(run), 1, 4), COMPUTED, dtype=torch.bfloat16)
             self.cache.write(value, self.cache.slots(part.blocks, run.start, run.stop))
 
+    def paid(self, blocks: Sequence[int], question: range, chunks: Sequence[range]) -> Any:
+        """Attention of three layers, all of it to the chunks that are looked at."""
+        layer = [float(any(p in chunk for p in self.looked_at)) for chunk in chunks]
+        return SimpleNamespace(by_layer=[layer] * 3)
+
     def regard(
-        self, token_ids: Sequence[int], blocks: Sequence[int], question: range
+        self, token_ids: Sequence[int], blocks: Sequence[int], question: range, paid: Any = None
     ) -> torch.Tensor:
         assert len(token_ids) == question.stop <= len(blocks) * BLOCK
         self.looks.append((question, tuple(blocks)))
@@ -198,6 +204,24 @@ def test_the_question_looks_before_anything_is_mended(blending: Blending) -> Non
     assert blending.model.looks == [(range(120, LENGTH), (*BLOCKS[:4], *SCRATCH))]
     assert 77 in blending.model.recomputed
     assert outcome.repaired == 8
+
+
+@pytest.mark.parametrize("focus", [False, True])
+def test_chunks_that_the_question_does_not_look_at_may_be_let_go(focus: bool) -> None:
+    made = make(EngineConfig(FixedMembers(()), focused_chunks=focus))
+    wanted = spans(10, 50, 80, 120)
+    made.worker.store.fill(wanted)
+    made.worker.store.values[key(3)] = Miss.EVICTED
+    made.model.looked_at = (55, 60)
+    how = repair(chunk(10, 50), chunk(50, 80, lambda _: 5.0), budget=60)
+    outcome = made.run(job(wanted, how))
+    # What did not come is computed all the same.
+    own = {*range(50, 80), *range(80, 120)}
+    others = set(made.model.recomputed) - own
+    assert own <= set(made.model.recomputed)
+    assert len(others) == (0 if focus else 30)
+    assert outcome.repaired == 70 + len(others)
+    made.worker.side.close()
 
 
 def test_what_did_not_come_takes_nothing_of_the_budget(blending: Blending) -> None:

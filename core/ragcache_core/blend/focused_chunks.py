@@ -6,8 +6,10 @@ of their recomputation is not worth its time.
 
 The question's tokens have to be part of the repair pass, or there is no such attention (PAPERS.md).
 
-The engine does not let go of chunks: ``bench/blend_quality.py`` measures what that would save, and
-the answers that it would cost (ARCHITECTURE.md).
+An engine lets go of chunks only where it is told to (``RAGCACHE_FOCUSED_CHUNKS``), and then before
+it recomputes any of them, by the pass in which the question looks: one through a whole model cannot
+stop at a layer for some. ``bench/blend_quality.py`` measures what that saves, and the answers that
+it costs (ARCHITECTURE.md).
 """
 
 from __future__ import annotations
@@ -136,3 +138,14 @@ class FocusedChunks:
             high=high,
             steady=self.steady + 1 if same else 1,
         )
+
+
+def focused_chunks(by_layer: Sequence[Sequence[float]], window: int) -> frozenset[int]:
+    """F* of Algorithm 1 over layers that have all been seen.
+
+    by_layer: [layers][chunks], see ``FocusedChunks.after_layer``.
+    """
+    state = FocusedChunks.at_start(len(by_layer[0]) if by_layer else 0, window=window)
+    for attention in by_layer:
+        state = state.after_layer(attention)
+    return state.focused

@@ -42,6 +42,11 @@ class InfluencedChunk:
     start: int
     influence: Sequence[float]
 
+    @property
+    def positions(self) -> range:
+        """Of its tokens in the prompt."""
+        return range(self.start, self.start + len(self.influence))
+
     def __post_init__(self) -> None:
         if self.start < 0:
             raise ValueError(f"a chunk starts at 0 or later, not {self.start}")
@@ -63,7 +68,7 @@ def by_need(chunks: Sequence[InfluencedChunk], regard: Sequence[float] | None = 
     in_place = sorted((chunk for chunk in chunks if len(chunk.influence)), key=lambda c: c.start)
     if not in_place:
         return []
-    positions = np.concatenate([c.start + np.arange(len(c.influence)) for c in in_place])
+    positions = np.concatenate([np.asarray(chunk.positions) for chunk in in_place])
     if (np.diff(positions) < 1).any():
         raise ValueError("chunks do not overlap")
     need = influence = np.concatenate([_drawn_along(chunk.influence) for chunk in in_place])

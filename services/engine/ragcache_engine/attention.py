@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,11 @@ class AttentionObserver:
         return Observation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
 
     def regard(
-        self, token_ids: Sequence[int], blocks: Sequence[int], question: range
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        question: range,
+        paid: Paid | None = None,
     ) -> torch.Tensor:
         """What a question looks at: float32 [question.start], in [0, 1], by position.
 
@@ -99,12 +103,17 @@ class AttentionObserver:
         last two): what is asked for is found there. Earlier ones look at what stands out for any
         question, such as the latest heading, and more strongly than later ones look at what is out
         of its context; with all layers fewer answers are mended.
-        question: positions, as many as one pass takes; the KV of all before is in place.
+        question: positions, as many as one pass takes; the KV of all before is in place. paid: sees
+        the same pass.
         """
         watch = _Regard(self._cache, blocks, question)
-        with watch.watching():
+        with watch.watching(), paid.watching() if paid is not None else nullcontext():
             self._recomputer.recompute(token_ids, blocks, [question])
         return watch.most
+
+    def paid(self, blocks: Sequence[int], question: range, chunks: Sequence[range]) -> Paid:
+        """To see what a question pays to each chunk, layer by layer; see ``regard``."""
+        return Paid(self._cache, blocks, question, chunks)
 
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -140,7 +149,7 @@ class Watch(ABC):
 
     @contextmanager
     def _watching(self, index: int, impl: Any) -> Iterator[None]:
-        attend = impl.forward
+        attend, outer = impl.forward, vars(impl).get("forward")
 
         def forward(layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
             output = attend(layer, query, *rest, **named)
@@ -151,7 +160,10 @@ class Watch(ABC):
         try:
             yield
         finally:
-            del impl.forward
+            if outer is None:
+                del impl.forward
+            else:
+                impl.forward = outer
 
     def _see(self, index: int, query: torch.Tensor, scale: float) -> None:
         positions = self._positions
@@ -232,3 +244,24 @@ class _Regard(Watch):
         mean = torch.stack(total).sum(0) / len(self._positions)
         lifted = (torch.stack(most).amax(0) - mean).amax((0, 1))
         self.most = torch.maximum(self.most, lifted.cpu())
+
+
+class Paid(Watch):
+    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
+
+    by_layer: of each layer, in their order, the sum over the question's tokens and each chunk's, as
+    the mean over heads.
+    """
+
+    def __init__(
+        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
+    ) -> None:
+        super().__init__(cache, blocks, question, range(cache.num_layers))
+        self.by_layer: list[list[float]] = []
+        self._chunks = chunks
+
+    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
+        paid = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()  # [keys]
+        self.by_layer.append(
+            [float(paid[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
+        )

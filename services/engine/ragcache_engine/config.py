@@ -59,6 +59,7 @@ class EngineConfig:
     role: what the engine does of requests that are handed over; vLLM's kv_role.
     handoff_wait_s: how long one that decodes waits for what another engine computes, before it
     computes what is missing.
+    focused_chunks: of a blend, mend only the chunks that the question looks at.
     layerwise: take a request up when its first layers are in place (``layering``).
     observe_deadline_s: how long blocks of a request that has ended are kept, at most, while none of
     its chunks is looked at; the engine does that when it has nothing else to do.
@@ -88,6 +89,7 @@ class EngineConfig:
     role: Role = Role.BOTH
     handoff_wait_s: float = HANDOFF_WAIT_S
     layerwise: bool = False
+    focused_chunks: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> EngineConfig:
@@ -113,6 +115,9 @@ class EngineConfig:
             device_pool_bytes=_size("RAGCACHE_DEVICE_POOL_BYTES", env),
             tier_policy=_tier_policy(env.get("RAGCACHE_TIER_POLICY", DEFAULT_TIER_POLICY)),
             layerwise=is_layerwise(env),
+            focused_chunks=_is_on(
+                "RAGCACHE_FOCUSED_CHUNKS", env.get("RAGCACHE_FOCUSED_CHUNKS", "off")
+            ),
             handoff_wait_s=_seconds("RAGCACHE_HANDOFF_WAIT_S", env, HANDOFF_WAIT_S),
             load_deadline_s=_seconds("RAGCACHE_LOAD_DEADLINE_S", env, LOAD_DEADLINE_S),
             lookup_deadline_s=_seconds("RAGCACHE_LOOKUP_DEADLINE_S", env, LOOKUP_DEADLINE_S),

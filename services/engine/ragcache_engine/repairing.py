@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ragcache_core.blend.focused_chunks import focused_chunks
 from ragcache_core.blend.need import by_need
 from ragcache_core.blend.recomputation import first_of
 from ragcache_core.blend.slices import merged, split
@@ -55,7 +56,8 @@ class Repairer:
 
     slice_tokens: computed in one step at most while other requests run, so that these go on
     decoding; where none does, a step takes a whole pass. run_tokens: of what is chosen, so many
-    follow each other at least (``first_of``). question_tokens: that look, at most. tracer: of
+    follow each other at least (``first_of``). question_tokens: that look, at most. focus_window: of
+    Algorithm 1, by which only chunks that the question looks at are mended; 0: all are. tracer: of
     repairs that are part of a trace.
     """
 
@@ -68,6 +70,8 @@ class Repairer:
         run_tokens: int,
         question_tokens: int,
         tracer: Tracer | None = None,
+        *,
+        focus_window: int = 0,
     ) -> None:
         self._cache = cache
         self._recomputer = recomputer
@@ -75,6 +79,7 @@ class Repairer:
         self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
         self._run_tokens = run_tokens
         self._question_tokens = question_tokens
+        self._focus_window = focus_window
         self._tracer = tracer or Tracer()
         self._mendings: list[_Mending] = []
 
@@ -157,7 +162,8 @@ class Repairer:
         holes = merged([*repair.holes, *mending.outcome.lost])
         self._blank(job, holes)
         question = self._question(job, repair)
-        order = by_need(repair.chunks, self._regard(job, repair, question))
+        regard, let_go = self._look(job, repair, question)
+        order = by_need(repair.chunks, regard)
         # Holes are computed whatever is chosen, so they take nothing of the budget.
         chosen = first_of(
             order,
@@ -166,7 +172,8 @@ class Repairer:
             exact_head=job.first,
             done=holes,
         )
-        mending.runs = merged([*chosen.runs, *holes])
+        wanted = [range(p, p + 1) for p in chosen.positions() if not any(p in c for c in let_go)]
+        mending.runs = merged([*wanted, *holes])
         return len(question)
 
     def _question(self, job: LoadJob, repair: Repair) -> Sequence[int]:
@@ -179,17 +186,25 @@ class Repairer:
         # Of more than there is room for, its last words: what stands before them is mostly history.
         return repair.token_ids[job.end :][-room:]
 
-    def _regard(self, job: LoadJob, repair: Repair, question: Sequence[int]) -> list[float] | None:
-        """What the question looks at, by position; None where there is none."""
+    def _look(
+        self, job: LoadJob, repair: Repair, question: Sequence[int]
+    ) -> tuple[list[float] | None, Sequence[range]]:
+        """What the question looks at, by position, and chunks that are not worth mending.
+
+        Without a question nothing is known of either.
+        """
         if not question:
-            return None
+            return None, ()
         token_ids = [*repair.token_ids[: job.end], *question]
         own = job.blocks[: -(-job.end // self._cache.shape.block_size)]
-        regard = self._observer.regard(
-            token_ids, (*own, *repair.scratch), range(job.end, len(token_ids))
-        )
-        seen: list[float] = regard.tolist()
-        return seen
+        blocks, asking = (*own, *repair.scratch), range(job.end, len(token_ids))
+        chunks = [chunk.positions for chunk in repair.chunks]
+        paid = self._observer.paid(blocks, asking, chunks) if self._focus_window else None
+        regard: list[float] = self._observer.regard(token_ids, blocks, asking, paid).tolist()
+        if paid is None:
+            return regard, ()
+        focused = focused_chunks(paid.by_layer, self._focus_window)
+        return regard, [chunk for place, chunk in enumerate(chunks) if place not in focused]
 
     def _blank(self, job: LoadJob, holes: Sequence[range]) -> None:
         """Put zeros where nothing came: what lies there now may be anything, even no number."""

@@ -65,6 +65,11 @@ _LEAST_PASS = 32
 """Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
 
 
+def _focus_window(num_layers: int) -> int:
+    """Layers over which Algorithm 1's cut has to stay the same, of which the paper says nothing."""
+    return max(2, num_layers // 8)
+
+
 class WorkerSide:
     """One per worker. Called on the worker's main thread only, around and within forward passes.
 
@@ -131,6 +136,7 @@ class WorkerSide:
                 config.repair_run_tokens,
                 config.question_tokens,
                 tracer,
+                focus_window=_focus_window(cache.num_layers) if config.focused_chunks else 0,
             )
             self._observing = Observing(
                 observer,
