@@ -62,6 +62,8 @@ bench: setup ## every benchmark, the quick way
 			echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
 		fi; \
 	done
+	@echo "== blend_quality, text that nobody trained on"
+	@$(BIN)/python -m bench.blend_quality --quick --foreign
 
 wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine without network
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse

@@ -1,16 +1,27 @@
-"""The connector's device side without vLLM: loads by layer, turned keys, repairs in plain torch.
+"""The connector's device side without vLLM: loads, codecs, turned keys, repairs; plain torch.
 
-A Llama of random weights in plain torch over a paged cache in vLLM's layout; no vLLM, but the
-plugin's own code on the way: ``paged_cache``, ``writing``, ``layering`` and the rotation of keys.
-On a GPU it has the shape of a Llama of 1 B parameters, and values come from pinned memory; without
-one it is small, and what it prints says nothing of GPUs (``gpu`` is null).
+A Llama of random weights in plain torch (``bench/plain_llama.py``) over a paged cache in vLLM's
+layout; no vLLM, but the plugin's own code on the way: ``writing``, ``layering``, ``tiers`` over
+``chunk_pool``, ``arriving.Encoded``, ``attention``, ``repairing`` and the rotation of keys. On a
+GPU it has the shape of a Llama of 1 B parameters; without one it is small, all memories are the
+host's, codecs decode as they do in an engine there (``decoded_by``), and what it prints says
+nothing of GPUs (``gpu`` is null, ``ran_on`` is cpu).
 
-A prompt of chunks and a question; interleaved, medians, seconds until the last token's logits:
-``full``, all of it computed; ``copy``, the chunks' bytes to the device and nothing else;
-``exact``, all chunks written and then the question computed; ``layerwise``, the same with the first
-L_p layers written and the others beside the pass (eq. 16); ``moved``, chunks that stand elsewhere
-than they were computed, keys turned on the device; ``blend15``, the same with 15 % of their tokens,
-in runs, computed anew.
+A prompt of chunks and a question; interleaved, medians. Until the last token's logits: ``full``,
+all of it computed; ``exact``, all chunks written from pinned memory and then the question computed;
+``layerwise``, the same with the first L_p layers written and the others beside the pass (eq. 16);
+``host_tier``, ``device_pool``: exact, out of the engine's own tiers, and ``layerwise_`` of these;
+``moved``, chunks that stand elsewhere than they were computed, keys turned on the device;
+``blend15``, the same, then mended by the engine's ``Repairer``: the question looks, and 15 % of the
+tokens are computed anew, those that need it most wherever they are; ``blend15_device_pool``, out of
+the device pool. What chunks took from others is drawn at random, as the weights are: it decides
+which tokens that is, and what mending is worth is not to be seen here (``bench/blend_quality.py``).
+
+Without computing: ``copy``, the chunks' bytes to the device and nothing else; ``load_SOURCE``,
+written into the blocks from one of these memories; ``load_CODEC``, values held with a loss, from
+memory that is not pinned, as they come from a store; ``decode_CODEC``, decoded alone, of bytes that
+lie where they are decoded. Rates are of native bytes. What is decoded is compared with what the
+processor decodes, bit by bit.
 """
 
 from __future__ import annotations
@@ -21,149 +32,137 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 import torch
-from torch.nn import functional
 
+from bench.plain_llama import LLAMA_1B, SMALL, SPARE_BLOCKS, VOCABULARY, Llama, Passes, Shape
+from ragcache_core.blend.need import InfluencedChunk
+from ragcache_core.blend.recomputation import budget_tokens
+from ragcache_core.hotness.assignment import Placement
+from ragcache_core.hotness.placement import DEFAULT_TIER_POLICY
 from ragcache_core.keys import VariantKey
-from ragcache_engine.arriving import Arrival, Native
+from ragcache_core.variant import Codec, Part, Precision, Provenance, Tier, VariantInfo
+from ragcache_engine.arriving import Arrival, Encoded, Native, Source
+from ragcache_engine.attention import AttentionObserver
+from ragcache_engine.chunk_pool import ChunkPool
+from ragcache_engine.config import REPAIR_RUN_TOKENS, REPAIR_SLICE_TOKENS
 from ragcache_engine.layering import Layering
-from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.transfer import LoadJob, Repair, Span
+from ragcache_engine.repairing import Repairer
+from ragcache_engine.tiers import WAITING_SHARE, Offer, Tiers
+from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair, Span
+from ragcache_engine.values import decode, shape_of
 from ragcache_engine.writing import Writer
+from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
+from ragcache_kv.store.stored_value import StoredValue
+from ragcache_kv.value import FORMAT, checksum
 
-DTYPE = torch.bfloat16
-THETA = 500_000.0
-BLOCK_TOKENS = 64
 QUESTION_TOKENS = 64
 SHARE = 0.15
-RUN_TOKENS = 8
-"""Of a run of tokens that are computed anew, about as ``core/blend/need`` leaves them."""
-
 MOVED_BY = 100
+DOMAIN = "public"
+CODECS = (Codec.INT8, Codec.E4M3, Codec.GSE8, Codec.INT4)
 WARM_UP = 5
 """Rounds until kernels are compiled and it is known what writing takes."""
 
+FILLED_S = 60.0
+PINNED, HOST_TIER, DEVICE_POOL = "pinned", "host_tier", "device_pool"
+SOURCES = (PINNED, HOST_TIER, DEVICE_POOL)
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    chunks: int
-    chunk_tokens: int
+Write = Callable[[LoadJob, Arrival, int, int], None]
 
 
-LLAMA_1B = Shape(16, 2048, 32, 8, 64, 8192, chunks=16, chunk_tokens=256)
-SMALL = Shape(4, 256, 4, 2, 64, 1024, chunks=4, chunk_tokens=128)
+class Held:
+    """A prompt's chunks in all the memories that they are loaded from.
 
+    values: native, pinned where there is a GPU. elsewhere: the same as computed MOVED_BY positions
+    before. stored: by codec, as a store holds them.
+    """
 
-class Attention:
-    """What ``PagedCache`` knows of an attention layer: its cache, and how tokens are written."""
-
-    def __init__(self, shape: Shape, num_blocks: int, device: torch.device) -> None:
-        size = (num_blocks, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_dim)
-        self.kv_cache = torch.zeros(size, dtype=DTYPE, device=device)
-        self.impl = self
-
-    def do_kv_cache_update(
-        self,
-        layer: object,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        both = torch.cat((keys, values), dim=-1)
-        kv_cache[slots // BLOCK_TOKENS, :, slots % BLOCK_TOKENS] = both
-
-
-class Llama:
-    """Grouped attention over the paged cache, rotated keys, a gated MLP. Weights are random."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: Shape, device: torch.device, values: list[torch.Tensor]) -> None:
         self.shape, self.device = shape, device
-        rng = torch.Generator().manual_seed(0)
+        self.keys = [VariantKey(bytes([n]) * 16, bytes(16)) for n in range(len(values))]
+        self.values = [self._pinned(value) for value in values]
+        self.num_bytes = sum(value.nbytes for value in values)
+        self.stored = {codec: [_stored(shape, v, codec) for v in values] for codec in CODECS}
+        self._tiers = {
+            HOST_TIER: self._tier(Placement.PINNED, torch.device("cpu")),
+            DEVICE_POOL: self._tier(Placement.GPU, device),
+        }
 
-        def weight(rows: int, columns: int) -> torch.Tensor:
-            drawn = torch.randn(rows, columns, generator=rng) * columns**-0.5
-            return drawn.to(device, DTYPE)
+    def turned(self, rotation: KeyRotation) -> Held:
+        """The same chunks as they are when computed MOVED_BY positions before."""
+        values = [rotation.rotate_part(value.clone(), -MOVED_BY) for value in self.values]
+        return Held(self.shape, self.device, values)
 
-        heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.vocabulary = weight(4096, shape.hidden)
-        self.layers = [
-            {
-                "qkv": weight(heads + 2 * kv, shape.hidden),
-                "out": weight(shape.hidden, heads),
-                "up": weight(2 * shape.inner, shape.hidden),
-                "down": weight(shape.hidden, shape.inner),
-            }
-            for _ in range(shape.layers)
-        ]
-        pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
-        self.frequencies = tuple(THETA ** (-2 * float(p) / shape.head_dim) for p in pairs)
-        self._turns = torch.tensor(self.frequencies, device=device)
-        num_blocks = -(-shape.chunks * shape.chunk_tokens // BLOCK_TOKENS) + 8
-        self.blocks = tuple(range(num_blocks))
-        self.attention = [Attention(shape, num_blocks, device) for _ in range(shape.layers)]
-        self.cache = PagedCache({str(n): a for n, a in enumerate(self.attention)}, device)
+    def source(self, name: str, number: int) -> Source:
+        """A chunk, to be read once."""
+        if name == PINNED:
+            return Native(self.values[number])
+        size = self.shape.chunk_tokens
+        reading = self._tiers[name].read(self.keys[number], size, 0, DOMAIN, exact=True)
+        if reading is None:
+            raise RuntimeError(f"a chunk is not in the {name}")
+        return reading
 
-    def run(
-        self,
-        ids: torch.Tensor,
-        positions: Sequence[int],
-        needed: Callable[[int], None] = lambda layer: None,
-    ) -> torch.Tensor:
-        """Compute tokens at positions (ascending) over what is in the cache; the last one's logits.
+    def encoded(self, codec: Codec, number: int) -> Source:
+        """A chunk held with a loss, as it comes in an engine: decoded on a GPU, or before."""
+        stored = self.stored[codec][number]
+        if self.device.type == "cuda":
+            return Encoded(stored, self.shape.space, self.device)
+        return Native(self.decoded_here(codec, number))
 
-        needed: told of each layer between its own KV write and its attention, as by vLLM.
-        """
-        shape, end = self.shape, positions[-1] + 1
-        where = torch.tensor(positions, device=self.device)
-        hidden = self.vocabulary[ids[where]]
-        slots = torch.tensor(self.blocks, device=self.device)[where // BLOCK_TOKENS]
-        slots = slots * BLOCK_TOKENS + where % BLOCK_TOKENS
-        mask = torch.arange(end, device=self.device)[None] <= where[:, None]
-        whole = len(positions) == end
-        heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        for number, (weights, layer) in enumerate(zip(self.layers, self.attention, strict=True)):
-            normed = functional.rms_norm(hidden, (shape.hidden,))
-            query, keys, values = (normed @ weights["qkv"].T).split((heads, kv, kv), dim=-1)
-            query = self._rotated(query.view(-1, shape.heads, shape.head_dim), where)
-            keys = self._rotated(keys.view(-1, shape.kv_heads, shape.head_dim), where)
-            values = values.view(-1, shape.kv_heads, shape.head_dim)
-            layer.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
-            needed(number)
-            if not whole:
-                keys, values = self.cache.layer(number, self.blocks, 0, end)
-            mixed = functional.scaled_dot_product_attention(
-                *(part.transpose(0, 1)[None] for part in (query, keys, values)),
-                attn_mask=None if whole else mask,
-                is_causal=whole,
-                enable_gqa=True,
-            )
-            hidden = hidden + mixed[0].transpose(0, 1).reshape(-1, heads) @ weights["out"].T
-            normed = functional.rms_norm(hidden, (shape.hidden,))
-            gate, up = (normed @ weights["up"].T).chunk(2, dim=-1)
-            hidden = hidden + (functional.silu(gate) * up) @ weights["down"].T
-        return hidden[-1] @ self.vocabulary.T
+    def decoded_here(self, codec: Codec, number: int) -> torch.Tensor:
+        """A chunk decoded by the processor."""
+        stored = self.stored[codec][number]
+        value = decode(stored, self.shape.chunk_tokens, self.shape.space)
+        assert value is not None
+        return value
 
-    def _rotated(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = positions[:, None, None].float() * self._turns
-        first, second = heads.float().chunk(2, dim=-1)
-        cosines, sines = angles.cos(), angles.sin()
-        turned = (first * cosines - second * sines, second * cosines + first * sines)
-        return torch.cat(turned, dim=-1).to(heads.dtype)
+    def _pinned(self, value: torch.Tensor) -> torch.Tensor:
+        return value.pin_memory() if self.device.type == "cuda" else value
+
+    def _tier(self, memory: Placement, device: torch.device) -> Tiers:
+        """A tier that holds all chunks, filled as an engine fills it."""
+        limit = 2 * WAITING_SHARE * self.num_bytes  # all of them may wait at once
+        pool = ChunkPool(self.shape.space, limit, device)
+        tiers = Tiers({memory: pool}, DEFAULT_TIER_POLICY)
+        tiers.offer(self._offer(number) for number in range(len(self.keys)))
+        tiers.settle()
+        wanted = sum(pool.bytes_for(self.shape.chunk_tokens) for _ in self.keys)
+        deadline = time.monotonic() + FILLED_S
+        while tiers.take_counts().held_bytes.get(_NAMES[memory]) != wanted:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the {_NAMES[memory]} tier was not filled")
+            time.sleep(0.01)
+        return tiers
+
+    def _offer(self, number: int) -> Offer:
+        value = self.values[number]
+        info = VariantInfo(value.shape[2], value.nbytes, 0, Provenance(exact=True))
+        return Offer.of(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
+
+
+_NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
+
+
+def _stored(shape: Shape, value: torch.Tensor, codec: Codec) -> StoredValue:
+    """A value as a store holds it, with a loss."""
+    space = shape_of(shape.space)
+    native = value.contiguous().view(torch.uint8).numpy().reshape(-1)
+    precision = Precision(codec, codec)
+    parts = encode_value(native, space, shape.chunk_tokens, precision)
+    raw = bytearray(b"".join(part.tobytes() for part in parts))
+    described = tuple(Part(part.nbytes, checksum(part.data)) for part in parts)
+    info = VariantInfo(shape.chunk_tokens, len(raw), 0, Provenance(exact=True), precision)
+    return StoredValue(info, described, space, FORMAT, memoryview(raw), Tier.MEMORY)
 
 
 class Bench:
@@ -175,96 +174,211 @@ class Bench:
         self.context = shape.chunks * shape.chunk_tokens
         length = self.context + QUESTION_TOKENS
         rng = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(0, 4096, (length,), generator=rng).to(device)
+        drawn = torch.randint(0, VOCABULARY, (length,), generator=rng)
+        self.token_ids: list[int] = drawn.tolist()
+        self.ids = drawn.to(device)
+        self.influence: list[list[float]] = torch.rand(
+            shape.chunks, shape.chunk_tokens, generator=rng
+        ).tolist()
         self.question = range(self.context, length)
         rope = Rope(shape.head_dim, shape.head_dim, Pairing.HALVES, self.model.frequencies)
         rotation = KeyRotation(rope, "bfloat16")
-        self.writer = Writer(self.model.cache, rotation)
-        self.layering = Layering(self.model.cache, self.writer)
+        cache = self.model.cache
+        self.writer = Writer(cache, rotation)
+        # Each learns what writing takes out of one memory.
+        self.layerings = {source: Layering(cache, self.writer) for source in SOURCES}
+        self.passes = Passes(self.model)
+        recomputer = cast("Any", self.passes)
+        self.repairer = Repairer(
+            cache,
+            recomputer,
+            AttentionObserver(cache, recomputer),
+            REPAIR_SLICE_TOKENS,
+            REPAIR_RUN_TOKENS,
+            QUESTION_TOKENS,
+        )
         self.compute_s: float | None = None
+        self.put_off: defaultdict[str, list[bool]] = defaultdict(list)
+        self.repaired: list[int] = []
         self.model.run(self.ids, range(length))
-        values = [self._value(start) for start in self._starts()]
-        self.values = [self._pinned(value) for value in values]
-        elsewhere = [rotation.rotate_part(value.clone(), -MOVED_BY) for value in values]
-        self.elsewhere = [self._pinned(value) for value in elsewhere]
+        own = [cache.read(self.model.blocks, s, s + shape.chunk_tokens) for s in self._starts()]
+        self.here = Held(shape, device, own)
+        self.elsewhere = self.here.turned(rotation)
 
     def _starts(self) -> range:
         return range(0, self.context, self.shape.chunk_tokens)
 
-    def _value(self, start: int) -> torch.Tensor:
-        return self.model.cache.read(self.model.blocks, start, start + self.shape.chunk_tokens)
+    def forget(self) -> None:
+        """What was counted until now."""
+        self.put_off.clear()
+        self.repaired.clear()
 
-    def _pinned(self, value: torch.Tensor) -> torch.Tensor:
-        return value.pin_memory() if self.device.type == "cuda" else value
+    def shares_put_off(self) -> dict[str, float]:
+        """Of the passes beside which layers could be written, those where any were."""
+        return {source: round(statistics.fmean(put), 2) for source, put in self.put_off.items()}
 
     def full(self) -> torch.Tensor:
         return self.model.run(self.ids, range(len(self.ids)))
 
     def copy(self) -> None:
-        for value in self.values:
-            value.to(self.device, non_blocking=True)
+        for value in self.here.values:
+            value.to(self.device, non_blocking=True, copy=True)
 
-    def exact(self) -> torch.Tensor:
+    def exact(self, source: str = PINNED) -> torch.Tensor:
         """As the connector does it by default."""
-        for job, arrival in self._arrivals():
-            self.writer.write(job, arrival, arrival.span.start, arrival.span.end)
-        return self.model.run(self.ids, self.question)
+        self.load(source)
+        return self.answer()
 
-    def layerwise(self) -> torch.Tensor:
-        for job, arrival in self._arrivals():
-            self.layering.write(job, arrival, arrival.span.start, arrival.span.end)
-        self.layering.begin_pass()
-        logits = self.model.run(self.ids, self.question, self.layering.layer_needed)
-        assert not self.layering.end_pass()
+    def layerwise(self, source: str = PINNED) -> torch.Tensor:
+        """With some layers beside the pass."""
+        layering = self.layerings[source]
+        self._write(layering.write, partial(self.here.source, source))
+        self.put_off[source].append(layering.begin_pass())
+        logits = self.model.run(self.ids, self.question, layering.layer_needed)
+        assert not layering.end_pass()
+        self.writer.let_go()
         return logits
 
-    def moved(self) -> torch.Tensor:
-        self._move()
+    def moved(self, source: str = PINNED) -> torch.Tensor:
+        """Keys turned, nothing mended."""
+        self._move(source)
+        return self.answer()
+
+    def blend15(self, source: str = PINNED) -> torch.Tensor:
+        """Moved and mended."""
+        job = replace(self._move(source), repair=self._repair(SHARE))
+        self.repairer.start(job, LoadOutcome("r", self.context, 0, 0.0, None, ""))
+        ended: list[tuple[LoadJob, LoadOutcome]] = []
+        while not ended:
+            ended = self.repairer.advance(busy=False)
+        if ended[0][1].reason:
+            raise RuntimeError(ended[0][1].reason)
+        self.repaired.append(ended[0][1].repaired)
+        return self.answer()
+
+    def answer(self) -> torch.Tensor:
+        """The question alone."""
         return self.model.run(self.ids, self.question)
 
-    def blend15(self) -> torch.Tensor:
-        self._move()
-        every = round(RUN_TOKENS / SHARE)
-        chosen = [p for p in range(self.context) if p % every < RUN_TOKENS]
-        self.model.run(self.ids, chosen)
-        return self.model.run(self.ids, self.question)
+    def load(self, source: str) -> None:
+        """Write all chunks."""
+        self._write(self.writer.write, partial(self.here.source, source))
+        self.writer.let_go()
 
-    def _move(self) -> None:
-        for job, arrival in self._arrivals(moved_by=MOVED_BY):
-            self.writer.write(job, arrival, arrival.span.start, arrival.span.end)
+    def load_encoded(self, codec: Codec) -> None:
+        """Write all chunks, decoded."""
+        self._write(self.writer.write, partial(self.here.encoded, codec))
 
-    def _arrivals(self, moved_by: int = 0) -> list[tuple[LoadJob, Arrival]]:
-        """Everything has come from where it is held, and is to be written."""
+    def _move(self, source: str) -> LoadJob:
+        job = self._write(self.writer.write, partial(self._elsewhere, source), MOVED_BY)
+        self.writer.let_go()
+        return job
+
+    def _elsewhere(self, source: str, number: int) -> Source:
+        found = self.elsewhere.source(source, number)
+        # Keys are turned in a copy of the writer's own, but one that lies here alone in place.
+        if isinstance(found, Native) and self.device.type == "cpu":
+            return Native(found.value.clone())
+        return found
+
+    def _write(
+        self, write: Write, source_of: Callable[[int], Source], moved_by: int = 0
+    ) -> LoadJob:
+        """Everything has come from where it is held, and is written."""
         size = self.shape.chunk_tokens
         spans = tuple(
-            Span(VariantKey(bytes([n]) * 16, bytes(16)), start, start + size, start - moved_by)
-            for n, start in enumerate(self._starts())
+            Span(key, start, start + size, start - moved_by if moved_by else None)
+            for key, start in zip(self.here.keys, self._starts(), strict=True)
         )
-        repair = Repair(0, (), (), (), 0, ()) if moved_by else None
         job = LoadJob(
-            *("r", spans, 0, self.context, self.model.blocks, "public", repair),
+            *("r", spans, 0, self.context, self.model.blocks[:-SPARE_BLOCKS], DOMAIN),
+            repair=self._repair(0.0) if moved_by else None,
             compute_s=self.compute_s,
         )
-        values = self.elsewhere if moved_by else self.values
-        # Keys are turned in place, which on a GPU is a copy by then.
-        if moved_by and self.device.type == "cpu":
-            values = [value.clone() for value in values]
-        return [
-            (job, Arrival(span, Native(value), turn=moved_by))
-            for span, value in zip(spans, values, strict=True)
-        ]
+        for number, span in enumerate(spans):
+            write(job, Arrival(span, source_of(number), turn=moved_by), span.start, span.end)
+        return job
+
+    def _repair(self, share: float) -> Repair:
+        chunks = tuple(
+            InfluencedChunk(start, influence)
+            for start, influence in zip(self._starts(), self.influence, strict=True)
+        )
+        budget = budget_tokens(share, self.context)
+        scratch = self.model.blocks[-SPARE_BLOCKS:]
+        return Repair(0, self.token_ids, chunks, (), budget, scratch)
 
 
-def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, in each round."""
-    ways: dict[str, Callable[[], Any]] = {
+class Decoders:
+    """Decoding alone, of bytes that lie where they are decoded."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._is_gpu = bench.device.type == "cuda"
+        self._near = {
+            codec: [self._moved_near(stored) for stored in values]
+            for codec, values in bench.here.stored.items()
+        }
+
+    def decode(self, codec: Codec) -> None:
+        """All chunks."""
+        held = self._bench.here
+        for number, stored in enumerate(held.stored[codec]):
+            if self._is_gpu:
+                self._on_device(stored, self._near[codec][number])
+            else:
+                held.decoded_here(codec, number)
+
+    def equals_processor(self, codec: Codec) -> bool | None:
+        """Whether the device decodes as the processor does; None where there is none."""
+        if not self._is_gpu:
+            return None
+        held, size = self._bench.here, self._bench.shape.chunk_tokens
+        return all(
+            torch.equal(
+                held.encoded(codec, number).pieces(0, size)[0].cpu(),
+                held.decoded_here(codec, number),
+            )
+            for number in range(len(held.keys))
+        )
+
+    def _moved_near(self, stored: StoredValue) -> torch.Tensor:
+        return torch.frombuffer(stored.value, dtype=torch.uint8).to(self._bench.device)
+
+    def _on_device(self, stored: StoredValue, raw: torch.Tensor) -> None:
+        # Only a GPU's machine has Triton for sure.
+        from ragcache_kv.codecs.device import decode_part  # noqa: PLC0415
+
+        space, begin = shape_of(self._bench.shape.space), 0
+        for part in stored.parts:
+            encoded = raw[begin : begin + part.num_bytes]
+            decode_part(encoded, space, stored.info.num_tokens, stored.info.precision)
+            begin += part.num_bytes
+
+
+def ways_of(bench: Bench) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name."""
+    decoders = Decoders(bench)
+    tiers = (HOST_TIER, DEVICE_POOL)
+    return {
         "full": bench.full,
         "copy": bench.copy,
         "exact": bench.exact,
         "layerwise": bench.layerwise,
         "moved": bench.moved,
         "blend15": bench.blend15,
+        **{tier: partial(bench.exact, tier) for tier in tiers},
+        **{f"layerwise_{tier}": partial(bench.layerwise, tier) for tier in tiers},
+        f"blend15_{DEVICE_POOL}": partial(bench.blend15, DEVICE_POOL),
+        **{f"load_{source}": partial(bench.load, source) for source in SOURCES},
+        **{f"load_{codec}": partial(bench.load_encoded, codec) for codec in CODECS},
+        **{f"decode_{codec}": partial(decoders.decode, codec) for codec in CODECS},
     }
+
+
+def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, in each round."""
+    ways = ways_of(bench)
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(WARM_UP + rounds):
         for name, way in ways.items():
@@ -274,8 +388,10 @@ def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
             if number >= WARM_UP:
                 taken[name].append(seconds)
         began = _now(bench.device)
-        bench.model.run(bench.ids, bench.question)
+        bench.answer()
         bench.compute_s = _now(bench.device) - began
+        if number < WARM_UP:
+            bench.forget()
     return taken
 
 
@@ -285,7 +401,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def differences(bench: Bench) -> dict[str, bool | float]:
+def differences(bench: Bench) -> dict[str, object]:
     """Of the logits: bit by bit between ways to load, and by share from a full computation's."""
 
     def wiped(way: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -297,42 +413,72 @@ def differences(bench: Bench) -> dict[str, bool | float]:
         return round(float((one - other).float().norm() / other.float().norm()), 4)
 
     exact, full = wiped(bench.exact), wiped(bench.full)
+    tiers = [partial(way, tier) for way in (bench.exact, bench.layerwise) for tier in SOURCES]
+    decoders = Decoders(bench)
     return {
         "layerwise_equals_exact": torch.equal(wiped(bench.layerwise), exact),
+        "tiers_equal_exact": all(torch.equal(wiped(way), exact) for way in tiers),
+        "decoded_equals_processor": {
+            str(codec): decoders.equals_processor(codec) for codec in CODECS
+        },
         # A question computed alone takes other kernels than one in a whole prompt.
         "exact_differs_from_full": apart(exact, full),
         "moved_differs_from_full": apart(wiped(bench.moved), full),
+        "blend15_differs_from_full": apart(wiped(bench.blend15), full),
     }
 
 
-@torch.inference_mode()
+def figures(bench: Bench, taken: dict[str, list[float]]) -> dict[str, object]:
+    """Those of the JSON line that are of time."""
+    medians = {name: statistics.median(some) for name, some in taken.items()}
+
+    def over(slow: str, fast: str) -> float:
+        ratios = [a / b for a, b in zip(taken[slow], taken[fast], strict=True)]
+        return round(statistics.median(ratios), 3)
+
+    def gb_s(name: str) -> float:
+        return round(bench.here.num_bytes / medians[name] / 1e9, 2)
+
+    return {
+        "full_over_exact": over("full", "exact"),
+        "full_over_blend15": over("full", "blend15"),
+        "full_over_blend15_device_pool": over("full", f"blend15_{DEVICE_POOL}"),
+        "exact_over_layerwise": over("exact", "layerwise"),
+        "exact_over_host_tier": over("exact", HOST_TIER),
+        "exact_over_device_pool": over("exact", DEVICE_POOL),
+        "host_tier_over_layerwise": over(HOST_TIER, f"layerwise_{HOST_TIER}"),
+        "device_pool_over_layerwise": over(DEVICE_POOL, f"layerwise_{DEVICE_POOL}"),
+        "layers_put_off": bench.shares_put_off(),
+        "moved_over_exact": over("moved", "exact"),
+        "exact_over_copy": over("exact", "copy"),
+        "copy_gb_s": gb_s("copy"),
+        "load_gb_s": {str(one): gb_s(f"load_{one}") for one in (*SOURCES, *CODECS)},
+        "decode_gb_s": {str(codec): gb_s(f"decode_{codec}") for codec in CODECS},
+        "ms": {name: round(1e3 * seconds, 3) for name, seconds in medians.items()},
+        "repaired_share": round(statistics.mean(bench.repaired) / bench.context, 4),
+        "context_tokens": bench.context,
+    }
+
+
+@torch.no_grad()  # not inference_mode: the tiers are filled by a thread of their own
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     rounds = 5 if parser.parse_args().quick else 40
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
+    if not has_gpu:
+        torch.set_num_threads(1)  # on busy cores two would wait for each other at every layer
     bench = Bench(LLAMA_1B if has_gpu else SMALL, device)
     taken = measure(bench, rounds)
-    same = differences(bench)
-    medians = {name: statistics.median(some) for name, some in taken.items()}
-    num_bytes = sum(value.nbytes for value in bench.values)
-    for name, seconds in medians.items():
-        print(f"{name:10s} {1e3 * seconds:9.2f} ms, least {1e3 * min(taken[name]):9.2f}")
-
-    def over(slow: str, fast: str) -> float:
-        ratios = [a / b for a, b in zip(taken[slow], taken[fast], strict=True)]
-        return round(statistics.median(ratios), 3)
-
-    result = {
-        "full_over_exact": over("full", "exact"),
-        "full_over_blend15": over("full", "blend15"),
-        "exact_over_layerwise": over("exact", "layerwise"),
-        "moved_over_exact": over("moved", "exact"),
-        "exact_over_copy": over("exact", "copy"),
-        "copy_gb_s": round(num_bytes / medians["copy"] / 1e9, 2),
-        "context_tokens": bench.context,
-        **same,
+    result = figures(bench, taken)
+    for name, seconds in taken.items():
+        median, least = statistics.median(seconds), min(seconds)
+        print(f"{name:24s} {1e3 * median:9.2f} ms, least {1e3 * least:9.2f}")
+    result |= differences(bench)
+    result |= {
+        "ran_on": device.type,
+        "decoded_by": "triton on the GPU" if has_gpu else "the processor: there is no GPU",
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
     }
     print(json.dumps(result))

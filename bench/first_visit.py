@@ -5,10 +5,20 @@ with our connector, which looks them up in vain, computes, and copies what it co
 store. After each of these the bench waits until all of it is stored and observed, so that work
 behind the answer falls on nobody else's time; and before each question until all engines sleep.
 Two starts of the same program differ by several percent for as long as they live, so all three are
-started anew several times. ``excess_over_aa``: how much later the first token comes than that of
-the two plain engines on average, beyond what these differ by; medians of ratios within a round.
+started anew several times.
+
+All are medians of ratios within a round, less 1, so that below 0 the connector was the sooner one.
+``excess``: how much later the first token comes than that of the two plain engines on average.
+``aa``: the second plain engine against the first; ``aa_spread``: how much these differ in a round,
+whichever is later. ``excess_less_aa``: the excess less what the plain engines differ by, as it is;
+``excess_over_aa``: the same clamped at 0, so that it says nothing of how far below that it was.
 ``excess_of_plan``: the same engine, which differs from itself the least, asked with a plan against
-asked without one, when the connector has nothing to do.
+asked without one, when the connector has nothing to do; ``excess_of_plan_spread``: how much these
+differ in a round, whichever is later.
+
+Of each answer there is the first token alone (``max_tokens`` 1). What copying out and sending do
+behind it, to the next tokens of this answer and of others, is not in any of these figures:
+``bench/interference.py`` has that.
 
 precomputed: the same prompts after each chunk was computed by itself right behind the template, as
 ingest does when a collection asks for it; the first visitor then reuses them, a share recomputed.
@@ -157,8 +167,10 @@ def run(starts: int, rounds: int, folder: Path) -> dict[str, object]:
     ready = [(took, one) for took, one in zip(found, plain, strict=True) if "precomputed" in took]
     return {
         "excess_over_aa": round(max(0.0, excess - abs(aa)), 4),
+        "excess_less_aa": round(excess - abs(aa), 4),
         "excess": round(excess, 4),
         "excess_of_plan": round(statistics.median(of_plan) - 1, 4),
+        "excess_of_plan_spread": round(statistics.median(abs(one - 1) for one in of_plan), 4),
         "aa": round(aa, 4),
         "aa_spread": round(spread, 4),
         "ttft_full_over_precomputed": round(

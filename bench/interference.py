@@ -5,6 +5,15 @@ chunks of other prompts with 30 % of their tokens recomputed. What is measured i
 two tokens of the streams. budgeted: a step recomputes as many tokens as an engine does by default.
 unbudgeted: a step recomputes all there is. full: the same prompts computed by the budgeted engine,
 in pieces as large as vLLM cuts them. quiet: nothing arrives.
+
+What saving does: prompts arrive whose chunks are all new. saving: with plans, so that what is
+computed is copied out and sent to the store. plain: the same prompts to the same engine without
+plans, so that nothing is saved, and with salts, so that nothing is found. Which comes first takes
+turns. Both leave PAUSE_S after each answer, in which the streams alone decode while the store is
+sent what was computed; ``p99_saving_over_plain`` is of all that time, in which computing the
+prompts makes the longest gaps, ``p99_saving_over_plain_after_answers`` of the pauses alone. It is
+an error if not all chunks come to the store. Streams never let the engine be idle, so observing
+chunks, which it does only then, is in none of these.
 """
 
 from __future__ import annotations
@@ -20,7 +29,8 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +38,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.blend_ttft import DOMAIN, Bench, Scene, capture
+from bench.blend_ttft import CAPTURED, DOMAIN, Bench, Scene, capture
 from bench.completion import complete
 from bench.processes import (
     COMPUTES_PLAIN,
@@ -38,26 +48,41 @@ from bench.processes import (
     running_cachestore,
     wait_for_engine,
 )
-from ragcache_core.prompt import plan_blend
+from ragcache_core.keys import KVSpace
+from ragcache_core.plan import ReusePlan
+from ragcache_core.prompt import Prompt, plan_blend
+from ragcache_core.reuse import checked_segments
+from ragcache_core.storing import Want
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.store.client import StoreClient
 from tests.tiny_model import make_tiny_model
 
 STREAMS = 2
 BUDGET = 0.3
 QUIET_S = 3.0
 UNBUDGETED = str(1 << 20)
+PAUSE_S = 1.0
+"""After an answer; longer than it takes to send a prompt's values to the store."""
+
+SAVED_S = 60.0
 
 
 class Streams:
-    """Answers that are being streamed; gaps_s: between their tokens, while ``noting``."""
+    """Answers that are being streamed.
+
+    gaps_s: between their tokens, while ``noting``; pause_gaps_s: of these, in ``pause`` alone.
+    """
 
     def __init__(self, engine: Engine, prompt: list[int]) -> None:
         self._engine = engine
         self._prompt = prompt
         self._stop = threading.Event()
         self._noting = threading.Event()
+        self._pausing = threading.Event()
+        self._ended = threading.Event()
         self._begun = threading.Semaphore(0)
         self.gaps_s: list[float] = []
+        self.pause_gaps_s: list[float] = []
         self._threads = [threading.Thread(target=self._read) for _ in range(STREAMS)]
 
     @contextlib.contextmanager
@@ -80,6 +105,14 @@ class Streams:
             yield
         finally:
             self._noting.clear()
+        if self._ended.is_set():
+            raise RuntimeError("a stream ended before all had arrived that it was to feel")
+
+    def pause(self) -> None:
+        """Let the streams decode alone for a while."""
+        self._pausing.set()
+        time.sleep(PAUSE_S)
+        self._pausing.clear()
 
     def _read(self) -> None:
         body = {
@@ -103,7 +136,10 @@ class Streams:
                     self._begun.release()
                 elif self._noting.is_set():
                     self.gaps_s.append(now - last)
+                    if self._pausing.is_set():
+                        self.pause_gaps_s.append(now - last)
                 last = now
+        self._ended.set()
 
 
 def gaps(engine: Engine, prompt: list[int], during: Callable[[], None]) -> list[float]:
@@ -113,6 +149,74 @@ def gaps(engine: Engine, prompt: list[int], during: Callable[[], None]) -> list[
         with streams.noting():
             during()
         return streams.gaps_s
+
+
+@dataclass(slots=True)
+class Newcomers:
+    """Prompts of all-new chunks that arrive at an engine, with plans and without.
+
+    found, pauses: gaps of the streams meanwhile, and in the pauses behind the answers, by case.
+    """
+
+    engine: Engine
+    store: str
+    space: KVSpace
+    streamed: list[int]
+    found: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    pauses: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    firsts: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def measure(self, prompts: Sequence[Prompt], *, saving_first: bool) -> None:
+        """Both cases with the same prompts; neither finds anything of what the other computed."""
+        for saving in (saving_first, not saving_first):
+            case = "saving" if saving else "plain"
+            let_engines_sleep()
+            with Streams(self.engine, self.streamed).running() as streams:
+                with streams.noting():
+                    plans = self._arrive(case, prompts, streams)
+                self.found[case] += streams.gaps_s
+                self.pauses[case] += streams.pause_gaps_s
+            if saving:
+                self._check_saved(prompts, plans)
+
+    def _arrive(
+        self, case: str, prompts: Sequence[Prompt], streams: Streams
+    ) -> Sequence[ReusePlan]:
+        plans = []
+        for prompt in prompts:
+            plan = plan_blend(prompt, self.space, DOMAIN, uuid.uuid4().hex, BUDGET)
+            answer = complete(
+                self.engine.url,
+                prompt.token_ids,
+                max_tokens=1,
+                plan=plan.to_json() if case == "saving" else None,
+                cache_salt=uuid.uuid4().hex,
+            )
+            self.firsts[case].append(answer.ttft_s)
+            plans.append(plan)
+            streams.pause()
+        return plans
+
+    def _check_saved(self, prompts: Sequence[Prompt], plans: Sequence[ReusePlan]) -> None:
+        """Raises RuntimeError unless the store comes to hold every chunk."""
+        client = StoreClient(self.store)
+        wants = [
+            Want.of(named.variant)
+            for prompt, plan in zip(prompts, plans, strict=True)
+            for named in checked_segments(plan, prompt.token_ids, self.space)
+        ]
+        deadline = time.monotonic() + SAVED_S
+        while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
+            if time.monotonic() > deadline:
+                raise RuntimeError("chunks that were to be saved are not with the store")
+            time.sleep(0.05)
+        client.close()
+
+
+def new_prompts(rng: random.Random, vocabulary: int, count: int) -> list[Prompt]:
+    """Prompts of chunks that nobody has seen."""
+    scenes = [Scene.make(rng, vocabulary, 1) for _ in range(-(-count // CAPTURED[1]))]
+    return [scene.captured(number) for scene in scenes for number in range(CAPTURED[1])][:count]
 
 
 def p99_ms(seconds: list[float]) -> float:
@@ -125,9 +229,10 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
     loaded = load_model_folder(str(model))
     space = loaded.space("auto")
     rng = random.Random(uuid.uuid4().int)
-    scene = Scene.make(rng, int(loaded.config["vocab_size"]) - 8, 1)
+    vocabulary = int(loaded.config["vocab_size"]) - 8
+    scene = Scene.make(rng, vocabulary, 1)
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(running_cachestore(folder / "store", memory_bytes=1 << 30))
+        store = stack.enter_context(running_cachestore(folder / "store", memory_bytes=2 << 30))
         engines = {
             "budgeted": launch_engine(folder, model, store.address, settings=COMPUTES_PLAIN),
             "unbudgeted": launch_engine(
@@ -162,15 +267,32 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
 
         for engine in engines.values():
             arrive("warm_up", engine, BUDGET)
-        for _ in range(2):  # one after another twice, so that slow minutes fall on all
+        newcomers = Newcomers(ours, store.address, space, streamed)
+        for turn in range(2):  # one after another twice, so that slow minutes fall on all
             found["quiet"] += gaps(ours, streamed, lambda: time.sleep(QUIET_S))
             for name, engine in engines.items():
                 found[name] += gaps(engine, streamed, partial(arrive, name, engine, BUDGET))
             found["full"] += gaps(ours, streamed, partial(arrive, "full", ours, None))
+            new = new_prompts(rng, vocabulary, arrivals)
+            newcomers.measure(new, saving_first=bool(turn))
+    found |= newcomers.found
+    firsts |= newcomers.firsts
+    pauses = newcomers.pauses
     p99 = {name: p99_ms(seconds) for name, seconds in found.items()}
     return {
         "itl_p99_unbudgeted_over_budgeted": round(p99["unbudgeted"] / p99["budgeted"], 2),
         "itl_p99_full_over_budgeted": round(p99["full"] / p99["budgeted"], 2),
+        "p99_saving_over_plain": round(p99["saving"] / p99["plain"], 3),
+        "p99_saving_over_plain_after_answers": round(
+            p99_ms(pauses["saving"]) / p99_ms(pauses["plain"]), 3
+        ),
+        "mean_saving_over_plain_after_answers": round(
+            statistics.fmean(pauses["saving"]) / statistics.fmean(pauses["plain"]), 3
+        ),
+        "itl_after_answers_ms": {
+            name: {"p99": p99_ms(s), "median": round(statistics.median(s) * 1e3, 1)}
+            for name, s in pauses.items()
+        },
         "itl_p99_ms": p99,
         "itl_max_ms": {name: round(max(s) * 1e3, 1) for name, s in found.items()},
         "itl_median_ms": {n: round(statistics.median(s) * 1e3, 1) for n, s in found.items()},
