@@ -42,7 +42,7 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -233,20 +233,10 @@ class Lab:
         self, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[range]
     ) -> list[list[float]]:
         """What all tokens behind the chunks attend to each chunk: by layer, by chunk (eq. 15)."""
-        from ragcache_engine.attention import Watch  # noqa: PLC0415
-
-        stack = self._torch.stack
-        rows: list[list[float]] = []
-
-        class Sums(Watch):
-            def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-                paid = stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0)  # [keys]
-                rows.append([float(paid[chunk.start : chunk.stop].sum()) for chunk in chunks])
-
         question = range(chunks[-1].stop, len(token_ids))
-        with Sums(self.cache, table, question, range(self.cache.num_layers)).watching():
-            self.recomputer.recompute(token_ids, table, [question])
-        return rows
+        paid = self._observer.paid(table, question, chunks)
+        self._observer.regard(token_ids, table, question, paid)
+        return paid.by_layer
 
     def answer(
         self,

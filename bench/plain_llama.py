@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ragcache_core.keys import KVSpace
 from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.prompt_part import PromptPart
 
 DTYPE = torch.bfloat16
 THETA = 500_000.0
@@ -192,9 +193,14 @@ class Passes:
         writes: bool = True,
     ) -> torch.Tensor:
         """Compute the KV of runs of a prompt's positions anew, in place."""
-        positions = [position for run in runs for position in run]
+        return self.recompute_parts([PromptPart(token_ids, blocks, runs)], writes=writes)
+
+    def recompute_parts(self, parts: Sequence[PromptPart], *, writes: bool = True) -> torch.Tensor:
+        """The same of one prompt, which is all that is asked for here."""
+        [part] = parts
+        positions = [position for run in part.runs for position in run]
         assert 0 < len(positions) <= self.max_tokens
-        assert len(runs) <= self.max_runs
-        ids = torch.tensor(token_ids, device=self._model.device)
+        assert len(part.runs) <= self.max_runs
+        ids = torch.tensor(part.token_ids, device=self._model.device)
         self.count += 1
-        return self._model.run(ids, positions, blocks=blocks, writes=writes)
+        return self._model.run(ids, positions, blocks=part.blocks, writes=writes)

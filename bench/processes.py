@@ -20,7 +20,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
 _SPIN_S = 1.2
