@@ -564,7 +564,7 @@ def test_how_long_a_load_is_waited_for_follows_what_computing_takes(warm: Engine
 
     assert deadline_s("unknown") == 5.0
     warm.costs.start_from(PROFILE)
-    assert deadline_s("quick") == 1.0
+    assert deadline_s("quick") == 2.0
     slow = PrefillProfile((0,), (1, 1000), ((0.01, 10.0),), 2048)
     warm.costs.start_from(slow)
     assert deadline_s("slow") == pytest.approx(0.03 * prompt.chunk_ends[-1])

@@ -17,7 +17,7 @@ SLOWER = "computing is faster"
 _PATIENCE = 3.0
 """How much longer than computing a load may take before it is given up."""
 
-_LEAST_DEADLINE_S = 1.0
+_LEAST_DEADLINE_S = 2.0
 """Of any load, however little computing takes: a busy machine may pause for as long."""
 
 
