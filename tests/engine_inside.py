@@ -1,6 +1,6 @@
 """Checks inside a vLLM engine, in a process of its own: prints what it found as one JSON object.
 
-python -m tests.engine_inside MODEL_FOLDER
+python -m tests.engine_inside MODEL_FOLDER DTYPE
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ BLOCKS_APART = 20
 """Block tables start so far from each other, and from what the engine itself has used."""
 
 QUESTION = range(480, 520)
+
+PIECE = 256
+"""Of a prompt, in one pass of vLLM's own."""
 
 
 def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -81,6 +84,29 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The same worker, when it has just prefilled token_ids in passes of PIECE tokens."""
+    import torch
+
+    from ragcache_engine.loaded_model import loaded_model
+    from ragcache_engine.paged_cache import PagedCache
+    from ragcache_engine.recomputing import Recomputer
+
+    runner = worker.model_runner
+    block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
+    model = loaded_model(runner, block_size)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
+    recomputer, count = Recomputer(model), len(token_ids)
+    num_blocks = -(-count // block_size)
+    own = runner.input_batch.block_table[0].get_numpy_array()[0][:num_blocks].tolist()
+    other = [5 * BLOCKS_APART + i for i in range(num_blocks)]
+    for start in range(0, count, PIECE):
+        recomputer.recompute(token_ids, other, [range(start, min(start + PIECE, count))])
+    prefilled, computed = cache.read(own, 0, count), cache.read(other, 0, count)
+    return {"pieces_equal_prefill": bool(torch.equal(computed, prefilled))}
+
+
 def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     """What was observed, by another implementation of the model and in float32."""
     import torch
@@ -118,14 +144,21 @@ def main() -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     from vllm import LLM, SamplingParams
 
-    model = sys.argv[1]
-    engine = LLM(model, enforce_eager=True, max_num_batched_tokens=2048, disable_log_stats=True)
+    model, dtype = sys.argv[1:]
+    engine = LLM(
+        model, dtype=dtype, enforce_eager=True, max_num_batched_tokens=2048, disable_log_stats=True
+    )
     rng = random.Random(1)
     token_ids = [rng.randrange(340) for _ in range(700)]
     asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     engine.generate({"prompt_token_ids": token_ids}, asked, use_tqdm=False)
     [found] = engine.collective_rpc(inside, args=(token_ids,))
-    print(json.dumps({**found, "reference": reference(model, token_ids)}))
+    engine.reset_prefix_cache()
+    core = engine.llm_engine.engine_core.engine_core
+    core.scheduler.scheduler_config.long_prefill_token_threshold = PIECE
+    engine.generate({"prompt_token_ids": token_ids}, asked, use_tqdm=False)
+    [pieces] = engine.collective_rpc(inside_pieces, args=(token_ids,))
+    print(json.dumps({**found, **pieces, "reference": reference(model, token_ids)}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,18 @@ from bench.processes import (
     wait_for_engine,
 )
 from ragcache_core.keys import KVSpace
-from ragcache_core.prompt import Prompt, assemble, plan_exact
+from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.reuse import checked_segments
 from ragcache_core.storing import Want
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store.client import StoreClient
+from ragcache_wire.v1 import engine_pb2
 
 pytestmark = pytest.mark.timeout(600)
 
 TIMEOUT_S = 120.0
 NUM_TOKENS = 900
+HEAD = 41
 # 17 blocks of 128 tokens and one that stays free: two of the prompts, which take six each, until
 # they need up to thirteen with their answers. Whichever two begin about at once, one gives way.
 ENGINE_ARGUMENTS = ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "384")
@@ -39,13 +41,15 @@ ENGINE_ARGUMENTS = ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens
 Tokens = tuple[int, ...]
 
 
-def make_prompt(seed: int) -> Prompt:
+def make_prompt(seed: int, order: Sequence[int] = (0, 1, 2, 3)) -> Prompt:
+    """With the chunks of a seed in this order, behind the same head."""
     rng = random.Random(f"pressure {seed}")
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(350) for _ in range(count)]
 
-    return assemble(ids(41), [ids(131), ids(200), ids(177), ids(91)], ids(23))
+    head, chunks = ids(HEAD), [ids(131), ids(200), ids(177), ids(91)]
+    return assemble(head, [chunks[number] for number in order], ids(23))
 
 
 PROMPTS = [make_prompt(seed) for seed in range(4)]
@@ -77,6 +81,22 @@ class Pressed:
             cache_salt=request,
         )
         return answer.token_ids, record_of(self.engine, request).loaded_tokens
+
+    def blend(self, prompt: Prompt) -> tuple[Tokens, engine_pb2.RequestRecord]:
+        """As reuse does, of chunks from other prompts, all of them mended; and its record."""
+        request = uuid.uuid4().hex
+        answer = complete(
+            self.engine.url,
+            prompt.token_ids,
+            max_tokens=NUM_TOKENS,
+            plan=plan_blend(prompt, self.space, "public", request, 1.0).to_json(),
+            cache_salt=request,
+        )
+        return answer.token_ids, record_of(self.engine, request)
+
+    def preemptions(self) -> float:
+        """All until now; vLLM tells of them before an answer that comes later."""
+        return self.counted("vllm:num_preemptions_total")
 
     def counted(self, name: str) -> float:
         lines = httpx.get(f"{self.engine.url}/metrics", timeout=TIMEOUT_S).text.splitlines()
@@ -133,16 +153,38 @@ def test_answers_of_preempted_requests_are_those_of_vllm(pressed: Pressed) -> No
     expected = [pressed.compute(prompt) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         control = list(pool.map(pressed.compute, PROMPTS))
-        before = pressed.counted("vllm:num_preemptions_total")
+        preempted = [pressed.preemptions()]
         saving = [tokens for tokens, _ in pool.map(pressed.reuse, PROMPTS)]
+        preempted.append(pressed.preemptions())
         pressed.wait_until_stored()
         loading = list(pool.map(pressed.reuse, PROMPTS))
-    assert 0 < before < pressed.counted("vllm:num_preemptions_total")
+        preempted.append(pressed.preemptions())
+    # In each phase by itself; all that ran in the last one had been loaded.
+    assert 0 < preempted[0] < preempted[1] < preempted[2]
     wanted = agreed(control, expected)
     assert wanted > NUM_TOKENS
     assert agreed(saving, expected) > wanted / 2
     assert agreed([tokens for tokens, _ in loading], expected) > wanted / 2
     assert all(loaded > 0 for _, loaded in loading)
+
+
+def test_blends_that_are_preempted_are_answered_as_vllm_would(pressed: Pressed) -> None:
+    """Of chunks in another order, all of it mended, so that the answers are vLLM's own."""
+    orders = ((2, 0, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 3, 1, 0))
+    prompts = [make_prompt(seed, order) for seed, order in enumerate(orders)]
+    expected = [pressed.compute(prompt) for prompt in prompts]
+    preempted = [pressed.preemptions()]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        control = list(pool.map(pressed.compute, prompts))
+        preempted.append(pressed.preemptions())
+        blended = list(pool.map(pressed.blend, prompts))
+    preempted.append(pressed.preemptions())
+    assert 0 < preempted[0] < preempted[1] < preempted[2]
+    wanted = agreed(control, expected)
+    assert wanted > NUM_TOKENS
+    assert agreed([tokens for tokens, _ in blended], expected) > wanted / 2
+    for prompt, (_, record) in zip(prompts, blended, strict=True):
+        assert record.blended_tokens == record.repaired_tokens == prompt.chunk_ends[-1] - HEAD
 
 
 def test_an_engine_that_was_pressed_holds_nothing_back(pressed: Pressed) -> None:

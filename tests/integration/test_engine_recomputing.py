@@ -16,28 +16,54 @@ pytestmark = pytest.mark.timeout(300)
 ROUNDING = 0.01
 """Sums of another order round otherwise; bfloat16 has about three decimal digits."""
 
+ROUNDING_FLOAT32 = 1e-5
+"""It has about seven, so that even one token less to look at, of hundreds, would show."""
 
-@pytest.fixture(scope="module")
-def found(tiny_model: Path) -> dict[str, Any]:
+
+def said_inside(model: Path, dtype: str) -> dict[str, Any]:
     """What ``tests.engine_inside`` says; vLLM is not one to share a process with other tests."""
-    argv = [sys.executable, "-m", "tests.engine_inside", str(tiny_model)]
+    argv = [sys.executable, "-m", "tests.engine_inside", str(model), dtype]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 
 
+@pytest.fixture(scope="module")
+def found(tiny_model: Path) -> dict[str, Any]:
+    """In the model's own numbers."""
+    return said_inside(tiny_model, "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def found_in_float32(tiny_model: Path) -> dict[str, Any]:
+    return said_inside(tiny_model, "float32")
+
+
 def test_computing_everything_anew_gives_the_very_bits_of_a_prefill(found: dict[str, Any]) -> None:
     assert found["whole_equals_prefill"]
 
 
-def test_slices_one_after_another_come_to_the_whole(found: dict[str, Any]) -> None:
+def test_pieces_one_after_another_are_the_very_bits_of_a_prefill_in_such_pieces(
+    found: dict[str, Any], found_in_float32: dict[str, Any]
+) -> None:
+    assert found["pieces_equal_prefill"]
+    assert found_in_float32["pieces_equal_prefill"]
+
+
+def test_slices_one_after_another_come_to_the_whole(
+    found: dict[str, Any], found_in_float32: dict[str, Any]
+) -> None:
     assert found["slices_error"] < ROUNDING
+    assert found_in_float32["slices_error"] < ROUNDING_FLOAT32
 
 
-def test_scattered_tokens_are_mended_in_place_and_see_each_other(found: dict[str, Any]) -> None:
+def test_scattered_tokens_are_mended_in_place_and_see_each_other(
+    found: dict[str, Any], found_in_float32: dict[str, Any]
+) -> None:
     assert found["spoiled_error"] > 100 * ROUNDING
     assert found["scattered_error"] < ROUNDING
+    assert found_in_float32["scattered_error"] < ROUNDING_FLOAT32
 
 
 def test_more_than_a_pass_takes_is_refused(found: dict[str, Any]) -> None:

@@ -101,6 +101,59 @@ def test_a_device_reads_what_its_backend_lays_side_by_side() -> None:
         assert torch.equal(cache.values(1, blocks, start, end), whole[1, 1, start:end])
 
 
+class StridedLayer:
+    """FlashAttention's: tokens lie where the shape says, in memory that has its axes in an order.
+
+    axes: of layers, blocks, heads, tokens of a block ("N") and a head's keys and values ("C"), the
+    outermost first. All layers share one tensor.
+    """
+
+    def __init__(self, memory: torch.Tensor, axes: str, index: int) -> None:
+        shown = memory.permute(*(axes.index(axis) for axis in "LBHNC"))
+        self.kv_cache = shown[index]
+        self.impl = self
+
+    def do_kv_cache_update(
+        self,
+        layer: StridedLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        assert kv_cache is self.kv_cache, "the view itself, with its strides, and no copy of it"
+        for token, slot in enumerate(slots.tolist()):
+            block, offset = divmod(slot, BLOCK)
+            kv_cache[block, :, offset, :DIM] = key[token]
+            kv_cache[block, :, offset, DIM:] = value[token]
+
+
+@pytest.mark.parametrize("axes", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BNLHC"])
+def test_a_device_reads_what_lies_in_memory_in_another_order_than_shown(axes: str) -> None:
+    sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * DIM}
+    untouched = 99.0
+    memory = torch.full([sizes[axis] for axis in axes], untouched, dtype=torch.bfloat16)
+    layers = {f"layer.{index}": StridedLayer(memory, axes, index) for index in range(LAYERS)}
+    cache = PagedCache(layers, torch.device("meta"))  # a device: nothing looks into its order
+    cache.device = torch.device("cpu")
+    blocks = [7, 2, 8, 0]
+    whole = torch.randn(LAYERS, 2, 4 * BLOCK, HEADS, DIM).to(torch.bfloat16)
+    bounds = [0, 5, 37, 64, 128]
+    for start, end in itertools.pairwise(bounds):
+        cache.write(whole[:, :, start:end], cache.slots(blocks, start, end))
+    for start, end in [(0, 128), (3, 9), (31, 33), (64, 96), (100, 128)]:
+        assert torch.equal(cache.read(blocks, start, end), whole[:, :, start:end])
+        for index in range(LAYERS):
+            assert torch.equal(cache.keys(index, blocks, start, end), whole[index, 0, start:end])
+            assert torch.equal(cache.values(index, blocks, start, end), whole[index, 1, start:end])
+    # Each number is where the order of the axes puts it, and nowhere else.
+    plain = memory.permute(*(axes.index(axis) for axis in "LBNHC"))
+    tokens = plain[:, blocks].reshape(LAYERS, 4 * BLOCK, HEADS, 2, DIM)
+    assert torch.equal(tokens.permute(0, 3, 1, 2, 4), whole)
+    others = [block for block in range(BLOCKS) if block not in blocks]
+    assert bool((plain[:, others] == untouched).all())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_an_order_that_is_no_nest_of_loops_is_refused(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

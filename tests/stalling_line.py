@@ -1,0 +1,150 @@
+"""A line to a cache store on which values can be held up in the middle.
+
+So that a load is under way for as long as a test wants, whatever the machine is busy with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from ragcache_kv.store.client import StoreClient
+
+HOST = "127.0.0.2"
+"""Another address of this machine. What a store says of itself names its lane's port and no host,
+so that a relay of the same ports there carries all that is said to it."""
+
+READ_BYTES = 1 << 16
+
+
+class StallingLine:
+    """A relay of a store's ports at HOST, on threads of its own. The store offers no other lane."""
+
+    def __init__(self, store: str) -> None:
+        """store: its address, where it serves."""
+        host, port = store.rsplit(":", 1)
+        client = StoreClient(store)
+        client.connect(30)
+        assert client.hello is not None
+        assert client.lane == "socket"
+        lane = client.hello.lane_port
+        client.close()
+        self.address = f"{HOST}:{port}"
+        self._changed = threading.Condition()
+        self._may_pass: int | None = None
+        self._stalls = 0
+        self._stalled: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
+        self._listeners = [
+            self._listen((host, int(port)), self._pass),
+            self._listen((host, lane), self._pass_or_stall),
+        ]
+
+    @classmethod
+    @contextlib.contextmanager
+    def to(cls, store: str) -> Iterator[StallingLine]:
+        """A line that lets everything through at first."""
+        line = cls(store)
+        try:
+            yield line
+        finally:
+            line.go_on()
+            line.cut()
+            for listener in line._listeners:
+                listener.close()
+
+    def stall(self, after_bytes: int) -> None:
+        """From now on so many bytes of values come over each connection, and no more."""
+        with self._changed:
+            self._stalls += 1
+            self._may_pass = after_bytes
+
+    def wait_until_stalled(self, connections: int = 1, timeout_s: float = 60.0) -> None:
+        """Until the store has sent more than may pass, over so many."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._stalled) >= connections, timeout_s)
+
+    @property
+    def stalled(self) -> int:
+        """Connections on which something is held up now."""
+        with self._changed:
+            return len(self._stalled)
+
+    def go_on(self) -> None:
+        """Let everything through."""
+        with self._changed:
+            self._may_pass = None
+            self._changed.notify_all()
+
+    def cut(self) -> None:
+        """End every connection, as the store's end would; what is held up never comes."""
+        with self._changed:
+            connections, self._connections = self._connections, set()
+            self._changed.notify_all()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _listen(
+        self,
+        target: tuple[str, int],
+        down: Callable[[socket.socket, socket.socket], None],
+    ) -> socket.socket:
+        listener = socket.create_server((HOST, target[1]), backlog=64)
+
+        def relay(here: socket.socket) -> None:
+            with here, contextlib.suppress(OSError), socket.create_connection(target) as there:
+                with self._changed:
+                    self._connections |= {here, there}
+                up = threading.Thread(target=self._pass, args=[here, there], daemon=True)
+                up.start()
+                down(there, here)
+                up.join()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    here, _ = listener.accept()
+                    threading.Thread(target=relay, args=[here], daemon=True).start()
+
+        threading.Thread(target=accept, name="line", daemon=True).start()
+        return listener
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(READ_BYTES):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _pass_or_stall(self, source: socket.socket, target: socket.socket) -> None:
+        stall = passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(READ_BYTES):
+                with self._changed:
+                    if self._stalls != stall:
+                        stall, passed = self._stalls, 0
+                    room = len(data) if self._may_pass is None else self._may_pass - passed
+                passed += len(data)
+                target.sendall(data[:room])
+                if room < len(data) and not self._held(target):
+                    break
+                target.sendall(data[room:])
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _held(self, target: socket.socket) -> bool:
+        """Wait until things go on; False: the connection has been ended."""
+        with self._changed:
+            self._stalled.add(target)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._may_pass is None or target not in self._connections
+            )
+            self._stalled.discard(target)
+            return target in self._connections
