@@ -9,7 +9,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 BLOCKS_APART = 20
@@ -67,6 +67,10 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     recomputer.recompute(token_ids, table(3), runs)
     found["scattered_error"] = error(kv(table(3)), prefilled)
 
+    cache.write(spoiled, cache.slots(table(3), 0, count))
+    found["beside_error"] = beside(cache, recomputer, token_ids, table, runs)
+    found["together_error"] = error(kv(table(3)), prefilled)
+
     try:
         recomputer.recompute(token_ids * 9, table(3), [range(recomputer.max_tokens + 1)])
     except ValueError as refused:
@@ -80,6 +84,10 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
     found["influence_of_nothing"] = float(alone.influence.max())
     found["regard"] = observer.regard(token_ids, table(1), QUESTION).tolist()
+    paid = observer.paid(table(1), QUESTION, [range(41), range(41, 301), range(301, 480)])
+    beside_it = observer.regard(token_ids, table(1), QUESTION, paid).tolist()
+    found["regard_beside_paid"] = beside_it == found["regard"]
+    found["paid"] = paid.by_layer
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
 
@@ -105,6 +113,33 @@ def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
         recomputer.recompute(token_ids, other, [range(start, min(start + PIECE, count))])
     prefilled, computed = cache.read(own, 0, count), cache.read(other, 0, count)
     return {"pieces_equal_prefill": bool(torch.equal(computed, prefilled))}
+
+
+def beside(
+    cache: Any,
+    recomputer: Any,
+    token_ids: Sequence[int],
+    table: Callable[[int], list[int]],
+    runs: Sequence[range],
+) -> float:
+    """Recompute runs of a prompt in table 3 in one pass with a part of another, shorter prompt.
+
+    Returns how far the latter is from where it was computed alone.
+    """
+    from ragcache_engine.prompt_part import PromptPart
+
+    other, part = list(reversed(token_ids))[:300], range(100, 200)
+    blocks = table(4)[: -(-len(other) // cache.shape.block_size)]
+    recomputer.recompute(other, blocks, [range(len(other))])
+    alone = cache.read(blocks, 0, len(other))
+    spoiled = alone.clone()
+    spoiled[:, :, part.start : part.stop] = 7.0
+    cache.write(spoiled, cache.slots(blocks, 0, len(other)))
+    recomputer.recompute_parts(
+        [PromptPart(token_ids, table(3), runs), PromptPart(other, blocks, [part])]
+    )
+    found = cache.read(blocks, 0, len(other)).float()
+    return float((found - alone.float()).norm() / alone.float().norm())
 
 
 def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:

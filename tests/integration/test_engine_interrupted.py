@@ -40,8 +40,7 @@ TOKEN_BYTES = 4 * 2 * 2 * 32 * 2
 # Of the head and the first chunk all comes, of the second one a part.
 STALL_BYTES = (HEAD_TOKENS + LENGTHS[0]) * TOKEN_BYTES + LENGTHS[1] * TOKEN_BYTES // 2
 
-LATE = "load late"
-"""Instead of any other reason, where this machine stands still for a load's whole deadline."""
+AWAY = "store unavailable"
 
 
 @dataclass
@@ -126,7 +125,11 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with StallingLine.to(store.address) as line:
             engine = launch_engine(
                 *(folder, tiny_model, line.address, "--max-num-batched-tokens", "384"),
-                settings={**COMPUTES_PLAIN, "RAGCACHE_REPAIR_SLICE_TOKENS": "1"},
+                settings={
+                    **COMPUTES_PLAIN,
+                    "RAGCACHE_REPAIR_SLICE_TOKENS": "1",
+                    "RAGCACHE_LOAD_DEADLINE_S": str(WAIT_S),
+                },
             )
             wait_for_engine(engine)
             space = load_model_folder(str(tiny_model)).space("auto")
@@ -199,15 +202,14 @@ def test_clients_that_leave_during_their_repairs_end_them(platform: Interrupted)
 
 
 def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupted) -> None:
-    """Last: it kills the store."""
+    """Last: it kills the store. What has come of a blend by then is used, the rest a repair's."""
     prompts = {
         "exact": clear_prompt(platform, 0, 1, 2),
         "blend": clear_prompt(platform, 2, 0, 4),
     }
     expected = {kind: platform.compute(p, max_tokens=2).token_ids for kind, p in prompts.items()}
     plans = {kind: platform.plan(kind, prompt) for kind, prompt in prompts.items()}
-    reasons = ("store unavailable", LATE)
-    failed = sum(map(platform.failed, reasons))
+    failed = platform.failed(AWAY)
     platform.line.stall(STALL_BYTES)
     with ThreadPoolExecutor(2) as pool:
         asked = {k: pool.submit(platform.answer, prompts[k], plans[k]) for k in prompts}
@@ -215,14 +217,18 @@ def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupte
         platform.store.service.kill()
         platform.line.cut()
         assert {kind: one.result() for kind, one in asked.items()} == expected
-    platform.until(lambda: sum(map(platform.failed, reasons)) == failed + 2)
-    # Whole blocks of what had come and is exact.
-    exact_tokens = {"exact": HEAD_TOKENS + LENGTHS[0], "blend": HEAD_TOKENS}
-    for kind, plan in plans.items():
-        record = platform.record(plan.request)
-        assert record.miss in reasons
-        assert record.loaded_tokens == exact_tokens[kind] // BLOCK * BLOCK
-        assert (record.blended_tokens, record.repaired_tokens) == (0, 0)
+    # A load that failed, and the two chunks that a blend was mended without.
+    platform.until(lambda: platform.failed(AWAY) == failed + 3)
+    exact, blend = (platform.record(plans[kind].request) for kind in ("exact", "blend"))
+    assert exact.miss == AWAY
+    # Whole blocks of what had come.
+    assert exact.loaded_tokens == (HEAD_TOKENS + LENGTHS[0]) // BLOCK * BLOCK
+    assert (exact.blended_tokens, exact.repaired_tokens) == (0, 0)
+    assert blend.miss == ""
+    assert blend.loaded_tokens == prompts["blend"].chunk_ends[-1]
+    context = sum(LENGTHS[n] for n in (2, 0, 4))
+    assert (blend.blended_tokens, blend.repaired_tokens) == (context, context)
+    assert list(blend.holes) == [2, 3], "places of the plan's segments that never came"
     platform.until(platform.blocks_are_free)
     dead = platform.plan("blend", prompts["blend"])
     assert platform.answer(prompts["blend"], dead) == expected["blend"]

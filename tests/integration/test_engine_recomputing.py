@@ -98,3 +98,18 @@ def test_the_first_chunk_is_under_no_influence(found: dict[str, Any]) -> None:
 
 def test_observing_changes_no_kv(found: dict[str, Any]) -> None:
     assert found["unchanged_by_observing"]
+
+
+def test_parts_of_two_prompts_share_a_pass(found: dict[str, Any]) -> None:
+    assert found["together_error"] < ROUNDING
+    assert found["beside_error"] < ROUNDING
+
+
+def test_what_a_question_pays_is_seen_in_the_pass_in_which_it_looks(found: dict[str, Any]) -> None:
+    """What is missing of its attention it pays to its own tokens."""
+    assert found["regard_beside_paid"]
+    assert len(found["paid"]) == 4
+    asking = 40
+    for layer in found["paid"]:
+        assert all(paid > 0 for paid in layer)
+        assert asking / 2 < sum(layer) < asking

@@ -168,3 +168,38 @@ def test_layers_of_different_shapes_are_refused() -> None:
     wide.kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, 4 * DIM, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="differ"):
         PagedCache({"a": narrow, "b": wide}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("order", "packed"), [(order, True) for order in ORDERS] + [("keys beside values", False)]
+)
+def test_blocks_that_a_backend_cuts_hold_the_same_tokens(order: str, packed: bool) -> None:
+    """Block tables are vLLM's, of blocks of two; the layers show them one by one.
+
+    packed: read by the order that is probed, as on a CPU, or as a GPU's layers show it.
+    """
+    layers = {"layer": FakeLayer(ORDERS[order], torch.float32)}
+    cache = PagedCache(layers, torch.device("cpu"), 2 * BLOCK)
+    if not packed:
+        cache._packings = None
+    assert cache.shape.block_size == 2 * BLOCK
+    blocks = [3, 0, 2]  # of BLOCKS // 2
+    whole = torch.randn(1, 2, 6 * BLOCK - 3, HEADS, DIM)
+    cut = [6, 7, 0, 1, 4, 5]
+    uncut = PagedCache(layers, torch.device("cpu"))
+    for start, end in itertools.pairwise([0, 5, 37, 70, 131, whole.shape[2]]):
+        part = whole[:, :, start:end].contiguous()
+        assert torch.equal(cache.slots(blocks, start, end), uncut.slots(cut, start, end))
+        cache.write(part, cache.slots(blocks, start, end))
+    assert torch.equal(uncut.read(cut, 0, whole.shape[2]), whole)
+    for start, end in [(0, whole.shape[2]), (31, 33), (63, 130), (100, 101)]:
+        if packed:
+            assert torch.equal(cache.read(blocks, start, end), whole[:, :, start:end])
+        keys, values = cache.layer(0, blocks, start, end)
+        assert torch.equal(torch.stack([keys, values]), whole[0, :, start:end])
+
+
+def test_blocks_that_cannot_be_cut_are_refused() -> None:
+    layers = {"layer": FakeLayer(ORDERS["as shown"], torch.float32)}
+    with pytest.raises(ValueError, match="cannot be cut"):
+        PagedCache(layers, torch.device("cpu"), BLOCK + 16)
