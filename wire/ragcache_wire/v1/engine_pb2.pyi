@@ -48,7 +48,7 @@ class Costs(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadCost]:
-        """of tiers that enough was loaded from"""
+        """of places that enough was loaded from"""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class LoadCost(_message.Message):
     LATENCY_S_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
+    """of the store, "memory" or "disk"; of the engine's own, "host" or "device" """
     latency_s: _builtins.float
     bytes_per_s: _builtins.float
     def __init__(
