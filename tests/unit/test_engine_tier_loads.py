@@ -45,6 +45,7 @@ from tests.unit.test_engine_worker_side import (  # noqa: E402
     SPACE,
     TIMEOUT_S,
     FakeCache,
+    FakeStore,
     Worker,
     key,
     save_job,
@@ -231,7 +232,7 @@ class Fetching:
         )
 
     def fetch(self, wanted: LoadJob) -> list[Arrival]:
-        arrivals = list(self.fetcher.fetch(wanted, TIMEOUT_S))
+        arrivals = [arrival for _, arrival in self.fetcher.fetch([wanted], TIMEOUT_S)]
         self.tiers.offer(one.offer for one in arrivals if one.offer is not None)
         settle(self.tiers)
         return arrivals
@@ -281,6 +282,28 @@ def test_what_is_not_exact_serves_blends_and_never_exact(fetching: Fetching, los
     fetching.fetch(job((span,)))
     (arrival,) = fetching.fetch(job((span,)))
     assert arrival.came_from == "host"
+
+
+def test_a_value_that_two_want_in_other_places_is_turned_for_each() -> None:
+    """Where nobody keeps it, it is turned in place, unless another load has the same."""
+    store, nothing_kept = FakeStore(), Tiers({}, "score")
+    fetcher = Fetcher(
+        cast("ShardedStore", store), SPACE, nothing_kept, ROTATION, torch.device("cpu")
+    )
+    [tensor] = [one.clone() for one in store.fill(spans(40)).values()]
+    moved_by = (7, 90, 0)
+    jobs = [blend_of(Span(key(0), moved, moved + 40, base_position=0)) for moved in moved_by]
+    found = list(fetcher.fetch(jobs, TIMEOUT_S))
+    assert [place for place, _ in found] == [0, 1, 2]
+    assert store.asked == [[key(0)]]
+    for (_, arrival), moved in zip(found, moved_by, strict=True):
+        assert arrival.source is not None
+        (piece,) = arrival.source.pieces(0, 40)
+        expected = tensor.clone()
+        if moved:
+            ROTATION.rotate_part(expected, moved)
+        assert torch.equal(piece, expected)
+    nothing_kept.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

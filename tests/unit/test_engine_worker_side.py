@@ -425,6 +425,89 @@ def test_a_store_that_falls_silent_is_given_up() -> None:
     worker.side.close()
 
 
+def load_all(worker: Worker, *jobs: LoadJob) -> dict[str, LoadOutcome]:
+    """Loads that begin in one step, until all have ended."""
+    worker.side.start_loads(StepJobs(loads=jobs))
+    ended: dict[str, LoadOutcome] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(ended) < len(jobs):
+        assert time.monotonic() < deadline, "a load never ended"
+        worker.side.advance((), busy=False)
+        report = worker.side.take_report()
+        for outcome in report.outcomes if report is not None else ():
+            ended[outcome.request_id] = outcome
+    return ended
+
+
+ELSEWHERE = tuple(block + 100 for block in BLOCKS)
+
+
+def test_loads_of_one_step_fetch_what_they_have_in_common_once(worker: Worker) -> None:
+    wanted = spans(10, 50, 131)
+    tensors = worker.store.fill(wanted)
+    shorter = LoadJob("shorter", wanted[:2], 0, 50, ELSEWHERE, "tenant")
+    ended = load_all(worker, LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"), shorter)
+    assert {name: one.reason for name, one in ended.items()} == {"r": "", "shorter": ""}
+    assert worker.store.asked == [[span.variant for span in wanted]]
+    for blocks, found in ((BLOCKS, wanted), (ELSEWHERE, wanted[:2])):
+        for span in found:
+            read = worker.cache.read(blocks, span.start, span.end)
+            assert torch.equal(read, tensors[span.variant])
+    # It counts for both: each has waited for it.
+    assert [ended[name].num_bytes for name in ("r", "shorter")] == [
+        value_bytes(SPACE, 131),
+        value_bytes(SPACE, 50),
+    ]
+
+
+def test_loads_that_have_nothing_in_common_are_fetched_apart(worker: Worker) -> None:
+    first, second = spans(10, 50)
+    worker.store.fill([first, second])
+    jobs = [
+        LoadJob("one", (first,), 0, 10, BLOCKS, "tenant"),
+        LoadJob("two", (second,), 10, 50, ELSEWHERE, "tenant"),
+    ]
+    assert all(not one.reason for one in load_all(worker, *jobs).values())
+    assert sorted(worker.store.asked, key=repr) == sorted([[key(0)], [key(1)]], key=repr)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_outage_ends_all_loads_that_go_together(worker: Worker, after: int) -> None:
+    wanted = spans(16, 48, 131)
+    worker.store.fill(wanted)
+    worker.store.outage_after = after
+    shorter = LoadJob("shorter", wanted[:2], 0, 48, ELSEWHERE, "tenant")
+    ended = load_all(worker, LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"), shorter)
+    assert ended["r"].reason == "store unavailable"
+    # What both want has come before what is the first one's alone, but goes out in their order.
+    assert ended["shorter"].reason == "store unavailable"
+    assert ended["shorter"].missing == key(0)
+
+
+def test_one_that_leaves_takes_no_other_along(worker: Worker) -> None:
+    wanted = spans(10, 50, 131)
+    worker.store.fill(wanted)
+    worker.store.gate.clear()
+    jobs = tuple(
+        LoadJob(name, wanted, 0, 131, blocks, "tenant")
+        for name, blocks in (("leaves", BLOCKS), ("stays", ELSEWHERE))
+    )
+    worker.side.start_loads(StepJobs(loads=jobs))
+    worker.side.advance({"leaves"}, busy=False)
+    assert worker.side.take_received() == {"leaves"}
+    worker.store.gate.set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while "stays" not in worker.side.take_received():
+        assert time.monotonic() < deadline
+        worker.side.advance((), busy=False)
+    report = worker.side.take_report()
+    assert report is not None
+    assert [(one.request_id, one.reason) for one in report.outcomes] == [
+        ("leaves", "cancelled"),
+        ("stays", ""),
+    ]
+
+
 def test_a_load_that_could_not_be_said_is_computed(worker: Worker) -> None:
     outcome = worker.load(LoadJob("r", (), 10, 131, BLOCKS, "tenant"))
     assert (outcome.reason, outcome.tokens) == ("load failed", 0)

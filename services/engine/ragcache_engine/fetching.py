@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from ragcache_core.errors import RagCacheError
-from ragcache_core.keys import KVSpace
+from ragcache_core.keys import KVSpace, VariantKey
 from ragcache_core.variant import Codec, Miss
 from ragcache_engine.arriving import Arrival, Encoded, Native, Source
 from ragcache_engine.chunk_pool import joined
@@ -19,10 +20,57 @@ from ragcache_engine.transfer import LoadJob, Span
 from ragcache_engine.values import decode, is_of
 from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.store.stored_value import StoredValue
+from ragcache_kv.store.stored_value import Answer, StoredValue
 from ragcache_kv.value import value_bytes
 
 _CPU = torch.device("cpu")
+
+
+class _Answers:
+    """What a store says of values that some jobs want. wanted: how often each is, in order."""
+
+    def __init__(
+        self, wanted: Mapping[VariantKey, int], stream: Iterator[tuple[VariantKey, Answer]]
+    ) -> None:
+        self._uses = dict(wanted)
+        self._shared = {key for key, times in wanted.items() if times > 1}
+        self._order = iter(wanted)
+        self._stream = stream
+        self._came: dict[VariantKey, Answer] = {}
+
+    def take(self, key: VariantKey) -> tuple[Answer | None, bool]:
+        """The answer to a key, and whether others have the same; None: the store has ended early.
+
+        Raises RagCacheError, as the store does.
+        """
+        while key not in self._came:
+            if not self._read():
+                return None, False
+        answer = self._came[key]
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._came[key]  # nobody else keeps its memory
+        return answer, key in self._shared
+
+    def read_on(self) -> None:
+        """Read what there is, to the end. Raises RagCacheError, as the store does."""
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        key, answer = next(self._stream, (None, Miss.LATE))
+        if key is None:
+            return False
+        if key != next(self._order, None):
+            raise RagCacheError("the store answered in another order")
+        self._came[key] = answer
+        return True
+
+
+def go_together(one: LoadJob, other: LoadJob) -> bool:
+    """Whether two jobs want some of the same values, in the same way."""
+    alike = one.domain == other.domain and (one.repair is None) == (other.repair is None)
+    return alike and not {s.variant for s in one.spans}.isdisjoint(s.variant for s in other.spans)
 
 
 class Fetcher:
@@ -47,38 +95,51 @@ class Fetcher:
         self._rotation = rotation
         self._device = device
 
-    def fetch(self, job: LoadJob, timeout_s: float) -> Iterator[Arrival]:
-        """One arrival for each span, or fewer if one that did not come cannot be mended.
+    def fetch(self, jobs: Sequence[LoadJob], timeout_s: float) -> Iterator[tuple[int, Arrival]]:
+        """Arrivals of one job after another, with the job's place: one for each of its spans.
 
-        The store is asked for what no tier has; where that is nothing, it is not asked. Raises
-        RagCacheError, as the store does.
+        Fewer if one that did not come cannot be mended. jobs: that go together (``go_together``).
+        The store is asked for what no tier has, once for each value; where that is nothing, it is
+        not asked. Raises RagCacheError, as the store does.
         """
         # All of them now: what is evicted while the store is waited for is still to be read.
-        readings = [self._in_tier(job, span) for span in job.spans]
-        wanted = [span.variant for span, r in zip(job.spans, readings, strict=True) if r is None]
-        answers = iter(
-            self._client.get(wanted, timeout_s, exact=job.repair is None, domain=job.domain)
-            if wanted
-            else ()
+        readings = [[self._in_tier(job, span) for span in job.spans] for job in jobs]
+        wanted = Counter(
+            span.variant
+            for job, of_job in zip(jobs, readings, strict=True)
+            for span, reading in zip(job.spans, of_job, strict=True)
+            if reading is None
         )
+        answers = _Answers(
+            wanted,
+            self._client.get(
+                list(wanted), timeout_s, exact=jobs[0].repair is None, domain=jobs[0].domain
+            )
+            if wanted
+            else iter(()),
+        )
+        for place, job in enumerate(jobs):
+            for arrival in self._arrivals(job, readings[place], answers):
+                yield place, arrival
+
+    def _arrivals(
+        self, job: LoadJob, readings: list[Reading | None], answers: _Answers
+    ) -> Iterator[Arrival]:
         for place, span in enumerate(job.spans):
             reading, readings[place] = readings[place], None
             if reading is not None:
                 yield self._from_tier(span, reading)
                 continue
-            key, stored = next(answers, (None, Miss.LATE))
-            if key is None:
+            stored, shared = answers.take(span.variant)
+            if stored is None:
                 yield Arrival(span, None, reason="store ended early")
                 return
-            if key != span.variant:
-                raise RagCacheError("the store answered in another order")
             if stored is Miss.CORRUPT and not job.may_lack(span):
                 # This is the last that is read. It is computed and put anew, which a store that has
                 # not heard of the damage would not take; it hears of it at the end.
                 with contextlib.suppress(RagCacheError):
-                    for _ in answers:
-                        pass
-            arrival = self._from_store(job, span, stored)
+                    answers.read_on()
+            arrival = self._from_store(job, span, stored, shared=shared)
             yield arrival
             if arrival.source is None and not arrival.mended:
                 return
@@ -100,7 +161,9 @@ class Fetcher:
         size = value_bytes(self._space, num_tokens)
         return Arrival(span, source, num_bytes=size, came_from=reading.tier, turn=turn)
 
-    def _from_store(self, job: LoadJob, span: Span, stored: StoredValue | Miss) -> Arrival:
+    def _from_store(
+        self, job: LoadJob, span: Span, stored: StoredValue | Miss, *, shared: bool
+    ) -> Arrival:
         mended = job.may_lack(span)
         if isinstance(stored, Miss):
             return Arrival(span, None, reason=reason(stored), mended=mended)
@@ -124,8 +187,8 @@ class Fetcher:
         turn = span.moved_by
         turned = value
         if turn and self._device == _CPU:
-            # What is kept stays as it was computed: turned twice, it would be rounded twice.
-            turned = self._turned(value, turn, apart=self._tiers.keeps)
+            # What others use stays as it was computed: turned twice, it would be rounded twice.
+            turned = self._turned(value, turn, apart=self._tiers.keeps or shared)
             turn = 0
         return Arrival(span, Native(turned), mended=mended, num_bytes=size, turn=turn, offer=kept)
 

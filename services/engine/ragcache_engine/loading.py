@@ -7,13 +7,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import RagCacheError
 from ragcache_engine.arriving import Arrival
-from ragcache_engine.fetching import Fetcher
+from ragcache_engine.fetching import Fetcher, go_together
 from ragcache_engine.threads import side_pool
 from ragcache_engine.tiers import Offer, Tiers
 from ragcache_engine.transfer import LoadJob, LoadOutcome, Span
@@ -41,6 +41,27 @@ class _Load:
     values_from: Counter[str] = field(default_factory=Counter)
     bytes_from: Counter[str] = field(default_factory=Counter)
     offers: list[Offer] = field(default_factory=list)
+    came: int = 0  # spans of which the fetching thread has said something
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for it."""
+        return not self.cancelled.is_set()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds before it is late."""
+        return self.job.deadline_s - (time.monotonic() - self.started)
+
+    def take(self, arrival: Arrival) -> None:
+        """The next span has come, or has not; for the fetching thread."""
+        self.came += 1
+        self.arrivals.put(arrival)
+
+    def fail(self, reason: str) -> None:
+        """Nothing more comes; for the fetching thread."""
+        if self.came < len(self.job.spans):
+            self.take(Arrival(self.job.spans[self.came], None, reason=reason))
 
     def lose(self, span: Span, reason: str) -> None:
         """The next span has not come, and is to be mended."""
@@ -87,16 +108,28 @@ class Loader:
         if late:
             log.warning("the first load may be slow: not ready for it within %g s", timeout_s)
 
-    def start(self, job: LoadJob) -> None:
-        """Begin fetching; ``advance`` reports the end."""
-        load = _Load(job, time.monotonic())
-        load.trace = self._tracer.below("load", metadata(job.traceparent), Kind.INTERNAL)
-        self._loads[job.request_id] = load
-        try:
-            self._pool.submit(self._traced_fetch, load)
-        except RuntimeError:
-            log.exception("load of request %s cannot be started", job.request_id)
-            load.arrivals.put(Arrival(job.spans[0], None, reason="load failed"))
+    def start(self, jobs: Iterable[LoadJob]) -> None:
+        """Begin fetching; ``advance`` reports the end of each.
+
+        Jobs that want some of the same values fetch them once.
+        """
+        groups: list[list[_Load]] = []
+        for job in jobs:
+            load = _Load(job, time.monotonic())
+            load.trace = self._tracer.below("load", metadata(job.traceparent), Kind.INTERNAL)
+            self._loads[job.request_id] = load
+            alike = (group for group in groups if go_together(group[0].job, job))
+            if (group := next(alike, None)) is not None:
+                group.append(load)
+            else:
+                groups.append([load])
+        for group in groups:
+            try:
+                self._pool.submit(self._traced_fetch, group)
+            except RuntimeError:
+                log.exception("loads cannot be started")
+                for load in group:
+                    load.fail("load failed")
 
     def cancel(self, request_id: str) -> None:
         """Stop wanting a load, if it is running; it is still reported, as every load is."""
@@ -140,7 +173,7 @@ class Loader:
             except queue.Empty:
                 # The fetch has a deadline of its own; this one also covers a fetch that waits for
                 # a thread of the pool.
-                if time.monotonic() - load.started <= load.job.deadline_s:
+                if load.left_s >= 0:
                     return None
                 load.cancelled.set()
                 return self._given_up(load, "load late")
@@ -193,27 +226,28 @@ class Loader:
             bytes_from=load.bytes_from,
         )
 
-    def _traced_fetch(self, load: _Load) -> None:
-        with load.trace.current():
-            self._fetch(load)
+    def _traced_fetch(self, loads: Sequence[_Load]) -> None:
+        # What the store does for several is part of the first one's trace.
+        with loads[0].trace.current():
+            self._fetch(loads)
 
-    def _fetch(self, load: _Load) -> None:
-        spans = load.job.spans
-        done = 0
+    def _fetch(self, group: Sequence[_Load]) -> None:
         # What waited for a thread of the pool has less time left, or is not wanted any more.
-        left_s = load.job.deadline_s - (time.monotonic() - load.started)
-        if load.cancelled.is_set() or left_s <= 0:
+        loads = [load for load in group if load.is_wanted and load.left_s > 0]
+        if not loads:
             return
+        jobs = [load.job for load in loads]
         try:
-            for arrival in self._fetcher.fetch(load.job, left_s):
-                if load.cancelled.is_set():
+            for place, arrival in self._fetcher.fetch(jobs, max(load.left_s for load in loads)):
+                if not any(load.is_wanted for load in loads):
                     return
-                load.arrivals.put(arrival)
-                done += 1
+                loads[place].take(arrival)
         except RagCacheError as error:
-            log.warning("load of request %s failed: %s", load.job.request_id, error)
-            load.arrivals.put(Arrival(spans[done], None, reason="store unavailable"))
+            log.warning("a load failed: %s", error)
+            for load in loads:
+                load.fail("store unavailable")
         except Exception:
             # Whatever it was, the request must be computed rather than wait for its deadline.
-            log.exception("load of request %s failed", load.job.request_id)
-            load.arrivals.put(Arrival(spans[done], None, reason="load failed"))
+            log.exception("a load failed")
+            for load in loads:
+                load.fail("load failed")

@@ -189,6 +189,7 @@ class WorkerSide:
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Begin this step's loads and observations: nothing is written before ``advance``."""
+        starting = []
         for job in jobs.loads:
             self._jobs[job.request_id] = job
             if not job.spans:
@@ -196,7 +197,8 @@ class WorkerSide:
             elif job.repair is not None and self._repairer is None:
                 self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, NO_BLEND))
             else:
-                self._loader.start(job)
+                starting.append(job)
+        self._loader.start(starting)
         for observe in jobs.observes:
             if self._observing is None:
                 self._released.add(observe.request_id)
