@@ -1,7 +1,12 @@
-"""A model that vLLM has compiled, and which calls the connector from compiled code: real vLLM."""
+"""What a GPU's engine has and a CPU's has not, by default: a model that vLLM has compiled, blocks
+that the attention backend cuts into smaller ones, loads that go on beside the pass. Real vLLM.
+
+vLLM's CPU backend takes blocks of any multiple of 32. A plugin has it say that it takes 32 only.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,20 +18,42 @@ from tests.integration.test_engine_blend import LENGTHS, Blends, prompt_of
 
 pytestmark = pytest.mark.timeout(600)
 
+BLOCK, KERNEL_BLOCK = 128, 32
 CAPTURED = (prompt_of(0, 1, 2), prompt_of(3, 4, 5))
+
+_PLUGIN = f"""
+def register():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
+        lambda kv_cache_spec=None: [{KERNEL_BLOCK}]
+    )
+"""
+
+
+def plugin(folder: Path) -> Path:
+    """A package that Python finds there, with an entry point of vLLM's."""
+    known = folder / "cut_blocks-1.dist-info"
+    known.mkdir(parents=True)
+    (folder / "cut_blocks.py").write_text(_PLUGIN)
+    (known / "METADATA").write_text("Metadata-Version: 2.1\nName: cut-blocks\nVersion: 1\n")
+    (known / "entry_points.txt").write_text("[vllm.general_plugins]\ncut = cut_blocks:register\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blends]:
-    """Of a compiled engine that loads layer by layer, and has filled its store itself."""
+    """Of such an engine, which has filled its store itself."""
     folder = tmp_path_factory.mktemp("compiled")
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
+    path = f"{plugin(folder / 'plugin')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     engine = launch_engine(
-        *(folder, tiny_model, store.address),
-        *("--no-enforce-eager", "--max-num-batched-tokens", "384"),
+        *(folder, tiny_model, store.address, "--no-enforce-eager"),
+        *("--block-size", str(BLOCK), "--max-num-batched-tokens", "384"),
         settings={
             **COMPUTES_PLAIN,
+            "PYTHONPATH": path,
             "RAGCACHE_LAYERWISE": "on",
             "VLLM_CACHE_ROOT": str(folder / "vllm"),  # where nothing is compiled yet
         },
@@ -43,11 +70,14 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         store.service.stop()
 
 
-def test_it_is_compiled(blends: Blends) -> None:
-    assert "saved AOT compiled function" in blends.engine.service.log.read_text()
+def test_it_is_compiled_and_its_blocks_are_cut(blends: Blends) -> None:
+    said = blends.engine.service.log.read_text()
+    assert "saved AOT compiled function" in said
+    assert f"blocks of {BLOCK} tokens are cut into blocks of {KERNEL_BLOCK}" in said
+    assert "its kernel has blocks of" not in said, "it recomputes and blends all the same"
 
 
-def test_what_a_compiled_model_has_saved_is_loaded_exactly(blends: Blends) -> None:
+def test_what_such_an_engine_has_saved_it_loads_exactly(blends: Blends) -> None:
     for prompt in CAPTURED:
         answer, record = blends.ask_anew(prompt)
         assert record.loaded_tokens == prompt.chunk_ends[-1]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -39,6 +40,7 @@ HEAD = 41
 ENGINE_ARGUMENTS = ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "384")
 
 Tokens = tuple[int, ...]
+T = TypeVar("T")
 
 
 def make_prompt(seed: int, order: Sequence[int] = (0, 1, 2, 3)) -> Prompt:
@@ -148,23 +150,32 @@ def agreed(found: list[Tokens], expected: list[Tokens]) -> int:
     return total
 
 
+def pressed_by(pressed: Pressed, ask: Callable[[Prompt], T], prompts: Sequence[Prompt]) -> list[T]:
+    """Answers of requests that came at once, of which some were preempted.
+
+    Where this machine has kept them from each other's way for so long, they come once more.
+    """
+    for _ in range(6):
+        before = pressed.preemptions()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(ask, prompts))
+        if pressed.preemptions() > before:
+            return answers
+    raise AssertionError("no request was preempted")
+
+
 def test_answers_of_preempted_requests_are_those_of_vllm(pressed: Pressed) -> None:
     """Preemption changes batches, and with them late tokens of plain vLLM, too: the control."""
     expected = [pressed.compute(prompt) for prompt in PROMPTS]
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        control = list(pool.map(pressed.compute, PROMPTS))
-        preempted = [pressed.preemptions()]
-        saving = [tokens for tokens, _ in pool.map(pressed.reuse, PROMPTS)]
-        preempted.append(pressed.preemptions())
-        pressed.wait_until_stored()
-        loading = list(pool.map(pressed.reuse, PROMPTS))
-        preempted.append(pressed.preemptions())
-    # In each phase by itself; all that ran in the last one had been loaded.
-    assert 0 < preempted[0] < preempted[1] < preempted[2]
+    control = pressed_by(pressed, pressed.compute, PROMPTS)
+    saving = pressed_by(pressed, pressed.reuse, PROMPTS)
+    pressed.wait_until_stored()
+    loading = pressed_by(pressed, pressed.reuse, PROMPTS)
     wanted = agreed(control, expected)
     assert wanted > NUM_TOKENS
-    assert agreed(saving, expected) > wanted / 2
+    assert agreed([tokens for tokens, _ in saving], expected) > wanted / 2
     assert agreed([tokens for tokens, _ in loading], expected) > wanted / 2
+    # So those that were preempted had been.
     assert all(loaded > 0 for _, loaded in loading)
 
 
@@ -173,13 +184,8 @@ def test_blends_that_are_preempted_are_answered_as_vllm_would(pressed: Pressed) 
     orders = ((2, 0, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 3, 1, 0))
     prompts = [make_prompt(seed, order) for seed, order in enumerate(orders)]
     expected = [pressed.compute(prompt) for prompt in prompts]
-    preempted = [pressed.preemptions()]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        control = list(pool.map(pressed.compute, prompts))
-        preempted.append(pressed.preemptions())
-        blended = list(pool.map(pressed.blend, prompts))
-    preempted.append(pressed.preemptions())
-    assert 0 < preempted[0] < preempted[1] < preempted[2]
+    control = pressed_by(pressed, pressed.compute, prompts)
+    blended = pressed_by(pressed, pressed.blend, prompts)
     wanted = agreed(control, expected)
     assert wanted > NUM_TOKENS
     assert agreed([tokens for tokens, _ in blended], expected) > wanted / 2

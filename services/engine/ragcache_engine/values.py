@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ragcache_core.keys import KVSpace
-from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_core.variant import Precision, ValueShape
 from ragcache_kv.store.stored_value import StoredValue
 from ragcache_kv.value import FORMAT, value_bytes
 
@@ -53,16 +53,6 @@ def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor
     if len(stored.value) != value_bytes(space, num_tokens):
         return None
     return torch.frombuffer(stored.value, dtype=DTYPES[space.dtype]).view(dims)
-
-
-def warm_up_decoding(space: KVSpace) -> None:
-    """Compile what ``decode`` needs for values that are packed without loss: about a second.
-
-    Those held with a loss, which no operator asks a store for, compile theirs at the first load.
-    """
-    from ragcache_kv.codecs import warm_up  # noqa: PLC0415
-
-    warm_up(Precision(Codec.PACKED, Codec.PACKED), shape_of(space))
 
 
 def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> torch.Tensor | None:

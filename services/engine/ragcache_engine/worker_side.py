@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +33,6 @@ from ragcache_engine.transfer import (
     StepJobs,
     StepReport,
 )
-from ragcache_engine.values import warm_up_decoding
 from ragcache_engine.writing import Writer
 from ragcache_kv.store.sharded import ShardedStore
 from ragcache_wire.tracing import Tracer
@@ -106,7 +104,6 @@ class WorkerSide:
         first: list[Callable[[], None]] = [connect]
         if rotation is not None and cache.device.type == "cpu":  # a GPU turns keys by itself
             first.append(rotation.warm_up)
-        first.append(partial(warm_up_decoding, space))
         self._loader = Loader(fetcher, self._tiers, first, tracer)
         self._writer = Writer(cache, rotation)
         self._layering: Layering | None = None
