@@ -13,7 +13,8 @@ turns. Both leave PAUSE_S after each answer, in which the streams alone decode w
 sent what was computed; ``p99_saving_over_plain`` is of all that time, in which computing the
 prompts makes the longest gaps, ``p99_saving_over_plain_after_answers`` of the pauses alone. It is
 an error if not all chunks come to the store. Streams never let the engine be idle, so observing
-chunks, which it does only then, is in none of these.
+chunks, which it does only then, is in none of these. Processes of the engines wait for one another
+asleep (see ``WAITS_ASLEEP``): else the API server may starve, and gaps are those of its starving.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from bench.processes import (
     running_cachestore,
     wait_for_engine,
 )
+from bench.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_core.keys import KVSpace
 from ragcache_core.plan import ReusePlan
 from ragcache_core.prompt import Prompt, plan_blend
@@ -233,14 +235,13 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
     scene = Scene.make(rng, vocabulary, 1)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(running_cachestore(folder / "store", memory_bytes=2 << 30))
+        usual = COMPUTES_PLAIN | plugin_settings(folder / "plugin", WAITS_ASLEEP)
         engines = {
-            "budgeted": launch_engine(folder, model, store.address, settings=COMPUTES_PLAIN),
-            "unbudgeted": launch_engine(
-                folder,
-                model,
-                store.address,
-                settings={"RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED, **COMPUTES_PLAIN},
-            ),
+            name: launch_engine(folder, model, store.address, settings=usual | own)
+            for name, own in {
+                "budgeted": {},
+                "unbudgeted": {"RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED},
+            }.items()
         }
         for engine in engines.values():
             stack.callback(engine.service.stop)
@@ -267,12 +268,13 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
 
         for engine in engines.values():
             arrive("warm_up", engine, BUDGET)
-        newcomers = Newcomers(ours, store.address, space, streamed)
-        for turn in range(2):  # one after another twice, so that slow minutes fall on all
+        for _ in range(2):  # one after another twice, so that slow minutes fall on all
             found["quiet"] += gaps(ours, streamed, lambda: time.sleep(QUIET_S))
             for name, engine in engines.items():
                 found[name] += gaps(engine, streamed, partial(arrive, name, engine, BUDGET))
             found["full"] += gaps(ours, streamed, partial(arrive, "full", ours, None))
+        newcomers = Newcomers(ours, store.address, space, streamed)
+        for turn in range(2):  # last: their chunks are observed while other engines are timed
             new = new_prompts(rng, vocabulary, arrivals)
             newcomers.measure(new, saving_first=bool(turn))
     found |= newcomers.found

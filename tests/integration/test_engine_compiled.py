@@ -6,13 +6,13 @@ vLLM's CPU backend takes blocks of any multiple of 32. A plugin has it say that 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
+from bench.vllm_plugin import plugin_settings
 from ragcache_kv.model_folder import load_model_folder
 from tests.integration.test_engine_blend import LENGTHS, Blends, prompt_of
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 BLOCK, KERNEL_BLOCK = 128, 32
 CAPTURED = (prompt_of(0, 1, 2), prompt_of(3, 4, 5))
 
-_PLUGIN = f"""
+_CUTS_BLOCKS = f"""
 def register():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -31,29 +31,18 @@ def register():
 """
 
 
-def plugin(folder: Path) -> Path:
-    """A package that Python finds there, with an entry point of vLLM's."""
-    known = folder / "cut_blocks-1.dist-info"
-    known.mkdir(parents=True)
-    (folder / "cut_blocks.py").write_text(_PLUGIN)
-    (known / "METADATA").write_text("Metadata-Version: 2.1\nName: cut-blocks\nVersion: 1\n")
-    (known / "entry_points.txt").write_text("[vllm.general_plugins]\ncut = cut_blocks:register\n")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blends]:
     """Of such an engine, which has filled its store itself."""
     folder = tmp_path_factory.mktemp("compiled")
     store = start_cachestore(folder / "store")
     space = load_model_folder(str(tiny_model)).space("auto")
-    path = f"{plugin(folder / 'plugin')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     engine = launch_engine(
         *(folder, tiny_model, store.address, "--no-enforce-eager"),
         *("--block-size", str(BLOCK), "--max-num-batched-tokens", "384"),
         settings={
             **COMPUTES_PLAIN,
-            "PYTHONPATH": path,
+            **plugin_settings(folder / "plugin", _CUTS_BLOCKS),
             "RAGCACHE_LAYERWISE": "on",
             "VLLM_CACHE_ROOT": str(folder / "vllm"),  # where nothing is compiled yet
         },
