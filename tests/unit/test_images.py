@@ -387,12 +387,19 @@ def test_an_incomplete_distribution_is_refused(tmp_path: Path) -> None:
 def test_the_project_s_own_package_has_the_copied_sources_and_its_entry_points() -> None:
     with built(ROOT, recipe_of("engine").sources) as (distribution, prefix):
         paths = {entry.path for entry in installed([distribution], prefix)}
-        plugins = distribution.entry_points.select(group="vllm.general_plugins")
+        plugins = {
+            plugin.group: plugin.value
+            for plugin in distribution.entry_points
+            if plugin.group.startswith("vllm.")
+        }
     site = f"{PREFIX}/lib/{PYTHON}/site-packages"
     assert f"{site}/ragcache_engine/plugin.py" in paths
     assert f"{site}/ragcache_core/py.typed" in paths
     assert not any("ragcache_gateway" in path for path in paths)
-    assert [plugin.value for plugin in plugins] == ["ragcache_engine.plugin:register"]
+    assert plugins == {
+        "vllm.general_plugins": "ragcache_engine.plugin:register",
+        "vllm.stat_logger_plugins": "ragcache_engine.step_logger:StepLogger",
+    }
 
 
 def test_a_checkout_that_does_not_build_says_why(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         *("--dtype", model.dtype),
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
+        *("--middleware", "ragcache_engine.health.Health"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
         *_kv_events(engine, site),
         # Gateways give what nobody waits for the lowest one, and all else the same.

@@ -27,6 +27,9 @@ LOOKUP_DEADLINE_S = 0.5
 HANDOFF_WAIT_S = 10.0
 """Longer than most prompts take; what has not come by then stands in a queue, or nobody has it."""
 
+_HANG_S = 120.0
+"""A step over a full batch of a large model takes a minute on a CPU; vLLM's own limit is 300 s."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -139,6 +142,14 @@ def _is_on(name: str, text: str) -> bool:
 def is_layerwise(env: Mapping[str, str]) -> bool:
     """RAGCACHE_LAYERWISE. Raises InvalidInput."""
     return _is_on("RAGCACHE_LAYERWISE", env.get("RAGCACHE_LAYERWISE", "off"))
+
+
+def hang_s(env: Mapping[str, str]) -> float:
+    """RAGCACHE_HANG_S, of the API server: a step that takes longer will not end.
+
+    Raises InvalidInput.
+    """
+    return _seconds("RAGCACHE_HANG_S", env, _HANG_S)
 
 
 def _seconds(name: str, env: Mapping[str, str], default: float) -> float:

@@ -1,0 +1,142 @@
+"""Health of an engine that hangs, that is idle, that has died. No vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragcache_core.errors import InvalidInput
+from ragcache_engine.health import Health, Steps
+
+LIMIT_S = 10.0
+
+
+class Server:
+    """vLLM's, as far as its health goes: what it answers, and its requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.status = 200
+        self.unfinished = 0
+        self.steps = Steps()
+        self.now_s = 1000.0
+        self.asked: list[str] = []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        client = SimpleNamespace(get_num_unfinished_requests=lambda: self.unfinished)
+        self.state = SimpleNamespace(engine_client=client)
+        self.health = Health(self._answer, self.steps, LIMIT_S)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked.append(scope.get("path", scope["type"]))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    def ask(self, path: str = "/health") -> tuple[int, bytes]:
+        """Status and body."""
+        sent: list[Mapping[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            raise AssertionError("a question of health has no body")
+
+        scope = {"type": "http", "path": path, "app": SimpleNamespace(state=self.state)}
+        asyncio.run(self.health(scope, receive, send))
+        return sent[0]["status"], sent[1]["body"]
+
+    def step(self) -> None:
+        self.steps.ended_s = self.now_s
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server(monkeypatch)
+    server.step()
+    return server
+
+
+def test_an_engine_whose_steps_end_is_well_however_long_its_requests_are(server: Server) -> None:
+    server.unfinished = 3
+    for _ in range(50):
+        server.now_s += LIMIT_S / 2
+        assert server.ask()[0] == 200
+        server.step()
+
+
+def test_an_engine_that_is_idle_makes_no_steps_and_is_well(server: Server) -> None:
+    for _ in range(5):
+        server.now_s += 10 * LIMIT_S
+        assert server.ask()[0] == 200
+    server.unfinished = 1  # came just now, long after the last step
+    assert server.ask()[0] == 200
+
+
+def test_an_engine_with_requests_and_without_steps_is_not_well(server: Server) -> None:
+    server.unfinished = 2
+    assert server.ask()[0] == 200
+    server.now_s += LIMIT_S + 1
+    status, body = server.ask()
+    assert status == 503
+    assert json.loads(body)["error"] == "2 requests, and no step has ended for 11 s"
+    assert server.ask("/v1/models")[0] == 200, "everything else is vLLM's"
+
+
+def test_it_is_well_again_when_a_step_has_ended_after_all(server: Server) -> None:
+    server.unfinished = 1
+    server.ask()
+    server.now_s += LIMIT_S + 1
+    assert server.ask()[0] == 503
+    server.step()
+    assert server.ask()[0] == 200
+
+
+def test_requests_that_left_are_not_waited_for(server: Server) -> None:
+    server.unfinished = 1
+    server.ask()
+    server.unfinished, server.now_s = 0, server.now_s + LIMIT_S + 1
+    assert server.ask()[0] == 200
+    server.unfinished = 1
+    assert server.ask()[0] == 200, "it has only just come"
+
+
+def test_a_hang_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.unfinished = 1
+    server.ask()
+    for _ in range(3):
+        server.now_s += LIMIT_S + 1
+        server.ask()
+    (record,) = caplog.records
+    assert "no step has ended for 10 s (RAGCACHE_HANG_S)" in record.getMessage()
+
+
+def test_where_steps_are_not_told_health_is_vllm_s(server: Server) -> None:
+    server.steps.ended_s, server.unfinished = None, 1
+    for _, server.status in itertools.product(range(2), (200, 503)):
+        server.now_s += 10 * LIMIT_S
+        assert server.ask()[0] == server.status
+
+
+def test_a_dead_engine_is_said_by_vllm(server: Server) -> None:
+    server.status = 503
+    assert server.ask() == (503, b"")
+    assert server.asked == ["/health"]
+
+
+def test_a_server_without_an_engine_has_no_requests(server: Server) -> None:
+    server.state = SimpleNamespace()
+    server.now_s += 10 * LIMIT_S
+    assert server.ask()[0] == 200
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf"])
+def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_HANG_S", text)
+    with pytest.raises(InvalidInput, match="RAGCACHE_HANG_S"):
+        Health(lambda *_: asyncio.sleep(0))
