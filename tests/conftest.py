@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ settings.load_profile("ragcache")
 
 # Nor is it a store's silence, for the engines that tests start.
 os.environ.setdefault("RAGCACHE_LOOKUP_DEADLINE_S", "5")
+
+# A shell has what it runs behind `&` or `nohup` ignore these, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

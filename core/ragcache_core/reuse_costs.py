@@ -8,7 +8,8 @@ passes take goes on correcting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ragcache_core.line import DECAY, Line
@@ -25,6 +26,11 @@ and one that was slow in a bad minute would be so for ever."""
 TIE = 1.1
 """Predictions that differ by less are the same. Then more is loaded: what is not computed leaves
 the engine to others."""
+
+LATE_LOADS = 2
+"""In a row from one place, and what the last ones took is expected of the next one, whatever was
+seen before; the first may have met a machine that paused. Averages would forget a fast past only
+after some fifty more, each of which is waited for in vain."""
 
 PROFILE_WEIGHT = 2.0
 """How many passes of a usual size the profile is worth, before what is seen takes over."""
@@ -50,7 +56,8 @@ class ReuseCosts:
         self._predicted_s = self._taken_s = 0.0  # of passes, old ones counting less
         self._computing, self._repairing = Line(), Line()
         self._loading: dict[str, Line] = {}
-        self._declined = 0
+        self._late: dict[str, list[float]] = {}  # by place, since the last load that came
+        self._declined: Counter[bool] = Counter()  # by whether something would be repaired
 
     def start_from(self, profile: PrefillProfile) -> None:
         """Predict computing by this profile; without one it is put down to tokens."""
@@ -77,6 +84,8 @@ class ReuseCosts:
         rest is the others'. Where all are known, each has been off by as much.
         """
         sizes = {place: size for place, size in loads.items() if size > 0}
+        for place in sizes:
+            self._late.pop(place, None)
         known = {p: self._line(p).predict(size) for p, size in sizes.items() if self._knows(p)}
         expected_s = sum(known.values())
         if len(known) == len(sizes):
@@ -87,6 +96,12 @@ class ReuseCosts:
             byte_s = (seconds - expected_s) / sum(others.values())
             for place, size in others.items():
                 self._line(place).observe(size, byte_s * size)
+
+    def late(self, places: Iterable[str], seconds: float) -> None:
+        """A load from these places was given up after so long; it would have taken longer still."""
+        for place in places:
+            self._late.setdefault(place, []).append(seconds)
+            del self._late[place][:-LATE_LOADS]
 
     def repaired(self, tokens: int, seconds: float) -> None:
         """A repair took so long, the question's look and the turns of others included."""
@@ -122,7 +137,8 @@ class ReuseCosts:
 
         reuses: each goes further than those before it. Returns None where computing all is fastest.
         The furthest is tried where something about it is not known. To be asked once for each
-        prompt.
+        decision. Reuses that are repaired and such that are not have turns of their own at being
+        made all the same: a prompt may be asked for with the ones and then with the others.
         """
         if not reuses:
             return None
@@ -139,20 +155,28 @@ class ReuseCosts:
             if seconds <= near
         )
         if chosen is not furthest:
-            self._declined += 1
-            if self._declined % RETRY_EVERY == 0:
+            repairs = furthest.repairs > 0
+            self._declined[repairs] += 1
+            if self._declined[repairs] % RETRY_EVERY == 0:
                 return furthest
         return chosen
 
     def takes_s(self, reuse: Reuse, length: int) -> float | None:
         """Seconds until a prompt of ``length`` tokens is there this way; None: not known yet."""
-        lines = [(self._line(place), size) for place, size in reuse.loads.items() if size]
+        takes = [self._load_s(place, size) for place, size in reuse.loads.items() if size]
+        takes.append(self.compute_s(reuse.end, length - reuse.end))
         if reuse.repairs:
-            lines.append((self._repairing, reuse.repairs))
-        rest = self.compute_s(reuse.end, length - reuse.end)
-        if rest is None or not all(_is_known(line) for line, _ in lines):
-            return None
-        return rest + sum(line.predict(size) for line, size in lines)
+            repairing = self._repairing
+            takes.append(repairing.predict(reuse.repairs) if _is_known(repairing) else None)
+        known = [seconds for seconds in takes if seconds is not None]
+        return sum(known) if len(known) == len(takes) else None
+
+    def _load_s(self, place: str, size: int) -> float | None:
+        late = self._late.get(place, ())
+        late_s = max(late) if len(late) == LATE_LOADS else None
+        if not self._knows(place):
+            return late_s
+        return max(self._line(place).predict(size), late_s or 0.0)
 
     def _line(self, place: str) -> Line:
         return self._loading.setdefault(place, Line())

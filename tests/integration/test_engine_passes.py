@@ -50,7 +50,7 @@ for error in (None, RuntimeError("out of memory"), None):
         run(error)
     except RuntimeError:
         run(None)  # by somebody who has caught another one
-print(json.dumps([ended, order[:4]]))
+print(json.dumps([ended, order[:4], connector.reset_cache()]))
 """
 
 
@@ -58,6 +58,7 @@ def test_the_worker_is_told_of_each_pass_and_whether_it_failed() -> None:
     argv = [sys.executable, "-c", _RUN]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    ended, order = json.loads(done.stdout.splitlines()[-1])
+    ended, order, is_reset = json.loads(done.stdout.splitlines()[-1])
     assert ended == [False, True, False, False]
     assert order == ["begin", "load", "pass", "write"], "what a pass can hide is fetched beside it"
+    assert is_reset is False, "what a store keeps for others stays, and vLLM is told so"

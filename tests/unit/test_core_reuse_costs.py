@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.reuse_costs import RETRY_EVERY, TIE, Reuse, ReuseCosts
+from ragcache_core.reuse_costs import LATE_LOADS, RETRY_EVERY, TIE, Reuse, ReuseCosts
 from ragcache_core.variant import Tier
 
 LENGTH = 2000
@@ -66,6 +66,41 @@ def test_one_that_does_not_pay_is_tried_again_some_time() -> None:
     costs = engine(byte_s=2e-6)
     taken = [costs.best(0, LENGTH, chain(1968)) for _ in range(4 * RETRY_EVERY)]
     assert sum(reuse is not None for reuse in taken) == 4
+
+
+def test_with_and_without_repairs_each_is_tried_again() -> None:
+    """A prompt may be asked for as a blend and, where that does not pay, exactly."""
+    costs = engine(byte_s=2e-6)
+    tried = []
+    for _ in range(2 * RETRY_EVERY):
+        for ways in ([blend()], chain(1968)):
+            tried += [reuse.repairs > 0 for reuse in [costs.best(0, LENGTH, ways)] if reuse]
+    assert sorted(tried) == [False, False, True, True]
+
+
+def test_what_is_late_again_is_left_until_it_comes_in_time() -> None:
+    """However often it was fast before."""
+    costs = engine()
+    ways = chain(1968)
+    for _ in range(200):
+        costs.loaded({Tier.MEMORY: 10**6}, 0.015)
+    for number in range(LATE_LOADS):
+        assert costs.best(0, LENGTH, ways) is ways[0], f"late {number} times"
+        costs.late([Tier.MEMORY], 5.0)
+    taken = [costs.best(0, LENGTH, ways) for _ in range(2 * RETRY_EVERY)]
+    assert sum(reuse is not None for reuse in taken) == 2
+    assert costs.best(0, LENGTH, chain(1968, tier=Tier.DISK)) is not None, "another place"
+    costs.loaded({Tier.MEMORY: 10**6}, 0.015)
+    assert costs.best(0, LENGTH, ways) is ways[0]
+
+
+def test_what_has_only_ever_been_late_is_known_by_that() -> None:
+    costs = engine()
+    disk = chain(1968, tier=Tier.DISK)
+    for _ in range(LATE_LOADS):
+        assert costs.takes_s(disk[0], LENGTH) is None
+        costs.late([Tier.DISK], 5.0)
+    assert costs.best(0, LENGTH, disk) is None
 
 
 def test_a_bad_minute_is_forgotten() -> None:

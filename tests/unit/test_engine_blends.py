@@ -15,7 +15,7 @@ from ragcache_core.keys import VariantKey, chunk_key
 from ragcache_core.plan import Action
 from ragcache_core.prefill_profile import PrefillProfile
 from ragcache_core.prompt import Prompt, assemble, plan_blend
-from ragcache_core.reuse_costs import ReuseCosts
+from ragcache_core.reuse_costs import LATE_LOADS, Reuse, ReuseCosts
 from ragcache_core.storing import Held, Variants, Want
 from ragcache_core.variant import Miss, Part, Tier
 from ragcache_engine.config import EngineConfig
@@ -488,6 +488,19 @@ def test_kept_blocks_are_let_go_when_vllm_runs_short(engine: Engine) -> None:
     assert not engine.side.step([], lambda _: BLOCKS).let_go
 
 
+def test_kept_blocks_are_let_go_when_the_queue_stands(engine: Engine) -> None:
+    """vLLM finds too few blocks for its next request, though many are free."""
+    engine.first_visit("first", FIRST)
+    assert engine.finish("first")
+    engine.arrive("next", prompt_of(C, A))
+    assert engine.side.loadable_tokens("next", 0)
+    engine.side.on_allocated("next", BLOCKS, 90)
+    assert not engine.side.step([], lambda _: BLOCKS).let_go
+    assert engine.side.loadable_tokens("nobody's plan", 0) == 0
+    assert engine.side.step([], lambda _: BLOCKS).let_go
+    assert not engine.side.step([], lambda _: BLOCKS).let_go
+
+
 def test_others_under_way_when_an_engine_turns_out_not_to_blend_lose_nothing(warm: Engine) -> None:
     free = warm.pool.get_num_free_blocks()
     for name in ("one", "two", "three"):
@@ -525,7 +538,7 @@ def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays:
         warm.finish("other")
         record = warm.book.get("other")
         assert record is not None
-        assert record.miss == "computing is faster"
+        assert record.why == "computing is faster"
 
 
 def test_chunks_of_a_slow_tier_are_computed_and_the_others_are_blended(warm: Engine) -> None:
@@ -570,17 +583,56 @@ def test_how_long_a_load_is_waited_for_follows_what_computing_takes(warm: Engine
     assert deadline_s("slow") == pytest.approx(0.03 * prompt.chunk_ends[-1])
 
 
-def test_loads_that_failed_teach_nothing(warm: Engine) -> None:
+def test_loads_that_failed_before_they_were_late_teach_nothing(warm: Engine) -> None:
     measured(warm, repair_s=1e-3)
     known = warm.costs.bandwidths().get(Tier.MEMORY)
     for number in range(20):
-        warm.arrive(f"late-{number}", prompt_of(C, A, B))
-        job = warm.load(f"late-{number}")
-        late = LoadOutcome(job.request_id, 0, 0, 50.0, job.spans[0].variant, "load late")
-        warm.side.on_outcomes([late])
+        warm.arrive(f"gone-{number}", prompt_of(C, A, B))
+        job = warm.load(f"gone-{number}")
+        gone = LoadOutcome(job.request_id, 0, 0, 0.1, job.spans[0].variant, "store unavailable")
+        warm.side.on_outcomes([gone])
     assert warm.costs.bandwidths().get(Tier.MEMORY) == known
     warm.arrive("other", prompt_of(C, A, B))
     assert warm.side.loadable_tokens("other", 0)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_store_that_is_late_again_is_not_waited_for(warm: Engine, mended: bool) -> None:
+    """Whether nothing came, or a part and the rest was mended."""
+    measured(warm, repair_s=1e-3)
+    for number in range(LATE_LOADS):
+        warm.arrive(f"late-{number}", prompt_of(C, A, B))
+        job = warm.load(f"late-{number}")
+        late = LoadOutcome(job.request_id, 0, 0, 2.0, job.spans[0].variant, "load late", late=True)
+        if mended:
+            late = replace(late, tokens=job.end, reason="", missing=None, lost=(range(80, 140),))
+        warm.side.on_outcomes([late])
+    warm.arrive("blended", prompt_of(C, A, B))
+    warm.arrive("exact", FIRST)
+    for name in ("blended", "exact"):
+        assert warm.side.loadable_tokens(name, 0) == 0
+
+
+def test_a_blend_of_very_many_chunks_is_decided_quickly() -> None:
+    """What it costs to decide does not grow with the square of them."""
+    engine = Engine()
+    chunks = [range(100 * n, 100 * n + 20) for n in range(600)]
+    first = prompt_of(*chunks)
+    engine.first_visit("first", first)
+    engine.finish("first")
+    measured(engine, repair_s=1e-3)
+    asked = 0
+    predict = engine.costs.takes_s
+
+    def counted(reuse: Reuse, length: int) -> float | None:
+        nonlocal asked
+        asked += 1
+        return predict(reuse, length)
+
+    engine.costs.takes_s = counted  # type: ignore[method-assign]
+    engine.arrive("other", prompt_of(*reversed(chunks)))
+    assert engine.side.loadable_tokens("other", 0)
+    assert 0 < asked < 40
 
 
 def test_a_blend_that_is_asked_for_always_is_made_always() -> None:

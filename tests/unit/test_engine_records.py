@@ -21,6 +21,8 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     book.put(
         "r", Record(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, holes=(2, 5), miss="corrupt")
     )
+    book.put("slow", Record(miss="never stored", slower=True))
+    assert (await client.request_record("slow")).miss == "computing is faster"
     record = await client.request_record("r")
     assert (record.queue_s, record.loaded_tokens, record.miss) == (0.5, 7, "corrupt")
     assert list(record.holes) == [2, 5]

@@ -357,7 +357,7 @@ def test_what_is_late_of_a_blend_is_computed(blending: Blending) -> None:
     outcome = blending.run(replace(job(wanted, repair(exact_end=40)), deadline_s=0.3))
     opened.set()
     assert (outcome.reason, outcome.lost) == ("", (range(60, 120),))
-    assert outcome.why_lost == {"load late": 1}
+    assert (outcome.why_lost, outcome.late) == ({"load late": 1}, True)
     assert blending.model.recomputed == list(range(60, 120))
 
 

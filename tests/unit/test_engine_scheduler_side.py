@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,6 +26,7 @@ from ragcache_core.reuse_costs import RETRY_EVERY, ReuseCosts
 from ragcache_core.storing import AsOf, Held, Variants, Want
 from ragcache_core.variant import Codec, Miss, Origin, Precision, Provenance, Tier
 from ragcache_engine.config import EngineConfig
+from ragcache_engine.lookups import Found, Lookups
 from ragcache_engine.records import Record, RecordBook
 from ragcache_engine.refused_plans import Refusal
 from ragcache_engine.roles import Role
@@ -587,7 +591,58 @@ def test_what_computing_does_faster_is_not_loaded(warm: Engine) -> None:
         assert warm.side.loadable_tokens("slow", 0) == 0
     assert warm.prefill("slow") == []
     warm.side.on_finished("slow", ())
-    assert warm.record("slow").miss == "computing is faster"
+    assert warm.record("slow").why == "computing is faster"
+
+
+def test_a_record_tells_of_the_last_decision_before_the_first_token(warm: Engine) -> None:
+    """vLLM asks again with more at hand, and once more when it preempts an answer."""
+    teach(warm, Tier.MEMORY, 1e-5)
+    teach(warm, Tier.DISK, 0.1)
+    at_hand = PROMPT.chunk_ends[0]
+    key = next(iter(warm.store.stored))
+    warm.store.stored[key] = replace(warm.store.stored[key], tier=Tier.DISK)
+    warm.arrive("r")
+    assert warm.side.loadable_tokens("r", 0) == 0
+    assert warm.side.loadable_tokens("r", at_hand) == PROMPT.chunk_ends[-1] - at_hand
+    warm.side.on_allocated("r", BLOCKS, PROMPT.chunk_ends[-1] - at_hand)
+    tokens = PROMPT.chunk_ends[-1] - at_hand
+    warm.side.on_outcomes([LoadOutcome("r", tokens, 9, 0.01, None, "")])
+    warm.prefill("r", PROMPT.chunk_ends[-1])
+    warm.side.step([("r", LENGTH, 1)], lambda _: BLOCKS)
+    assert warm.record("r").why == ""
+    warm.side.loadable_tokens("r", 0)
+    assert warm.record("r").why == ""
+
+
+def test_what_a_step_waits_for_lookups_is_bounded_for_all_of_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that come while they are waited for take of it, too."""
+    now, answer_s = 0.0, 2.0
+    waits: list[float] = []
+
+    class Slow(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            nonlocal now
+            assert timeout is not None
+            waits.append(timeout)
+            now += min(timeout, answer_s)
+            if timeout < answer_s:
+                raise FutureTimeoutError
+            return Found((), ShardedAnswer((), AS_OF))
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("ragcache_engine.scheduler_side.time", clock)
+    monkeypatch.setattr(Lookups, "planned", lambda *_: Slow())
+    for number in range(5):
+        engine.arrive(str(number))
+    for number in range(5):
+        engine.side.loadable_tokens(str(number), 0)
+    assert waits == [5.0, 3.0, 1.0, 0.0, 0.0]
+    engine.side.step([], lambda _: BLOCKS)
+    engine.arrive("next")
+    engine.side.loadable_tokens("next", 0)
+    assert waits[-1] == 5.0
 
 
 def test_loading_ends_before_a_disk_that_is_slower_than_computing(warm: Engine) -> None:

@@ -410,7 +410,7 @@ def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> No
     worker.store.outage_after = after
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
     assert outcome.missing == key(after)
-    assert outcome.reason == "store unavailable"
+    assert (outcome.reason, outcome.late) == ("store unavailable", False)
     assert outcome.tokens == (0, 0, BLOCK)[after]  # whole blocks of what had come
 
 
@@ -420,7 +420,7 @@ def test_a_store_that_falls_silent_is_given_up() -> None:
     worker.store.fill(wanted)
     worker.store.gate.clear()
     outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant", deadline_s=0.05))
-    assert outcome.reason == "load late"
+    assert (outcome.reason, outcome.late) == ("load late", True)
     worker.store.gate.set()
     worker.side.close()
 

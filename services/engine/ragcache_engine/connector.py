@@ -315,6 +315,14 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.on_report(report.report)
         self._scheduler.on_released(connector_output.finished_sending or ())
 
+    def reset_cache(self) -> bool:
+        """Forget what is kept: refused, as what the store keeps is others', too."""
+        log.warning(
+            "the cache of chunks is not reset: its keys are made from the model's folder. For other"
+            " weights make another folder, and start again"
+        )
+        return False
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -23,6 +23,9 @@ from ragcache_wire.tracing import Span as TraceSpan
 
 log = logging.getLogger("vllm.ragcache")
 
+_LATE = 0.9
+"""Of its time: a store that is asked ends a little earlier than who waits for it."""
+
 Write = Callable[[LoadJob, Arrival, int, int], None]
 
 
@@ -213,15 +216,17 @@ class Loader:
     def _outcome(load: _Load, missing: Span | None, reason: str) -> LoadOutcome:
         load.trace.set(tokens=load.tokens, bytes=load.num_bytes, miss=reason)
         load.trace.end()
+        seconds = time.monotonic() - load.started
         return LoadOutcome(
             load.job.request_id,
             load.tokens,
             load.num_bytes,
-            time.monotonic() - load.started,
+            seconds,
             missing.variant if missing else None,
             reason,
             tuple(load.lost),
             why_lost=load.why_lost,
+            late=bool(reason or load.lost) and seconds > _LATE * load.job.deadline_s,
             values_from=load.values_from,
             bytes_from=load.bytes_from,
         )

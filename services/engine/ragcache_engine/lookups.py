@@ -69,6 +69,7 @@ class Lookups:
         self._timeout_s = _STORES_SHARE * deadline_s
         self._tracer = tracer or Tracer()
         self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
+        self._prefetches = ThreadPoolExecutor(1, "ragcache-prefetch")  # no lookup waits for one
         self.can_blend = False
         # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
         self._pool.submit(client.connect, deadline_s)
@@ -93,11 +94,12 @@ class Lookups:
             return
         if on_disk := lookup.result().on_disk:
             with contextlib.suppress(RuntimeError):  # no thread can be started, say
-                self._pool.submit(self._client.prefetch, on_disk, self._timeout_s)
+                self._prefetches.submit(self._client.prefetch, on_disk, self._timeout_s)
 
     def close(self) -> None:
         """Stop asking."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._prefetches):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     def _begin(

@@ -52,12 +52,23 @@ class Places:
         bytes_from: as the worker has it, to whom the store is one place: its tiers have shares in
         that as they were expected to have.
         """
-        held = {variant: stored[variant] for variant in variants if variant in stored}
-        away = [one for variant, one in held.items() if variant not in self._own]
         shares: Counter[str] = Counter()
-        for one in away or held.values():  # or what was thought to be here has left
+        for one in self._away(variants, stored):
             shares[one.tier] += one.info.num_bytes
         taken = Counter({place: size for place, size in bytes_from.items() if place != STORE})
         for tier, share in shares.items():
             taken[tier] += bytes_from.get(STORE, 0) * share // shares.total()
         return +taken
+
+    def waited_for(
+        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, Held]
+    ) -> set[str]:
+        """Where that is of these which a late load was late for."""
+        return {one.tier for one in self._away(variants, stored)}
+
+    def _away(
+        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, Held]
+    ) -> list[Held]:
+        held = {variant: stored[variant] for variant in variants if variant in stored}
+        away = [one for variant, one in held.items() if variant not in self._own]
+        return away or [*held.values()]  # or what was thought to be here has left

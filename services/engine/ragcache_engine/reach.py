@@ -11,11 +11,12 @@ from ragcache_engine.config import EngineConfig
 from ragcache_engine.places import Places
 from ragcache_engine.request import Request
 
-SLOWER = "computing is faster"
-"""Why less was loaded than is held, in a record."""
-
 _PATIENCE = 3.0
 """How much longer than computing a load may take before it is given up."""
+
+_CONSIDERED = 10_000
+"""Sources that are looked at to find what is better not loaded: every one as often as there are
+others where they are a hundred. It is the scheduler's thread that looks, some ten milliseconds."""
 
 _LEAST_DEADLINE_S = 2.0
 """Of any load, however little computing takes: a busy machine may pause for as long."""
@@ -35,6 +36,8 @@ class Reach:
         A blend is left without what it takes longer to load than to compute.
         """
         if request.covered is None or request.covered[0] != num_local:
+            if not request.recorded:
+                request.record.slower = False
             blend = self._worth(request, num_local)
             request.blend = blend or request.blend
             end = blend.end if blend else self._exact_end(request, num_local)
@@ -71,7 +74,7 @@ class Reach:
         # What is not exact has to be faster to be worth it.
         best = self._costs.best(first, len(request.token_ids), reuses, tie=1.0)
         if best is None:
-            request.record.miss = SLOWER
+            _note_slower(request)
         return ways[reuses.index(best)] if best else None
 
     def _narrowed(self, request: Request, found: Blend, first: int) -> Blend | None:
@@ -89,7 +92,8 @@ class Reach:
         dropped: set[int] = set()
         # What spares a whole tier spares its latency, too; else from the end on, where vLLM's own
         # prefill goes on and nothing has to be repaired.
-        for starts in (*by_place.values(), *({source.start} for source in reversed(sources))):
+        singles = sources[-max(1, _CONSIDERED // max(1, len(sources))) :]
+        for starts in (*by_place.values(), *({source.start} for source in reversed(singles))):
             less = found.without(dropped | starts)
             if less.end <= first:
                 continue
@@ -121,8 +125,13 @@ class Reach:
             reuses.append(Reuse(min(named.segment.end, length - 1), dict(loads)))
         best = self._costs.best(num_local, length, reuses)
         if best is not reuses[-1]:
-            request.record.miss = SLOWER
+            _note_slower(request)
         return behind[reuses.index(best)].segment.end if best else 0
+
+
+def _note_slower(request: Request) -> None:
+    if not request.recorded:
+        request.record.slower = True
 
 
 def _loaded(way: Blend, first: int) -> list[Source]:

@@ -30,7 +30,8 @@ class Record:
     """Where a request's time went, in seconds, and where its KV came from.
 
     holes: places of the plan's segments that the repair computed: nothing of them was held or came.
-    loaded_from: position of the first token that was loaded.
+    loaded_from: position of the first token that was loaded. slower: less was loaded than is held,
+    because computing the rest is faster; else miss says why.
     """
 
     queue_s: float = 0.0
@@ -46,6 +47,12 @@ class Record:
     repair_s: float = 0.0
     holes: tuple[int, ...] = ()
     miss: str = ""
+    slower: bool = False
+
+    @property
+    def why(self) -> str:
+        """What was not loaded was not for this reason; empty where nothing was missing."""
+        return "computing is faster" if self.slower else self.miss
 
     def begin_load(self, first: int) -> None:
         """Tokens from first on are about to be loaded, and nothing has come yet."""
@@ -129,7 +136,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             repaired_tokens=record.repaired_tokens,
             repair_s=record.repair_s,
             holes=record.holes,
-            miss=record.miss,
+            miss=record.why,
         )
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802

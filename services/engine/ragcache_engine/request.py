@@ -62,7 +62,7 @@ class Request:
     phase: Phase = Phase.WAITING
     phase_since: float = field(default_factory=time.monotonic)
     record: Record = field(default_factory=Record)
-    recorded: bool = False  # the record tells of the first token; a later preemption is not in it
+    recorded: bool = False  # the record tells of the first token, and of nothing after it
     traceparent: str = ""
 
     def enter(self, phase: Phase) -> None:

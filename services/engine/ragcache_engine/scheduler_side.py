@@ -76,6 +76,7 @@ class SchedulerSide:
         self._spare: SpareBlocks | None = None
         self._costs = costs
         self._wait_left_s = config.lookup_wait_s
+        self._without_blocks: str | None = None  # who was told what can be loaded, and has none yet
         self._refused = RefusedPlans()
         if config.plan_keys is None:
             log.warning(
@@ -137,14 +138,16 @@ class SchedulerSide:
         None: not known yet, ask again in the next step. Called any number of times.
         """
         request = self._requests.get(request_id)
-        if request is None:
-            return 0
-        try:
-            return self._loadable(request, num_local)
-        except Exception:
-            log.exception("the prompt of request %s is only computed", request_id)
-            request.load_failed, request.pending_load = True, None
-            return 0
+        tokens: int | None = 0
+        if request is not None:
+            try:
+                tokens = self._loadable(request, num_local)
+            except Exception:
+                log.exception("the prompt of request %s is only computed", request_id)
+                request.load_failed, request.pending_load = True, None
+        # vLLM allocates next, unless it has to ask again; where that fails, the queue stands.
+        self._without_blocks = request_id if tokens is not None else None
+        return tokens
 
     def approximate_from(self, request_id: str) -> int | None:
         """First position of what is about to be loaded that is not exact; None: all of it is.
@@ -160,6 +163,7 @@ class SchedulerSide:
 
     def on_allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> None:
         """Blocks are there. num_external: tokens that vLLM expects to be loaded into them."""
+        self._without_blocks = None
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -237,13 +241,14 @@ class SchedulerSide:
                 log.exception("what request %s computes is not saved", request_id)
         self._prefetch()
         self._wait_left_s = self._config.lookup_wait_s
+        queue_stands, self._without_blocks = self._without_blocks is not None, None
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
         return StepJobs(
             tuple(loads),
             tuple(saves),
             tuple(observes),
-            let_go=self._spare is not None and self._spare.are_missed,
+            let_go=self._spare is not None and self._spare.are_missed(queue_stands=queue_stands),
             ended=tuple(ended),
             computing=tuple(computing),
             num_tokens=num_tokens,
@@ -381,7 +386,6 @@ class SchedulerSide:
         try:
             found = request.lookup.result(timeout=wait_s)
         except FutureTimeoutError:
-            self._wait_left_s -= time.monotonic() - asked
             if time.monotonic() - request.asked < self._config.lookup_deadline_s:
                 return False
             request.lookup.cancel()
@@ -412,6 +416,9 @@ class SchedulerSide:
                 for named, variants in zip(request.segments, answer.variants, strict=True)
                 if variants.miss is not None
             }
+        finally:
+            # All that a step waits for is within one bound, answers that come in time included.
+            self._wait_left_s -= time.monotonic() - asked
         missing = request.segments[len(request.chain) :]
         if missing and not request.record.miss:
             # Of the first one that is missing: what comes after it could not be used anyway.
@@ -442,6 +449,7 @@ class SchedulerSide:
     def _load_job(
         self, request_id: str, request: Request, first: int, end: int, blocks: tuple[int, ...]
     ) -> LoadJob:
+        request.tainted_before = request.tainted_from
         if request.blend is None or end <= request.blend.exact_end:
             spans = tuple(
                 Span(named.variant, named.segment.start, named.segment.end)
@@ -475,11 +483,8 @@ class SchedulerSide:
         request = self._requests.get(outcome.request_id)
         if request is None:
             return
-        if not (outcome.reason or request.plan.trial):
-            stored = request.stored or {}
-            taken = self._places.bytes_taken(outcome.bytes_from, request.loading, stored)
-            self._costs.loaded(taken, outcome.seconds)
-            self._costs.repaired(outcome.repaired, outcome.repair_s)
+        if not request.plan.trial:
+            self._learn(request, outcome)
         request.enter(Phase.WAITING)
         if not request.recorded:
             request.record.loaded_tokens = outcome.tokens
@@ -489,7 +494,8 @@ class SchedulerSide:
             request.record.repair_s = outcome.repair_s
             holes = () if outcome.reason else (*request.holes, *outcome.lost)
             request.record.holes = request.places(holes)
-            request.record.miss = outcome.reason or request.record.miss
+            if outcome.reason:
+                request.record.miss, request.record.slower = outcome.reason, False
         if outcome.reason:
             # vLLM asks again after a failure; the same answer would loop for ever.
             request.load_failed = True
@@ -497,6 +503,18 @@ class SchedulerSide:
             request.tainted_from = request.tainted_before
             if outcome.missing is not None:
                 request.forget_from(outcome.missing)
+
+    def _learn(self, request: Request, outcome: LoadOutcome) -> None:
+        """What a load took says what others are going to take."""
+        stored = request.stored or {}
+        if outcome.late:
+            places = self._places.waited_for(request.loading, stored)
+            self._costs.late(places, outcome.seconds)
+        elif not outcome.reason:
+            taken = self._places.bytes_taken(outcome.bytes_from, request.loading, stored)
+            self._costs.loaded(taken, outcome.seconds)
+        if not outcome.reason:
+            self._costs.repaired(outcome.repaired, outcome.repair_s)
 
     @staticmethod
     def _asks_again(request: Request, *, answered: bool) -> bool:
@@ -517,9 +535,10 @@ class SchedulerSide:
         exact_end = max(first, found.exact_end)
         if exact_end >= end:
             return None
-        request.record.miss = ""
+        if not request.recorded:
+            request.record.miss = ""
         # What the engine still had of an earlier load of it is no less tainted.
-        request.tainted_before = before = request.tainted_from
+        before = request.tainted_before
         request.tainted_from = exact_end if before is None else min(exact_end, before)
         return Repair(
             exact_end=exact_end,

@@ -65,10 +65,12 @@ class SpareBlocks:
         """vLLM has them back."""
         self._kept.pop(request_id, None)
 
-    @property
-    def are_missed(self) -> bool:
-        """Whether some are kept that vLLM could do with."""
-        return bool(self._kept) and not self._can_spare(0)
+    def are_missed(self, *, queue_stands: bool) -> bool:
+        """Whether some are kept that vLLM could do with.
+
+        queue_stands: it has not found enough for a request, however many are free.
+        """
+        return bool(self._kept) and (queue_stands or not self._can_spare(0))
 
     def _can_spare(self, count: int) -> bool:
         spare = self._pool.num_gpu_blocks // _SPARE_SHARE

@@ -163,6 +163,7 @@ class LoadOutcome:
     included. num_bytes: fetched for them.
     missing: the first variant that did not come, or None. reason: why it failed, or "".
     lost: what did not come of a load that is mended; why_lost: values of these, by reason.
+    late: all of its time had passed before what did not come was given up.
     blended: of tokens, those that are not exact.
     repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.
     values_from, bytes_from: values that were written and their bytes, by where they came from.
@@ -179,6 +180,7 @@ class LoadOutcome:
     repaired: int = 0
     repair_s: float = 0.0
     why_lost: Mapping[str, int] = field(default_factory=dict)
+    late: bool = False
     values_from: Mapping[str, int] = field(default_factory=dict)
     bytes_from: Mapping[str, int] = field(default_factory=dict)
 
