@@ -3,8 +3,8 @@
 The bundled model answers held-out handbook questions, eight documents in random order. The KV of
 every chunk was captured in another prompt, behind chunks of other handbooks; it is placed where
 the chunk stands now, its keys turned, and a share of its tokens is recomputed through vLLM's own
-model (``ragcache_engine.recomputing``). Which tokens: ours, those that other chunks had the most
-influence on when they were captured (``ragcache_engine.attention``) and that the question looks at
+model (``ragcache_engine.blend.recomputer``). Which tokens: ours, those that other chunks had the most
+influence on when they were captured (``ragcache_engine.blend.attention``) and that the question looks at
 (``core/blend/need``); by influence alone; Cache-Craft's, by its ranking and fix overhead; at
 random; or those that most attention was paid to, as H2O keeps them. "Focused" are ours less those
 in chunks that Cache-Craft's Algorithm 1 lets go, with its cut as printed and with one at the
@@ -58,8 +58,7 @@ from models.tinyrag.prompt import chunk_ids, frame
 from ragcache_core.blend.context_impact import context_impact
 from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.focused_chunks import Cut, FocusedChunks, entropy_cut, largest_gap_cut
-from ragcache_core.blend.need import InfluencedChunk, by_need
-from ragcache_core.blend.prefix import AttendedChunk, PrefixChunk
+from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
 from ragcache_core.blend.recomputation import (
     RepairChunk,
@@ -68,9 +67,10 @@ from ragcache_core.blend.recomputation import (
     ranking,
     recomputation,
 )
-from ragcache_core.blend.rouge import rouge_l
 from ragcache_core.blend.slices import slices
-from ragcache_core.keys import KEY_BYTES, VariantKey
+from ragcache_core.blend.token_ranking import InfluencedChunk, by_need
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey
+from ragcache_core.quality.rouge import rouge_l
 from ragcache_engine.config import REPAIR_RUN_TOKENS
 
 if TYPE_CHECKING:
@@ -163,10 +163,10 @@ class Lab:
     def __init__(self, worker: Any, model_folder: Path, end_id: int) -> None:
         import torch  # noqa: PLC0415  after vLLM's variables are set
 
-        from ragcache_engine.attention import AttentionObserver  # noqa: PLC0415
-        from ragcache_engine.loaded_model import loaded_model  # noqa: PLC0415
-        from ragcache_engine.paged_cache import PagedCache  # noqa: PLC0415
-        from ragcache_engine.recomputing import Recomputer  # noqa: PLC0415
+        from ragcache_engine.blend.attention import AttentionObserver  # noqa: PLC0415
+        from ragcache_engine.blend.model_access import loaded_model  # noqa: PLC0415
+        from ragcache_engine.blend.recomputer import Recomputer  # noqa: PLC0415
+        from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: PLC0415
         from ragcache_kv.rotation import KeyRotation, read_rope  # noqa: PLC0415
 
         self._torch = torch

@@ -31,7 +31,7 @@ from bench.kv_samples import (
     real_samples,
     to_bfloat16,
 )
-from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_value, encode_value, warm_up
 
 LAYER = ValueShape(1, 8, 128, "bfloat16")

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from bench.processes import Engine
-from ragcache_core.plan_seal import SEAL_FIELD
-from ragcache_wire.engine_client import EngineClient
+from ragcache_core.plan.signature import SEAL_FIELD
+from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 
 TIMEOUT_S = 120.0

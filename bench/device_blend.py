@@ -43,26 +43,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 import torch
 
 from bench.plain_llama import LLAMA_1B, SMALL, SPARE_BLOCKS, VOCABULARY, Llama, Passes, Shape
-from ragcache_core.blend.need import InfluencedChunk
 from ragcache_core.blend.recomputation import budget_tokens
-from ragcache_core.hotness.assignment import Placement
-from ragcache_core.hotness.placement import DEFAULT_TIER_POLICY
-from ragcache_core.keys import VariantKey
-from ragcache_core.variant import Codec, Part, Precision, Provenance, Tier, VariantInfo
-from ragcache_engine.arriving import Arrival, Encoded, Native, Source
-from ragcache_engine.attention import AttentionObserver
-from ragcache_engine.chunk_pool import ChunkPool
+from ragcache_core.blend.token_ranking import InfluencedChunk
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Codec, Part, Precision, Provenance, Tier, VariantInfo
+from ragcache_core.tiering.precision_assignment import Placement
+from ragcache_core.tiering.tier_placement import DEFAULT_TIER_POLICY
+from ragcache_engine.blend.attention import AttentionObserver
+from ragcache_engine.blend.recomputation import Repairer
 from ragcache_engine.config import REPAIR_RUN_TOKENS, REPAIR_SLICE_TOKENS
-from ragcache_engine.layering import Layering
-from ragcache_engine.repairing import Repairer
-from ragcache_engine.tiers import WAITING_SHARE, Offer, Tiers
-from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair, Span
-from ragcache_engine.values import decode, shape_of
-from ragcache_engine.writing import Writer
+from ragcache_engine.handoff.layerwise_loading import Layering
+from ragcache_engine.kv_cache.chunk_pool import ChunkPool
+from ragcache_engine.kv_cache.incoming_value import Arrival, Encoded, Native, Source
+from ragcache_engine.kv_cache.value_tensors import decode, shape_of
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair, Span
+from ragcache_engine.tiers.local_tiers import WAITING_SHARE, Offer, Tiers
+from ragcache_engine.worker.writer import Writer
 from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
-from ragcache_kv.store.stored_value import StoredValue
-from ragcache_kv.value import FORMAT, checksum
+from ragcache_kv.values.layout import FORMAT, checksum
+from ragcache_kv.values.stored_value import StoredValue
 
 QUESTION_TOKENS = 64
 SHARE = 0.15

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bench.shelf import Bytes, Disk, Encoded, Readers, aligned, touch, verify
-from ragcache_core.hotness.assignment import Placement
-from ragcache_core.variant import ValueShape
+from ragcache_core.identity.variant import ValueShape
+from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_kv.codecs import native_part_bytes
 from ragcache_kv.codecs.device import decode_part
 

@@ -49,9 +49,9 @@ from bench.processes import (
     running_cachestore,
     wait_for_engine,
 )
-from ragcache_core.keys import KVSpace
-from ragcache_core.prompt import Prompt, assemble, plan_blend
-from ragcache_core.reuse import checked_segments
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
+from ragcache_core.plan.segments import checked_segments
 from ragcache_kv.model_folder import load_model_folder
 from tests.tiny_model import make_tiny_model
 

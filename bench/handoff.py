@@ -26,11 +26,11 @@ from bench.processes import (
     running_cachestore,
     wait_for_engine,
 )
-from ragcache_core.prompt import assemble, plan_exact
-from ragcache_core.reuse import checked_segments
-from ragcache_core.storing import Want
+from ragcache_core.plan.prompt import assemble, plan_exact
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store_client.client import StoreClient
 from tests.tiny_model import make_tiny_model
 
 ROLES = {"as_layers_end": "kv_producer", "after_the_pass": "kv_both"}

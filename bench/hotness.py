@@ -63,7 +63,9 @@ from bench.device_shelf import DeviceLoader
 from bench.kv_samples import real_samples
 from bench.question import Question
 from bench.shelf import Disk, Encoded, Loader, PacedDisk, ValueRegion
-from ragcache_core.hotness.assignment import (
+from ragcache_core.identity.variant import Precision, ValueShape
+from ragcache_core.tiering.access_counts import DecayedCounts
+from ragcache_core.tiering.precision_assignment import (
     Assignment,
     FixedAssignment,
     HaRagAssignment,
@@ -71,9 +73,7 @@ from ragcache_core.hotness.assignment import (
     Observation,
     Placement,
 )
-from ragcache_core.hotness.counts import DecayedCounts
-from ragcache_core.hotness.score import Grade, Memory, ScoreAssignment, read_error
-from ragcache_core.variant import Precision, ValueShape
+from ragcache_core.tiering.score_assignment import Grade, Memory, ScoreAssignment, read_error
 from ragcache_kv.codecs import (
     decode_part,
     encode_part,
@@ -81,7 +81,7 @@ from ragcache_kv.codecs import (
     native_part_bytes,
     warm_up,
 )
-from ragcache_kv.value import checksum
+from ragcache_kv.values.layout import checksum
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 RETRIEVED = DATA / "psirag_retrieved" / "multihoprag_summary.json"

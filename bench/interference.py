@@ -50,13 +50,13 @@ from bench.processes import (
     wait_for_engine,
 )
 from bench.vllm_plugin import WAITS_ASLEEP, plugin_settings
-from ragcache_core.keys import KVSpace
-from ragcache_core.plan import ReusePlan
-from ragcache_core.prompt import Prompt, plan_blend
-from ragcache_core.reuse import checked_segments
-from ragcache_core.storing import Want
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prompt import Prompt, plan_blend
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store_client.client import StoreClient
 from tests.tiny_model import make_tiny_model
 
 STREAMS = 2

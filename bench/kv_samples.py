@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from models.tinyrag.handbook import make_handbook
-from ragcache_core.variant import ValueShape
+from ragcache_core.identity.variant import ValueShape
 
 MODEL = Path(__file__).resolve().parents[1] / "models/tinyrag/model"
 QUERIES = 64

@@ -35,12 +35,12 @@ from rocksdict import (
     WriteOptions,
 )
 
-from ragcache_cachestore.allocator import reuse_freed_memory
-from ragcache_cachestore.entry import Record
-from ragcache_cachestore.records import Records
-from ragcache_cachestore.value_file import ValueFile
-from ragcache_core.keys import VariantKey
-from ragcache_core.variant import Origin, Part, Provenance, VariantInfo
+from ragcache_cachestore.storage.disk_tier import ValueFile
+from ragcache_cachestore.storage.disk_variant import Record
+from ragcache_cachestore.storage.malloc import reuse_freed_memory
+from ragcache_cachestore.storage.metadata_db import Records
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Origin, Part, Provenance, VariantInfo
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = {"64kib": 64 * KIB, "1mib": MIB, "8mib": 8 * MIB}

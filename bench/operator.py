@@ -31,11 +31,11 @@ import httpx
 import yaml
 
 from bench.processes import free_port
-from ragcache_operator.children import child_resources
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import Object
+from ragcache_operator.reconcile.children import child_resources
 from tests.cluster.availability import Unavailable
 from tests.cluster.control_plane import start_control_plane
 from tests.cluster.kubeconfig import ADMIN_GROUP, User

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ragcache_core.keys import KVSpace
-from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.prompt_part import PromptPart
+from ragcache_core.identity.keys import KVSpace
+from ragcache_engine.blend.prompt_slice import PromptPart
+from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 DTYPE = torch.bfloat16
 THETA = 500_000.0
@@ -175,7 +175,7 @@ class Llama:
 
 
 class Passes:
-    """In place of ``ragcache_engine.recomputing.Recomputer``: the same passes through a Llama."""
+    """In place of ``ragcache_engine.blend.recomputer.Recomputer``: the same passes through a Llama."""
 
     max_tokens = MAX_TOKENS
     max_runs = MAX_RUNS

@@ -37,9 +37,9 @@ from bench.clairvoyant import Intervals, clairvoyant
 from bench.prefill_profile import PrefillProfile
 from bench.replay import Replay, Tally
 from bench.traces import DATA, Trace, load_traces
-from ragcache_core.admission import ADMISSION_NAMES, default_admission, make_admission
-from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES, make_policy
-from ragcache_core.policies.pgdsf import PrefixAwareGreedyDualSizeFrequency
+from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
+from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 QUICK_CAPACITIES = (0.01, 0.05, 0.2, 0.5)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ragcache_core.variant import ValueShape
+from ragcache_core.identity.variant import ValueShape
 
 QUESTION_TOKENS = 24
 

@@ -1,7 +1,7 @@
 """What a repair takes by the length of the runs that its tokens are laid in.
 
 A run of consecutive tokens is one pseudo-request of vLLM's attention
-(``ragcache_engine.recomputing``), so that long runs are fewer rows for the same tokens. The model
+(``ragcache_engine.blend.recomputer``), so that long runs are fewer rows for the same tokens. The model
 has random weights and is large enough for passes to be what takes the time; prompts and chunks are
 those of ``bench/blend_ttft.py``, captured behind others in a worker of vLLM's, without a server.
 Of each prompt SHARE of its tokens is recomputed as an engine would with nothing else to do, in runs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.traces import Access, Trace
-from ragcache_core.admission import Admission
-from ragcache_core.policies import Candidate, Policy
+from ragcache_core.eviction import Candidate, Policy
+from ragcache_core.eviction.admission import Admission
 
 CONTEXT_IMPACT = 0.7
 """Cache-Craft's CCI, in [0.5, 1): the data has no attention, so all chunks have the same."""

@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache_core.hotness.assignment import Placement
-from ragcache_core.variant import Part, Precision, ValueShape
+from ragcache_core.identity.variant import Part, Precision, ValueShape
+from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_kv.codecs import decode_part, native_part_bytes
-from ragcache_kv.value import checksum
+from ragcache_kv.values.layout import checksum
 
 PAGE_BYTES = 65536
 HUGE_PAGE_BYTES = 2 << 20

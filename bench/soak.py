@@ -37,12 +37,12 @@ import xxhash
 
 from bench.processes import running_cachestore
 from ragcache_core.errors import Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, Want
-from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.lane_protocol import Channel, Kind
-from ragcache_kv.store.outgoing import Whole
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
+from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, Want
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.transport.framing import Channel, Kind
+from ragcache_kv.values.outgoing_value import Whole
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ragcache_cachestore.folder import DataFolder
-from ragcache_cachestore.records import Records
-from ragcache_core.extents import ExtentAllocator
-from ragcache_core.keys import VariantKey
+from ragcache_cachestore.storage.data_dir import DataFolder
+from ragcache_cachestore.storage.metadata_db import Records
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.tiering.extents import ExtentAllocator
 
 
 def corrupt(folder: Path, key: VariantKey) -> None:

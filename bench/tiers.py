@@ -28,20 +28,20 @@ import torch
 from vllm import _custom_ops as custom_ops
 
 from bench.processes import running_cachestore
-from ragcache_core.keys import KVSpace, VariantKey
-from ragcache_core.storing import NewVariant
-from ragcache_core.variant import Origin, Provenance, VariantInfo
-from ragcache_engine.blender import Blender
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
+from ragcache_core.store_api import NewVariant
+from ragcache_engine.blend.blender import Blender
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.paged_cache import PagedCache
-from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair, Span, StepJobs
-from ragcache_engine.values import native_bytes, shape_of
-from ragcache_engine.worker_side import WorkerSide
+from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.kv_cache.value_tensors import native_bytes, shape_of
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair, Span, StepJobs
+from ragcache_engine.worker.worker import WorkerSide
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
-from ragcache_kv.store.outgoing import Whole
-from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.value import FORMAT, value_bytes, value_parts
-from ragcache_wire.members import FixedMembers
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
+from ragcache_kv.values.outgoing_value import Whole
+from ragcache_wire.watched.members import FixedMembers
 
 SPACE = KVSpace("bench", num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16")
 ROTATION = KeyRotation(

@@ -38,12 +38,12 @@ from bench.processes import (
     wait_for_engine,
 )
 from bench.stored_values import corrupt
-from ragcache_core.keys import KVSpace, VariantKey
-from ragcache_core.prompt import Prompt, assemble, plan_exact
-from ragcache_core.reuse import checked_segments
-from ragcache_core.storing import Want
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
 from tests.tiny_model import make_tiny_model
 

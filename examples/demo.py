@@ -31,15 +31,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions  # noqa: E402
-from ragcache_cli.ask import Reply, ask, render_citations, render_timing  # noqa: E402
-from ragcache_cli.documents import select  # noqa: E402
-from ragcache_cli.gateway_client import GatewayClient  # noqa: E402
-from ragcache_cli.ingest import ingest  # noqa: E402
-from ragcache_cli.local_platform import LocalPlatform  # noqa: E402
-from ragcache_cli.progress import ProgressLines  # noqa: E402
-from ragcache_cli.signals import run_until_stopped  # noqa: E402
+from ragcache_cli.clients.gateway_client import GatewayClient  # noqa: E402
+from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing  # noqa: E402
+from ragcache_cli.commands.documents import select  # noqa: E402
+from ragcache_cli.commands.ingest import ingest  # noqa: E402
+from ragcache_cli.commands.progress import ProgressLines  # noqa: E402
+from ragcache_cli.local.platform import LocalPlatform  # noqa: E402
+from ragcache_cli.local.signals import run_until_stopped  # noqa: E402
 from ragcache_core.errors import RagCacheError  # noqa: E402
-from ragcache_operator.manifest import load_manifest  # noqa: E402
+from ragcache_operator.spec.manifest import load_manifest  # noqa: E402
 
 DOCUMENTS = 200
 COLLECTION = "handbook"

@@ -15,12 +15,11 @@ from typing import Any
 import grpc
 import xxhash
 
-from ragcache_cachestore.lane_server import LaneServer
-from ragcache_cachestore.service import SERVICE, CacheStoreService
+from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, AsOf, Completion, NewVariant, PutOutcome
-from ragcache_core.variant import (
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import (
     Miss,
     Origin,
     Part,
@@ -29,8 +28,9 @@ from ragcache_core.variant import (
     ValueShape,
     VariantInfo,
 )
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.outgoing import Whole
+from ragcache_core.store_api import Ack, AsOf, Completion, NewVariant, PutOutcome
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.outgoing_value import Whole
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc

@@ -11,8 +11,8 @@ from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.manifest import parse_manifest
 
 Object = dict[str, Any]
 

@@ -11,7 +11,7 @@ import uuid
 
 import httpx
 
-from ragcache_core.prompt import Prompt
+from ragcache_core.plan.prompt import Prompt
 
 AHEAD = 0.4
 """Of the next likely token, in log-probability: several times what rounding to bfloat16 makes."""

@@ -25,10 +25,10 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """What a worker that has just prefilled token_ids can say of its own model and cache."""
     import torch
 
-    from ragcache_engine.attention import AttentionObserver
-    from ragcache_engine.loaded_model import loaded_model
-    from ragcache_engine.paged_cache import PagedCache
-    from ragcache_engine.recomputing import Recomputer
+    from ragcache_engine.blend.attention import AttentionObserver
+    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
@@ -96,9 +96,9 @@ def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """The same worker, when it has just prefilled token_ids in passes of PIECE tokens."""
     import torch
 
-    from ragcache_engine.loaded_model import loaded_model
-    from ragcache_engine.paged_cache import PagedCache
-    from ragcache_engine.recomputing import Recomputer
+    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
@@ -126,7 +126,7 @@ def beside(
 
     Returns how far the latter is from where it was computed alone.
     """
-    from ragcache_engine.prompt_part import PromptPart
+    from ragcache_engine.blend.prompt_slice import PromptPart
 
     other, part = list(reversed(token_ids))[:300], range(100, 200)
     blocks = table(4)[: -(-len(other) // cache.shape.block_size)]
@@ -147,7 +147,7 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ragcache_engine.attention import TEMPERATURE
+    from ragcache_engine.blend.attention import TEMPERATURE
 
     llama = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"

@@ -87,11 +87,11 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     """What a worker says that has just prefilled second, which ends as first does."""
     import torch
 
-    from ragcache_core.keys import KVSpace
-    from ragcache_engine.blender import blender
-    from ragcache_engine.loaded_model import loaded_model
-    from ragcache_engine.paged_cache import PagedCache
-    from ragcache_engine.recomputing import Recomputer
+    from ragcache_core.identity.keys import KVSpace
+    from ragcache_engine.blend.blender import blender
+    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
     [[group]] = runner.attn_groups

@@ -14,13 +14,12 @@ import httpx
 import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_core.plan import ReusePlan
+from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.app import create_app
+from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.chat.tokenizer import load_tokenizer
 from ragcache_gateway.config import Config, EngineName
-from ragcache_gateway.prompt import PromptBuilder
-from ragcache_gateway.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.members import FixedMembers
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import (
     cachestore_pb2,
@@ -30,6 +29,7 @@ from ragcache_wire.v1 import (
     retriever_pb2,
     retriever_pb2_grpc,
 )
+from ragcache_wire.watched.members import FixedMembers
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024

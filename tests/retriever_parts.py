@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ragcache_retriever.collection import Chunking, Defaults
-from ragcache_retriever.documents import DocumentStore
-from ragcache_retriever.embedder import Vectors, normalised
+from ragcache_retriever.documents.collection import Chunking, Defaults
+from ragcache_retriever.documents.document_store import DocumentStore
+from ragcache_retriever.documents.tokenizer import TokenCounter, load_token_counter
+from ragcache_retriever.embedding.embedder import Vectors, normalised
 from ragcache_retriever.index import Probing
 from ragcache_retriever.knowledge_base import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
-from ragcache_retriever.tokenizer import TokenCounter, load_token_counter
-from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store_client.client import StoreClient
 
 HOST = "127.0.0.2"
 """Another address of this machine. What a store says of itself names its lane's port and no host,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from bench.contestants.contestant import Contestant
 from bench.contestants.servers import START_S, Server, free_port
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, NewVariant, PutOutcome
-from ragcache_core.variant import Origin, Provenance, Tier, VariantInfo
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.outgoing import Whole
-from ragcache_kv.value import FORMAT
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Origin, Provenance, Tier, VariantInfo
+from ragcache_core.store_api import Ack, NewVariant, PutOutcome
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.layout import FORMAT
+from ragcache_kv.values.outgoing_value import Whole
 
 TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20

@@ -19,26 +19,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
-from ragcache_cli import doctor as doctor_checks
-from ragcache_cli import up as running
-from ragcache_cli.ask import Reply, ask, render_citations, render_timing
-from ragcache_cli.cluster_choice import ClusterChoice, is_meant_here
-from ragcache_cli.console import make_console
-from ragcache_cli.documents import Selection, select
-from ragcache_cli.gateway_client import GatewayClient, Refused, TryLater
-from ragcache_cli.ingest import Ingested, ingest
-from ragcache_cli.log_files import choose, find_logs, show_files
-from ragcache_cli.logs import LogLines, read_words
-from ragcache_cli.render import capabilities_of, render_yaml
-from ragcache_cli.signals import run_until_stopped
-from ragcache_cli.state_file import ROOT, find_data, recorded
-from ragcache_cli.status import describe_cache, parts_table
-from ragcache_cli.sync import sync_command
+from ragcache_cli.clients.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_cli.commands import doctor as doctor_checks
+from ragcache_cli.commands import up as running
+from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing
+from ragcache_cli.commands.console import make_console
+from ragcache_cli.commands.documents import Selection, select
+from ragcache_cli.commands.ingest import Ingested, ingest
+from ragcache_cli.commands.logs import LogLines, read_words
+from ragcache_cli.commands.render import capabilities_of, render_yaml
+from ragcache_cli.commands.status import describe_cache, parts_table
+from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
+from ragcache_cli.local.log_files import choose, find_logs, show_files
+from ragcache_cli.local.signals import run_until_stopped
+from ragcache_cli.local.state_file import ROOT, find_data, recorded
+from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.refusals import refusals
-from ragcache_operator.manifest import load_manifest, parse_manifest
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
+from ragcache_operator.spec.manifest import load_manifest, parse_manifest
 
 FAILED, MISTAKE = 1, 2
 _GATEWAY_VARIABLE = "RAGCACHE_GATEWAY"
@@ -143,7 +143,7 @@ def status(
     if is_meant_here(choice, name, data, recorded()):
         is_well = _local_status(data or (ROOT / name if name else None))
     else:
-        from ragcache_cli.cluster_views import show_status  # noqa: PLC0415  slow to import
+        from ragcache_cli.kubernetes.cluster_views import show_status  # noqa: PLC0415  slow to import
 
         is_well = asyncio.run(show_status(choice, name, make_console()))
     if not is_well:
@@ -179,7 +179,7 @@ def logs(
         files = choose(find_logs(of, data), part)
         showing = show_files(files, tail, LogLines(console).show, follow=follow)
     else:
-        from ragcache_cli.cluster_views import show_logs  # noqa: PLC0415  slow to import
+        from ragcache_cli.kubernetes.cluster_views import show_logs  # noqa: PLC0415  slow to import
 
         showing = show_logs(choice, name, component, console, tail=tail, follow=follow)
     raise typer.Exit(run_until_stopped(showing))
@@ -216,7 +216,7 @@ def install(
 ) -> None:
     """Install the operator in a cluster, or upgrade it; needs no Helm beside this."""
     try:
-        from ragcache_cli import install as installing  # noqa: PLC0415  slow to import
+        from ragcache_cli.kubernetes import install as installing
     except ModuleNotFoundError as error:
         if error.name != "helm_python":
             raise
@@ -334,7 +334,7 @@ def render(
         raise InvalidInput("--kube-version", "is given beside a cluster", "leave one of them out")
     capabilities = capabilities_of(kube_version) if kube_version is not None else None
     if choice.is_given:
-        from ragcache_cli.cluster import capabilities_at  # noqa: PLC0415  slow to import
+        from ragcache_cli.kubernetes.cluster import capabilities_at  # noqa: PLC0415  slow to import
 
         capabilities = asyncio.run(capabilities_at(choice))
     for refusal in refusals(cache, capabilities or Capabilities.latest()):

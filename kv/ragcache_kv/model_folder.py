@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.fingerprint import (
+from ragcache_core.identity.fingerprint import (
     WEIGHT_SAMPLE_BYTES,
     WeightsSample,
     kv_space,
     model_fingerprint,
 )
-from ragcache_core.keys import KVSpace
+from ragcache_core.identity.keys import KVSpace
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_operator.admission import AdmissionConfig, serving_admission
 from ragcache_operator.config import OperatorConfig
 from ragcache_operator.health import serving_health
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.lease import LeaseLost, lead
 from ragcache_operator.metrics import Metrics
-from ragcache_operator.operation import reconcile_all
+from ragcache_operator.reconcile.leader import reconcile_all
+from ragcache_operator.webhooks.admission import AdmissionConfig, serving_admission
 
 
 async def serve(config: OperatorConfig) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ragcache_operator.builders.autoscaling import with_replicas
 from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.drift import difference
+from ragcache_operator.builders.objects.autoscaling import with_replicas
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
+from ragcache_operator.reconcile.drift import difference
 from tests.children_parts import Object, children_of, make_cache, of
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane

@@ -19,7 +19,6 @@ from ragcache_operator.collections.reconciler import (
     CollectionReconciler,
 )
 from ragcache_operator.collections.schedule import LOOK_S, RETRY_S
-from ragcache_operator.crd import KINDS, definition
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import (
     CONFIG_MAPS,
@@ -32,6 +31,7 @@ from ragcache_operator.kube.resources import (
     Object,
     Resource,
 )
+from ragcache_operator.spec.crd import KINDS, definition
 from ragcache_operator.status.conditions import Transition, find
 from tests.cluster.control_plane import ControlPlane
 

@@ -14,7 +14,7 @@ import helm_python
 import httpx
 import pytest
 
-from ragcache_cli.install import RELEASE
+from ragcache_cli.kubernetes.install import RELEASE
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.cluster import Cluster
 from tests.cluster.platform import (

@@ -22,7 +22,7 @@ import yaml
 
 from bench.processes import free_port
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
-from ragcache_cli.state_file import PartRecord, read_record
+from ragcache_cli.local.state_file import PartRecord, read_record
 
 pytestmark = pytest.mark.timeout(900)
 

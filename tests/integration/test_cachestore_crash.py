@@ -24,10 +24,10 @@ import pytest
 from bench.processes import free_port
 from bench.stored_values import corrupt
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
-from ragcache_core.variant import Miss, Origin, Provenance, VariantInfo
-from ragcache_kv.store.client import StoreClient
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
+from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
+from ragcache_kv.store_client.client import StoreClient
 from tests.cachestore_parts import whole
 
 KILLS = 52

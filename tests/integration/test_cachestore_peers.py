@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from bench.processes import free_port
-from ragcache_cachestore.rejoin import Rejoin
-from ragcache_cachestore.replication import HALF_LIFE_S, Replication
-from ragcache_cachestore.tombstones import AWAY_MS
+from ragcache_cachestore.cluster.catch_up import Rejoin
+from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replication
+from ragcache_cachestore.state.tombstones import AWAY_MS
+from ragcache_core.cluster.replication import Thresholds
+from ragcache_core.cluster.sharding import Rendezvous
 from ragcache_core.errors import Unavailable
-from ragcache_core.replication import Thresholds
-from ragcache_core.sharding import Rendezvous
-from ragcache_core.storing import Deletion, PutOutcome, Want
-from ragcache_core.variant import Miss
-from ragcache_wire.members import FixedMembers
+from ragcache_core.identity.variant import Miss
+from ragcache_core.store_api import Deletion, PutOutcome, Want
+from ragcache_wire.watched.members import FixedMembers
 from tests.cachestore_parts import MIB, TIMEOUT_S, Served, get, key, put, serving, value
 
 KEY = key(1)

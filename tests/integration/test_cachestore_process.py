@@ -17,8 +17,8 @@ import pytest
 
 from bench.processes import free_port
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.storing import Ack, Deletion, PutOutcome
-from ragcache_kv.store.client import StoreClient
+from ragcache_core.store_api import Ack, Deletion, PutOutcome
+from ragcache_kv.store_client.client import StoreClient
 from tests.cachestore_parts import TIMEOUT_S, get_value, key, put_value, value
 
 

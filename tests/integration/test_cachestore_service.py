@@ -15,11 +15,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ragcache_cachestore import service
-from ragcache_cachestore.leases import Lease
-from ragcache_cachestore.service import MAX_WATCHERS, SERVICE
+from ragcache_cachestore.api import grpc_service
+from ragcache_cachestore.api.grpc_service import MAX_WATCHERS, SERVICE
+from ragcache_cachestore.state.leases import Lease
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_core.storing import (
+from ragcache_core.identity.variant import Miss, Origin, Tier
+from ragcache_core.store_api import (
     MAX_KEYS,
     MAX_NAME_CHARS,
     MAX_PARTS,
@@ -31,9 +32,8 @@ from ragcache_core.storing import (
     PutOutcome,
     Want,
 )
-from ragcache_core.variant import Miss, Origin, Tier
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.messages import to_key, to_put_header
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.conversions import to_key, to_put_header
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from tests.cachestore_parts import (
@@ -316,7 +316,7 @@ def test_a_client_that_stops_reading_frees_what_was_held_for_it(served: Served) 
 def test_a_put_that_stalls_holds_its_room_no_longer_than_a_lease_lasts(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "LEASE_S", 0.2)
+    monkeypatch.setattr(grpc_service, "LEASE_S", 0.2)
     over = threading.Event()
 
     def parts() -> Iterator[pb.PutPart]:
@@ -336,7 +336,7 @@ def test_readers_that_have_stopped_hold_up_no_other(
     served.service._gets = asyncio.Semaphore(1)
     put_value(served.client, key(1), value(32 * MIB))
     put_value(served.client, key(2), value(10))
-    monkeypatch.setattr(service, "LEASE_S", 2.0)
+    monkeypatch.setattr(grpc_service, "LEASE_S", 2.0)
     stopped = served.stub.Get(pb.GetRequest(keys=[to_key(key(1))]), timeout=TIMEOUT_S)
     next(stopped)
     assert get_value(served.client, key(2)) == value(10)

@@ -14,8 +14,8 @@ import grpc
 
 from bench.processes import free_port
 from ragcache_core.errors import Unavailable
-from ragcache_core.storing import Ack, Deletion
-from ragcache_kv.store.client import StoreClient
+from ragcache_core.store_api import Ack, Deletion
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 from tests.cachestore_parts import TIMEOUT_S, key, value, variant, whole

@@ -26,17 +26,17 @@ from opentelemetry.trace import (
     use_span,
 )
 
-from ragcache_cachestore.telemetry import ExportingTelemetry
+from ragcache_cachestore.telemetry.exporter import ExportingTelemetry
 from ragcache_core.errors import InvalidInput
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Deletion, Want
-from ragcache_core.variant import Miss, Tier, ValueShape
-from ragcache_kv.store.aio import AsyncStoreClient
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.store.shared_lane import KEYS_PER_CALL
-from ragcache_wire.members import FixedMembers
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Tier, ValueShape
+from ragcache_core.store_api import Deletion, Want
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.transport.shared_memory_transport import KEYS_PER_CALL
 from ragcache_wire.tracing import ExportingTracer
+from ragcache_wire.watched.members import FixedMembers
 from tests.cachestore_parts import (
     TIMEOUT_S,
     Served,
@@ -316,7 +316,7 @@ def _in_a_fresh_process(code: str) -> str:
 
 def test_a_client_does_not_import_opentelemetry() -> None:
     code = (
-        "import sys, ragcache_kv.store.sharded, ragcache_wire.trace_context as t; "
+        "import sys, ragcache_kv.store_client.sharded, ragcache_wire.trace_context as t; "
         "print(repr(t.traceparent()), any(n.startswith('opentelemetry') for n in sys.modules))"
     )
     assert _in_a_fresh_process(code) == "'' False"

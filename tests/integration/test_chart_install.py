@@ -13,10 +13,9 @@ import helm_python
 import pytest
 import yaml
 
-from ragcache_cli import install as installing
-from ragcache_cli.cluster_choice import ClusterChoice
+from ragcache_cli.kubernetes import install as installing
+from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_operator.admission import CONFIGURATIONS
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import (
     CONFIG_MAPS,
@@ -30,6 +29,7 @@ from ragcache_operator.kube.resources import (
     Object,
     Resource,
 )
+from ragcache_operator.webhooks.admission import CONFIGURATIONS
 from tests.chart import CHART, NAMESPACE, RELEASE
 from tests.cluster import availability
 from tests.cluster.control_plane import ControlPlane, start_control_plane

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from ragcache_cli.kubernetes.pod_logs import follow_pods
 from ragcache_cli.main import app
-from ragcache_cli.pod_logs import follow_pods
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import NAMESPACES, PODS, RAG_CACHES, Resource
 from tests.cluster import availability

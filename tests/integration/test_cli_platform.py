@@ -19,18 +19,19 @@ import psutil
 import pytest
 
 from bench.processes import free_port
-from ragcache_cli import keeper, local_platform
-from ragcache_cli.keeper import Keeper
-from ragcache_cli.local_platform import LocalPlatform, PartEvent, PartFailed
-from ragcache_cli.part import Check, Part
-from ragcache_cli.probe import Prober
-from ragcache_cli.state_file import PlatformRecord, find_data, read_record
-from ragcache_cli.supervision import PartState, Phase, RestartPolicy
+from ragcache_cli.local import platform as local_platform
+from ragcache_cli.local import supervisor as supervisor_module
+from ragcache_cli.local.part import Check, Part
+from ragcache_cli.local.platform import LocalPlatform, PartEvent, PartFailed
+from ragcache_cli.local.probe import Prober
+from ragcache_cli.local.state_file import PlatformRecord, find_data, read_record
+from ragcache_cli.local.supervision import PartState, Phase, RestartPolicy
+from ragcache_cli.local.supervisor import Keeper
 from ragcache_core.errors import InvalidInput, NotFound
-from ragcache_core.plan_seal import parse_keys
+from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.site import Address
-from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.manifest import parse_manifest
 from tests import cli_parts
 from tests.cli_parts import stand_ins
 
@@ -179,7 +180,7 @@ async def test_a_part_that_never_starts_is_given_up_with_its_last_words(
 async def test_a_part_that_ignores_term_is_killed(
     cache: RagCache, tmp_path: Path, habits: Habits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "LONGEST_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor_module, "LONGEST_GRACE_S", 0.3)
     habits(gateway="ignores-term")
     async with platform_of(cache, tmp_path / "data") as platform:
         pid = platform.pid("gateway")
@@ -246,13 +247,13 @@ async def test_what_a_killed_supervisor_left_is_ended_first(
     program = f"""
 import asyncio
 from pathlib import Path
-from ragcache_cli import local_platform
+from ragcache_cli.local import platform
 from ragcache_operator.spec import RagCache
 from tests.cli_parts import stand_ins
-local_platform.build_children = stand_ins(engine="has-child")
+platform.build_children = stand_ins(engine="has-child")
 cache = RagCache.model_validate_json({cache.model_dump_json(by_alias=True)!r})
 async def main():
-    async with local_platform.LocalPlatform(cache, Path({str(data)!r}), gateway_port=0):
+    async with platform.LocalPlatform(cache, Path({str(data)!r}), gateway_port=0):
         print("ready", flush=True)
         await asyncio.sleep(1000)
 asyncio.run(main())
@@ -367,7 +368,7 @@ async def test_cancelled_again_it_kills_without_grace(
     cache: RagCache, tmp_path: Path, habits: Habits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With any grace at all the test would not end in its time.
-    monkeypatch.setattr(keeper, "LONGEST_GRACE_S", 3600.0)
+    monkeypatch.setattr(supervisor_module, "LONGEST_GRACE_S", 3600.0)
     habits(gateway="ignores-term")
     is_ready = asyncio.Event()
     pids: list[int] = []

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bench.processes import free_port
-from ragcache_cli.state_file import PlatformRecord, read_record
+from ragcache_cli.local.state_file import PlatformRecord, read_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 SITE_CUSTOMIZE = """
 import sys
 if "ragcache_cli" in sys.orig_argv:
-    from ragcache_cli import local_platform
+    from ragcache_cli.local import platform
     from tests.cli_parts import stand_ins
-    local_platform.build_children = stand_ins(engine=HABIT)
+    platform.build_children = stand_ins(engine=HABIT)
 """
 
 MANIFEST = """

@@ -22,12 +22,12 @@ from bench.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wai
 from bench.stored_values import corrupt
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.errors import InvalidInput
-from ragcache_core.keys import KVSpace, VariantKey
-from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_exact
-from ragcache_core.storing import Want
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
 from tests.clear_answers import is_clear
 from tests.integration.test_engine_vllm import VOCABULARY, Platform

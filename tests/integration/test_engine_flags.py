@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ragcache_operator.rules import FORBIDDEN_FLAGS, violations
+from ragcache_operator.spec.rules import FORBIDDEN_FLAGS, violations
 from tests.operator_manifests import cache
 
 pytestmark = pytest.mark.timeout(300)

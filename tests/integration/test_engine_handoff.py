@@ -21,8 +21,8 @@ from bench.processes import (
     start_cachestore,
     wait_for_engine,
 )
-from ragcache_core.keys import KVSpace
-from ragcache_core.prompt import Prompt, assemble, plan_exact
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
 from tests.misses import STORE_AWAY

@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_health_says_that_steps_do_not_end_until_one_does(tiny_model: Path, tmp_path: Path) -> None:
     with running_engine(
-        *(tmp_path, tiny_model, None, "--middleware", "ragcache_engine.health.Health"),
+        *(tmp_path, tiny_model, None, "--middleware", "ragcache_engine.telemetry.health.Health"),
         settings={"RAGCACHE_HANG_S": str(HANG_S)},
     ) as engine:
 

@@ -22,8 +22,8 @@ import pytest
 
 from bench.completion import complete
 from bench.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
-from ragcache_core.plan import ReusePlan
-from ragcache_core.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
 from tests.clear_answers import is_clear
 from tests.integration.test_engine_blend import HEAD_TOKENS, LENGTHS, prompt_of

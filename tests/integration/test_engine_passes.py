@@ -16,7 +16,7 @@ import json
 from types import SimpleNamespace
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from ragcache_engine.connector import RagCacheConnector, _StepMetadata
-from ragcache_engine.transfer import StepJobs
+from ragcache_engine.protocol.messages import StepJobs
 
 ended, order = [], []
 nothing = lambda *args, **kwargs: None

@@ -13,11 +13,11 @@ import pytest
 
 from bench.completion import complete
 from bench.processes import CacheStore, Engine, running_cachestore, running_engine
-from ragcache_core.keys import KVSpace
-from ragcache_core.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
-from ragcache_core.storing import Want
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
+from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
+from ragcache_kv.store_client.client import StoreClient
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,17 +16,17 @@ import httpx
 import pytest
 
 from bench.processes import CacheStore, Engine, running_cachestore, running_engine
-from ragcache_core.keys import chunk_key
-from ragcache_core.storing import Deletion, Held, Want
-from ragcache_gateway.answer import DOMAIN
+from ragcache_core.identity.keys import chunk_key
+from ragcache_core.store_api import Deletion, Held, Want
 from ragcache_gateway.app import create_app
+from ragcache_gateway.background.idle import LOWEST_PRIORITY
+from ragcache_gateway.chat.pipeline import DOMAIN
 from ragcache_gateway.config import EngineName
-from ragcache_gateway.idle import LOWEST_PRIORITY
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
-from ragcache_wire.members import FixedMembers
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
+from ragcache_wire.watched.members import FixedMembers
 from tests.gateway_fakes import CONFIG, FakeRetriever, World, chunk, serving
 
 pytestmark = pytest.mark.timeout(600)

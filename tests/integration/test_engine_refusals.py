@@ -21,9 +21,9 @@ from types import SimpleNamespace
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from ragcache_core.errors import InvalidInput
-from ragcache_core.keys import KVSpace
+from ragcache_core.identity.keys import KVSpace
 from ragcache_engine import connector
-from ragcache_engine.paged_cache import CacheShape
+from ragcache_engine.kv_cache.paged_cache import CacheShape
 
 
 def said(what, *args):

@@ -14,18 +14,18 @@ import torch
 
 from bench.completion import Completion, complete
 from bench.processes import launch_engine, start_cachestore, wait_for_engine
-from ragcache_core.prompt import Prompt, plan_exact
-from ragcache_core.storing import Deletion, NewVariant
-from ragcache_core.variant import Origin
+from ragcache_core.identity.variant import Origin
+from ragcache_core.plan.prompt import Prompt, plan_exact
+from ragcache_core.store_api import Deletion, NewVariant
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.transfer import LoadJob, Span
+from ragcache_engine.protocol.messages import LoadJob, Span
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.outgoing import Whole
-from ragcache_kv.store.sharded import ShardedStore
-from ragcache_kv.store.stored_value import StoredValue
-from ragcache_wire.members import FixedMembers
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.members import FixedMembers
 from tests.integration.test_engine_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
 from tests.unit.test_engine_worker_side import BLOCKS, FakeStore, Worker, key, spans
 

@@ -14,10 +14,10 @@ import pytest
 
 from bench.completion import complete
 from bench.processes import launch_engine, start_cachestore, wait_for_engine
-from ragcache_core.plan import ReusePlan
-from ragcache_core.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_operator.builders.telemetry import (
+from ragcache_operator.builders.components.telemetry import (
     telemetry_environment,
     vllm_arguments,
     vllm_environment,

@@ -30,21 +30,21 @@ from bench.processes import (
     wait_for_engine,
 )
 from bench.stored_values import corrupt
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound
-from ragcache_core.keys import KVSpace, VariantKey
-from ragcache_core.plan import ReusePlan
-from ragcache_core.plan_seal import seal
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.prompt import Prompt, assemble, plan_exact
-from ragcache_core.reuse import checked_segments
-from ragcache_core.storing import Deletion, Want
-from ragcache_core.variant import Miss
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Miss
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import seal
+from ragcache_core.store_api import Deletion, Want
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.sharded import ShardedStore
-from ragcache_wire.engine_client import EngineClient
-from ragcache_wire.members import FixedMembers
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.members import FixedMembers
 from tests.clear_answers import is_clear
 from tests.misses import STORE_AWAY
 

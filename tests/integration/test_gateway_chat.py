@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.plan_seal import is_sealed
-from ragcache_core.reuse import checked_segments
-from ragcache_gateway.chat import ChatCompletion, ChatCompletionChunk
+from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import is_sealed
+from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.plan_keys import PlanKeys
 from ragcache_wire.v1 import retriever_pb2
-from ragcache_wire.watched_file import CHECK_EVERY_S
+from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
 
 CACHE = {

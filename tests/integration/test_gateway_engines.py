@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from ragcache_gateway.config import EngineName
-from ragcache_gateway.engines import MAX_LOST
-from ragcache_gateway.resolving import host_and_port, resolve
+from ragcache_gateway.engines.pool import MAX_LOST
+from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import engine_pb2_grpc
 from tests.gateway_fakes import FakeEngine, FakeRecords, World, data_of, serving, world
@@ -87,7 +87,7 @@ async def fleet(
             records_port = server.port
             found.engines[ip], found.records[ip] = engine, records
         found.addresses = tuple(ips)
-        monkeypatch.setattr("ragcache_gateway.engines.resolve", found.resolve)
+        monkeypatch.setattr("ragcache_gateway.engines.pool.resolve", found.resolve)
         parts.config = replace(parts.config, engines=(EngineName(NAME, found.port, records_port),))
         port = await stack.enter_async_context(serving(parts.app()))
         found.client = await stack.enter_async_context(

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.keys import chunk_key
-from ragcache_core.plan import Action, ReusePlan, document_name
-from ragcache_core.plan_seal import is_sealed
-from ragcache_core.prompt import assemble
-from ragcache_core.reuse import checked_segments
-from ragcache_gateway import precompute
-from ragcache_gateway.answer import DOMAIN
+from ragcache_core.identity.keys import chunk_key
+from ragcache_core.plan.prompt import assemble
+from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import is_sealed
+from ragcache_gateway.background import precompute
+from ragcache_gateway.chat.pipeline import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.plan_keys import PlanKeys
 from ragcache_wire.v1 import cachestore_pb2
+from ragcache_wire.watched.signing_keys import PlanKeys
 from tests.gateway_fakes import World, world
 
 

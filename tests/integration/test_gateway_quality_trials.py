@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.blend.quality_control import (
+from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
+from ragcache_core.plan.signature import is_sealed
+from ragcache_core.quality.controller import (
     MAX_LOST,
     MIN_QUESTIONS,
     RETRY_EVERY,
     alpha_ladder,
 )
-from ragcache_core.plan import Action, ReusePlan, document_name
-from ragcache_core.plan_seal import is_sealed
-from ragcache_gateway import quality_trials
-from ragcache_gateway.idle import LOWEST_PRIORITY
-from ragcache_wire.plan_keys import PlanKeys
+from ragcache_gateway.background import quality_trials
+from ragcache_gateway.background.idle import LOWEST_PRIORITY
+from ragcache_wire.watched.signing_keys import PlanKeys
 from tests.gateway_fakes import World, world
 
 BUDGET = 0.4

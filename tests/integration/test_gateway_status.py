@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ragcache_wire.members import FixedMembers
+from ragcache_wire.watched.members import FixedMembers
 from tests.gateway_fakes import MODEL, World, serving, world
 
 

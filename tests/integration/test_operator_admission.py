@@ -22,19 +22,6 @@ import yaml
 from cryptography import x509
 
 from bench.processes import free_port
-from ragcache_operator.admission import (
-    CONFIGURATIONS,
-    DEFAULT,
-    VALIDATE,
-    AdmissionConfig,
-    serving_admission,
-)
-from ragcache_operator.certificates import (
-    Rotation,
-    current_bundle,
-    read_bundle,
-    service_names,
-)
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import (
     CRDS,
@@ -43,7 +30,20 @@ from ragcache_operator.kube.resources import (
     SECRETS,
     Object,
 )
-from ragcache_operator.webhook_server import url_endpoint
+from ragcache_operator.webhooks.admission import (
+    CONFIGURATIONS,
+    DEFAULT,
+    VALIDATE,
+    AdmissionConfig,
+    serving_admission,
+)
+from ragcache_operator.webhooks.certificates import (
+    Rotation,
+    current_bundle,
+    read_bundle,
+    service_names,
+)
+from ragcache_operator.webhooks.webhook_server import url_endpoint
 from tests.cluster import packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_operator.crd import KINDS, Kind, definition
-from ragcache_operator.manifest import parse
+from ragcache_operator.spec.crd import KINDS, Kind, definition
+from ragcache_operator.spec.manifest import parse
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.operator_manifests import BAD, Bad, Layer, Object, cache, collection, examples, source

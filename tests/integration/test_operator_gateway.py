@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ragcache_operator.gateway import SELF_TEST_COLLECTION, CacheUse, Gateways
+from ragcache_operator.status.gateway_client import SELF_TEST_COLLECTION, CacheUse, Gateways
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 

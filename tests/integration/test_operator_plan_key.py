@@ -15,9 +15,7 @@ import pytest
 import yaml
 
 from bench.operator import OPERATOR, AuditLog
-from ragcache_core.plan_seal import parse_keys
-from ragcache_operator.children import Children
-from ragcache_operator.gateway import Gateways
+from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds
 from ragcache_operator.kube.resources import (
@@ -29,7 +27,9 @@ from ragcache_operator.kube.resources import (
     Object,
 )
 from ragcache_operator.metrics import Metrics
-from ragcache_operator.reconciler import PLAN_KEY_BYTES, CacheReconciler, Memory
+from ragcache_operator.reconcile.children import Children
+from ragcache_operator.reconcile.reconciler import PLAN_KEY_BYTES, CacheReconciler, Memory
+from ragcache_operator.status.gateway_client import Gateways
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 

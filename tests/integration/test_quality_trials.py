@@ -23,15 +23,15 @@ from bench.processes import CacheStore, Engine, launch_engine, start_cachestore,
 from models.tinyrag.chunking import cut
 from models.tinyrag.examples import ask
 from models.tinyrag.handbook import KINDS, Document, Question, make_handbook
-from ragcache_core.blend.quality_control import MIN_QUESTIONS, alpha_ladder
+from ragcache_core.quality.controller import MIN_QUESTIONS, alpha_ladder
 from ragcache_gateway.app import create_app
+from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.chat.tokenizer import load_tokenizer
 from ragcache_gateway.config import EngineName
-from ragcache_gateway.prompt import PromptBuilder
-from ragcache_gateway.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_wire.members import FixedMembers
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
+from ragcache_wire.watched.members import FixedMembers
 from tests.gateway_fakes import CONFIG, FakeRetriever, serving
 
 pytestmark = pytest.mark.timeout(900)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever import embedding_endpoint
 from ragcache_retriever.config import EmbedderConfig
-from ragcache_retriever.embedding_endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding import endpoint as embedding_endpoint
+from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 

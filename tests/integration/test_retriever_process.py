@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from bench.processes import free_port
 from ragcache_core.errors import RagCacheError
 from ragcache_retriever.__main__ import EXIT_MISCONFIGURED
-from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 START_TIMEOUT_S = 250

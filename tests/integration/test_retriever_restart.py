@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.collection import Chunking, Defaults
+from ragcache_retriever.documents.collection import Chunking, Defaults
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.retriever_parts import WordEmbedder, counter_of, make_knowledge_base, serving
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge
 from ragcache_retriever import service
-from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.retriever_parts import counter_of, make_knowledge_base, serving
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from bench.processes import CacheStore, free_port, launch_cachestore, wait_for_cachestore
+from ragcache_core.cluster.sharding import Rendezvous
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.sharding import Rendezvous
-from ragcache_core.storing import AsOf, Deletion, PutOutcome, Want
-from ragcache_core.variant import Miss, Origin
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.outgoing import Outgoing, Unfinished, Whole
-from ragcache_kv.store.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
-from ragcache_wire.members import FixedMembers
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin
+from ragcache_core.store_api import AsOf, Deletion, PutOutcome, Want
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
+from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_wire.watched.members import FixedMembers
 from tests.cachestore_parts import (
     MIB,
     TIMEOUT_S,

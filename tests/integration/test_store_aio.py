@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ragcache_core.cluster.sharding import Rendezvous
 from ragcache_core.errors import Unavailable
-from ragcache_core.sharding import Rendezvous
-from ragcache_core.storing import Deletion, EventKind, PutOutcome, Want
-from ragcache_core.variant import Miss
-from ragcache_kv.store.aio import AsyncStoreClient
-from ragcache_kv.store.sharded import AsyncShardedStore
-from ragcache_wire.members import FixedMembers
+from ragcache_core.identity.variant import Miss
+from ragcache_core.store_api import Deletion, EventKind, PutOutcome, Want
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_wire.watched.members import FixedMembers
 from tests.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant, whole
 
 RAW = value(300_000)

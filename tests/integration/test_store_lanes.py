@@ -24,27 +24,27 @@ import numpy as np
 import pytest
 
 from bench.processes import free_port
-from ragcache_cachestore import lane_server
-from ragcache_cachestore.arrival import Arrival
-from ragcache_cachestore.lane_server import LaneServer
-from ragcache_cachestore.service import SERVICE, CacheStoreService
+from ragcache_cachestore.api import data_server
+from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.incoming_put import Arrival
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.policies import DEFAULT_POLICY
-from ragcache_core.storing import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
-from ragcache_core.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
-from ragcache_kv.store import client as store_client
-from ragcache_kv.store import framed_lane
-from ragcache_kv.store.aio import AsyncStoreClient
-from ragcache_kv.store.board import SILENT_S
-from ragcache_kv.store.buffers import parts_of
-from ragcache_kv.store.client import LANES, StoreClient
-from ragcache_kv.store.lane_protocol import Broken, Channel, Kind, frame
-from ragcache_kv.store.messages import to_get_request, to_key, to_put_header
-from ragcache_kv.store.outgoing import Outgoing, Unfinished, Whole
-from ragcache_kv.store.shared_lane import SharedLane
-from ragcache_kv.store.stored_value import StoredValue
+from ragcache_core.eviction import DEFAULT_POLICY
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
+from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
+from ragcache_kv.store_client import client as store_client
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.client import LANES, StoreClient
+from ragcache_kv.transport import framed_transport
+from ragcache_kv.transport.framing import Broken, Channel, Kind, frame
+from ragcache_kv.transport.shared_memory_transport import SharedLane
+from ragcache_kv.transport.status_page import SILENT_S
+from ragcache_kv.values.buffers import parts_of
+from ragcache_kv.values.conversions import to_get_request, to_key, to_put_header
+from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -712,7 +712,7 @@ def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, lane: s
 def test_a_slow_client_is_let_go(
     served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_cachestore.lane_server.LEASE_S", 0.3)
+    monkeypatch.setattr("ragcache_cachestore.api.data_server.LEASE_S", 0.3)
     with client_of(served.address, lane) as client:
         for number in range(8):
             variant, value = new(number, [4 * MIB])
@@ -731,7 +731,7 @@ def test_a_slow_client_is_let_go(
 
 
 def test_too_many_connections_are_told_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_cachestore.lane_server.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("ragcache_cachestore.api.data_server.MAX_CONNECTIONS", 1)
     for lane in ("shared", "socket"):
         with client_of(served.address, lane) as first:
             first.connect()
@@ -746,7 +746,7 @@ def test_too_many_connections_are_told_so(served: Served, monkeypatch: pytest.Mo
 def test_calls_wait_for_a_connection_within_their_deadline(
     served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(framed_lane, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
     with client_of(served.address, lane) as client:
         for number in (1, 2):
             variant, value = new(number, [MIB])
@@ -974,7 +974,7 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
 def test_a_connection_that_cannot_be_served_ends_no_lane(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served_by = lane_server._Connection.start
+    served_by = data_server._Connection.start
     failed = threading.Event()
 
     def start(self: Any) -> None:
@@ -983,7 +983,7 @@ def test_a_connection_that_cannot_be_served_ends_no_lane(
             raise RuntimeError("no more threads")
         served_by(self)
 
-    monkeypatch.setattr(lane_server._Connection, "start", start)
+    monkeypatch.setattr(data_server._Connection, "start", start)
     with client_of(served.address, "socket") as client, contextlib.suppress(Unavailable):
         client.connect()
     assert failed.is_set()
@@ -997,15 +997,15 @@ def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
 ) -> None:
     monkeypatch.setattr(store_client, "BETTER_LANE_EVERY_S", 0.0)
     monkeypatch.setattr(store_client, "BETTER_LANE_S", TIMEOUT_S)
-    most = lane_server.MAX_CONNECTIONS
-    monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", 0)
+    most = data_server.MAX_CONNECTIONS
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 0)
     with contextlib.closing(StoreClient(served.address)) as client:
         client.connect(TIMEOUT_S)
         assert client.lane == "grpc"
         variant, value = new(1, [1000])
         assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
         assert client.lane == "grpc"
-        monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", most)
+        monkeypatch.setattr(data_server, "MAX_CONNECTIONS", most)
         found = only(client, 1)
         assert isinstance(found, StoredValue)
         assert found.value == value
@@ -1028,7 +1028,7 @@ def test_a_lease_that_was_over_is_no_hit(
 def test_a_full_client_says_nothing_about_its_store(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(framed_lane, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
     with client_of(served.address, "socket") as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -1082,13 +1082,13 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
 def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
     """The kinds of what client asks its store from now on."""
     kinds: list[Kind] = []
-    ask = framed_lane.FramedLane.ask
+    ask = framed_transport.FramedLane.ask
 
     def listen(lane: Any, kind: Kind, *rest: Any) -> Any:
         kinds.append(kind)
         return ask(lane, kind, *rest)
 
-    monkeypatch.setattr(framed_lane.FramedLane, "ask", listen)
+    monkeypatch.setattr(framed_transport.FramedLane, "ask", listen)
     return kinds
 
 
@@ -1268,7 +1268,7 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
         unknown = pb.LaneReads.Read(key=to_key(key(2)), times=1, seconds=1)
         never = pb.LaneReads.Read(key=to_key(key(1)), times=0)
         channel.send(Kind.READS, pb.LaneReads(reads=[read, unknown, never]))
-        wanted = before + lane_server.MAX_REREADS
+        wanted = before + data_server.MAX_REREADS
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         channel.close()
         assert isinstance(only(client, 1), StoredValue)
@@ -1290,12 +1290,12 @@ def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
 
 
 def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -> None:
-    many = 2 * framed_lane.MAX_CONNECTIONS
+    many = 2 * framed_transport.MAX_CONNECTIONS
     with remembering(served, [0]) as client:
         for number in range(1, many + 1):
             variant, value = new(number, [1000])
             client.put(variant, whole(variant, value), TIMEOUT_S)
-        begun = threading.Barrier(framed_lane.MAX_CONNECTIONS)
+        begun = threading.Barrier(framed_transport.MAX_CONNECTIONS)
         found: list[StoredValue | Miss] = []
 
         def get(number: int) -> None:
@@ -1304,7 +1304,8 @@ def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -
             found.extend([one for _, one in values])
 
         threads = [
-            threading.Thread(target=get, args=[n + 1]) for n in range(framed_lane.MAX_CONNECTIONS)
+            threading.Thread(target=get, args=[n + 1])
+            for n in range(framed_transport.MAX_CONNECTIONS)
         ]
         for thread in threads:
             thread.start()
@@ -1370,7 +1371,7 @@ def test_without_a_witness_a_store_is_asked(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remembering(served, [1, 2]) as client:
-        monkeypatch.setattr(lane_server, "MAX_CONNECTIONS", 1)
+        monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 1)
         kinds = asked(client, monkeypatch)
         found = [one for _, one in client.get([key(1), key(2)], TIMEOUT_S)]
         assert all(isinstance(one, StoredValue) for one in found)
@@ -1386,6 +1387,6 @@ def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, por
             assert isinstance(only(client, 1), StoredValue)
         running.kill()
         running.wait()
-        time.sleep(2 * framed_lane.OWED_S)  # it is told of them meanwhile, in vain
+        time.sleep(2 * framed_transport.OWED_S)  # it is told of them meanwhile, in vain
         with pytest.raises(Unavailable):
             only(client, 1)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from ragcache_cli.collection_client import CollectionClient
-from ragcache_cli.gateway_client import Refused
+from ragcache_cli.clients.collection_client import CollectionClient
+from ragcache_cli.clients.gateway_client import Refused
 from ragcache_cli.sources.read import Surroundings
 from ragcache_cli.sources.scratch import Scratch
-from ragcache_cli.sync import Sync
-from ragcache_cli.sync_plan import Result
-from ragcache_operator.manifest import parse_collection
+from ragcache_cli.sources.sync import Sync
+from ragcache_cli.sources.sync_plan import Result
+from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.service import RetrieverService
 from tests.gateway_fakes import CONFIG, World
 from tests.retriever_parts import counter_of, make_knowledge_base
@@ -253,7 +253,7 @@ async def test_removing_what_never_was_is_done(platform: Platform) -> None:
 async def test_more_than_a_page_is_compared(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_cli.collection_client._PAGE", 2)
+    monkeypatch.setattr("ragcache_cli.clients.collection_client._PAGE", 2)
     platform.write(0, **{f"d{n}_md": f"Document {n}" for n in range(5)})
     assert (await platform.sync(config_map("faq"))).written == 5
     assert (await platform.sync(config_map("faq"))).unchanged == 5

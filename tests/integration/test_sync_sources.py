@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ragcache_cli.documents import LARGEST_BYTES
+from ragcache_cli.commands.documents import LARGEST_BYTES
 from ragcache_cli.sources import web as web_source
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import Reading
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_operator.collections.places import token_variable
+from ragcache_operator.collections.mounts import token_variable
 from ragcache_operator.spec import SourceSpec
 from tests.sync_parts import Page, Repository, Web, serving_web, tar_gz
 

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from ragcache_cachestore.arena import Arena
+from ragcache_cachestore.storage.memory_tier import Arena
 from ragcache_core.errors import InvalidInput
-from ragcache_core.extents import PAGE_BYTES, Extent
-from ragcache_kv.store.shared_memory import HUGE_BYTES
+from ragcache_core.tiering.extents import PAGE_BYTES, Extent
+from ragcache_kv.transport.shared_memory import HUGE_BYTES
 
 
 def test_what_is_written_is_seen_by_who_maps_the_descriptor() -> None:

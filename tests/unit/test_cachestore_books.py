@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.counters import HISTOGRAM_BINS, score_histogram
-from ragcache_cachestore.events import Feed
-from ragcache_cachestore.leases import Leases
-from ragcache_cachestore.misses import Misses
-from ragcache_cachestore.pins import Pins
-from ragcache_cachestore.tier import Copy, Shelf
-from ragcache_core.extents import PAGE_BYTES, ExtentAllocator
-from ragcache_core.policies import make_policy
-from ragcache_core.storing import LEASE_S, EventKind
-from ragcache_core.variant import Miss, Tier
+from ragcache_cachestore.state.event_feed import Feed
+from ragcache_cachestore.state.leases import Leases
+from ragcache_cachestore.state.miss_reasons import Misses
+from ragcache_cachestore.state.pins import Pins
+from ragcache_cachestore.storage.tier_space import Copy, Shelf
+from ragcache_cachestore.telemetry.counters import HISTOGRAM_BINS, score_histogram
+from ragcache_core.eviction import make_policy
+from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.store_api import LEASE_S, EventKind
+from ragcache_core.tiering.extents import PAGE_BYTES, ExtentAllocator
 from tests.cachestore_parts import info, key
 from tests.unit.test_cachestore_catalog import holding
 

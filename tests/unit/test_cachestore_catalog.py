@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.catalog import HALF_LIFE_S, MAX_IN_VAIN, Catalog, Holding, replaces
-from ragcache_core.storing import Deletion
-from ragcache_core.variant import Codec, Origin, Precision, Provenance, VariantInfo
+from ragcache_cachestore.state.catalog import HALF_LIFE_S, MAX_IN_VAIN, Catalog, Holding, replaces
+from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
+from ragcache_core.store_api import Deletion
 from tests.cachestore_parts import key, parts_of
 
 LOSSY = Precision(Codec.INT8)

@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.checksums import SLICE_BYTES, first_wrong_part, read_slices
-from ragcache_cachestore.value_file import ValueFile
-from ragcache_core.extents import Extent
+from ragcache_cachestore.storage.checksums import SLICE_BYTES, first_wrong_part, read_slices
+from ragcache_cachestore.storage.disk_tier import ValueFile
+from ragcache_core.tiering.extents import Extent
 from tests.cachestore_parts import MIB, parts_of, value
 
 

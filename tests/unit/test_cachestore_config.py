@@ -9,7 +9,7 @@ import pytest
 
 from ragcache_cachestore.config import Config
 from ragcache_core.errors import InvalidInput
-from ragcache_core.variant import Codec, Precision
+from ragcache_core.identity.variant import Codec, Precision
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "127.0.0.1:7000",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_cachestore.folder import FORMAT, DataFolder
+from ragcache_cachestore.storage.data_dir import FORMAT, DataFolder
 from ragcache_core.errors import InvalidInput
 
 

@@ -15,23 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache_cachestore.arrival import Arrival
-from ragcache_cachestore.keeper import Allowance, Candidate, Keeper, Pace
-from ragcache_cachestore.leases import Lease
-from ragcache_cachestore.recoding import native_bytes
+from ragcache_cachestore.background.re_encoder import Allowance, Candidate, Keeper, Pace
+from ragcache_cachestore.background.recoding import native_bytes
+from ragcache_cachestore.incoming_put import Arrival
+from ragcache_cachestore.state.leases import Lease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
-from ragcache_core.hotness.assignment import (
-    HA_RAG_SCHEMES,
-    Assignment,
-    FixedAssignment,
-    HaRagAssignment,
-    RankPlacement,
-)
-from ragcache_core.hotness.score import Grade, ScoreAssignment
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, Completion, NewVariant, PutOutcome, Want
-from ragcache_core.variant import (
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import (
     Codec,
     Miss,
     Origin,
@@ -42,8 +33,17 @@ from ragcache_core.variant import (
     ValueShape,
     VariantInfo,
 )
+from ragcache_core.store_api import Ack, Completion, NewVariant, PutOutcome, Want
+from ragcache_core.tiering.precision_assignment import (
+    HA_RAG_SCHEMES,
+    Assignment,
+    FixedAssignment,
+    HaRagAssignment,
+    RankPlacement,
+)
+from ragcache_core.tiering.score_assignment import Grade, ScoreAssignment
 from ragcache_kv.codecs import decode_part
-from ragcache_kv.value import FORMAT, checksum
+from ragcache_kv.values.layout import FORMAT, checksum
 
 SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 TOKENS = 4

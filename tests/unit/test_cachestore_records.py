@@ -15,13 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.entry import Record
-from ragcache_cachestore.records import Records
+from ragcache_cachestore.storage.disk_variant import Record
+from ragcache_cachestore.storage.metadata_db import Records
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.extents import PAGE_BYTES, Extent, ExtentAllocator
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Deletion, Tombstone
-from ragcache_core.variant import (
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import (
     Codec,
     Origin,
     Part,
@@ -30,6 +28,8 @@ from ragcache_core.variant import (
     ValueShape,
     VariantInfo,
 )
+from ragcache_core.store_api import Deletion, Tombstone
+from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 PAGES = 64
 
@@ -248,7 +248,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.unit.test_cachestore_records import key, record, tombstone
-from ragcache_cachestore.records import Records
+from ragcache_cachestore.storage.metadata_db import Records
 records = Records(Path(sys.argv[1]))
 for number in range(60):
     records.put(key(number), record(number, put_order=number))

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_cachestore.books import CLOCKS_DIFFER_MS
-from ragcache_cachestore.leases import Lease
+from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.store_state import CLOCKS_DIFFER_MS
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import LEASE_S, Ack, AsOf, Deletion, EventKind, PutOutcome, Want
-from ragcache_core.variant import Codec, Miss, Origin, Precision, Tier
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Tier
+from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, PutOutcome, Want
 from tests.cachestore_parts import (
     MIB,
     TIMEOUT_S,
@@ -418,7 +418,7 @@ def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
 def test_when_everything_is_read_a_put_may_try_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_cachestore.mover.ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.ROOM_WAIT_S", 0.0)
     with opened(tmp_path, memory_bytes=2 * PAGE) as store:
         put(store, key(1), value(2 * PAGE))
         lease = lease_of(store, key(1))
@@ -983,7 +983,7 @@ def test_a_start_on_a_disk_that_refuses_serves_what_is_there(
         store._records.remove = refuse  # type: ignore[method-assign,assignment]
         store.delete(deletion(1))
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache_cachestore.records.Records.remove", refuse)
+        patch.setattr("ragcache_cachestore.storage.metadata_db.Records.remove", refuse)
         with opened(tmp_path) as store:
             assert get(store, key(1)) is Miss.DELETED
             assert get(store, key(2)) == b"y"
@@ -1063,7 +1063,7 @@ def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> No
 
 def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_cachestore.store.FLUSH_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("ragcache_cachestore.mover.END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.END_TIMEOUT_S", 0.05)
     store = Store(tmp_path, 4 * PAGE, 4 * PAGE)
     entered, gate = threading.Event(), threading.Event()
 

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ragcache_cachestore.leases import Lease
+from ragcache_cachestore.state.leases import Lease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import Ack, AsOf, Deletion, PutOutcome
-from ragcache_core.variant import Miss, Origin, Tier
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin, Tier
+from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
 from tests.cachestore_parts import completion, fill, get, key, parts_of, put, value, variant
 
 PAGE = 65536

@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ragcache_cachestore.telemetry import ExportingTelemetry, Levels, Telemetry
-from ragcache_core.storing import Ack, PutOutcome
-from ragcache_core.variant import Miss, Tier
+from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Levels, Telemetry
+from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.tracing import ExportingTracer
 from tests.otlp import collector
 
@@ -193,7 +193,7 @@ def test_telemetry_that_goes_nowhere_takes_everything() -> None:
 
 def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
     code = (
-        "import sys, ragcache_cachestore.telemetry as t; t.Telemetry().close(); "
+        "import sys, ragcache_cachestore.telemetry.exporter as t; t.Telemetry().close(); "
         "print(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from ragcache_cachestore.catalog import Holding
-from ragcache_cachestore.pauses import QUIET_S, WAIT_S, Pauses
-from ragcache_cachestore.promotion import Promotions
-from ragcache_cachestore.sweeper import Sweeper
-from ragcache_cachestore.write_behind import WriteBehind
+from ragcache_cachestore.background.idle_window import QUIET_S, WAIT_S, Pauses
+from ragcache_cachestore.background.promoter import Promotions
+from ragcache_cachestore.background.sweeper import Sweeper
+from ragcache_cachestore.background.write_back import WriteBehind
+from ragcache_cachestore.state.catalog import Holding
 from ragcache_core.errors import Unavailable
 from tests.cachestore_parts import TIMEOUT_S
 from tests.unit.test_cachestore_catalog import holding
@@ -148,8 +148,8 @@ def test_what_is_cancelled_is_not_written_and_what_is_slow_says_so() -> None:
 
 
 def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_cachestore.promotion.CAPACITY", 2)
-    monkeypatch.setattr("ragcache_cachestore.promotion.THREADS", 1)
+    monkeypatch.setattr("ragcache_cachestore.background.promoter.CAPACITY", 2)
+    monkeypatch.setattr("ragcache_cachestore.background.promoter.THREADS", 1)
     gate = Gate()
     done = threading.Event()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.tombstones import Tombstones
-from ragcache_core.storing import Deletion, Tombstone
-from ragcache_core.variant import Origin
+from ragcache_cachestore.state.tombstones import Tombstones
+from ragcache_core.identity.variant import Origin
+from ragcache_core.store_api import Deletion, Tombstone
 from tests.cachestore_parts import key
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_cachestore.value_file import FREE_RESERVE_BYTES, LOW_BYTES, ValueFile
+from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES, LOW_BYTES, ValueFile
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.extents import PAGE_BYTES, Extent
+from ragcache_core.tiering.extents import PAGE_BYTES, Extent
 
 PLENTY = 100 * LOW_BYTES
 

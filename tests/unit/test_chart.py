@@ -20,7 +20,7 @@ from ragcache_operator.builders.labels import OPERATOR_PODS
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
-from ragcache_operator.manifest import parse_manifest
+from ragcache_operator.spec.manifest import parse_manifest
 from tests.chart import CHART, NAMESPACE, RELEASE, Object, of, render
 
 ROOT = Path(__file__).parents[2]

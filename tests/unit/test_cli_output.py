@@ -10,17 +10,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cli import doctor
-from ragcache_cli.ask import Reply, render_citations, render_timing, steps
-from ragcache_cli.console import printable
-from ragcache_cli.local_platform import PartEvent
-from ragcache_cli.progress import describe
-from ragcache_cli.render import capabilities_of, render_yaml
-from ragcache_cli.status import describe_cache, duration
-from ragcache_cli.supervision import PartState, Phase
+from ragcache_cli.commands import doctor
+from ragcache_cli.commands.ask import Reply, render_citations, render_timing, steps
+from ragcache_cli.commands.console import printable
+from ragcache_cli.commands.progress import describe
+from ragcache_cli.commands.render import capabilities_of, render_yaml
+from ragcache_cli.commands.status import describe_cache, duration
+from ragcache_cli.local.platform import PartEvent
+from ragcache_cli.local.supervision import PartState, Phase
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import RagCacheSpec
+from ragcache_operator.spec.manifest import parse_manifest
 
 milliseconds = st.floats(0, 1e6)
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from ragcache_cli.local_site import LocalSite
-from ragcache_cli.part import Part, parts_from
-from ragcache_cli.plan_key_file import plan_key_file
-from ragcache_cli.ports import demand_free, free_ports, is_free
+from ragcache_cli.local.part import Part, parts_from
+from ragcache_cli.local.ports import demand_free, free_ports, is_free
+from ragcache_cli.local.signing_key_file import plan_key_file
+from ragcache_cli.local.site import LocalSite
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan_seal import parse_keys
+from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
-from ragcache_operator.manifest import parse_manifest
 from ragcache_operator.spec import ModelSource
+from ragcache_operator.spec.manifest import parse_manifest
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ragcache_cli.state_file import (
+from ragcache_cli.local.state_file import (
     PartRecord,
     PlatformRecord,
     find_data,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache_cli import supervision as s
-from ragcache_cli.supervision import PartState, Phase, RestartPolicy
+from ragcache_cli.local import supervision as s
+from ragcache_cli.local.supervision import PartState, Phase, RestartPolicy
 
 POLICY = RestartPolicy()
 

@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.admission import ADMISSION_NAMES, ByScore, default_admission, make_admission
-from ragcache_core.policies import Candidate, make_policy
-from ragcache_core.policies import ghosts as ghosts_module
-from ragcache_core.policies.ghosts import Ghosts
-from ragcache_core.policies.score import Score
+from ragcache_core.eviction import Candidate, make_policy
+from ragcache_core.eviction import ghosts as ghosts_module
+from ragcache_core.eviction.admission import (
+    ADMISSION_NAMES,
+    ByScore,
+    default_admission,
+    make_admission,
+)
+from ragcache_core.eviction.ghosts import Ghosts
+from ragcache_core.eviction.score import Score
 
 CANDIDATE: Candidate[str] = Candidate(num_bytes=1, num_tokens=1, cost_s=1.0)
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.blending import Blend, Candidate, Source, blend
 from ragcache_core.blend.observation import ChunkObservation
-from ragcache_core.blend.prefix import AttendedChunk, PrefixChunk
+from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
-from ragcache_core.keys import KEY_BYTES, VariantKey
-from ragcache_core.plan import Action, Segment
-from ragcache_core.reuse import NamedSegment
-from ragcache_core.variant import Provenance, VariantInfo
+from ragcache_core.blend.selection import Blend, Candidate, Source, blend
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey
+from ragcache_core.identity.variant import Provenance, VariantInfo
+from ragcache_core.plan.reuse_plan import Action, Segment
+from ragcache_core.plan.segments import NamedSegment
 
 HERE = 1000
 """Number of the prefix before the first segment; those of other prompts are lower."""

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.blend.context_impact import ContextImpact, context_impact
-from ragcache_core.blend.prefix import AttendedChunk, PrefixChunk
+from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import order_penalty, prefix_overlap
-from ragcache_core.keys import KEY_BYTES
+from ragcache_core.identity.keys import KEY_BYTES
 
 NAMES = "ABCDEFGH"
 LENGTHS = {name: 16 * (1 + index % 3) for index, name in enumerate(NAMES)}

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.calibration import Trial, calibrate
 from ragcache_core.blend.fix_overhead import (
     MIN_FIX_OVERHEAD,
     VariantFit,
     best_variant,
     frequency_gain,
 )
-from ragcache_core.keys import KEY_BYTES, VariantKey
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey
+from ragcache_core.quality.calibration import Trial, calibrate
 
 shares = st.floats(0, 1)
 impacts = st.floats(0.5, 1)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.need import AFTER, BEFORE, InfluencedChunk, by_need
 from ragcache_core.blend.recomputation import first_of
+from ragcache_core.blend.token_ranking import AFTER, BEFORE, InfluencedChunk, by_need
 
 influences = st.lists(st.floats(0, 1e6), max_size=30)
 

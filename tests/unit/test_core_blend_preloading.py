@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.preloading import preload_depth
+from ragcache_core.blend.preload_depth import preload_depth
 
 layer_counts = st.integers(1, 80)
 times = st.integers(0, 1000).map(float)  # whole milliseconds, so that sums are exact

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache_core.blend.blending import ALPHA
 from ragcache_core.blend.fix_overhead import VariantFit
-from ragcache_core.blend.quality_control import (
+from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
+from ragcache_core.blend.selection import ALPHA
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.plan.prompt import assemble
+from ragcache_core.quality.controller import (
     MAX_LOST,
     MIN_QUESTIONS,
     RETRY_EVERY,
@@ -22,17 +25,14 @@ from ragcache_core.blend.quality_control import (
     Replay,
     alpha_ladder,
 )
-from ragcache_core.blend.question_reservoir import (
+from ragcache_core.quality.reservoir import (
     MAX_AGE_MS,
     MAX_QUESTIONS,
     AskedQuestion,
     QuestionReservoir,
 )
-from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
-from ragcache_core.blend.rouge import rouge_l
-from ragcache_core.blend.rouge import words as words_of
-from ragcache_core.keys import VariantKey
-from ragcache_core.prompt import assemble
+from ragcache_core.quality.rouge import rouge_l
+from ragcache_core.quality.rouge import words as words_of
 
 BUDGET = 0.2
 FOREIGN = 100  # tokens of every question that are blended

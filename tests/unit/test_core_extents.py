@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcache_core.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 PAGES = 24
 

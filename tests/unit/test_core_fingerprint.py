@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.fingerprint import WeightsSample, kv_space, model_fingerprint
-from ragcache_core.keys import KVSpace
+from ragcache_core.identity.fingerprint import WeightsSample, kv_space, model_fingerprint
+from ragcache_core.identity.keys import KVSpace
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

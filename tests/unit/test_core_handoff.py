@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.handoff import LEAST_PAUSE_S, PAUSE_SHARE, HandoffWait
+from ragcache_core.cluster.handoff import LEAST_PAUSE_S, PAUSE_SHARE, HandoffWait
 
 times = st.floats(0, 1e6)
 

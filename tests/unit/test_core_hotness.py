@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.hotness.assignment import (
+from ragcache_core.identity.variant import Codec, Precision
+from ragcache_core.tiering.access_counts import DecayedCounts
+from ragcache_core.tiering.fidelity import BITS, FINEST_FIRST, settle
+from ragcache_core.tiering.precision_assignment import (
     HA_RAG_SCHEMES,
     FixedAssignment,
     HaRagAssignment,
@@ -17,9 +20,7 @@ from ragcache_core.hotness.assignment import (
     Placement,
     RankPlacement,
 )
-from ragcache_core.hotness.counts import DecayedCounts
-from ragcache_core.hotness.fidelity import BITS, FINEST_FIRST, settle
-from ragcache_core.hotness.score import (
+from ragcache_core.tiering.score_assignment import (
     NATIVE_GRADE,
     Grade,
     Memory,
@@ -28,7 +29,6 @@ from ragcache_core.hotness.score import (
     read_error,
     read_weights,
 )
-from ragcache_core.variant import Codec, Precision
 
 INT8 = Precision(Codec.INT8, Codec.INT8)
 MIXED = Precision(Codec.INT8, Codec.INT4)

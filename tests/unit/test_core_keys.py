@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.keys import KEY_BYTES, KVSpace, PrefixHasher, VariantKey, chunk_key
+from ragcache_core.identity.keys import KEY_BYTES, KVSpace, PrefixHasher, VariantKey, chunk_key
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.line import Line
+from ragcache_core.cost.linear_fit import Line
 
 
 @given(st.floats(1e-4, 1), st.floats(1e-7, 1e-2), st.lists(st.integers(1, 5000), min_size=2))

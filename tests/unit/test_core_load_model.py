@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.load_model import LoadModel
+from ragcache_core.cost.tier_latency import LoadModel
 
 sizes = st.integers(1, 1 << 30)
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.hotness.assignment import Placement, RankPlacement
-from ragcache_core.hotness.placement import (
+from ragcache_core.eviction.policy import Candidate
+from ragcache_core.tiering.precision_assignment import Placement, RankPlacement
+from ragcache_core.tiering.tier_placement import (
     MAX_COUNTED,
     MEMORIES,
     TIER_POLICIES,
@@ -19,7 +20,6 @@ from ragcache_core.hotness.placement import (
     fill,
     make_tier_policy,
 )
-from ragcache_core.policies.policy import Candidate
 
 GPU, PINNED, DISK = Placement.GPU, Placement.PINNED, Placement.DISK
 SPEED = {GPU: 2, PINNED: 1, DISK: 0}

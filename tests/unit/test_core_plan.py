@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan import (
+from ragcache_core.plan.reuse_plan import (
     MAX_ALPHA,
     MAX_SEGMENTS,
     PLAIN_DOMAIN,
@@ -21,7 +21,7 @@ from ragcache_core.plan import (
     Segment,
     document_name,
 )
-from ragcache_core.storing import MAX_NAME_CHARS
+from ragcache_core.store_api import MAX_NAME_CHARS
 
 
 @st.composite

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan import Action, ReusePlan, Segment
-from ragcache_core.plan_seal import MAX_KEYS, MIN_KEY_BYTES, is_sealed, parse_keys, seal
+from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
+from ragcache_core.plan.signature import MAX_KEYS, MIN_KEY_BYTES, is_sealed, parse_keys, seal
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 TOKENS = list(range(100, 160))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES, Candidate, Policy, make_policy
-from ragcache_core.policies.policy import MOST_FORBIDDEN
-from ragcache_core.policies.score import FIRST_HALF_LIFE_S, Score
+from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES, Candidate, Policy, make_policy
+from ragcache_core.eviction.policy import MOST_FORBIDDEN
+from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, Score
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
 """Under these a use never makes an entry worth less, whatever came before. PGDSF's window may end

@@ -11,8 +11,8 @@ from bench.clairvoyant import Intervals, clairvoyant
 from bench.prefill_profile import PrefillProfile
 from bench.replay import Replay
 from bench.traces import BYTES_PER_TOKEN, Access, Request, Trace
-from ragcache_core.admission import make_admission
-from ragcache_core.policies import POLICY_NAMES, make_policy
+from ragcache_core.eviction import POLICY_NAMES, make_policy
+from ragcache_core.eviction.admission import make_admission
 
 UNIT_BYTES = 10 * BYTES_PER_TOKEN
 

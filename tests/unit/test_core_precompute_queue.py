@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcache_core.precompute_queue import (
+from ragcache_core.scheduling.precompute_queue import (
     MAX_AGE_MS,
     MISSED_BEFORE,
     PATIENCE,

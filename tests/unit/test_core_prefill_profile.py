@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import InvalidInput
-from ragcache_core.prefill_profile import PrefillProfile
 
 CACHED, COMPUTED = (0, 1000, 4000), (1, 16, 64, 256, 1024)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.keys import KVSpace
-from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.prompt import assemble, plan_blend, plan_compute, plan_exact
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prompt import assemble, plan_blend, plan_compute, plan_exact
+from ragcache_core.plan.reuse_plan import Action, ReusePlan
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 ids = st.lists(st.integers(0, 99), max_size=8)

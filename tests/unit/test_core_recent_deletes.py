@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.recent_deletes import MAX_DELETES, RecentDeletes
+from ragcache_core.cluster.recent_deletes import MAX_DELETES, RecentDeletes
 
 DOCUMENTS = st.sampled_from("abc")
 

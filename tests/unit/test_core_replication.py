@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.keys import VariantKey
-from ragcache_core.replication import Changes, Load, ServedBytes, Thresholds, decide
+from ragcache_core.cluster.replication import Changes, Load, ServedBytes, Thresholds, decide
+from ragcache_core.identity.keys import VariantKey
 
 BUSY = Thresholds(copy_share=0.2, drop_share=0.05, least_bytes_per_s=1000.0, most=2)
 

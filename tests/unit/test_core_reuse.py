@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.keys import KVSpace, PrefixHasher, VariantKey
-from ragcache_core.plan import Action, ReusePlan
-from ragcache_core.prompt import Prompt, assemble, plan_blend, plan_compute, plan_exact
-from ragcache_core.reuse import NamedSegment, checked_segments, longest_exact_chain
-from ragcache_core.variant import Provenance, VariantInfo
+from ragcache_core.identity.keys import KVSpace, PrefixHasher, VariantKey
+from ragcache_core.identity.variant import Provenance, VariantInfo
+from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_compute, plan_exact
+from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.plan.segments import NamedSegment, checked_segments, longest_exact_chain
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 

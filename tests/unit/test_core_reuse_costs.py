@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.reuse_costs import LATE_LOADS, RETRY_EVERY, TIE, Reuse, ReuseCosts
-from ragcache_core.variant import Tier
+from ragcache_core.cost.load_or_compute import LATE_LOADS, RETRY_EVERY, TIE, Reuse, ReuseCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_core.identity.variant import Tier
 
 LENGTH = 2000
 TOKEN_BYTES = 1000

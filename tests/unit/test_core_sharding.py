@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.keys import KEY_BYTES
-from ragcache_core.sharding import Rendezvous
+from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.identity.keys import KEY_BYTES
 
 CHUNKS = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), min_size=1, max_size=64)
 MEMBERS = st.sets(st.text(min_size=1, max_size=40), min_size=1, max_size=12)

@@ -9,23 +9,23 @@ from typing import Any, cast
 import pytest
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.blend.prefix import AttendedChunk
+from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.cost.load_or_compute import LATE_LOADS, Reuse, ReuseCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
-from ragcache_core.keys import VariantKey, chunk_key
-from ragcache_core.plan import Action
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.prompt import Prompt, assemble, plan_blend
-from ragcache_core.reuse_costs import LATE_LOADS, Reuse, ReuseCosts
-from ragcache_core.storing import Held, Variants, Want
-from ragcache_core.variant import Miss, Part, Tier
+from ragcache_core.identity.keys import VariantKey, chunk_key
+from ragcache_core.identity.variant import Miss, Part, Tier
+from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
+from ragcache_core.plan.reuse_plan import Action
+from ragcache_core.store_api import Held, Variants, Want
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.records import RecordBook
-from ragcache_engine.scheduler_side import SchedulerSide
-from ragcache_engine.transfer import NO_BLEND, LoadJob, LoadOutcome, SaveJob
-from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
-from ragcache_kv.store.stored_value import StoredValue
-from ragcache_kv.value import value_bytes
-from ragcache_wire.members import FixedMembers
+from ragcache_engine.protocol.messages import NO_BLEND, LoadJob, LoadOutcome, SaveJob
+from ragcache_engine.scheduler.scheduler import SchedulerSide
+from ragcache_engine.telemetry.request_records import RecordBook
+from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore
+from ragcache_kv.values.layout import value_bytes
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.watched.members import FixedMembers
 from tests.unit.test_engine_scheduler_side import AS_OF, PROFILE, SPACE
 
 HEAD, TAIL = range(20), range(9)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_engine.health import Health, Steps
+from ragcache_engine.telemetry.health import Health, Steps
 
 LIMIT_S = 10.0
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.keys import VariantKey
-from ragcache_engine.arriving import Arrival, Native
-from ragcache_engine.layering import Layering
-from ragcache_engine.moment import Moment
-from ragcache_engine.paged_cache import CacheShape, PagedCache
-from ragcache_engine.transfer import LoadJob, Repair, Span
-from ragcache_engine.writing import Writer
+from ragcache_core.identity.keys import VariantKey
+from ragcache_engine.handoff.layerwise_loading import Layering
+from ragcache_engine.kv_cache.device_event import Moment
+from ragcache_engine.kv_cache.incoming_value import Arrival, Native
+from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
+from ragcache_engine.protocol.messages import LoadJob, Repair, Span
+from ragcache_engine.worker.writer import Writer
 
 CPU = torch.device("cpu")
 LAYERS = 4

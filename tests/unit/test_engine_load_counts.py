@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_engine.load_counts import LoadCounts, TierCounts
-from ragcache_engine.transfer import LoadOutcome
+from ragcache_engine.protocol.messages import LoadOutcome
+from ragcache_engine.telemetry.load_counts import LoadCounts, TierCounts
 
 seconds = st.floats(0, 100)
 outcomes = st.builds(

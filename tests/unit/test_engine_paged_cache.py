@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragcache_engine.paged_cache import PagedCache  # noqa: E402
+from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
 
 BLOCK, HEADS, DIM, LAYERS, BLOCKS = 32, 2, 16, 3, 9
 

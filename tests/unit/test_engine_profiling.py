@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_engine.profiling import keep_profile, kept_profile, measure, profile_path
+from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_engine.telemetry.profiling import keep_profile, kept_profile, measure, profile_path
 
 BLOCK = 32
 

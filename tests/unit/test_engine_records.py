@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from bench.processes import free_port
+from ragcache_core.cost.load_or_compute import ReuseCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound, RagCacheError
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.reuse_costs import ReuseCosts
-from ragcache_core.variant import Tier
-from ragcache_engine.records import CAPACITY, Record, RecordBook, serve
-from ragcache_wire.engine_client import EngineClient
+from ragcache_core.identity.variant import Tier
+from ragcache_engine.telemetry.request_records import CAPACITY, Record, RecordBook, serve
+from ragcache_wire.clients.engine_client import EngineClient
 
 
 async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:

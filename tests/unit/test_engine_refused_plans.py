@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_engine.refused_plans import SAY_EVERY_S, Refusal, RefusedPlans
+from ragcache_engine.scheduler.refused_plans import SAY_EVERY_S, Refusal, RefusedPlans
 
 reasons = st.sampled_from(Refusal)
 

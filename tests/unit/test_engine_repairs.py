@@ -12,15 +12,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragcache_core.blend.need import InfluencedChunk  # noqa: E402
 from ragcache_core.blend.observation import ChunkObservation, observation_key  # noqa: E402
-from ragcache_core.keys import ChunkKey  # noqa: E402
-from ragcache_core.variant import Codec, Miss, Precision, Provenance  # noqa: E402
+from ragcache_core.blend.token_ranking import InfluencedChunk  # noqa: E402
+from ragcache_core.identity.keys import ChunkKey  # noqa: E402
+from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance  # noqa: E402
+from ragcache_engine.blend.observer import Observing  # noqa: E402
+from ragcache_engine.blend.prompt_slice import PromptPart  # noqa: E402
+from ragcache_engine.blend.recomputation import Repairer  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.observing import Observing  # noqa: E402
-from ragcache_engine.prompt_part import PromptPart  # noqa: E402
-from ragcache_engine.repairing import Repairer  # noqa: E402
-from ragcache_engine.transfer import (  # noqa: E402
+from ragcache_engine.protocol.messages import (  # noqa: E402
     NO_BLEND,
     LoadJob,
     LoadOutcome,
@@ -30,8 +30,8 @@ from ragcache_engine.transfer import (  # noqa: E402
     StepJobs,
 )
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
-from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
-from ragcache_wire.members import FixedMembers  # noqa: E402
+from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.unit.test_engine_worker_side import (  # noqa: E402
     BLOCK,
     BLOCKS,

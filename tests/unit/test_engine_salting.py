@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ragcache_engine.salting import salt
+from ragcache_engine.scheduler.salting import salt
 
 BLOCK = 4
 

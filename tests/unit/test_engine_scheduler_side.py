@@ -14,29 +14,29 @@ from typing import Any, cast
 
 import pytest
 
+from ragcache_core.cost.load_or_compute import RETRY_EVERY, ReuseCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
-from ragcache_core.keys import KVSpace, VariantKey
-from ragcache_core.plan import ReusePlan
-from ragcache_core.plan_seal import seal
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.prefix_pieces import PIECE_TOKENS
-from ragcache_core.prompt import Prompt, assemble, plan_compute, plan_exact
-from ragcache_core.reuse import checked_segments
-from ragcache_core.reuse_costs import RETRY_EVERY, ReuseCosts
-from ragcache_core.storing import AsOf, Held, Variants, Want
-from ragcache_core.variant import Codec, Miss, Origin, Precision, Provenance, Tier
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Provenance, Tier
+from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
+from ragcache_core.plan.prompt import Prompt, assemble, plan_compute, plan_exact
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import seal
+from ragcache_core.store_api import AsOf, Held, Variants, Want
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.lookups import Found, Lookups
-from ragcache_engine.records import Record, RecordBook
-from ragcache_engine.refused_plans import Refusal
-from ragcache_engine.roles import Role
-from ragcache_engine.scheduler_side import SchedulerSide
-from ragcache_engine.transfer import Computing, LoadOutcome, SaveJob, StepReport
-from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore
-from ragcache_kv.value import value_bytes
-from ragcache_wire.members import FixedMembers
-from ragcache_wire.plan_keys import PlanKeys
-from ragcache_wire.watched_file import CHECK_EVERY_S
+from ragcache_engine.protocol.messages import Computing, LoadOutcome, SaveJob, StepReport
+from ragcache_engine.protocol.roles import Role
+from ragcache_engine.scheduler.lookup import Found, Lookups
+from ragcache_engine.scheduler.refused_plans import Refusal
+from ragcache_engine.scheduler.scheduler import SchedulerSide
+from ragcache_engine.telemetry.request_records import Record, RecordBook
+from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore
+from ragcache_kv.values.layout import value_bytes
+from ragcache_wire.watched.members import FixedMembers
+from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
@@ -632,7 +632,7 @@ def test_what_a_step_waits_for_lookups_is_bounded_for_all_of_them(
             return Found((), ShardedAnswer((), AS_OF))
 
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("ragcache_engine.scheduler_side.time", clock)
+    monkeypatch.setattr("ragcache_engine.scheduler.scheduler.time", clock)
     monkeypatch.setattr(Lookups, "planned", lambda *_: Slow())
     for number in range(5):
         engine.arrive(str(number))

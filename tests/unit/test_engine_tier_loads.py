@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragcache_core.variant import (  # noqa: E402
+from ragcache_core.identity.variant import (  # noqa: E402
     Codec,
     Miss,
     Precision,
@@ -24,21 +24,21 @@ from ragcache_core.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
-from ragcache_engine.arriving import Arrival, Encoded  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.fetching import Fetcher  # noqa: E402
-from ragcache_engine.paged_cache import PagedCache  # noqa: E402
-from ragcache_engine.tiers import Reading, Tiers  # noqa: E402
-from ragcache_engine.transfer import LoadJob, LoadOutcome, Repair, Span, StepJobs  # noqa: E402
-from ragcache_engine.values import decode, shape_of  # noqa: E402
-from ragcache_engine.writing import Writer  # noqa: E402
+from ragcache_engine.kv_cache.incoming_value import Arrival, Encoded  # noqa: E402
+from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
+from ragcache_engine.kv_cache.value_tensors import decode, shape_of  # noqa: E402
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair, Span, StepJobs  # noqa: E402
+from ragcache_engine.tiers.local_tiers import Reading, Tiers  # noqa: E402
+from ragcache_engine.worker.fetcher import Fetcher  # noqa: E402
+from ragcache_engine.worker.writer import Writer  # noqa: E402
 from ragcache_kv.codecs import encode_part  # noqa: E402
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
-from ragcache_kv.store.buffers import parts_of  # noqa: E402
-from ragcache_kv.store.sharded import ShardedStore  # noqa: E402
-from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
-from ragcache_kv.value import FORMAT, value_bytes  # noqa: E402
-from ragcache_wire.members import FixedMembers  # noqa: E402
+from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
+from ragcache_kv.values.buffers import parts_of  # noqa: E402
+from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
+from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.triton_program import as_a_program  # noqa: E402
 from tests.unit.test_engine_worker_side import (  # noqa: E402
     BLOCKS,

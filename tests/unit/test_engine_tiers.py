@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from ragcache_core.hotness.assignment import Placement  # noqa: E402
-from ragcache_core.hotness.placement import TIER_POLICIES  # noqa: E402
-from ragcache_core.keys import KVSpace, VariantKey  # noqa: E402
-from ragcache_engine.chunk_pool import PAGE_TOKENS, ChunkPool, joined  # noqa: E402
-from ragcache_engine.tiers import WAITING_SHARE, Offer, Reading, Tiers  # noqa: E402
-from ragcache_kv.value import value_bytes  # noqa: E402
+from ragcache_core.identity.keys import KVSpace, VariantKey  # noqa: E402
+from ragcache_core.tiering.precision_assignment import Placement  # noqa: E402
+from ragcache_core.tiering.tier_placement import TIER_POLICIES  # noqa: E402
+from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, joined  # noqa: E402
+from ragcache_engine.tiers.local_tiers import WAITING_SHARE, Offer, Reading, Tiers  # noqa: E402
+from ragcache_kv.values.layout import value_bytes  # noqa: E402
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 CPU = torch.device("cpu")

@@ -12,22 +12,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ragcache_core.cost.load_or_compute import ReuseCosts  # noqa: E402
 from ragcache_core.errors import Unavailable  # noqa: E402
-from ragcache_core.keys import VariantKey  # noqa: E402
-from ragcache_core.prompt import plan_exact  # noqa: E402
-from ragcache_core.reuse_costs import ReuseCosts  # noqa: E402
-from ragcache_core.storing import Want  # noqa: E402
-from ragcache_core.variant import Miss, Origin  # noqa: E402
+from ragcache_core.identity.keys import VariantKey  # noqa: E402
+from ragcache_core.identity.variant import Miss, Origin  # noqa: E402
+from ragcache_core.plan.prompt import plan_exact  # noqa: E402
+from ragcache_core.store_api import Want  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.paged_cache import PagedCache  # noqa: E402
-from ragcache_engine.records import RecordBook  # noqa: E402
-from ragcache_engine.scheduler_side import SchedulerSide  # noqa: E402
-from ragcache_engine.transfer import LoadJob, SaveJob, StepJobs  # noqa: E402
-from ragcache_engine.worker_side import WorkerSide  # noqa: E402
-from ragcache_kv.store.sharded import ShardedAnswer, ShardedStore  # noqa: E402
-from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
-from ragcache_wire.members import FixedMembers  # noqa: E402
+from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
+from ragcache_engine.protocol.messages import LoadJob, SaveJob, StepJobs  # noqa: E402
+from ragcache_engine.scheduler.scheduler import SchedulerSide  # noqa: E402
+from ragcache_engine.telemetry.request_records import RecordBook  # noqa: E402
+from ragcache_engine.worker.worker import WorkerSide  # noqa: E402
+from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore  # noqa: E402
+from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.trace_context import traceparent  # noqa: E402
+from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.unit import test_engine_scheduler_side as scheduling  # noqa: E402
 from tests.unit import test_engine_worker_side as working  # noqa: E402
 from tests.unit.test_engine_worker_side import BLOCKS, TIMEOUT_S, spans  # noqa: E402

@@ -15,9 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ragcache_core.errors import InvalidInput, Unavailable  # noqa: E402
-from ragcache_core.keys import KVSpace, VariantKey  # noqa: E402
-from ragcache_core.storing import AsOf, NewVariant, PutOutcome  # noqa: E402
-from ragcache_core.variant import (  # noqa: E402
+from ragcache_core.identity.keys import KVSpace, VariantKey  # noqa: E402
+from ragcache_core.identity.variant import (  # noqa: E402
     Codec,
     Miss,
     Origin,
@@ -27,12 +26,12 @@ from ragcache_core.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
-from ragcache_engine import worker_side  # noqa: E402
+from ragcache_core.store_api import AsOf, NewVariant, PutOutcome  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.moment import Moment  # noqa: E402
-from ragcache_engine.paged_cache import CacheShape, PagedCache  # noqa: E402
-from ragcache_engine.roles import Role  # noqa: E402
-from ragcache_engine.transfer import (  # noqa: E402
+from ragcache_engine.kv_cache.device_event import Moment  # noqa: E402
+from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache  # noqa: E402
+from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, shape_of  # noqa: E402
+from ragcache_engine.protocol.messages import (  # noqa: E402
     Computing,
     LoadJob,
     LoadOutcome,
@@ -40,17 +39,18 @@ from ragcache_engine.transfer import (  # noqa: E402
     Span,
     StepJobs,
 )
-from ragcache_engine.values import decode, native_bytes, shape_of  # noqa: E402
-from ragcache_engine.worker_side import WorkerSide  # noqa: E402
-from ragcache_kv.store.buffers import parts_of, verified  # noqa: E402
-from ragcache_kv.store.outgoing import Outgoing, Runs  # noqa: E402
-from ragcache_kv.store.sharded import ShardedStore  # noqa: E402
-from ragcache_kv.store.stored_value import StoredValue  # noqa: E402
-from ragcache_kv.value import FORMAT, value_bytes, value_parts  # noqa: E402
-from ragcache_wire.members import FixedMembers  # noqa: E402
+from ragcache_engine.protocol.roles import Role  # noqa: E402
+from ragcache_engine.worker import worker as worker_module
+from ragcache_engine.worker.worker import WorkerSide  # noqa: E402
+from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
+from ragcache_kv.values.buffers import parts_of, verified  # noqa: E402
+from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts  # noqa: E402
+from ragcache_kv.values.outgoing_value import Outgoing, Runs  # noqa: E402
+from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 
 if TYPE_CHECKING:
-    from ragcache_engine.blender import Blender
+    from ragcache_engine.blend.blender import Blender
 
 INT8 = Precision(Codec.INT8, Codec.INT8)
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -289,7 +289,7 @@ def test_what_a_first_load_needs_may_fail(caplog: pytest.LogCaptureFixture) -> N
 def test_what_a_first_load_needs_may_be_late(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_engine.worker_side._WARM_UP_S", 0.01)
+    monkeypatch.setattr("ragcache_engine.worker.worker._WARM_UP_S", 0.01)
     gate, store = threading.Event(), FakeStore()
     store.connects = lambda: gate.wait(TIMEOUT_S)
     worker = Worker(client=cast("ShardedStore", store))
@@ -722,7 +722,7 @@ def test_the_first_token_does_not_wait_for_what_is_copied_out(worker: Worker) ->
 
 def test_a_worker_that_waits_sleeps(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(worker_side, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(sleep=slept.append))
     worker.side.advance((), busy=True)
     assert slept == []
     worker.side.advance((), busy=False)
@@ -846,7 +846,7 @@ def test_a_layer_that_cannot_be_summed_up_costs_its_value(monkeypatch: pytest.Mo
         raise RuntimeError("device error")
 
     worker, jobs = prefill_engine()
-    monkeypatch.setattr("ragcache_engine.staging.checksum", broken)
+    monkeypatch.setattr("ragcache_engine.handoff.layer_staging.checksum", broken)
     worker.side.begin_step(jobs)
     worker.side.layer_done("first")
     worker.side.end_pass(jobs)

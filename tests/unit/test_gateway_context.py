@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.context import PREVIEW_CHARS, Passage, by_document, citations, fit, preview
+from ragcache_gateway.chat.context import (
+    PREVIEW_CHARS,
+    Passage,
+    by_document,
+    citations,
+    fit,
+    preview,
+)
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 

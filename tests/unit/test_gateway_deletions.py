@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_core.storing import Deletion
-from ragcache_gateway.deletions import FORGOTTEN_AFTER_MS, Deletions
-from ragcache_gateway.metrics import Metrics
-from ragcache_kv.store.sharded import AsyncShardedStore
+from ragcache_core.store_api import Deletion
+from ragcache_gateway.documents.deletions import FORGOTTEN_AFTER_MS, Deletions
+from ragcache_gateway.status.metrics import Metrics
+from ragcache_kv.store_client.sharded import AsyncShardedStore
 
 AWAY = Unavailable("cachestore", "gone")
 

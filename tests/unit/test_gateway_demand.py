@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.prompt import assemble
-from ragcache_gateway.demand import Question, asks
+from ragcache_core.plan.prompt import assemble
+from ragcache_gateway.chat.demand import Question, asks
 from ragcache_wire.v1.engine_pb2 import RequestRecord
 
 HEAD = (1, 2, 3)

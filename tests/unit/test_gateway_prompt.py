@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.prompt import CHUNK_SEPARATOR, DEFAULT_SYSTEM_PROMPT
-from ragcache_gateway.conversation import Conversation, Turn
-from ragcache_gateway.prompt import PromptBuilder
-from ragcache_gateway.tokenizer import ChatTokenizer, TokenCache, load_tokenizer
+from ragcache_core.plan.prompt import CHUNK_SEPARATOR, DEFAULT_SYSTEM_PROMPT
+from ragcache_gateway.chat.conversation import Conversation, Turn
+from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.chat.tokenizer import ChatTokenizer, TokenCache, load_tokenizer
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 QUESTION = Conversation(DEFAULT_SYSTEM_PROMPT, (), "Which region?")

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
-from ragcache_core.plan import ReusePlan
-from ragcache_core.plan_seal import is_sealed
-from ragcache_gateway.chat import DROPPED, REFUSED, ChatRequest, Usage
-from ragcache_gateway.completion import (
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.signature import is_sealed
+from ragcache_gateway.chat.conversation import read_conversation
+from ragcache_gateway.chat.reuse_mode import Reuse, wanted_reuse
+from ragcache_gateway.chat.schema import DROPPED, REFUSED, ChatRequest, Usage
+from ragcache_gateway.config import EngineName, read_config
+from ragcache_gateway.documents.retriever_errors import in_rest_terms
+from ragcache_gateway.engines.completion import (
     Piece,
     completion_body,
     read_event,
     refusal,
     transfer_params,
 )
-from ragcache_gateway.config import EngineName, read_config
-from ragcache_gateway.conversation import read_conversation
-from ragcache_gateway.errors import TooBusy, from_status, from_validation, to_http, value_path
-from ragcache_gateway.reuse import Reuse, wanted_reuse
-from ragcache_gateway.terms import in_rest_terms
+from ragcache_gateway.http.errors import TooBusy, from_status, from_validation, to_http, value_path
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
 PLAN = ReusePlan("chatcmpl-1", "public", ())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_gateway.sse import MAX_EVENT_BYTES, EventParser, frame
+from ragcache_gateway.http.sse import MAX_EVENT_BYTES, EventParser, frame
 
 
 def cut(stream: bytes, at: list[int]) -> list[bytes]:

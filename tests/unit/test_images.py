@@ -398,7 +398,7 @@ def test_the_project_s_own_package_has_the_copied_sources_and_its_entry_points()
     assert not any("ragcache_gateway" in path for path in paths)
     assert plugins == {
         "vllm.general_plugins": "ragcache_engine.plugin:register",
-        "vllm.stat_logger_plugins": "ragcache_engine.step_logger:StepLogger",
+        "vllm.stat_logger_plugins": "ragcache_engine.telemetry.step_logger:StepLogger",
     }
 
 

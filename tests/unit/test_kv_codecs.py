@@ -10,9 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ragcache_core.keys import KVSpace
-from ragcache_core.variant import Codec, Precision, ValueShape
-from ragcache_kv import value as kv_value
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import (
     decode_part,
     decode_value,
@@ -24,6 +23,7 @@ from ragcache_kv.codecs import (
 )
 from ragcache_kv.codecs.grouped import E4M3, E5M2, Fp8
 from ragcache_kv.codecs.numbers import NUMBERS, Bits, Bytes, Floats, narrow, widen
+from ragcache_kv.values import layout as kv_value
 
 LOSSY = [codec for codec in Codec if not codec.lossless]
 LOSSLESS = [codec for codec in Codec if codec.lossless]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs import decode_part, encode_part
 from ragcache_kv.codecs.gse import NOT_FINITE
 from ragcache_kv.codecs.numbers import NUMBERS, narrow, widen

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragcache_core.variant import ValueShape
+from ragcache_core.identity.variant import ValueShape
 from ragcache_kv.codecs import native_part_bytes
 from ragcache_kv.codecs.numbers import BFLOAT16, NUMBERS, Bits, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope, read_rope
-from ragcache_kv.rotation.turn import turn
+from ragcache_kv.rotation.angles import turn
 
 STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """What rounding once changes at most, as a share of the number."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_kv.store.shared_memory import HUGE_BYTES, SharedMemory
+from ragcache_kv.transport.shared_memory import HUGE_BYTES, SharedMemory
 
 NAME = "ragcache-test"
 

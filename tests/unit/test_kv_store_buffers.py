@@ -11,9 +11,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.variant import Part
-from ragcache_kv.store import buffers
-from ragcache_kv.store.buffers import (
+from ragcache_core.identity.variant import Part
+from ragcache_kv.values import buffers
+from ragcache_kv.values.buffers import (
     BLOCK_BYTES,
     Verifier,
     blocks,

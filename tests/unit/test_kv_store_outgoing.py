@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.storing import LEASE_S
-from ragcache_kv.store.outgoing import ANSWER_S, Outgoing, Runs, Unfinished, Whole
+from ragcache_core.store_api import LEASE_S
+from ragcache_kv.values.outgoing_value import ANSWER_S, Outgoing, Runs, Unfinished, Whole
 from tests.cachestore_parts import key, value, variant, whole
 
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core import storing
+from ragcache_core import store_api
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.variant import (
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import (
     Codec,
     Miss,
     Origin,
@@ -31,8 +31,7 @@ from ragcache_core.variant import (
     VariantInfo,
 )
 from ragcache_kv.codecs import encoded_part_bytes
-from ragcache_kv.store import messages
-from ragcache_kv.store.lane_protocol import (
+from ragcache_kv.transport.framing import (
     HEADER,
     READ_BYTES,
     Broken,
@@ -44,6 +43,7 @@ from ragcache_kv.store.lane_protocol import (
     parse,
     to_error,
 )
+from ragcache_kv.values import conversions
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_VALUE_BYTES = 1 << 30
@@ -57,9 +57,9 @@ keys = st.builds(VariantKey, ids, ids)
 names = st.text(max_size=20)
 infos = st.builds(
     VariantInfo,
-    num_tokens=st.integers(1, storing.MAX_TOKENS),
+    num_tokens=st.integers(1, store_api.MAX_TOKENS),
     num_bytes=st.integers(1, MAX_VALUE_BYTES),
-    base_position=st.integers(0, storing.MAX_TOKENS),
+    base_position=st.integers(0, store_api.MAX_TOKENS),
     provenance=st.builds(Provenance, exact=st.booleans()),
     precision=st.builds(Precision, st.sampled_from(Codec), st.sampled_from(Codec)),
 )
@@ -76,13 +76,13 @@ parts = st.lists(
     st.builds(Part, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
 ).filter(lambda parts: sum(part.num_bytes for part in parts) > 0)
 heads, dims = st.integers(1, 3), st.integers(1, 8)
-dtypes = st.sampled_from(messages.DTYPES)
+dtypes = st.sampled_from(conversions.DTYPES)
 sequences = st.integers(0, 2**64 - 1)
-as_ofs = st.builds(storing.AsOf, st.just(b"") | ids, sequences, sequences)
+as_ofs = st.builds(store_api.AsOf, st.just(b"") | ids, sequences, sequences)
 
 
 @st.composite
-def new_variants(draw: st.DrawFn) -> storing.NewVariant:
+def new_variants(draw: st.DrawFn) -> store_api.NewVariant:
     drawn = tuple(draw(parts))
     info = draw(infos)
     shape = draw(st.none() | st.builds(ValueShape, st.just(len(drawn)), heads, dims, dtypes))
@@ -92,13 +92,13 @@ def new_variants(draw: st.DrawFn) -> storing.NewVariant:
         drawn = tuple(replace(part, num_bytes=part_bytes) for part in drawn)
     sizes = tuple(part.num_bytes for part in drawn)
     info = replace(info, num_bytes=sum(sizes))
-    return storing.NewVariant(
+    return store_api.NewVariant(
         draw(keys), info, draw(origins), shape, sizes, draw(st.integers(0, 9)), draw(as_ofs)
     )
 
 
 held = st.builds(
-    storing.Held,
+    store_api.Held,
     key=keys,
     info=infos,
     tier=st.sampled_from(Tier),
@@ -109,32 +109,32 @@ held = st.builds(
 )
 told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.LATE, Miss.LOST}])
 variants = st.builds(
-    storing.Variants, st.lists(held, min_size=1, max_size=3).map(tuple), st.none()
-) | st.builds(storing.Variants, st.just(()), told_misses)
+    store_api.Variants, st.lists(held, min_size=1, max_size=3).map(tuple), st.none()
+) | st.builds(store_api.Variants, st.just(()), told_misses)
 
 
-@given(new_variants(), st.sampled_from(storing.Ack))
-def test_a_put_crosses_whole(variant: storing.NewVariant, ack: storing.Ack) -> None:
-    raw = messages.to_put_header(variant, ack).SerializeToString()
+@given(new_variants(), st.sampled_from(store_api.Ack))
+def test_a_put_crosses_whole(variant: store_api.NewVariant, ack: store_api.Ack) -> None:
+    raw = conversions.to_put_header(variant, ack).SerializeToString()
     header = pb.PutHeader.FromString(raw)
-    assert messages.from_put_header("header", header, MAX_VALUE_BYTES) == (variant, ack)
+    assert conversions.from_put_header("header", header, MAX_VALUE_BYTES) == (variant, ack)
 
 
 @given(st.lists(variants, max_size=4).map(tuple), ids, sequences)
 def test_a_lookup_crosses_whole(found: Any, store: bytes, sequence: int) -> None:
-    answer = storing.LookupAnswer(found, storing.AsOf(store, sequence))
-    raw = messages.to_lookup_reply(answer, 3).SerializeToString()
-    assert messages.from_lookup_reply(pb.LookupReply.FromString(raw), store) == answer
+    answer = store_api.LookupAnswer(found, store_api.AsOf(store, sequence))
+    raw = conversions.to_lookup_reply(answer, 3).SerializeToString()
+    assert conversions.from_lookup_reply(pb.LookupReply.FromString(raw), store) == answer
 
 
-@given(st.lists(st.builds(storing.Want, ids, st.none() | ids), max_size=4), st.booleans(), names)
+@given(st.lists(st.builds(store_api.Want, ids, st.none() | ids), max_size=4), st.booleans(), names)
 def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
-    raw = messages.to_lookup_request(wants, exact, domain).SerializeToString()
+    raw = conversions.to_lookup_request(wants, exact, domain).SerializeToString()
     request = pb.LookupRequest.FromString(raw)
-    assert messages.from_lookup_request(request) == (wants, exact, domain)
+    assert conversions.from_lookup_request(request) == (wants, exact, domain)
 
 
-def _names_something(deletion: storing.Deletion) -> bool:
+def _names_something(deletion: store_api.Deletion) -> bool:
     """By the rules of a Deletion: documents need a domain, and a domain as a whole stands alone."""
     if deletion.documents:
         return bool(deletion.domain)
@@ -143,7 +143,7 @@ def _names_something(deletion: storing.Deletion) -> bool:
 
 @given(
     st.builds(
-        storing.Deletion,
+        store_api.Deletion,
         id=st.just(b"") | ids,
         chunks=st.lists(ids, max_size=3).map(tuple),
         variants=st.lists(keys, max_size=3).map(tuple),
@@ -152,9 +152,9 @@ def _names_something(deletion: storing.Deletion) -> bool:
         made_at_ms=sequences,
     ).filter(_names_something)
 )
-def test_a_deletion_crosses_whole(deletion: storing.Deletion) -> None:
-    raw = messages.to_deletion(deletion).SerializeToString()
-    assert messages.from_deletion("deletion", pb.Deletion.FromString(raw)) == deletion
+def test_a_deletion_crosses_whole(deletion: store_api.Deletion) -> None:
+    raw = conversions.to_deletion(deletion).SerializeToString()
+    assert conversions.from_deletion("deletion", pb.Deletion.FromString(raw)) == deletion
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_deletion_crosses_whole(deletion: storing.Deletion) -> None:
 )
 def test_a_deletion_of_nothing_or_of_too_much_is_refused(deletion: pb.Deletion, field: str) -> None:
     with pytest.raises(InvalidInput) as raised:
-        messages.from_deletion("deletion", deletion)
+        conversions.from_deletion("deletion", deletion)
     assert raised.value.field == field
 
 
@@ -186,67 +186,67 @@ def test_a_delete_of_0_3_is_none_of_now() -> None:
 
 @given(
     st.builds(
-        storing.Event,
+        store_api.Event,
         boot=ids,
         sequence=sequences,
-        kind=st.sampled_from(storing.EventKind),
+        kind=st.sampled_from(store_api.EventKind),
         key=st.none() | keys,
         tier=st.none() | st.sampled_from(Tier),
         info=st.none() | infos,
     )
 )
-def test_an_event_crosses_whole(event: storing.Event) -> None:
-    raw = messages.to_event(event).SerializeToString()
-    assert messages.from_event(pb.Event.FromString(raw)) == event
+def test_an_event_crosses_whole(event: store_api.Event) -> None:
+    raw = conversions.to_event(event).SerializeToString()
+    assert conversions.from_event(pb.Event.FromString(raw)) == event
 
 
 @given(st.lists(keys, max_size=4), st.booleans(), names)
 def test_a_get_crosses_whole(wanted: list[VariantKey], exact: bool, domain: str) -> None:
-    raw = messages.to_get_request(wanted, exact, domain).SerializeToString()
+    raw = conversions.to_get_request(wanted, exact, domain).SerializeToString()
     request = pb.GetRequest.FromString(raw)
-    assert messages.from_get_request(request) == (wanted, exact, domain)
+    assert conversions.from_get_request(request) == (wanted, exact, domain)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple), seconds)
 def test_a_completion_crosses_whole(checksums: tuple[int, ...], cost_s: float) -> None:
-    completion = storing.Completion(checksums, cost_s)
-    raw = messages.to_completion(completion).SerializeToString()
+    completion = store_api.Completion(checksums, cost_s)
+    raw = conversions.to_completion(completion).SerializeToString()
     message = pb.PutCompletion.FromString(raw)
-    assert messages.from_completion("c", message, len(checksums)) == completion
+    assert conversions.from_completion("c", message, len(checksums)) == completion
     with pytest.raises(InvalidInput) as refused:
-        messages.from_completion("c", message, len(checksums) + 1)
+        conversions.from_completion("c", message, len(checksums) + 1)
     assert refused.value.field == "c.checksums"
 
 
 @given(new_variants(), st.sampled_from(Tier))
-def test_a_values_header_crosses_whole(new: storing.NewVariant, tier: Tier) -> None:
+def test_a_values_header_crosses_whole(new: store_api.NewVariant, tier: Tier) -> None:
     sizes = enumerate(new.part_bytes)
     told = (new.info, tuple(Part(n, i) for i, n in sizes), new.shape, new.value_format, tier)
-    header = messages.to_value_header(3, *told)
-    read = messages.from_value_header("f", pb.GetHeader.FromString(header.SerializeToString()))
+    header = conversions.to_value_header(3, *told)
+    read = conversions.from_value_header("f", pb.GetHeader.FromString(header.SerializeToString()))
     assert read == told
 
 
-@pytest.mark.parametrize("outcome", storing.PutOutcome)
-def test_outcomes_cross(outcome: storing.PutOutcome) -> None:
-    assert messages.from_outcome(messages.to_outcome(outcome)) is outcome
+@pytest.mark.parametrize("outcome", store_api.PutOutcome)
+def test_outcomes_cross(outcome: store_api.PutOutcome) -> None:
+    assert conversions.from_outcome(conversions.to_outcome(outcome)) is outcome
 
 
 @pytest.mark.parametrize("miss", [m for m in Miss if m not in {Miss.LATE, Miss.LOST}])
 def test_misses_cross(miss: Miss) -> None:
-    assert messages.from_miss(messages.to_miss(miss)) is miss
-    assert messages.from_miss(pb.MISS_UNSPECIFIED) is None
+    assert conversions.from_miss(conversions.to_miss(miss)) is miss
+    assert conversions.from_miss(pb.MISS_UNSPECIFIED) is None
 
 
 def good_header() -> pb.PutHeader:
-    variant = storing.NewVariant(
+    variant = store_api.NewVariant(
         VariantKey(bytes(16), bytes(16)),
         VariantInfo(8, 256, 0, Provenance(exact=True)),
         Origin(),
         ValueShape(2, 1, 4, "bfloat16"),
         (128, 128),
     )
-    return messages.to_put_header(variant, storing.Ack.ACCEPTED)
+    return conversions.to_put_header(variant, store_api.Ack.ACCEPTED)
 
 
 def shift(header: pb.PutHeader, num_bytes: int) -> None:
@@ -290,10 +290,10 @@ MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
 @pytest.mark.parametrize(("field", "spoil"), MISTAKES, ids=[field for field, _ in MISTAKES])
 def test_a_mistake_in_a_put_is_named(field: str, spoil: Callable[[pb.PutHeader], object]) -> None:
     header = good_header()
-    messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    conversions.from_put_header("header", header, MAX_VALUE_BYTES)
     spoil(header)
     with pytest.raises(InvalidInput) as raised:
-        messages.from_put_header("header", header, MAX_VALUE_BYTES)
+        conversions.from_put_header("header", header, MAX_VALUE_BYTES)
     assert raised.value.field == field
 
 
@@ -301,7 +301,7 @@ def test_sizes_that_contradict_the_shape_are_explained() -> None:
     header = good_header()
     header.shape.num_kv_heads = 2
     with pytest.raises(InvalidInput) as raised:
-        messages.from_put_header("header", header, MAX_VALUE_BYTES)
+        conversions.from_put_header("header", header, MAX_VALUE_BYTES)
     assert raised.value.problem == "is 128"
     assert raised.value.fix.startswith("send the 256 bytes that 8 tokens")
 
@@ -311,7 +311,7 @@ def test_packed_parts_are_as_long_as_their_numbers_make_them(precision: str) -> 
     header = good_header()
     header.info.precision = precision
     shift(header, 30)
-    variant, _ = messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    variant, _ = conversions.from_put_header("header", header, MAX_VALUE_BYTES)
     assert variant.part_bytes == (128, 98)
 
 
@@ -319,17 +319,17 @@ def test_opaque_parts_may_have_any_size() -> None:
     header = good_header()
     header.ClearField("shape")
     shift(header, 30)
-    variant, _ = messages.from_put_header("header", header, MAX_VALUE_BYTES)
+    variant, _ = conversions.from_put_header("header", header, MAX_VALUE_BYTES)
     assert variant.shape is None
 
 
 @given(st.binary(max_size=60))
 def test_no_bytes_make_a_parser_fail_otherwise(raw: bytes) -> None:
     readers: list[Callable[[], object]] = [
-        lambda: messages.from_get_request(parse(pb.GetRequest, memoryview(raw))),
-        lambda: messages.from_put_header("h", parse(pb.PutHeader, memoryview(raw)), 1 << 20),
-        lambda: messages.from_lookup_request(parse(pb.LookupRequest, memoryview(raw))),
-        lambda: messages.from_deletion("d", parse(pb.Deletion, memoryview(raw))),
+        lambda: conversions.from_get_request(parse(pb.GetRequest, memoryview(raw))),
+        lambda: conversions.from_put_header("h", parse(pb.PutHeader, memoryview(raw)), 1 << 20),
+        lambda: conversions.from_lookup_request(parse(pb.LookupRequest, memoryview(raw))),
+        lambda: conversions.from_deletion("d", parse(pb.Deletion, memoryview(raw))),
     ]
     for read in readers:
         with contextlib.suppress(InvalidInput):

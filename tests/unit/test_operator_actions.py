@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_operator.actions import Change, Correct, Make, Remove, Taken, may_lack, plan_actions
-from ragcache_operator.builders.objects import SPEC_HASH
+from ragcache_operator.builders.objects.ownership import SPEC_HASH
+from ragcache_operator.reconcile.actions import (
+    Change,
+    Correct,
+    Make,
+    Remove,
+    Taken,
+    may_lack,
+    plan_actions,
+)
 
 UID = "u-1"
 

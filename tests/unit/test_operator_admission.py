@@ -9,8 +9,9 @@ from typing import Any, cast
 import kopf
 import pytest
 
-from ragcache_operator import admission
-from ragcache_operator.admission import (
+from ragcache_operator.kube.resources import Object
+from ragcache_operator.webhooks import admission
+from ragcache_operator.webhooks.admission import (
     DEFAULT,
     VALIDATE,
     AdmissionConfig,
@@ -18,8 +19,7 @@ from ragcache_operator.admission import (
     refusal,
     webhooks,
 )
-from ragcache_operator.kube.resources import Object
-from ragcache_operator.webhook_server import service_endpoint, url_endpoint
+from ragcache_operator.webhooks.webhook_server import service_endpoint, url_endpoint
 
 
 def cache(**spec: Any) -> Object:

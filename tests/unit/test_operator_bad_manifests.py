@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_operator.manifest import InvalidManifest, parse
-from ragcache_operator.rules import CLUSTER_RULES, violations
 from ragcache_operator.spec import RagCache, RagCollection
 from ragcache_operator.spec.consistency import faults
+from ragcache_operator.spec.manifest import InvalidManifest, parse
+from ragcache_operator.spec.rules import CLUSTER_RULES, violations
 from tests.operator_manifests import BAD, Bad, Layer
 
 

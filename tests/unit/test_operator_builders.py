@@ -13,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_cachestore.config import Config
-from ragcache_cachestore.value_file import FREE_RESERVE_BYTES
+from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES
 from ragcache_core.errors import InvalidInput
-from ragcache_core.plan_seal import parse_keys
-from ragcache_core.policies.registry import DEFAULT_POLICY, POLICY_NAMES
-from ragcache_core.variant import Precision
+from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES
+from ragcache_core.identity.variant import Precision
+from ragcache_core.plan.signature import parse_keys
 from ragcache_gateway.config import read_config
-from ragcache_operator.builders import build_children, plan_key
-from ragcache_operator.builders.autoscaling import BOUNDS, with_replicas
+from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.objects import signing_key
+from ragcache_operator.builders.objects.autoscaling import BOUNDS, with_replicas
 from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.manifest import load_manifest
-from ragcache_operator.quantity import parse_quantity
 from ragcache_operator.spec import CacheStoreSpec
+from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.quantity import parse_quantity
 from tests.children_parts import (
     UID,
     Object,
@@ -555,7 +556,7 @@ def test_the_gateway_and_its_engines_alone_have_the_key() -> None:
     cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
     children = children_of(cache)
     site = ClusterSite.of(cache, tag="1", owner=UID)
-    made = plan_key.secret(cache, site, bytes(range(32)))
+    made = signing_key.secret(cache, site, bytes(range(32)))
     volumes = {
         plan_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
         for part in ("gateway", "engine-one", "engine-two")
@@ -574,7 +575,7 @@ def test_the_key_goes_with_its_own_object_and_is_no_other_objects() -> None:
     cache = make_cache()
 
     def of_uid(uid: str) -> Object:
-        return plan_key.secret(cache, ClusterSite.of(cache, tag="1", owner=uid), bytes(32))
+        return signing_key.secret(cache, ClusterSite.of(cache, tag="1", owner=uid), bytes(32))
 
     one, other = of_uid(UID), of_uid("f" + UID[1:])
     [owner] = one["metadata"]["ownerReferences"]

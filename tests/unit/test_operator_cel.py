@@ -13,9 +13,9 @@ import re2
 from celpy.adapter import json_to_cel
 from celpy.celtypes import BoolType
 
-from ragcache_operator.crd import KINDS, Kind, object_schema
-from ragcache_operator.rules import TRANSITIONS, violations
 from ragcache_operator.spec.consistency import Cel
+from ragcache_operator.spec.crd import KINDS, Kind, object_schema
+from ragcache_operator.spec.rules import TRANSITIONS, violations
 from tests.operator_manifests import BAD, Bad, Layer, Object, cache, collection
 from tests.unit.test_operator_crd import DEFAULTED, Schema, kinds, nodes, with_defaults
 from tests.unit.test_operator_rules import EVERY, broken_by

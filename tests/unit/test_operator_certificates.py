@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.certificates import (
+from ragcache_operator.webhooks.certificates import (
     Bundle,
     Certificate,
     Rotation,
@@ -26,7 +26,7 @@ from ragcache_operator.certificates import (
     secret_data,
     service_names,
 )
-from ragcache_operator.webhook_server import load_certificate
+from ragcache_operator.webhooks.webhook_server import load_certificate
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)

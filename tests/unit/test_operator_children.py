@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_operator.builders import plan_key
 from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import (
@@ -20,10 +19,11 @@ from ragcache_operator.builders.labels import (
     selector_text,
     selectors,
 )
-from ragcache_operator.builders.objects import SPEC_HASH
+from ragcache_operator.builders.objects import signing_key
+from ragcache_operator.builders.objects.ownership import SPEC_HASH
 from ragcache_operator.builders.site import ClusterSite
-from ragcache_operator.quantity import parse_quantity
 from ragcache_operator.spec import COMPONENTS
+from ragcache_operator.spec.quantity import parse_quantity
 from tests import pod_security
 from tests.children_parts import (
     NAMESPACE,
@@ -205,7 +205,7 @@ def test_whatever_an_object_names_is_there_or_the_users_own(spec: Object) -> Non
             if "secret" in volume:
                 # The operator makes it, since what is in it is no matter of builders.
                 site = ClusterSite.of(cache, tag="1", owner=UID)
-                assert volume["secret"]["secretName"] == plan_key.secret_name(cache, site)
+                assert volume["secret"]["secretName"] == signing_key.secret_name(cache, site)
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 assert claim == cache.spec.model.parsed_source.claim

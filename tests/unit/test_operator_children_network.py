@@ -10,9 +10,9 @@ import pytest
 import yaml
 from hypothesis import given
 
-from ragcache_operator.builders.autoscaling import BOUNDS
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import SYNC, labels
+from ragcache_operator.builders.objects.autoscaling import BOUNDS
 from tests.children_parts import (
     NAMESPACE,
     OPERATOR_NAMESPACE,

@@ -25,8 +25,8 @@ from ragcache_operator.collections.job import (
 from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_words
 from ragcache_operator.collections.revision import Revision, revision_of
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.manifest import parse_collection, parse_manifest
 from ragcache_operator.spec import RagCache, RagCollection
+from ragcache_operator.spec.manifest import parse_collection, parse_manifest
 
 EVERY_KIND: list[Object] = [
     {"configMap": {"name": "faq"}},

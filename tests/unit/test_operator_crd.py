@@ -14,9 +14,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ragcache_operator.crd import KINDS, Kind, definition, object_schema
-from ragcache_operator.manifest import parse
 from ragcache_operator.spec import RagCache
+from ragcache_operator.spec.crd import KINDS, Kind, definition, object_schema
+from ragcache_operator.spec.manifest import parse
 from tests.operator_manifests import cache, collection, examples, source
 
 ROOT = Path(__file__).parents[2]

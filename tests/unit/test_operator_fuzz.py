@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.crd import KINDS, object_schema
-from ragcache_operator.manifest import InvalidManifest, parse
-from ragcache_operator.rules import violations
 from ragcache_operator.spec import RagCache, RagCollection
+from ragcache_operator.spec.crd import KINDS, object_schema
+from ragcache_operator.spec.manifest import InvalidManifest, parse
+from ragcache_operator.spec.rules import violations
 from tests.operator_manifests import Object, cache, collection
 
 SCHEMAS = [object_schema(kind) for kind in KINDS]

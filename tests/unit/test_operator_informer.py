@@ -11,7 +11,7 @@ import pytest
 from ragcache_operator.kube.api import ApiError, Expired, Listing
 from ragcache_operator.kube.informer import Informer
 from ragcache_operator.kube.resources import CONFIG_MAPS
-from ragcache_operator.wakeups import Wakeups, woken
+from ragcache_operator.reconcile.wakeups import Wakeups, woken
 
 Event = tuple[str, dict[str, Any]] | Exception
 

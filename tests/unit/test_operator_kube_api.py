@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_operator.certificates import make_certificate
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import PODS
+from ragcache_operator.webhooks.certificates import make_certificate
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'

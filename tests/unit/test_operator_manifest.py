@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.manifest import (
+from ragcache_operator.spec import ModelSource, parse_duration
+from ragcache_operator.spec.manifest import (
     InvalidManifest,
     load_manifest,
     parse,
     parse_collection,
     parse_manifest,
 )
-from ragcache_operator.spec import ModelSource, parse_duration
 from tests.operator_manifests import collection, examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

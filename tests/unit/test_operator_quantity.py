@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.quantity import format_bytes, parse_millis, parse_quantity
+from ragcache_operator.spec.quantity import format_bytes, parse_millis, parse_quantity
 
 
 @pytest.mark.parametrize(

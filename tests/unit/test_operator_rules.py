@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from ragcache_operator.manifest import InvalidManifest, read
-from ragcache_operator.rules import CLUSTER_RULES, TRANSITIONS, Transition, violations
 from ragcache_operator.spec.consistency import BY_QUANTITY, BY_SCHEMA, CONSISTENCY, Rule, parts
+from ragcache_operator.spec.manifest import InvalidManifest, read
+from ragcache_operator.spec.rules import CLUSTER_RULES, TRANSITIONS, Transition, violations
 from tests.operator_manifests import BAD, Bad, Layer, Object, cache, collection
 
 RULES = (*CONSISTENCY, *CLUSTER_RULES)

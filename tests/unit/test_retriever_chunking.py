@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.chunking import Chunk, cut, first_heading
-from ragcache_retriever.collection import Chunking
-from ragcache_retriever.tokenizer import load_token_counter
+from ragcache_retriever.documents.chunking import Chunk, cut, first_heading
+from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.documents.tokenizer import load_token_counter
 
 
 def count_words(text: str) -> int:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.collection import (
+from ragcache_retriever.config import BUNDLED_EMBEDDER, Config, EmbedderConfig
+from ragcache_retriever.documents.collection import (
     Chunking,
     Defaults,
     checked_chunking,
     checked_name,
     checked_window,
 )
-from ragcache_retriever.config import BUNDLED_EMBEDDER, Config, EmbedderConfig
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "127.0.0.1:0",

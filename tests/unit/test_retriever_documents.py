@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.chunking import Chunk
-from ragcache_retriever.collection import Chunking, CollectionSettings
-from ragcache_retriever.documents import (
+from ragcache_retriever.documents.chunking import Chunk
+from ragcache_retriever.documents.collection import Chunking, CollectionSettings
+from ragcache_retriever.documents.document_store import (
     FILE_NAME,
     Change,
     Document,

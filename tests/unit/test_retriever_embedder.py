@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.chunking import Chunk
-from ragcache_retriever.embedder import embedded_text, normalised
-from ragcache_retriever.tokenizer import load_token_counter
+from ragcache_retriever.documents.chunking import Chunk
+from ragcache_retriever.documents.tokenizer import load_token_counter
+from ragcache_retriever.embedding.embedder import embedded_text, normalised
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ragcache_retriever.priority_thread import PriorityThread
-from ragcache_retriever.read_write_lock import ReadWriteLock
+from ragcache_retriever.concurrency.priority_thread import PriorityThread
+from ragcache_retriever.concurrency.read_write_lock import ReadWriteLock
 
 
 async def test_an_urgent_job_waits_only_for_the_one_that_runs() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cli.documents import DocumentFile
+from ragcache_cli.commands.documents import DocumentFile
 from ragcache_cli.sources.reading import Reading, Refused
-from ragcache_cli.sync_plan import Failure, Gathered, Holding, Result, gather, obsolete
+from ragcache_cli.sources.sync_plan import Failure, Gathered, Holding, Result, gather, obsolete
 from ragcache_core.errors import InvalidInput, Unavailable
 
 OWNER = "team/handbook"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire.members import FileMembers, members_from
-from ragcache_wire.watched_file import CHECK_EVERY_S
+from ragcache_wire.watched.members import FileMembers, members_from
+from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 
 VARIABLE = "RAGCACHE_CACHESTORE"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire.plan_keys import VARIABLE, PlanKeys, plan_keys_from
-from ragcache_wire.watched_file import CHECK_EVERY_S
+from ragcache_wire.watched.signing_keys import VARIABLE, PlanKeys, plan_keys_from
+from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.unit.test_wire_members import Clock
 
 ONE, TWO = bytes([1] * 32), bytes([2] * 32)

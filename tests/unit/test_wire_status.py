@@ -14,13 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
-from ragcache_core.keys import VariantKey
-from ragcache_core.storing import NewVariant
-from ragcache_core.variant import Origin, Provenance, VariantInfo
-from ragcache_kv.store.client import StoreClient
-from ragcache_kv.store.outgoing import Whole
-from ragcache_wire.engine_client import RECORD_TIMEOUT_S, EngineClient
-from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
+from ragcache_core.store_api import NewVariant
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.outgoing_value import Whole
+from ragcache_wire.clients.engine_client import RECORD_TIMEOUT_S, EngineClient
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import DETAIL_KEY, RETRY_AFTER_S, NoAnswer, from_rpc_error
 from ragcache_wire.v1 import (

@@ -204,8 +204,8 @@ def test_without_an_endpoint_there_is_a_tracer_that_makes_nothing() -> None:
     [
         "ragcache_gateway.__main__",
         "ragcache_retriever.__main__",
-        "ragcache_engine.scheduler_side",
-        "ragcache_engine.worker_side",
+        "ragcache_engine.scheduler.scheduler",
+        "ragcache_engine.worker.worker",
         "ragcache_cachestore.__main__",
     ],
 )

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ragcache_cli.documents import LARGEST_BYTES, DocumentFile
+from ragcache_cli.commands.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.reading import Reading, Refused, checked_number, is_hidden, suffix_of
 from ragcache_cli.sources.scratch import Scratch
 from ragcache_core.errors import InvalidInput, TooLarge

@@ -13,7 +13,7 @@ from ragcache_cli.sources.reading import Reading
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.collections.places import mount_name, token_variable
+from ragcache_operator.collections.mounts import mount_name, token_variable
 from ragcache_operator.spec import SecretKey, SourceSpec
 
 TIMEOUT_S = 900.0

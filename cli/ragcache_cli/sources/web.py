@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from ragcache_cli.documents import LARGEST_BYTES, DocumentFile
+from ragcache_cli.commands.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
 from ragcache_cli.sources.reading import Reading, suffix_of
 from ragcache_cli.sources.scratch import Deadline, Scratch

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ragcache_core.blend.prefix import AttendedChunk
+from ragcache_core.blend.prefix_chunks import AttendedChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ragcache_core.keys import VariantKey
+from ragcache_core.identity.keys import VariantKey
 
 MIN_FIX_OVERHEAD = 0.05
 """Below 5 % recomputed tokens a use is as good as it can be: the floor of 1 / CFO."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragcache_core.blend.context_impact import context_impact
-from ragcache_core.blend.prefix import AttendedChunk
-from ragcache_core.keys import KEY_BYTES, VariantKey
+from ragcache_core.blend.prefix_chunks import AttendedChunk
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 OBSERVATION_FORMAT = 1
 """Version of the bytes; another one is read as no observation."""

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ragcache_core.blend.prefix import AttendedChunk, PrefixChunk
-from ragcache_core.keys import ChunkKey
+from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
+from ragcache_core.identity.keys import ChunkKey
 
 _Occurrence = tuple[ChunkKey, int]
 

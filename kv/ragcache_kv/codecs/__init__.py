@@ -1,4 +1,4 @@
-"""Encoders and decoders of KV (``ragcache_core.variant.Codec``), keys and values apart.
+"""Encoders and decoders of KV (``ragcache_core.identity.variant.Codec``), keys and values apart.
 
 ``part`` codes one layer and whole values on the CPU; ``device`` decodes on a GPU. Of the codecs,
 ``grouped`` has INT8, FP8 and INT4, ``gse`` HA-RAG's GSE-8, ``packed`` the lossless one.

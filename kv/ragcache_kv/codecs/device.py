@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs.grouped import E4M3, E5M2, INT4, INT8, Fp8, Grouped
 from ragcache_kv.codecs.gse import GSE8, GSE8_125, GSE8_134, NOT_FINITE, Gse
 from ragcache_kv.codecs.numbers import NUMBERS

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from ragcache_core.variant import Codec, Precision, ValueShape
+from ragcache_core.identity.variant import Codec, Precision, ValueShape
 from ragcache_kv.codecs.coder import Coder, Native
 from ragcache_kv.codecs.numbers import NUMBERS, Bits, Bytes, Number
 

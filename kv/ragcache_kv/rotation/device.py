@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ragcache_kv.rotation.angles import turn
 from ragcache_kv.rotation.rope import Pairing, Rope
-from ragcache_kv.rotation.turn import turn
 
 _PROGRAM_PAIRS = 1024
 _HELD = 256

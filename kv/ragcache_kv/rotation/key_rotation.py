@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_kv.codecs.numbers import NUMBERS, Bits
+from ragcache_kv.rotation.angles import turn
 from ragcache_kv.rotation.rope import Rope
-from ragcache_kv.rotation.turn import turn
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ class KeyRotation:
 
     def _on_processor(self, given: Bits, delta: int, out: Bits, layout: _Layout) -> None:
         # Imported here: whoever never rotates does without numba.
-        from ragcache_kv.rotation import processor  # noqa: PLC0415
+        from ragcache_kv.rotation import cpu
 
         number = NUMBERS[self.dtype]
         for array in (given, out):
@@ -119,7 +119,7 @@ class KeyRotation:
             new_keys = new_group[0]
             if delta:
                 keys = new_keys if in_place else group[0]
-                processor.rotate(keys, new_keys, turn(self.rope, delta), self.rope, number)
+                cpu.rotate(keys, new_keys, turn(self.rope, delta), self.rope, number)
             if not in_place:
                 np.copyto(new_group[1:], group[1:])
 

@@ -6,8 +6,9 @@ Values are written the way the API server keeps them, so that comparing finds on
 
 from __future__ import annotations
 
-from ragcache_operator.builders import cachestore, engine, gateway, network_policy, retriever
-from ragcache_operator.builders.objects import Object, hashed, owned
+from ragcache_operator.builders.components import cachestore, engine, gateway, retriever
+from ragcache_operator.builders.objects import network_policy
+from ragcache_operator.builders.objects.ownership import Object, hashed, owned
 from ragcache_operator.builders.site import Site
 from ragcache_operator.spec import RagCache
 

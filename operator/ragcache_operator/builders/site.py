@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.environment import FromField, Value
+from ragcache_operator.builders.pods.environment import FromField, Value
 from ragcache_operator.spec import ModelSource, RagCache
 
 PORT_NUMBERS: Final = {

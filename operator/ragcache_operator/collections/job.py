@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ragcache_operator.builders.labels import SYNC, labels
-from ragcache_operator.builders.pod import CONTAINER_SECURITY, POD_SECURITY, placement
+from ragcache_operator.builders.pods.pod import CONTAINER_SECURITY, POD_SECURITY, placement
+from ragcache_operator.collections.mounts import MOUNTS, mount_name, token_variable
 from ragcache_operator.collections.outcome import Outcome
-from ragcache_operator.collections.places import MOUNTS, mount_name, token_variable
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.kube.resources import RAG_COLLECTIONS, Object
 from ragcache_operator.spec import (

@@ -70,9 +70,9 @@ from ragcache_operator.kube.resources import (
     Object,
 )
 from ragcache_operator.kube.status import write_status
-from ragcache_operator.manifest import parse_collection, parse_manifest
-from ragcache_operator.rules import violations
 from ragcache_operator.spec import RagCache, RagCollection, parse_duration
+from ragcache_operator.spec.manifest import parse_collection, parse_manifest
+from ragcache_operator.spec.rules import violations
 from ragcache_operator.status.conditions import Transition, find
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from ragcache_operator.quantity import parse_quantity
+from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.values import (
     HTTP_URL,
     RELATIVE_PATH,

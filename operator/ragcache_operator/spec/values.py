@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ragcache_operator.quantity import parse_millis, parse_quantity
+from ragcache_operator.spec.quantity import parse_millis, parse_quantity
 
 GROUP = "ragcache.dev"
 VERSION = "v1alpha1"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragcache_operator.gateway import CacheUse
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.spec import RagCache
 from ragcache_operator.status.component import ComponentState, WorkloadState
 from ragcache_operator.status.conditions import Condition, SelfTest, phase_of, progress_of
+from ragcache_operator.status.gateway_client import CacheUse
 
 
 def accepted_status(

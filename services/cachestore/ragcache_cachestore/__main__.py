@@ -10,18 +10,18 @@ import sys
 import time
 from dataclasses import dataclass
 
-from ragcache_cachestore.allocator import reuse_freed_memory
+from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.background.re_encoder import Keeper, Pace
+from ragcache_cachestore.cluster.catch_up import Rejoin
+from ragcache_cachestore.cluster.replicator import Replication
 from ragcache_cachestore.config import Config
-from ragcache_cachestore.keeper import Keeper, Pace
-from ragcache_cachestore.lane_server import LaneServer
-from ragcache_cachestore.rejoin import Rejoin
-from ragcache_cachestore.replication import Replication
-from ragcache_cachestore.service import SERVICE, CacheStoreService
+from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
-from ragcache_cachestore.telemetry import ExportingTelemetry, Telemetry
+from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Telemetry
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.hotness.assignment import Assignment, FixedAssignment, HaRagAssignment
-from ragcache_core.hotness.score import Memory, ScoreAssignment
+from ragcache_core.tiering.precision_assignment import Assignment, FixedAssignment, HaRagAssignment
+from ragcache_core.tiering.score_assignment import Memory, ScoreAssignment
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ragcache_core.admission import ADMISSION_NAMES, default_admission
 from ragcache_core.errors import InvalidInput
-from ragcache_core.extents import PAGE_BYTES
-from ragcache_core.policies import DEFAULT_POLICY, POLICY_NAMES
-from ragcache_core.variant import Precision
-from ragcache_wire.members import Members, members_from
+from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES
+from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission
+from ragcache_core.identity.variant import Precision
+from ragcache_core.tiering.extents import PAGE_BYTES
 from ragcache_wire.tracing import otlp_endpoint
+from ragcache_wire.watched.members import Members, members_from
 
 NATIVE = Precision()
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -32,7 +32,7 @@ class Config:
     lane_listen, lane_socket: TCP address and Unix socket of the data lanes; None: not offered.
     data_dir: folder that the store owns; created when missing. memory_bytes, disk_bytes: bounds of
     the tiers. policy, admission: names, of ``ragcache_core``. precision: what every value is to be
-    held in at most, or who decides on that (``ragcache_core.hotness``). leaves_only: whether a
+    held in at most, or who decides on that (``ragcache_core.tiering``). leaves_only: whether a
     parent outlives its children in a tier (``exact``). members: the shards of the store, None for
     the only one; own_address: which of them this is. replication: whether hot values are copied to
     other shards. otlp_endpoint: base URL of an OpenTelemetry collector; None: nothing is sent.

@@ -20,29 +20,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ragcache_cachestore.arena import Arena
-from ragcache_cachestore.arrival import COMMIT_TIMEOUT_S, Arrival
-from ragcache_cachestore.board import Board
-from ragcache_cachestore.books import Books, refusal
-from ragcache_cachestore.catalog import Holding, replaces
-from ragcache_cachestore.counters import Stats, score_histogram
-from ragcache_cachestore.folder import DataFolder
-from ragcache_cachestore.keeper import Candidate
-from ragcache_cachestore.leases import Lease
-from ragcache_cachestore.mover import RETRY_AFTER_S, Mover
-from ragcache_cachestore.records import Records
-from ragcache_cachestore.sweeper import Sweeper
-from ragcache_cachestore.telemetry import Levels, Telemetry
-from ragcache_cachestore.tier import Copy, Shelf
-from ragcache_cachestore.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
-from ragcache_cachestore.value_file import ValueFile
-from ragcache_cachestore.write_behind import Job
-from ragcache_core.admission import make_admission
+from ragcache_cachestore.api.status_page import Board
+from ragcache_cachestore.background.re_encoder import Candidate
+from ragcache_cachestore.background.sweeper import Sweeper
+from ragcache_cachestore.background.tier_mover import RETRY_AFTER_S, Mover
+from ragcache_cachestore.background.write_back import Job
+from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, Arrival
+from ragcache_cachestore.state.catalog import Holding, replaces
+from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.store_state import Books, refusal
+from ragcache_cachestore.state.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
+from ragcache_cachestore.storage.data_dir import DataFolder
+from ragcache_cachestore.storage.disk_tier import ValueFile
+from ragcache_cachestore.storage.memory_tier import Arena
+from ragcache_cachestore.storage.metadata_db import Records
+from ragcache_cachestore.storage.tier_space import Copy, Shelf
+from ragcache_cachestore.telemetry.counters import Stats, score_histogram
+from ragcache_cachestore.telemetry.exporter import Levels, Telemetry
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_core.extents import PAGE_BYTES
-from ragcache_core.keys import VariantKey
-from ragcache_core.policies import DEFAULT_POLICY, make_policy
-from ragcache_core.storing import (
+from ragcache_core.eviction import DEFAULT_POLICY, make_policy
+from ragcache_core.eviction.admission import make_admission
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Part, Precision, Tier, VariantInfo
+from ragcache_core.store_api import (
     ID_BYTES,
     Ack,
     AsOf,
@@ -56,8 +56,8 @@ from ragcache_core.storing import (
     Tombstone,
     Want,
 )
-from ragcache_core.variant import Miss, Part, Precision, Tier, VariantInfo
-from ragcache_kv.store.outgoing import Whole
+from ragcache_core.tiering.extents import PAGE_BYTES
+from ragcache_kv.values.outgoing_value import Whole
 
 log = logging.getLogger(__name__)
 

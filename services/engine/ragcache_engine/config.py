@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.hotness.placement import DEFAULT_TIER_POLICY, TIER_POLICIES
-from ragcache_engine.roles import Role
-from ragcache_engine.transfer import LOAD_DEADLINE_S
-from ragcache_wire.members import Members, members_from
-from ragcache_wire.plan_keys import PlanKeys, plan_keys_from
+from ragcache_core.tiering.tier_placement import DEFAULT_TIER_POLICY, TIER_POLICIES
+from ragcache_engine.protocol.messages import LOAD_DEADLINE_S
+from ragcache_engine.protocol.roles import Role
 from ragcache_wire.tracing import otlp_endpoint
+from ragcache_wire.watched.members import Members, members_from
+from ragcache_wire.watched.signing_keys import PlanKeys, plan_keys_from
 
 REPAIR_SLICE_TOKENS = 256
 """``bench/interference.py`` says what it does to requests that decode meanwhile."""
@@ -58,7 +58,7 @@ class EngineConfig:
     plain_prefixes: load and save exact prefixes of requests that carry no plan.
     host_tier_bytes: of values kept in host memory, pinned where there is a GPU. device_pool_bytes:
     of values kept on the model's device, beside vLLM's own cache. 0: none. tier_policy: what of
-    them is kept where (``ragcache_core.hotness.placement``).
+    them is kept where (``ragcache_core.tiering.tier_placement``).
     role: what the engine does of requests that are handed over; vLLM's kv_role.
     handoff_wait_s: how long one that decodes waits for what another engine computes, before it
     computes what is missing.

@@ -33,29 +33,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
+from ragcache_core.cost.load_or_compute import ReuseCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import InvalidInput
-from ragcache_core.keys import KVSpace
-from ragcache_core.prefill_profile import PrefillProfile
-from ragcache_core.reuse_costs import ReuseCosts
-from ragcache_engine.blender import Blender, blender
+from ragcache_core.identity.keys import KVSpace
+from ragcache_engine.blend.blender import Blender, blender
+from ragcache_engine.blend.model_access import loaded_model
+from ragcache_engine.blend.recomputer import Recomputer
 from ragcache_engine.config import EngineConfig, is_layerwise
-from ragcache_engine.load_counts import LoadCounts
-from ragcache_engine.loaded_model import loaded_model
-from ragcache_engine.machine import machine
-from ragcache_engine.metrics import LoadMetrics, LoadStats
-from ragcache_engine.paged_cache import PagedCache
+from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import vllm_version, worker
-from ragcache_engine.profiling import keep_profile, kept_profile, measure, profile_path
-from ragcache_engine.recomputing import Recomputer
-from ragcache_engine.records import RecordBook, serve
-from ragcache_engine.roles import Role
-from ragcache_engine.salting import salt
-from ragcache_engine.scheduler_side import SchedulerSide
+from ragcache_engine.protocol.messages import StepJobs, StepReport
+from ragcache_engine.protocol.roles import Role
+from ragcache_engine.scheduler.salting import salt
+from ragcache_engine.scheduler.scheduler import SchedulerSide
+from ragcache_engine.telemetry.load_counts import LoadCounts
+from ragcache_engine.telemetry.machine import machine
+from ragcache_engine.telemetry.metrics import LoadMetrics, LoadStats
+from ragcache_engine.telemetry.profiling import keep_profile, kept_profile, measure, profile_path
+from ragcache_engine.telemetry.request_records import RecordBook, serve
 from ragcache_engine.threads import side_pool
-from ragcache_engine.transfer import StepJobs, StepReport
-from ragcache_engine.worker_side import WorkerSide
+from ragcache_engine.worker.worker import WorkerSide
 from ragcache_kv.model_folder import load_model_folder
-from ragcache_kv.store.sharded import ShardedStore
+from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.trace_context import TRACEPARENT
 from ragcache_wire.tracing import Tracer, tracer
 

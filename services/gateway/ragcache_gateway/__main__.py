@@ -11,10 +11,10 @@ import uvicorn
 
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.app import create_app
+from ragcache_gateway.chat.conversation import Conversation
+from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.chat.tokenizer import load_tokenizer
 from ragcache_gateway.config import Config, read_config
-from ragcache_gateway.conversation import Conversation
-from ragcache_gateway.prompt import PromptBuilder
-from ragcache_gateway.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 
 

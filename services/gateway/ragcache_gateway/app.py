@@ -15,17 +15,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.keys import KVSpace
-from ragcache_gateway import chat_routes, document_routes, status_routes
+from ragcache_core.identity.keys import KVSpace
+from ragcache_gateway.chat.prompt import PromptBuilder
 from ragcache_gateway.config import Config
-from ragcache_gateway.errors import error_body, from_status, from_validation
-from ragcache_gateway.limits import BodyLimit, InFlightLimit, Observed, response_to
-from ragcache_gateway.metrics import Metrics
-from ragcache_gateway.openapi import describe
+from ragcache_gateway.documents.retriever_errors import in_rest_terms
+from ragcache_gateway.http import chat_routes, document_routes, status_routes
+from ragcache_gateway.http.errors import error_body, from_status, from_validation
+from ragcache_gateway.http.limits import BodyLimit, InFlightLimit, Observed, response_to
+from ragcache_gateway.http.openapi import describe
+from ragcache_gateway.http.request_span import Traced, note_refusal
 from ragcache_gateway.parts import connected
-from ragcache_gateway.prompt import PromptBuilder
-from ragcache_gateway.terms import in_rest_terms
-from ragcache_gateway.traced import Traced, note_refusal
+from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.tracing import tracer
 
 

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire.members import Members, members_from
-from ragcache_wire.plan_keys import PlanKeys, plan_keys_from
 from ragcache_wire.tracing import otlp_endpoint
+from ragcache_wire.watched.members import Members, members_from
+from ragcache_wire.watched.signing_keys import PlanKeys, plan_keys_from
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 ReuseMode = Literal["exact", "blend"]

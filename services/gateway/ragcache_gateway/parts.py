@@ -10,25 +10,25 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from ragcache_core.keys import KVSpace
-from ragcache_core.prompt import DEFAULT_SYSTEM_PROMPT
-from ragcache_gateway.answer import DOMAIN, Answerer
-from ragcache_gateway.completion import probe_body
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
+from ragcache_gateway.background.idle import IdleTime
+from ragcache_gateway.background.precompute import Precompute, Target
+from ragcache_gateway.background.quality_trials import QualityTrials
+from ragcache_gateway.chat.conversation import Conversation
+from ragcache_gateway.chat.pipeline import DOMAIN, Answerer
+from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.chat.reuse_mode import Reuse
 from ragcache_gateway.config import Config
-from ragcache_gateway.conversation import Conversation
-from ragcache_gateway.deletions import Deletions
-from ragcache_gateway.engines import Engines
-from ragcache_gateway.idle import IdleTime
-from ragcache_gateway.metrics import Metrics
-from ragcache_gateway.precompute import Precompute, Target
-from ragcache_gateway.prompt import PromptBuilder
-from ragcache_gateway.quality_trials import QualityTrials
-from ragcache_gateway.readiness import Readiness
-from ragcache_gateway.reuse import Reuse
-from ragcache_gateway.variants import StoredVariants
-from ragcache_kv.store.sharded import AsyncShardedStore
-from ragcache_wire.health_client import HealthClient
-from ragcache_wire.retriever_client import RetrieverClient
+from ragcache_gateway.documents.deletions import Deletions
+from ragcache_gateway.documents.stored_variants import StoredVariants
+from ragcache_gateway.engines.completion import probe_body
+from ragcache_gateway.engines.pool import Engines
+from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.status.readiness import Readiness
+from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_wire.clients.health_client import HealthClient
+from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.tracing import Tracer
 
 

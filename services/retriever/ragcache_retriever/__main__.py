@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_retriever.config import Config, EmbedderConfig
-from ragcache_retriever.documents import DocumentStore
-from ragcache_retriever.embedder import Embedder
-from ragcache_retriever.embedding_endpoint import EmbeddingEndpoint
+from ragcache_retriever.documents.document_store import DocumentStore
+from ragcache_retriever.documents.tokenizer import load_token_counter
+from ragcache_retriever.embedding.embedder import Embedder
+from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
+from ragcache_retriever.embedding.minilm import MiniLM
 from ragcache_retriever.knowledge_base import KnowledgeBase
-from ragcache_retriever.minilm import MiniLM
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
-from ragcache_retriever.tokenizer import load_token_counter
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 from ragcache_wire.tracing import Tracer, tracer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
-from ragcache_retriever.collection import Defaults, checked_chunking, checked_window
+from ragcache_retriever.documents.collection import Defaults, checked_chunking, checked_window
 from ragcache_wire.tracing import otlp_endpoint
 
 BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"

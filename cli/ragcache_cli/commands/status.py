@@ -1,0 +1,65 @@
+"""What runs here, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ragcache_cli.local.process import is_alive
+from ragcache_cli.local.state_file import PlatformRecord
+
+_STYLES = {"ready": "green", "starting": "yellow", "not ready": "yellow", "restarting": "red"}
+_MB = 1e6
+
+
+def parts_table(record: PlatformRecord, now: float) -> Table:
+    """A row per part. now: seconds since the epoch."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("PART", "STATE", "PID", "UPTIME", "RESTARTS", "ADDRESS", ""):
+        table.add_column(heading)
+    for part in record.parts:
+        lives = is_alive(part.pid, part.started) if part.pid else False
+        phase = part.phase if lives or not part.pid else "gone"
+        table.add_row(
+            part.name,
+            Text(phase, style=_STYLES.get(phase, "red")),
+            str(part.pid) if lives else "-",
+            duration(now - part.started) if lives else "-",
+            str(part.restarts),
+            "  ".join(f"{name} {address}" for name, address in part.addresses.items()),
+            Text(part.cause, style="dim"),
+        )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units: ``3h 12m``."""
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86_400, whole // 3_600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes}m"
+    if minutes:
+        return f"{minutes}m {whole % 60}s"
+    return f"{whole}s"
+
+
+def describe_cache(cache: Mapping[str, Any]) -> str:
+    """What ``GET /v1/cache`` says, as a line."""
+    asked = cache["hits"] + cache["misses"]
+    rate = f"{cache['hits'] / asked:.0%} of {asked:,} reads hit" if asked else "nothing read yet"
+    line = (
+        f"{cache['variants']:,} chunk-caches, {cache['disk_bytes'] / _MB:,.1f} MB on disk, "
+        f"{cache['memory_bytes'] / _MB:,.1f} of {cache['memory_capacity_bytes'] / _MB:,.1f} MB "
+        f"in memory; {rate}"
+    )
+    reasons = sorted(cache["misses_by_reason"].items(), key=lambda item: (-item[1], item[0]))
+    if reasons:
+        missed = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons)
+        line += f" (misses: {missed})"
+    away = [shard["address"] for shard in cache["shards"] if not shard["up"]]
+    return line + (f"; no answer from {', '.join(away)}" if away else "")

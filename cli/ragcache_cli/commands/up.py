@@ -1,0 +1,100 @@
+"""``ragcache up``: in this terminal, or detached from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from ragcache_cli.commands.progress import ProgressLines
+from ragcache_cli.local.platform import LocalPlatform
+from ragcache_cli.local.process import end_families, is_alive
+from ragcache_cli.local.state_file import (
+    PlatformRecord,
+    only_supervisor,
+    read_record,
+    remove_record,
+)
+from ragcache_operator.spec import RagCache
+
+_POLL_S = 0.2
+_STOP_S = 60.0
+"""For a supervisor to stop its parts; each has ten seconds, in three groups."""
+
+
+async def run_here(cache: RagCache, data: Path, console: Console) -> int:
+    """Run until cancelled. Raises what LocalPlatform raises."""
+    begun = time.monotonic()
+    lines = ProgressLines(console)
+    async with AsyncExitStack() as stack:
+        with lines.spinner():
+            platform = await stack.enter_async_context(
+                LocalPlatform(cache, data, progress=lines.tell)
+            )
+        console.print(
+            f"ready in {time.monotonic() - begun:.0f} s: {cache.spec.model.served_name} "
+            f"at {platform.gateway_url} (stop with Ctrl-C or `ragcache down`)"
+        )
+        await platform.keep_running()
+    return 0
+
+
+def run_detached(manifest: Path, data: Path, console: Console) -> int:
+    """Start a supervisor of its own session, show what it says until it is ready, leave it.
+
+    Returns its exit status if it ends before it is ready. Interrupted, it is stopped. Raises
+    InvalidInput while another one has the data folder.
+    """
+    (data / "logs").mkdir(parents=True, exist_ok=True)
+    with only_supervisor(data):
+        # Only asked: a log that another supervisor writes must not be emptied.
+        pass
+    log = data / "logs" / "up.log"
+    command = [sys.executable, "-m", "ragcache_cli", "up", "-f", str(manifest.absolute())]
+    command += ["--data", str(data.absolute())]
+    with log.open("wb") as output, log.open("rb") as shown:
+        supervisor = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while True:
+                status = supervisor.poll()
+                record = read_record(data)
+                is_ready = record and record.pid == supervisor.pid and record.phase == "ready"
+                console.out(shown.read().decode(errors="replace"), end="", highlight=False)
+                if status is not None:
+                    return status
+                if is_ready:
+                    console.print(f"detached (pid {supervisor.pid}); stop it with `ragcache down`")
+                    return 0
+                time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            supervisor.terminate()
+            return supervisor.wait(_STOP_S)
+
+
+def stop(data: Path, record: PlatformRecord, console: Console) -> None:
+    """Stop a supervisor and its parts, or the parts alone where it is gone already."""
+    if record.supervisor_lives:
+        console.print(f"stopping {record.name} (pid {record.pid})")
+        os.kill(record.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        while is_alive(record.pid, record.started) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if is_alive(record.pid, record.started):
+            console.print(f"it does not stop within {_STOP_S:g} s and is killed")
+    left = read_record(data)
+    if left is not None:
+        end_families({left.pid: left.started, **left.leaders}, grace_s=5.0)
+        remove_record(data)
+    console.print("stopped")

@@ -1,0 +1,57 @@
+"""The commands that look into a cluster."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from rich.console import Console
+
+from ragcache_cli.commands.logs import LogLines, read_words
+from ragcache_cli.kubernetes.cluster import connected, find_caches, pick
+from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
+from ragcache_cli.kubernetes.cluster_status import (
+    conditions_table,
+    describe_use,
+    headline,
+    is_ready,
+    notes,
+    parts_table,
+)
+from ragcache_cli.kubernetes.pod_logs import follow_pods, show_pods
+
+
+async def show_status(choice: ClusterChoice, name: str | None, console: Console) -> bool:
+    """Show what a RagCache says of itself; whether it is ready."""
+    async with connected(choice) as (api, namespace):
+        cache = pick(await find_caches(api, namespace), name, namespace)
+    console.print(headline(cache), markup=False)
+    for note in notes(cache):
+        console.print(note, markup=False)
+    for table in (parts_table(cache), conditions_table(cache, datetime.now(UTC))):
+        if table is not None:
+            console.print()
+            console.print(table)
+    if cache.get("status"):
+        console.print()
+        console.print(f"cache: {describe_use(cache)}")
+    return is_ready(cache)
+
+
+async def show_logs(
+    choice: ClusterChoice,
+    name: str | None,
+    component: str | None,
+    console: Console,
+    *,
+    tail: int,
+    follow: bool,
+) -> int:
+    """Show the logs of a RagCache's pods; returns 0, following never."""
+    async with connected(choice) as (api, namespace):
+        caches = await find_caches(api, namespace)
+        names = [cache["metadata"]["name"] for cache in caches]
+        name, part = read_words(name, component, names)
+        cache = pick(caches, name, namespace)["metadata"]["name"]
+        show = follow_pods if follow else show_pods
+        await show(api, namespace, cache, part, tail, LogLines(console).show)
+    return 0

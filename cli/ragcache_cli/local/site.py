@@ -1,0 +1,112 @@
+"""This machine as a Site: parts on loopback ports, their volumes as folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from ragcache_cli.local.ports import LOOPBACK
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.site import Address, Place
+from ragcache_operator.spec import ModelSource
+
+RUN_FOLDER: Final = "run"
+"""Below a platform's data: what is there only while it runs."""
+_SOCKET_PATH_BYTES: Final = 108
+"""Most of a socket's path, with the byte that ends it (unix(7))."""
+
+# In a checkout the folders beside this package are the repository's.
+_MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+class LocalSite:
+    """Parts as processes of this machine.
+
+    data: folder that holds a folder per part. gateway_port: where applications knock; every other
+    port is drawn from ports when it is first named.
+    """
+
+    # No API server gets these objects: of what one may lack, nothing matters.
+    capabilities = Capabilities.latest()
+    owner = ""
+    operator_namespace = None
+
+    def __init__(self, data: Path, gateway_port: int, ports: Iterator[int]) -> None:
+        self._data = data
+        self._ports = ports
+        self._addresses = {Place("gateway", "http"): Address(LOOPBACK, gateway_port)}
+
+    def listen(self, place: Place) -> Address:
+        """The place's own port."""
+        if place not in self._addresses:
+            self._addresses[place] = Address(LOOPBACK, next(self._ports))
+        return self._addresses[place]
+
+    def reach(self, place: Place) -> Address:
+        """Where it listens."""
+        return self.listen(place)
+
+    def publish(self, place: Place) -> str:
+        """A socket in the run folder: ZeroMQ would bind a port on every interface."""
+        path = self._socket(f"{place.part}-{place.port}.sock")
+        return path and f"ipc://{path}"
+
+    def stores(self) -> str:
+        """The one store's address."""
+        return str(self.reach(Place("cachestore", "grpc")))
+
+    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+        """The one store is the one member."""
+        return {"RAGCACHE_SELF": self.stores()}
+
+    def lane_socket(self) -> str:
+        """In the run folder; none where its path is longer than a socket's may be."""
+        return self._socket("cachestore.sock")
+
+    def plan_key_file(self) -> str:
+        """In the run folder, which is nobody else's."""
+        return str(self._data / RUN_FOLDER / "plan.keys")
+
+    def data_dir(self, part: str) -> str:
+        """A folder under data."""
+        return str(self._data / part)
+
+    def model(self, source: ModelSource) -> str:
+        """A folder of this machine, or the hub's name."""
+        match source.kind:
+            case "hf":
+                return source.value
+            case "bundled":
+                folder = _MODELS / source.value / "model"
+                fix = "run from a checkout that holds it, or name another model (hf:..., path:...)"
+            case "path":
+                folder = Path(source.value).expanduser().absolute()
+                fix = "name a folder with config.json, tokenizer.json and *.safetensors"
+            case "pvc" | "image":
+                raise InvalidInput(
+                    "spec.model.source",
+                    f"{source.kind}:{source.value} is a volume, which only pods can mount",
+                    "use path:FOLDER, hf:ORGANISATION/NAME or bundled:tinyrag on this machine",
+                )
+        if not (folder / "config.json").is_file():
+            raise InvalidInput("spec.model.source", f"{folder} holds no model", fix)
+        return str(folder)
+
+    def image(self, component: str) -> str:
+        """No image: the command runs in this Python's environment."""
+        return "local"
+
+    def env(self) -> Mapping[str, str]:
+        """Loopback is never asked for through a proxy."""
+        given = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+        no_proxy = ",".join(filter(None, (given, "127.0.0.1", "localhost")))
+        return {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
+
+    def _socket(self, name: str) -> str:
+        """Path of a socket of this name, or empty where it would be too long."""
+        path = self._data / RUN_FOLDER / name
+        return str(path) if len(os.fsencode(path)) < _SOCKET_PATH_BYTES else ""

@@ -1,0 +1,274 @@
+"""``ragcache sync``: bring a collection in step with the sources of a RagCollection.
+
+What a sync may touch are the documents that carry its owner in their metadata, and no others. It
+is the Job that the operator starts, and it works as well from anywhere that reaches the gateway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ragcache_cli.clients.collection_client import CollectionClient
+from ragcache_cli.clients.gateway_client import Refused, TryLater
+from ragcache_cli.commands.documents import read_text
+from ragcache_cli.local.signals import interruptible, run_until_stopped
+from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
+from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.scratch import Scratch
+from ragcache_cli.sources.sync_plan import (
+    DIGEST,
+    ORIGIN,
+    OWNER,
+    Failure,
+    Holding,
+    Result,
+    Wanted,
+    gather,
+    obsolete,
+    said,
+)
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
+from ragcache_operator.collections.mounts import MOUNTS
+from ragcache_operator.spec import ChunkingSpec, RagCollection, SourceSpec
+from ragcache_operator.spec.manifest import parse_collection
+from ragcache_operator.spec.quantity import parse_quantity
+
+_REVISION_CHARS = 12
+
+
+class Sync:
+    """One run for one RagCollection. on_progress: called with documents done and their number."""
+
+    def __init__(
+        self,
+        client: CollectionClient,
+        collection: RagCollection,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._client = client
+        self._spec = collection.spec
+        self._owner = f"{collection.metadata.namespace}/{collection.metadata.name}"
+        self._on_progress = on_progress
+        self._held: dict[str, Holding] = {}
+        self._failures: list[Failure] = []
+        self._digests = hashlib.blake2b(digest_size=16)
+        self._written = self._unchanged = self._deleted = 0
+
+    async def bring(self, here: Surroundings) -> Result:
+        """Read the sources, write what changed, delete what is gone.
+
+        One source or document that fails leaves the others be. Raises Refused for what concerns
+        the collection itself.
+        """
+        try:
+            await self._ensure_collection(self._spec.chunking)
+            with interruptible():
+                gathered = gather(_readings(self._spec.sources, here))
+            self._failures += gathered.failures
+            await self._list()
+            for number, document in enumerate(gathered.wanted):
+                self._on_progress(number, len(gathered.wanted))
+                await self._write(document)
+            if self._spec.prune:
+                await self._delete(obsolete(self._held, self._owner, gathered))
+            self._on_progress(len(gathered.wanted), len(gathered.wanted))
+        except (TryLater, Unavailable) as error:
+            self._failures.append(Failure("", "", str(error)))
+            return self._result(finished=False)
+        revision = gathered.revision or self._digests.hexdigest()
+        return self._result(finished=True, revision=revision[:_REVISION_CHARS])
+
+    async def remove(self) -> Result:
+        """Delete every document of the owner; the collection itself stays."""
+        try:
+            if await self._client.settings() is not None:
+                await self._list()
+                await self._delete([k for k, one in self._held.items() if one.owner == self._owner])
+        except (TryLater, Unavailable) as error:
+            self._failures.append(Failure("", "", str(error)))
+            return self._result(finished=False)
+        return self._result(finished=True)
+
+    async def _ensure_collection(self, chunking: ChunkingSpec | None) -> None:
+        """Create the collection, or give it the settings that are asked for."""
+        there = await self._client.settings()
+        asked: dict[str, Any] = {}
+        if chunking is not None:
+            sizes = {"size_tokens": chunking.size, "overlap_tokens": chunking.overlap}
+            asked = {"chunking": sizes, "window": chunking.window}
+        if there is None or any(there[name] != value for name, value in asked.items()):
+            await self._client.put_settings(asked)
+
+    async def _list(self) -> None:
+        async for held in self._client.documents():
+            self._held[held.id] = Holding.of(held)
+
+    async def _write(self, document: Wanted) -> None:
+        """Write a document unless the collection has it, just like this."""
+        try:
+            text = read_text(document.file)
+            digest = _digest(text, document.file.content_type)
+            self._digests.update(f"{document.id}\0{digest}\0".encode())
+            there = self._held.get(document.id)
+            if there is not None and there.owner != self._owner:
+                raise InvalidInput(document.id, *_taken(there.owner))
+            if there is not None and (there.digest, there.origin) == (digest, document.origin):
+                self._unchanged += 1
+                return
+            metadata = {OWNER: self._owner, ORIGIN: document.origin, DIGEST: digest}
+            body = {
+                "id": document.id,
+                "text": text,
+                "content_type": document.file.content_type,
+                "metadata": metadata,
+            }
+            chunks = await self._client.put(body)
+        except TryLater:
+            raise
+        except (InvalidInput, Refused) as error:
+            problem = said(error)
+            self._failures.append(Failure(document.origin, document.id, problem))
+        else:
+            self._held[document.id] = Holding(self._owner, document.origin, digest, chunks)
+            self._written += 1
+
+    async def _delete(self, ids: Collection[str]) -> None:
+        for document_id in ids:
+            await self._client.delete(document_id)
+            del self._held[document_id]
+            self._deleted += 1
+
+    def _result(self, *, finished: bool, revision: str = "") -> Result:
+        mine = [one for one in self._held.values() if one.owner == self._owner]
+        return Result(
+            finished=finished,
+            documents=len(mine),
+            chunks=sum(one.chunks for one in mine),
+            written=self._written,
+            unchanged=self._unchanged,
+            deleted=self._deleted,
+            revision=revision,
+            failures=tuple(self._failures),
+        )
+
+
+def sync_command(
+    manifest: Annotated[
+        str, typer.Option("--object", metavar="JSON", help="The RagCollection, as JSON.")
+    ],
+    gateway: Annotated[
+        str, typer.Option(metavar="URL", envvar="RAGCACHE_GATEWAY", help="Gateway to talk to.")
+    ],
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Delete its documents, and bring none.")
+    ] = False,
+    mounts: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder with a mount per ConfigMap and volume.")
+    ] = Path(MOUNTS),
+    scratch: Annotated[
+        str, typer.Option(metavar="BYTES", help="Most that fetched sources may take on disk.")
+    ] = "1Gi",
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for a gateway that is away.")
+    ] = 300.0,
+    result: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the result to.")
+    ] = None,
+) -> None:
+    """Bring a collection in step with the sources of a RagCollection; the last line is the result.
+
+    Tokens of its Secrets are read from RAGCACHE_SOURCE_<n>_TOKEN, n being the source's place.
+    """
+
+    async def bring() -> int:
+        try:
+            done = await _run(manifest, gateway, remove, mounts, scratch, patience)
+        except RagCacheError as error:
+            _report(Result(finished=False, failures=(Failure("", "", str(error)),)), result)
+            raise
+        _report(done, result)
+        return done.exit_status
+
+    # As a container's first process it would not hear of its end without saying so.
+    raise typer.Exit(run_until_stopped(bring(), stopped_status=128 + signal.SIGTERM))
+
+
+async def _run(
+    manifest: str, gateway: str, remove: bool, mounts: Path, scratch: str, patience_s: float
+) -> Result:
+    collection = _parse(manifest)
+    most_bytes = _bytes("--scratch", scratch)
+    async with CollectionClient(gateway, collection.collection_name, patience_s) as client:
+        sync = Sync(client, collection, _print_progress)
+        if remove:
+            return await sync.remove()
+        with tempfile.TemporaryDirectory(prefix="ragcache-sync-") as folder:
+            here = Surroundings(mounts, os.environ, Scratch(Path(folder), most_bytes))
+            return await sync.bring(here)
+
+
+def _parse(text: str) -> RagCollection:
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise InvalidInput("--object", f"is no JSON ({error})", "give a RagCollection") from error
+    if not isinstance(manifest, dict):
+        raise InvalidInput("--object", "is no JSON object", "give a RagCollection")
+    return parse_collection(manifest)
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return parse_quantity(text)
+    except ValueError as error:
+        raise InvalidInput(option, str(error), "write bytes like 512Mi or 2Gi") from error
+
+
+def _readings(
+    sources: Iterable[SourceSpec], here: Surroundings
+) -> Iterator[tuple[str, str, Reading | RagCacheError]]:
+    """Origin, prefix and contents of every source, or what keeps it from being read."""
+    for index, source in enumerate(sources):
+        reading: Reading | RagCacheError
+        try:
+            reading = read_source(index, source, here)
+        except RagCacheError as error:
+            reading = error
+        yield origin_of(source), prefix_of(source), reading
+
+
+def _print_progress(done: int, total: int) -> None:
+    print(json.dumps({"done": done, "total": total}), flush=True)
+
+
+def _report(result: Result, path: Path | None) -> None:
+    text = result.to_json()
+    print(text, flush=True)
+    if path is None:
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(
+            "--result", f"{path} cannot be written: {error.strerror}", "name another file"
+        ) from error
+
+
+def _taken(owner: str) -> tuple[str, str]:
+    """Problem and fix of an id that somebody else's document has."""
+    if owner:
+        return f"belongs to the RagCollection {owner}", "rename it, or use another collection"
+    return "is in the collection already, and not from here", "delete it there, or rename it"
+
+
+def _digest(text: str, content_type: str) -> str:
+    return hashlib.blake2b(f"{content_type}\0{text}".encode(), digest_size=16).hexdigest()

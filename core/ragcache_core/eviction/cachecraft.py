@@ -1,0 +1,42 @@
+"""Cache-Craft's frequency of reuse (§3.3): f_r += 1 / CFO at every use, the lowest goes first.
+
+CFO, the cache fix overhead, is the share of a variant's tokens that a use recomputes, so f_r grows
+with what each use saved. The paper's N x M variants are one budget for all chunks ("from one
+popular chunk with N x M variants to N x M chunks, each with a single variant") and no bound per
+chunk: here the budget is the tier's capacity, and each variant is an entry.
+
+Eq. 12 gives a CFO of 0 where the prefix matches, and 1 / 0 would settle all ranks for ever: there
+is a floor (``blend.fix_overhead``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ragcache_core.blend.fix_overhead import frequency_gain
+from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.ranked import RankedPolicy
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Reuse:
+    frequency: float  # f_r
+
+
+class CacheCraft(RankedPolicy[K, _Reuse]):
+    """A new variant was computed in full (CFO 1), so it starts at 1."""
+
+    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Reuse:
+        return _Reuse(1.0)
+
+    def _again(
+        self, state: _Reuse, candidate: Candidate[K], now: float, fix_overhead: float
+    ) -> None:
+        state.frequency += frequency_gain(min(1.0, max(0.0, fix_overhead)))
+
+    def _worth(self, state: _Reuse, candidate: Candidate[K]) -> float:
+        return state.frequency

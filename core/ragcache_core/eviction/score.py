@@ -1,0 +1,134 @@
+"""The score of DESIGN §1: decayed saved seconds per byte, the default.
+
+    score = uses**3 * 2**(-age / half_life) * cost_s / num_bytes
+
+- uses: how often it was asked for, held or not, decayed slowly. Most chunks are asked for once, and
+  each time that one is asked for again makes the next more likely: chances rise faster than counts,
+  hence the exponent (2 and 5 did worse on the sequences of ``bench/policies``).
+- age: since the last use. Fresh chunks come back (conversations go on), stale ones do not.
+- half_life: all entries share it, so all scores fall alike and their order changes at uses only.
+  The heap therefore holds log2(score) without the common -now / half_life, and needs no new keys as
+  time goes by. It follows the traffic: twice the mean time between two uses of the same key, since
+  a number of seconds that suits one site is wrong for the next. When it has moved far enough all
+  ranks are made anew, at most once in as many uses as there are entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ragcache_core.eviction.ghosts import Ghosts
+from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.ranked import RankedPolicy
+
+K = TypeVar("K", bound=Hashable)
+
+USES_EXPONENT = 3.0
+HALF_LIFE_PER_GAP = 2.0
+"""Half-lives are this times the mean gap between two uses of a key."""
+COUNT_HALF_LIFE = 12.0
+"""Counts of uses halve in this many half-lives of the score: popularity outlives freshness."""
+
+FIRST_HALF_LIFE_S = 300.0
+"""Believed until uses tell better, as if it had been seen in FIRST_GAPS gaps."""
+FIRST_GAPS = 32
+MAX_GAPS = 4096
+"""The mean forgets what is further back."""
+HALF_LIFE_RANGE_S = (1.0, 86_400.0)
+REKEY_RATIO = 1.25
+
+UNKNOWN_COST_S_PER_TOKEN = 2e-4
+"""Where nobody measured: all tokens are taken to cost the same, about what a 7B model needs."""
+
+
+@dataclass(slots=True)
+class _Uses:
+    """uses: decayed to the time of the last one."""
+
+    uses: float
+    last_s: float
+
+
+class Score(RankedPolicy[K, _Uses]):
+    """Remembers the uses of keys that it does not hold (``Ghosts``)."""
+
+    def __init__(self, *, leaves_only: bool) -> None:
+        super().__init__(leaves_only=leaves_only)
+        self._ghosts: Ghosts[K, _Uses] = Ghosts()
+        self._num_gaps = FIRST_GAPS
+        self._mean_gap_s = FIRST_HALF_LIFE_S / HALF_LIFE_PER_GAP
+        self._half_life_s = FIRST_HALF_LIFE_S
+        self._uses_at_rekey = 0
+
+    @property
+    def half_life_s(self) -> float:
+        """The half-life in force."""
+        return self._half_life_s
+
+    def worth(self, key: K, now: float) -> float:
+        """log2 of the score now, in seconds per byte."""
+        return super().worth(key, now) - now / self._half_life_s
+
+    def appraise(self, key: K, candidate: Candidate[K], now: float) -> float:
+        """What ``worth`` would say of key if it were added now. Changes nothing."""
+        known = self._ghosts.get(key)
+        state = _Uses(1.0 if known is None else self._decayed(known, now) + 1.0, now)
+        return self._worth(state, candidate) - now / self._half_life_s
+
+    def refuse(self, key: K, now: float) -> None:
+        """Note a use of key, which was computed and is not going to be held."""
+        state = self._ghosts.get(key)
+        if state is None:
+            state = _Uses(1.0, now)
+        else:
+            self._use(state, now)
+        self._ghosts.put(key, state, len(self))
+
+    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Uses:
+        state = self._ghosts.pop(key)
+        if state is None:
+            return _Uses(1.0, now)
+        self._use(state, now)
+        return state
+
+    def _again(
+        self, state: _Uses, candidate: Candidate[K], now: float, fix_overhead: float
+    ) -> None:
+        self._use(state, now)
+
+    def _worth(self, state: _Uses, candidate: Candidate[K]) -> float:
+        cost_s = candidate.cost_s or candidate.num_tokens * UNKNOWN_COST_S_PER_TOKEN
+        saved_s_per_byte = math.log2(cost_s) - math.log2(candidate.num_bytes)
+        return (
+            USES_EXPONENT * math.log2(state.uses)
+            + state.last_s / self._half_life_s
+            + saved_s_per_byte
+        )
+
+    def _evicted(self, key: K, state: _Uses, worth: float) -> None:
+        self._ghosts.put(key, state, len(self))
+
+    def _use(self, state: _Uses, now: float) -> None:
+        self._learn_gap(now - state.last_s)
+        state.uses = self._decayed(state, now) + 1.0
+        state.last_s = now
+
+    def _decayed(self, state: _Uses, now: float) -> float:
+        return float(
+            state.uses * 2.0 ** (-(now - state.last_s) / (COUNT_HALF_LIFE * self._half_life_s))
+        )
+
+    def _learn_gap(self, gap_s: float) -> None:
+        self._num_gaps = min(MAX_GAPS, self._num_gaps + 1)
+        self._mean_gap_s += (gap_s - self._mean_gap_s) / self._num_gaps
+        low, high = HALF_LIFE_RANGE_S
+        wanted = min(high, max(low, HALF_LIFE_PER_GAP * self._mean_gap_s))
+        ratio = wanted / self._half_life_s
+        moved = ratio > REKEY_RATIO or ratio < 1 / REKEY_RATIO
+        if moved and self._uses - self._uses_at_rekey >= len(self):
+            self._half_life_s = wanted
+            self._uses_at_rekey = self._uses
+            self._rank_anew()

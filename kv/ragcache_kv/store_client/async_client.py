@@ -1,0 +1,147 @@
+"""Async client of one cache store: control calls of its own, values on threads.
+
+Moving a value is copying memory and waiting for the kernel, which a thread does without the event
+loop: the loop stays free meanwhile, and the lanes are the blocking client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss
+from ragcache_core.store_api import Ack, Deletion, Event, LookupAnswer, NewVariant, PutOutcome, Want
+from ragcache_kv.store_client.client import (
+    DELETE_TIMEOUT_S,
+    LANES,
+    LOOKUP_TIMEOUT_S,
+    PART,
+    StoreClient,
+)
+from ragcache_kv.values.conversions import from_event, to_deletion, to_key
+from ragcache_kv.values.outgoing_value import Outgoing
+from ragcache_kv.values.stored_value import Allocate, StoredValue
+from ragcache_wire.channel import OPTIONS
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.trace_context import metadata, traceparent
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.v1 import cachestore_pb2_grpc
+
+
+class AsyncStoreClient:
+    """Client of the store at address ("host:port"), for one event loop."""
+
+    def __init__(self, address: str, lanes: Sequence[str] = LANES) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
+        self._address = address
+        self._lanes = lanes
+        self._blocking: StoreClient | None = None
+
+    @property
+    def lane(self) -> str:
+        """Name of the lane in use; "" before the first value."""
+        return "" if self._blocking is None else self._blocking.lane
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close every connection; calls in flight end at once, control calls after grace_s."""
+        if self._blocking is not None:
+            self._blocking.close()
+        await self._channel.close(grace_s)
+
+    async def lookup(
+        self,
+        wants: Sequence[Want],
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+        exact: bool = False,
+        domain: str = "",
+    ) -> LookupAnswer:
+        """See StoreClient.lookup."""
+        return await asyncio.to_thread(self._values().lookup, wants, timeout_s, exact, domain)
+
+    async def get(
+        self,
+        keys: Sequence[VariantKey],
+        timeout_s: float,
+        exact: bool = False,
+        domain: str = "",
+        allocate: Allocate | None = None,
+    ) -> list[StoredValue | Miss]:
+        """All values, in the order of keys. See StoreClient.get; allocate is called on a thread."""
+        client = self._values()
+
+        def get() -> list[StoredValue | Miss]:
+            return [found for _, found in client.get(keys, timeout_s, exact, domain, allocate)]
+
+        return await asyncio.to_thread(get)
+
+    async def put(
+        self, variant: NewVariant, value: Outgoing, timeout_s: float, ack: Ack = Ack.ACCEPTED
+    ) -> PutOutcome:
+        """See StoreClient.put."""
+        return await asyncio.to_thread(self._values().put, variant, value, timeout_s, ack)
+
+    async def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:
+        """Remove what deletion names, for good when this returns; how many variants went."""
+        request = pb.DeleteRequest(deletion=to_deletion(deletion))
+        reply: pb.DeleteReply = await self._call(self._stub.Delete, request, timeout_s)
+        return reply.removed
+
+    async def prefetch(
+        self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> int:
+        """Bring values from disk into memory, in the background; for how many that begins."""
+        request = pb.PrefetchRequest(keys=map(to_key, keys))
+        reply: pb.PrefetchReply = await self._call(self._stub.Prefetch, request, timeout_s)
+        return reply.started
+
+    async def pin(
+        self, keys: Sequence[VariantKey], seconds: float, timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> int:
+        """Keep values from eviction for some time, anew if pinned; how many are pinned now."""
+        request = pb.PinRequest(keys=map(to_key, keys), seconds=seconds)
+        reply: pb.PinReply = await self._call(self._stub.Pin, request, timeout_s)
+        return reply.pinned
+
+    async def unpin(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
+        """End pins; how many there were."""
+        request = pb.UnpinRequest(keys=map(to_key, keys))
+        reply: pb.UnpinReply = await self._call(self._stub.Unpin, request, timeout_s)
+        return reply.unpinned
+
+    async def watch(self, boot: bytes = b"", after: int = 0) -> AsyncGenerator[Event, None]:
+        """Events after one of a boot, if they are still remembered; else a snapshot, then events.
+
+        A caller that stops early ends the call. Raises Unavailable when the store goes away.
+        """
+        request = pb.WatchRequest(boot=boot, after=after)
+        call = self._stub.Watch(request, metadata=metadata(traceparent()))
+        try:
+            async for message in call:
+                yield from_event(message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+        finally:
+            call.cancel()
+
+    async def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
+        """Counters and sizes. Raises Unavailable."""
+        reply: pb.StatsReply = await self._call(self._stub.Stats, pb.StatsRequest(), timeout_s)
+        return reply
+
+    async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        try:
+            parent = metadata(traceparent())
+            return await method(request, timeout=timeout_s, metadata=parent)
+        except grpc.RpcError as error:
+            raise from_rpc_error(PART, error) from error
+
+    def _values(self) -> StoreClient:
+        if self._blocking is None:
+            self._blocking = StoreClient(self._address, self._lanes)
+        return self._blocking

@@ -1,0 +1,202 @@
+"""Move values between the caller's memory and a store's, and verify every byte on its way.
+
+A value is one run of bytes here; ``parts`` cut it into layers with a checksum each, ``sources``
+or ``targets`` into the places that it comes from or goes to. The two cuts need not agree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from ragcache_core.identity.variant import Part
+
+BLOCK_BYTES = 1 << 20
+"""How much is copied before it is verified.
+
+From about this size on libc's memcpy writes past the caches, which doubles its speed on values that
+do not fit them. Smaller blocks would be read back sooner, and gain less by it than they lose.
+"""
+
+Buffer = bytes | bytearray | memoryview
+"""Memory of whole bytes, contiguous. Where it is written to, it must be writable."""
+
+
+def checksum_of(data: Buffer) -> int:
+    """XXH3-64; without the GIL."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def parts_of(value: memoryview, sizes: Sequence[int]) -> tuple[Part, ...]:
+    """The parts of a value whose sizes are given, with their checksums."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(Part(size, checksum_of(value[start : start + size])))
+        start += size
+    return tuple(parts)
+
+
+class Verifier:
+    """Compares the bytes of a value, as they come in order, with the checksums of its parts.
+
+    good: whether every part that is complete matched. complete: whether all are.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.good = True
+        self._parts = iter(parts)
+        self._hasher = xxhash.xxh3_64()
+        self._part: Part | None = None
+        self._wanted = 0
+        self._next()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last byte has come."""
+        return self._part is None
+
+    def add(self, data: memoryview) -> None:
+        """Take the bytes that follow those before; what is beyond the last part is not good."""
+        start, end = 0, len(data)
+        while start < end:
+            part, wanted = self._part, self._wanted
+            if part is None:
+                self.good = False
+                return
+            if wanted == part.num_bytes <= end - start:  # whole: no state to keep
+                self._check(checksum_of(data[start : start + wanted]))
+                start += wanted
+                self._next()
+                continue
+            step = min(wanted, end - start)
+            self._hasher.update(data[start : start + step])
+            start += step
+            self._wanted -= step
+            if not self._wanted:
+                self._check(self._hasher.intdigest())
+                self._hasher.reset()
+                self._next()
+
+    def _check(self, checksum: int) -> None:
+        if self._part is not None and checksum != self._part.checksum:
+            self.good = False
+
+    def _next(self) -> None:
+        self._part = next(self._parts, None)
+        while self._part is not None and not self._part.num_bytes:
+            self._check(checksum_of(b""))
+            self._part = next(self._parts, None)
+        self._wanted = 0 if self._part is None else self._part.num_bytes
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes as target has; without the GIL, which a slice assignment would hold."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of blocks of BLOCK_BYTES; the last takes the rest, up to twice as much."""
+    start = 0
+    while num_bytes - start >= 2 * BLOCK_BYTES:
+        yield start, start + BLOCK_BYTES
+        start += BLOCK_BYTES
+    if start < num_bytes:
+        yield start, num_bytes
+
+
+def copy_verified(target: memoryview, sources: Iterable[memoryview], parts: Sequence[Part]) -> bool:
+    """Copy sources, one after another, to target; whether every part there has its checksum.
+
+    Each block is read back from target right after it was written: what is verified is what the
+    caller has, whatever happened to the source meanwhile.
+    """
+    sources = list(sources)
+    if len(sources) == len(parts) == 1 and len(sources[0]) < 2 * BLOCK_BYTES:  # one block, no state
+        block = target[: len(sources[0])]
+        copy(block, sources[0])
+        return len(block) == parts[0].num_bytes and checksum_of(block) == parts[0].checksum
+    verifier = Verifier(parts)
+    position = 0
+    for source in sources:
+        for start, end in blocks(len(source)):
+            block = target[position : position + end - start]
+            copy(block, source[start:end])
+            verifier.add(block)
+            position += end - start
+        if not verifier.good:
+            return False
+    return verifier.complete and verifier.good
+
+
+def read_verified(
+    target: memoryview, fd: int, places: Iterable[tuple[int, int]], parts: Sequence[Part]
+) -> bool:
+    """As copy_verified, from places (offset, number of bytes) of a file. Raises OSError."""
+    verifier = Verifier(parts)
+    position = 0
+    for offset, num_bytes in places:
+        for start, end in blocks(num_bytes):
+            block = target[position : position + end - start]
+            if not read_into(block, fd, offset + start):
+                return False
+            verifier.add(block)
+            position += end - start
+        if not verifier.good:
+            return False
+    return verifier.complete and verifier.good
+
+
+def read_into(target: memoryview, fd: int, offset: int) -> bool:
+    """Fill target from a file; False where the file ends before. Raises OSError."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def write_from(source: memoryview, fd: int, offset: int) -> None:
+    """Write all of source to a file. Raises OSError."""
+    done = 0
+    while done < len(source):
+        done += os.pwrite(fd, source[done:], offset + done)
+
+
+def scatter(value: memoryview, targets: Iterable[memoryview]) -> None:
+    """Copy a value to targets, one after another."""
+    position = 0
+    for target in targets:
+        for start, end in blocks(len(target)):
+            copy(target[start:end], value[position : position + end - start])
+            position += end - start
+
+
+def verified(sources: Iterable[memoryview], parts: Sequence[Part]) -> bool:
+    """Whether sources, one after another, have the checksums of parts. Copies nothing."""
+    verifier = Verifier(parts)
+    for source in sources:
+        verifier.add(source)
+        if not verifier.good:
+            return False
+    return verifier.complete and verifier.good
+
+
+def cut(views: Sequence[memoryview], start: int, num_bytes: int) -> list[memoryview]:
+    """num_bytes of the run that views make, from its byte start on."""
+    pieces = []
+    for view in views:
+        if not num_bytes:
+            break
+        if start >= len(view):
+            start -= len(view)
+            continue
+        piece = view[start : start + num_bytes]
+        pieces.append(piece)
+        num_bytes -= len(piece)
+        start = 0
+    return pieces

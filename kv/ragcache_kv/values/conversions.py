@@ -1,0 +1,617 @@
+"""Protobuf messages of the cache store as core values and back, for both ends of every lane.
+
+Functions ``from_*`` check what they read: they raise InvalidInput that names the field (its path
+starts with the argument ``field``) and how to put it right, on every face of the store alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ragcache_core.errors import InvalidInput, TooLarge
+from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
+from ragcache_core.identity.variant import (
+    Codec,
+    Miss,
+    Origin,
+    Part,
+    Precision,
+    Provenance,
+    Tier,
+    ValueShape,
+    VariantInfo,
+)
+from ragcache_core.store_api import (
+    ID_BYTES,
+    MAX_KEYS,
+    MAX_NAME_CHARS,
+    MAX_PARTS,
+    MAX_PIN_S,
+    MAX_PREFIX_CHUNKS,
+    MAX_TOKENS,
+    Ack,
+    AsOf,
+    Completion,
+    Deletion,
+    Event,
+    EventKind,
+    Held,
+    Hello,
+    LookupAnswer,
+    NewVariant,
+    PutOutcome,
+    Variants,
+    Want,
+)
+from ragcache_kv.codecs import encoded_part_bytes
+from ragcache_wire.v1 import cachestore_pb2 as pb
+
+DTYPES: Final = ("bfloat16", "float16", "float32")
+
+_ACKS: Final = {Ack.ACCEPTED: pb.ACCEPTED, Ack.DURABLE: pb.DURABLE}
+_ACKS_BACK: Final = {number: ack for ack, number in _ACKS.items()}
+_OUTCOMES: Final = {
+    PutOutcome.STORED: pb.PutReply.STORED,
+    PutOutcome.HELD_ALREADY: pb.PutReply.HELD_ALREADY,
+    PutOutcome.DELETED: pb.PutReply.DELETED,
+}
+_OUTCOMES_BACK: Final = {number: outcome for outcome, number in _OUTCOMES.items()}
+_MISSES: Final = {
+    Miss.NEVER_STORED: pb.MISS_NEVER_STORED,
+    Miss.EVICTED: pb.MISS_EVICTED,
+    Miss.DELETED: pb.MISS_DELETED,
+    Miss.CORRUPT: pb.MISS_CORRUPT,
+    Miss.TAINTED: pb.MISS_TAINTED,
+    Miss.OTHER_PRECISION: pb.MISS_OTHER_PRECISION,
+    Miss.OTHER_DOMAIN: pb.MISS_OTHER_DOMAIN,
+}
+_MISSES_BACK: Final = {number: miss for miss, number in _MISSES.items()}
+_KINDS: Final = {
+    EventKind.STORED: pb.Event.STORED,
+    EventKind.MOVED: pb.Event.MOVED,
+    EventKind.REPLACED: pb.Event.REPLACED,
+    EventKind.DROPPED: pb.Event.DROPPED,
+    EventKind.SNAPSHOT_BEGIN: pb.Event.SNAPSHOT_BEGIN,
+    EventKind.SNAPSHOT_END: pb.Event.SNAPSHOT_END,
+}
+_KINDS_BACK: Final = {number: kind for kind, number in _KINDS.items()}
+_PRECISIONS: Final = {"": Precision(), str(Precision()): Precision()}
+
+
+def to_key(key: VariantKey) -> pb.VariantKey:
+    """A variant key."""
+    return pb.VariantKey(chunk=key.chunk, prefix=key.prefix)
+
+
+def from_key(field: str, message: pb.VariantKey) -> VariantKey:
+    """A variant key. Raises InvalidInput."""
+    chunk, prefix = message.chunk, message.prefix
+    if len(chunk) != KEY_BYTES or len(prefix) != KEY_BYTES:
+        from_chunk(f"{field}.chunk", chunk)
+        from_chunk(f"{field}.prefix", prefix)
+    return VariantKey(chunk, prefix)
+
+
+def from_keys(field: str, messages: Sequence[pb.VariantKey]) -> list[VariantKey]:
+    """At most MAX_KEYS variant keys. Raises InvalidInput, TooLarge."""
+    check_count(field, len(messages))
+    try:
+        return [VariantKey(message.chunk, message.prefix) for message in messages]
+    except ValueError:  # again, to name it
+        return [from_key(f"{field}[{i}]", message) for i, message in enumerate(messages)]
+
+
+def from_chunk(field: str, key: bytes) -> ChunkKey:
+    """A chunk's or a prefix's key. Raises InvalidInput."""
+    if len(key) != KEY_BYTES:
+        raise InvalidInput(field, f"has {len(key)} bytes", f"send {KEY_BYTES}")
+    return key
+
+
+def from_chunks(field: str, keys: Sequence[bytes], most: int = MAX_KEYS) -> tuple[ChunkKey, ...]:
+    """At most most chunk keys. Raises InvalidInput, TooLarge."""
+    check_count(field, len(keys), most)
+    return tuple(from_chunk(f"{field}[{i}]", key) for i, key in enumerate(keys))
+
+
+def check_count(field: str, number: int, most: int = MAX_KEYS) -> None:
+    """Raises TooLarge for more than most entries."""
+    if number > most:
+        raise TooLarge(field, f"has {number} entries", f"send at most {most}")
+
+
+def from_name(field: str, name: str) -> str:
+    """Name of a domain or a document; "" for none. Raises TooLarge."""
+    if len(name) > MAX_NAME_CHARS:
+        raise TooLarge(field, f"has {len(name)} characters", f"send at most {MAX_NAME_CHARS}")
+    return name
+
+
+def from_pin_seconds(field: str, seconds: float) -> float:
+    """How long to pin. Raises InvalidInput."""
+    if not 0 < seconds <= MAX_PIN_S:
+        raise InvalidInput(field, f"is {seconds}", f"send more than 0 and at most {MAX_PIN_S:.0f}")
+    return seconds
+
+
+def to_info(info: VariantInfo, value_format: int) -> pb.VariantInfo:
+    """What is said of a variant."""
+    precision = info.precision
+    return pb.VariantInfo(
+        num_tokens=info.num_tokens,
+        num_bytes=info.num_bytes,
+        base_position=info.base_position,
+        exact=info.provenance.exact,
+        precision="" if precision == _PRECISIONS[""] else str(precision),
+        format=value_format,
+    )
+
+
+def from_info(field: str, message: pb.VariantInfo, max_value_bytes: int) -> VariantInfo:
+    """What is said of a variant; its format beside it is message.format. Raises InvalidInput."""
+    num_tokens, num_bytes = message.num_tokens, message.num_bytes
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise InvalidInput(f"{field}.num_tokens", f"is {num_tokens}", f"send 1 to {MAX_TOKENS}")
+    if num_bytes == 0:
+        raise InvalidInput(f"{field}.num_bytes", "is 0", "send the size of the value")
+    if num_bytes > max_value_bytes:
+        raise TooLarge(
+            f"{field}.num_bytes",
+            f"is {num_bytes}",
+            f"send values of at most {max_value_bytes} bytes",
+        )
+    if message.base_position > MAX_TOKENS:
+        raise InvalidInput(
+            f"{field}.base_position", f"is {message.base_position}", f"send 0 to {MAX_TOKENS}"
+        )
+    return VariantInfo(
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        base_position=message.base_position,
+        provenance=Provenance(exact=message.exact),
+        precision=_PRECISIONS.get(message.precision)
+        or from_precision(f"{field}.precision", message.precision),
+    )
+
+
+def from_precision(field: str, text: str) -> Precision:
+    """How a value is held; "" for native. Raises InvalidInput."""
+    try:
+        return Precision.parse(text or str(Precision()))
+    except ValueError as error:
+        raise InvalidInput(field, f"is {text!r}", 'send "key/value" of known codecs') from error
+
+
+def to_parts(parts: Iterable[Part]) -> list[pb.ValuePart]:
+    """The parts of a value."""
+    return [pb.ValuePart(num_bytes=part.num_bytes, checksum=part.checksum) for part in parts]
+
+
+def from_parts(field: str, messages: Sequence[pb.ValuePart], num_bytes: int) -> tuple[Part, ...]:
+    """The parts of a value of num_bytes. Raises InvalidInput, TooLarge."""
+    _check_sum(field, [message.num_bytes for message in messages], num_bytes)
+    return tuple([Part(message.num_bytes, message.checksum) for message in messages])
+
+
+def _check_sum(field: str, sizes: Sequence[int], num_bytes: int) -> None:
+    """Raises InvalidInput, TooLarge, for sizes that cannot be those of a value's parts."""
+    if not sizes:
+        raise InvalidInput(field, "is missing", "send the size of each part")
+    check_count(field, len(sizes), MAX_PARTS)
+    total = sum(sizes)
+    if total != num_bytes:
+        raise InvalidInput(
+            field, f"has {total} bytes in all, not {num_bytes}", "send parts that add up"
+        )
+
+
+def to_shape(shape: ValueShape | None) -> pb.ValueShape | None:
+    """Shape of a value's numbers; None for opaque bytes."""
+    if shape is None:
+        return None
+    return pb.ValueShape(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
+
+
+def from_shape(field: str, message: pb.ValueShape) -> ValueShape:
+    """Shape of a value's numbers. Raises InvalidInput."""
+    sizes = (message.num_layers, message.num_kv_heads, message.head_dim)
+    for name, size in zip(("num_layers", "num_kv_heads", "head_dim"), sizes, strict=True):
+        if not 1 <= size <= MAX_TOKENS:
+            raise InvalidInput(f"{field}.{name}", f"is {size}", f"send 1 to {MAX_TOKENS}")
+    if message.dtype not in DTYPES:
+        raise InvalidInput(f"{field}.dtype", f"is {message.dtype!r}", f"send one of {DTYPES}")
+    return ValueShape(*sizes, message.dtype)
+
+
+def to_origin(origin: Origin) -> pb.Origin:
+    """Where a variant comes from, but for its cost, which goes with the completion."""
+    return pb.Origin(
+        prefix_chunks=origin.prefix_chunks,
+        parent=None if origin.parent is None else to_key(origin.parent),
+        domain=origin.domain,
+        document=origin.document,
+    )
+
+
+def from_origin(field: str, message: pb.Origin) -> Origin:
+    """Where a variant comes from. Raises InvalidInput, TooLarge."""
+    if not message.domain:
+        raise InvalidInput(f"{field}.domain", "is missing", 'send the access domain ("public")')
+    return Origin(
+        prefix_chunks=from_chunks(
+            f"{field}.prefix_chunks", message.prefix_chunks, MAX_PREFIX_CHUNKS
+        ),
+        parent=from_key(f"{field}.parent", message.parent) if message.HasField("parent") else None,
+        domain=from_name(f"{field}.domain", message.domain),
+        document=from_name(f"{field}.document", message.document),
+    )
+
+
+def to_as_of(as_of: AsOf) -> pb.AsOf:
+    """The deletes that a put may have missed."""
+    return pb.AsOf(store=as_of.store, sequence=as_of.sequence, planned_at_ms=as_of.planned_at_ms)
+
+
+def from_as_of(field: str, message: pb.AsOf) -> AsOf:
+    """The deletes that a put may have missed. Raises InvalidInput."""
+    return AsOf(_from_id(f"{field}.store", message.store), message.sequence, message.planned_at_ms)
+
+
+def _from_id(field: str, raw: bytes) -> bytes:
+    if raw and len(raw) != ID_BYTES:
+        raise InvalidInput(field, f"has {len(raw)} bytes", f"send {ID_BYTES}, or none")
+    return raw
+
+
+def to_put_header(variant: NewVariant, ack: Ack, traceparent: str = "") -> pb.PutHeader:
+    """A variant that is to be put, when to answer, and the span that puts it."""
+    return pb.PutHeader(
+        key=to_key(variant.key),
+        info=to_info(variant.info, variant.value_format),
+        origin=to_origin(variant.origin),
+        shape=to_shape(variant.shape),
+        part_bytes=variant.part_bytes,
+        ack=_ACKS[ack],
+        as_of=to_as_of(variant.as_of),
+        traceparent=traceparent,
+    )
+
+
+def from_put_header(
+    field: str, message: pb.PutHeader, max_value_bytes: int
+) -> tuple[NewVariant, Ack]:
+    """A variant that is to be put, and when to answer. Raises InvalidInput, TooLarge."""
+    info = from_info(f"{field}.info", message.info, max_value_bytes)
+    sizes = tuple(message.part_bytes)
+    _check_sum(f"{field}.part_bytes", sizes, info.num_bytes)
+    shape = None
+    if message.HasField("shape"):
+        shape = from_shape(f"{field}.shape", message.shape)
+        if shape.num_layers != len(sizes):
+            raise InvalidInput(
+                f"{field}.part_bytes", f"has {len(sizes)} entries", "send one for each layer"
+            )
+        _check_sizes(f"{field}.part_bytes", sizes, shape, info)
+    ack = _ACKS_BACK.get(message.ack)
+    if ack is None:
+        raise InvalidInput(f"{field}.ack", f"is {message.ack}", "send ACCEPTED or DURABLE")
+    variant = NewVariant(
+        key=from_key(f"{field}.key", message.key),
+        info=info,
+        origin=from_origin(f"{field}.origin", message.origin),
+        shape=shape,
+        part_bytes=sizes,
+        value_format=message.info.format,
+        as_of=from_as_of(f"{field}.as_of", message.as_of),
+    )
+    return variant, ack
+
+
+def to_completion(completion: Completion) -> pb.PutCompletion:
+    """What is said of a value after its last byte."""
+    return pb.PutCompletion(checksums=completion.checksums, cost_s=completion.cost_s)
+
+
+def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Completion:
+    """What is said of a value of num_parts after its last byte. Raises InvalidInput."""
+    if len(message.checksums) != num_parts:
+        raise InvalidInput(
+            f"{field}.checksums",
+            f"has {len(message.checksums)} entries",
+            f"send one for each of the {num_parts} parts",
+        )
+    if not 0 <= message.cost_s < math.inf:
+        raise InvalidInput(f"{field}.cost_s", f"is {message.cost_s}", "send seconds, or 0")
+    return Completion(tuple(message.checksums), message.cost_s)
+
+
+def _check_sizes(field: str, sizes: Sequence[int], shape: ValueShape, info: VariantInfo) -> None:
+    """Raises InvalidInput for parts that cannot be layers of shape, held as info says."""
+    if Codec.PACKED in {info.precision.key, info.precision.value}:
+        return  # as long as its numbers make it
+    num_bytes = encoded_part_bytes(shape, info.num_tokens, info.precision)
+    for i, size in enumerate(sizes):
+        if size != num_bytes:
+            raise InvalidInput(
+                f"{field}[{i}]",
+                f"is {size}",
+                f"send the {num_bytes} bytes that {info.num_tokens} tokens of the shape take "
+                f"as {info.precision}, or no shape for opaque bytes",
+            )
+
+
+def to_outcome(outcome: PutOutcome) -> pb.PutReply.Outcome.ValueType:
+    """What became of a put."""
+    return _OUTCOMES[outcome]
+
+
+def from_outcome(number: pb.PutReply.Outcome.ValueType) -> PutOutcome:
+    """What became of a put; what is not known is as good as not stored."""
+    return _OUTCOMES_BACK.get(number, PutOutcome.DELETED)
+
+
+def to_miss(miss: Miss) -> pb.Miss.ValueType:
+    """Why a variant is not served."""
+    return _MISSES.get(miss, pb.MISS_NEVER_STORED)
+
+
+def from_miss(number: pb.Miss.ValueType) -> Miss | None:
+    """Why a variant is not served; None where it is."""
+    if number == pb.MISS_UNSPECIFIED:
+        return None
+    return _MISSES_BACK.get(number, Miss.NEVER_STORED)
+
+
+def to_reads(reads: Iterable[tuple[VariantKey, float]]) -> pb.LaneReads:
+    """Reads that the store was not asked for, with the seconds that each took."""
+    together: dict[VariantKey, tuple[int, float]] = {}
+    for key, seconds in reads:
+        times, before = together.get(key, (0, 0.0))
+        together[key] = times + 1, before + seconds
+    return pb.LaneReads(
+        reads=[
+            pb.LaneReads.Read(key=to_key(key), times=times, seconds=seconds)
+            for key, (times, seconds) in together.items()
+        ]
+    )
+
+
+def to_get_request(
+    keys: Iterable[VariantKey],
+    exact: bool,
+    domain: str,
+    by_layer: bool = False,
+    traceparent: str = "",
+) -> pb.GetRequest:
+    """Variants whose values are asked for, and the span that asks."""
+    return pb.GetRequest(
+        keys=[pb.VariantKey(chunk=key.chunk, prefix=key.prefix) for key in keys],
+        exact=exact,
+        domain=domain,
+        by_layer=by_layer,
+        traceparent=traceparent,
+    )
+
+
+def from_get_request(message: pb.GetRequest) -> tuple[list[VariantKey], bool, str]:
+    """Keys, exact, domain. Raises InvalidInput, TooLarge."""
+    return from_keys("keys", message.keys), message.exact, from_name("domain", message.domain)
+
+
+def to_miss_header(index: int, miss: Miss) -> pb.GetHeader:
+    """There is no value for the key at index of the request."""
+    return pb.GetHeader(index=index, miss=to_miss(miss))
+
+
+def to_value_header(
+    index: int,
+    info: VariantInfo,
+    parts: Sequence[Part],
+    shape: ValueShape | None,
+    value_format: int,
+    tier: Tier,
+) -> pb.GetHeader:
+    """The value of the key at index of the request follows."""
+    return pb.GetHeader(
+        index=index,
+        info=to_info(info, value_format),
+        parts=to_parts(parts),
+        shape=to_shape(shape),
+        tier=tier,
+    )
+
+
+def from_value_header(
+    field: str, message: pb.GetHeader
+) -> tuple[VariantInfo, tuple[Part, ...], ValueShape | None, int, Tier]:
+    """Info, parts, shape, value format and tier of a value that follows. Raises InvalidInput."""
+    info = from_info(f"{field}.info", message.info, message.info.num_bytes)
+    return (
+        info,
+        from_parts(f"{field}.parts", message.parts, info.num_bytes),
+        from_shape(f"{field}.shape", message.shape) if message.HasField("shape") else None,
+        message.info.format,
+        from_tier(f"{field}.tier", message.tier),
+    )
+
+
+def to_want(want: Want) -> pb.Want:
+    """Variants asked for."""
+    return pb.Want(chunk=want.chunk, prefix=want.prefix or b"")
+
+
+def from_want(field: str, message: pb.Want) -> Want:
+    """Variants asked for. Raises InvalidInput."""
+    chunk = from_chunk(f"{field}.chunk", message.chunk)
+    return Want(chunk, from_chunk(f"{field}.prefix", message.prefix) if message.prefix else None)
+
+
+def to_lookup_request(wants: Iterable[Want], exact: bool, domain: str) -> pb.LookupRequest:
+    """What is asked of a store without values."""
+    return pb.LookupRequest(wants=map(to_want, wants), exact=exact, domain=domain)
+
+
+def from_lookup_request(message: pb.LookupRequest) -> tuple[list[Want], bool, str]:
+    """Wants, exact, domain. Raises InvalidInput, TooLarge."""
+    check_count("wants", len(message.wants))
+    wants = [from_want(f"wants[{i}]", want) for i, want in enumerate(message.wants)]
+    return wants, message.exact, from_name("domain", message.domain)
+
+
+def to_held(held: Held, value_format: int) -> pb.Held:
+    """What a lookup says of one variant."""
+    return pb.Held(
+        key=to_key(held.key),
+        info=to_info(held.info, value_format),
+        tier=held.tier,
+        load_s=held.load_s,
+        prefix_chunks=held.prefix_chunks,
+        replicas=held.replicas,
+        wanted_better=held.wanted_better,
+    )
+
+
+def from_held(field: str, message: pb.Held) -> Held:
+    """What a lookup says of one variant. Raises InvalidInput."""
+    return Held(
+        key=from_key(f"{field}.key", message.key),
+        info=from_info(f"{field}.info", message.info, message.info.num_bytes),
+        tier=from_tier(f"{field}.tier", message.tier),
+        load_s=message.load_s,
+        prefix_chunks=tuple(message.prefix_chunks),
+        replicas=tuple(message.replicas),
+        wanted_better=message.wanted_better,
+    )
+
+
+def from_tier(field: str, text: str) -> Tier:
+    """Where a variant is. Raises InvalidInput."""
+    try:
+        return Tier(text)
+    except ValueError as error:
+        raise InvalidInput(field, f"is {text!r}", f"send one of {[*Tier]}") from error
+
+
+def to_variants(variants: Variants, value_format: int) -> pb.Variants:
+    """The answer to one want."""
+    return pb.Variants(
+        held=[to_held(held, value_format) for held in variants.held],
+        miss=pb.MISS_UNSPECIFIED if variants.miss is None else to_miss(variants.miss),
+    )
+
+
+def from_variants(field: str, message: pb.Variants) -> Variants:
+    """The answer to one want. Raises InvalidInput."""
+    held = tuple([from_held(f"{field}.held[{i}]", one) for i, one in enumerate(message.held)])
+    return Variants(held, from_miss(message.miss))
+
+
+def to_lookup_reply(answer: LookupAnswer, value_format: int) -> pb.LookupReply:
+    """One Variants for each want; the store's id is told by Hello."""
+    return pb.LookupReply(
+        variants=[to_variants(variants, value_format) for variants in answer.variants],
+        delete_sequence=answer.as_of.sequence,
+    )
+
+
+def from_lookup_reply(message: pb.LookupReply, store: bytes) -> LookupAnswer:
+    """One Variants for each want. store: its id, as Hello told it. Raises InvalidInput."""
+    variants = [from_variants(f"variants[{i}]", one) for i, one in enumerate(message.variants)]
+    return LookupAnswer(tuple(variants), AsOf(store, message.delete_sequence))
+
+
+def to_deletion(deletion: Deletion) -> pb.Deletion:
+    """What one delete names."""
+    return pb.Deletion(
+        id=deletion.id,
+        chunks=deletion.chunks,
+        variants=map(to_key, deletion.variants),
+        documents=deletion.documents,
+        domain=deletion.domain,
+        made_at_ms=deletion.made_at_ms,
+    )
+
+
+def from_deletion(field: str, message: pb.Deletion) -> Deletion:
+    """What one delete names; its id may be empty. Raises InvalidInput, TooLarge.
+
+    A domain goes as a whole only where nothing else is named: who names chunks of it means those.
+    """
+    check_count(f"{field}.documents", len(message.documents))
+    documents = [
+        from_name(f"{field}.documents[{i}]", name) for i, name in enumerate(message.documents)
+    ]
+    if "" in documents:
+        raise InvalidInput(f"{field}.documents", "has an empty id", "send ids of documents")
+    if documents and not message.domain:
+        raise InvalidInput(f"{field}.domain", "is missing", "send the domain of the documents")
+    if message.domain and not documents and (message.chunks or message.variants):
+        raise InvalidInput(
+            f"{field}.domain",
+            "comes with chunks or variants and without documents",
+            "leave it out, or send it alone to delete all that is in it",
+        )
+    if not (message.chunks or message.variants or message.domain):
+        raise InvalidInput(field, "names nothing", "send chunks, variants, documents or a domain")
+    return Deletion(
+        id=_from_id(f"{field}.id", message.id),
+        chunks=from_chunks(f"{field}.chunks", message.chunks),
+        variants=tuple(from_keys(f"{field}.variants", message.variants)),
+        documents=tuple(documents),
+        domain=from_name(f"{field}.domain", message.domain),
+        made_at_ms=message.made_at_ms,
+    )
+
+
+def to_event(event: Event) -> pb.Event:
+    """What happened to one variant."""
+    return pb.Event(
+        boot=event.boot,
+        sequence=event.sequence,
+        kind=_KINDS[event.kind],
+        key=None if event.key is None else to_key(event.key),
+        tier="" if event.tier is None else event.tier,
+        info=None if event.info is None else to_info(event.info, 0),
+    )
+
+
+def from_event(message: pb.Event) -> Event:
+    """What happened to one variant. Raises InvalidInput."""
+    info = message.info
+    return Event(
+        boot=message.boot,
+        sequence=message.sequence,
+        kind=_KINDS_BACK[message.kind],
+        key=from_key("key", message.key) if message.HasField("key") else None,
+        tier=from_tier("tier", message.tier) if message.tier else None,
+        info=from_info("info", info, info.num_bytes) if message.HasField("info") else None,
+    )
+
+
+def to_hello(hello: Hello) -> pb.HelloReply:
+    """Who a store is."""
+    return pb.HelloReply(
+        boot=hello.boot,
+        store=hello.store,
+        max_value_bytes=hello.max_value_bytes,
+        lane_socket=hello.lane_socket,
+        lane_port=hello.lane_port,
+    )
+
+
+def from_hello(message: pb.HelloReply) -> Hello:
+    """Who a store is. Raises InvalidInput."""
+    return Hello(
+        boot=_from_id("boot", message.boot),
+        store=_from_id("store", message.store),
+        max_value_bytes=message.max_value_bytes,
+        lane_socket=message.lane_socket,
+        lane_port=message.lane_port,
+    )

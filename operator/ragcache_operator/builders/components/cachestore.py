@@ -1,0 +1,115 @@
+"""The cache store: chunk-caches in memory and on volumes, in shards that clients know by name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ragcache_core.identity.variant import Codec, Precision
+from ragcache_operator.builders.components.telemetry import telemetry_environment
+from ragcache_operator.builders.labels import object_name
+from ragcache_operator.builders.objects import members
+from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.objects.service import EVERY_POD, service
+from ragcache_operator.builders.pods import workload as workloads
+from ragcache_operator.builders.pods.compute import Needs, resources
+from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.probes import Probes
+from ragcache_operator.builders.pods.workload import Workload
+from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.spec import PrecisionSpec, RagCache, StorageSpec
+
+PART: Final = "cachestore"
+SHARDS: Final = Place(f"{PART}-shards", "grpc")
+"""What names each of its pods."""
+GRPC: Final = Place(PART, "grpc")
+LANE: Final = Place(PART, "lane")
+HEALTH: Final = Place(PART, "health")
+
+_PROCESS_BYTES = 768 << 20
+"""What the process needs beside its memory tier: 75 MiB of its own, 160 more once it packs values,
+and copies of the values that it packs or that travel inside gRPC, up to 256 MiB each."""
+
+_DISK_PER_MEMORY = 256
+"""Bytes of disk for each byte of memory that the records of its values take: 6.5 KiB for a value of
+28 layers, so that smaller values than 1.6 MiB need more."""
+
+_DISK_SHARE = 0.9
+"""Share of the volume for values and the reserve: the rest is the file system's own, and RocksDB's,
+which holds a kilobyte or so of records for each value."""
+
+_DISK_RESERVE_BYTES = 64 << 20
+"""What the store leaves free in any case (its FREE_RESERVE_BYTES), so that records still find room.
+With less it would refuse values as on a full disk, before it thinks of evicting others."""
+
+_PAGE_BYTES = 1 << 16
+"""What the store gives out of its file at least."""
+
+_ADMISSIONS: Final = {"always": "always", "secondTouch": "second-touch", "score": "score"}
+"""Of the spec, as the store calls them."""
+
+
+def build(cache: RagCache, site: Site) -> list[Object]:
+    """Its objects."""
+    store = cache.spec.cache_store
+    shards_service = object_name(cache, SHARDS.part)
+    records_bytes = -(-store.disk.size_bytes // _DISK_PER_MEMORY >> 20) << 20
+    num_bytes = store.memory_bytes + _PROCESS_BYTES + records_bytes
+    needs = Needs("100m", num_bytes, bounded=True)
+    workload = Workload(
+        component=PART,
+        part=PART,
+        command=("python", "-m", "ragcache_cachestore"),
+        env=_environment(cache, site),
+        ports=(GRPC.port, LANE.port, HEALTH.port),
+        probes=Probes(site.listen(HEALTH).port, "/healthz", "/readyz", start_s=120),
+        resources=resources(needs, store.resources),
+        replicas=store.shards,
+        mounts=(members.mount(cache),),
+        storage=store.disk,
+        service=shards_service,
+    )
+    meta = workloads.metadata(cache, workload)
+    return [
+        members.config_map(cache, PART, shards_service),
+        service(
+            {**meta, "name": shards_service},
+            workloads.selector(cache, workload),
+            [(port, PORT_NUMBERS[port]) for port in workload.ports],
+            # A client keeps a shard's name through its restarts.
+            EVERY_POD,
+        ),
+        *workloads.build(cache, workload, site),
+    ]
+
+
+def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
+    store = cache.spec.cache_store
+    socket = site.lane_socket()
+    return {
+        "RAGCACHE_LISTEN": str(site.listen(GRPC)),
+        "RAGCACHE_LANE_LISTEN": str(site.listen(LANE)),
+        **({"RAGCACHE_LANE_SOCKET": socket} if socket else {}),
+        "RAGCACHE_HEALTH_LISTEN": str(site.listen(HEALTH)),
+        # Shards ask each other: for deletes they missed, and to hold copies.
+        "RAGCACHE_CACHESTORE": site.stores(),
+        **site.shard_name(SHARDS),
+        "RAGCACHE_DATA_DIR": site.data_dir(PART),
+        "RAGCACHE_MEMORY_BYTES": str(store.memory_bytes),
+        "RAGCACHE_DISK_BYTES": str(_values_on(store.disk)),
+        "RAGCACHE_POLICY": store.policy,
+        "RAGCACHE_ADMISSION": _ADMISSIONS[store.admission],
+        "RAGCACHE_PRECISION": str(_precision(store.precision)),
+        # A chunk-cache is then of use without those before it.
+        **({"RAGCACHE_REUSE": "blend"} if cache.spec.reuse.mode == "blend" else {}),
+        "RAGCACHE_REPLICATION": "on" if store.replication.enabled else "off",
+        **telemetry_environment(cache),
+    }
+
+
+def _precision(given: PrecisionSpec) -> Precision:
+    return Precision(Codec(given.key), Codec(given.value))
+
+
+def _values_on(disk: StorageSpec) -> int:
+    """Bytes of values that a volume takes."""
+    return max(int(disk.size_bytes * _DISK_SHARE) - _DISK_RESERVE_BYTES, _PAGE_BYTES)

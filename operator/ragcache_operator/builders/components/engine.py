@@ -1,0 +1,181 @@
+"""An engine: vLLM's own OpenAI server with our connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from ragcache_operator.builders.components.model import model_environment, model_mounts
+from ragcache_operator.builders.components.telemetry import vllm_arguments, vllm_environment
+from ragcache_operator.builders.labels import ENGINE_LABEL
+from ragcache_operator.builders.objects import autoscaling, members, signing_key
+from ragcache_operator.builders.objects.autoscaling import Bounds
+from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.objects.service import HEADLESS, service
+from ragcache_operator.builders.pods import workload as workloads
+from ragcache_operator.builders.pods.compute import Needs, resources
+from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.pod import Mount
+from ragcache_operator.builders.pods.probes import Probes
+from ragcache_operator.builders.pods.workload import Workload
+from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.spec import EngineSpec, RagCache
+
+COMPONENT: Final = "engine"
+
+_CONNECTOR: Final = {
+    "kv_connector": "RagCacheConnector",
+    "kv_role": "kv_both",
+    # vLLM's default answers a lost chunk-cache with an error 500.
+    "kv_load_failure_policy": "recompute",
+}
+_PROCESS_BYTES = 3 << 30
+"""What an engine needs beside its KV: vLLM's processes, a small model's weights."""
+_TIER_WAITING_SHARE = 4
+"""What waits to be copied into the host tier takes one part in so many of it on top."""
+_START_S = 1800
+"""A large model's weights take long from a slow disk, longer from a hub."""
+_DRAIN_S = 120
+"""For answers in flight to be finished, once no new questions come."""
+_END_S = 30
+"""For vLLM's processes to end, once they are told to."""
+_SHARED_MEMORY: Final = Mount(
+    "shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+)
+"""vLLM's processes talk through it; a container's own is 64 MiB."""
+
+
+def http(engine: EngineSpec) -> Place:
+    """Its OpenAI server."""
+    return Place(part(engine), "http")
+
+
+def records(engine: EngineSpec) -> Place:
+    """Its records of requests (engine.proto)."""
+    return Place(part(engine), "grpc")
+
+
+def part(engine: EngineSpec) -> str:
+    """Its name within the RagCache."""
+    return f"{COMPONENT}-{engine.name}"
+
+
+def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
+    """Its objects."""
+    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _TIER_WAITING_SHARE
+    needs = Needs("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
+    bounds = engine.autoscaling and Bounds(engine.replicas, engine.autoscaling.max_replicas)
+    workload = Workload(
+        component=COMPONENT,
+        part=part(engine),
+        command=("python", "-m", "vllm.entrypoints.openai.api_server"),
+        args=_arguments(cache, engine, site),
+        env=_environment(cache, engine, site),
+        ports=(
+            http(engine).port,
+            records(engine).port,
+            *(port for port, at in _endpoints(engine, site).items() if at.startswith("tcp:")),
+        ),
+        probes=Probes(site.listen(http(engine)).port, "/health", "/health", start_s=_START_S),
+        resources=resources(needs, engine.resources),
+        replicas=bounds or engine.replicas,
+        mounts=(
+            _SHARED_MEMORY,
+            members.mount(cache),
+            signing_key.mount(cache, site),
+            *model_mounts(cache.spec.model),
+        ),
+        drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
+        grace_s=_DRAIN_S + _END_S,
+        own_labels={ENGINE_LABEL: engine.name},
+        # One that is alone would be away while its successor loads the model; where there are
+        # several, a successor beside them would take a spare device for every rollout.
+        surge=engine.replicas == 1 and bounds is None,
+    )
+    meta = workloads.metadata(cache, workload)
+    children = [
+        service(
+            meta,
+            workloads.selector(cache, workload),
+            [(port, PORT_NUMBERS[port]) for port in workload.ports],
+            # The gateway sees every engine and chooses between them itself.
+            HEADLESS,
+        ),
+        *workloads.build(cache, workload, site),
+    ]
+    version = site.capabilities.autoscaling
+    if engine.autoscaling and bounds and version and site.capabilities.custom_metrics:
+        depth = engine.autoscaling.queue_depth
+        children.append(autoscaling.by_queue(meta, version, bounds, depth))
+    return children
+
+
+def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
+    model = cache.spec.model
+    listen = site.listen(http(engine))
+    return [
+        *("--model", site.model(model.parsed_source)),
+        *("--served-model-name", model.served_name),
+        *("--host", listen.host),
+        *("--port", str(listen.port)),
+        *("--dtype", model.dtype),
+        *("--max-model-len", str(model.max_length)),
+        "--enable-prompt-tokens-details",
+        *("--middleware", "ragcache_engine.telemetry.health.Health"),
+        *("--kv-transfer-config", _json(_CONNECTOR)),
+        *_kv_events(engine, site),
+        # Gateways give what nobody waits for the lowest one, and all else the same.
+        *(("--scheduling-policy", "priority") if _works_in_idle_time(cache) else ()),
+        # Compiling would make every start longer; whether it pays on a CPU has not been measured.
+        "--enforce-eager",
+        *vllm_arguments(cache),
+        *engine.args,
+    ]
+
+
+def _works_in_idle_time(cache: RagCache) -> bool:
+    return cache.spec.reuse.precompute or cache.spec.reuse.quality is not None
+
+
+def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
+    """Have it tell which blocks its cache holds, and again to those who missed some of it."""
+    endpoints = _endpoints(engine, site)
+    if not all(endpoints.values()):
+        return []
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoints["events"],
+        "replay_endpoint": endpoints["replay"],
+    }
+    return ["--kv-events-config", _json(config)]
+
+
+def _endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
+    """Of its KV events, by port."""
+    return {port: site.publish(Place(part(engine), port)) for port in ("events", "replay")}
+
+
+def _json(config: Mapping[str, object]) -> str:
+    return json.dumps(config, separators=(",", ":"))
+
+
+def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, Value]:
+    tier = {"RAGCACHE_HOST_TIER_BYTES": str(engine.host_tier_bytes)} if engine.host_tier else {}
+    return {
+        **model_environment(cache.spec.model),
+        **tier,
+        "RAGCACHE_CACHESTORE": site.stores(),
+        signing_key.VARIABLE: site.plan_key_file(),
+        "RAGCACHE_RECORDS_LISTEN": str(site.listen(records(engine))),
+        "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
+        # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
+        # two cores all of both; the connector's threads need little.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+        # Its sampler compiles in spite of --enforce-eager, and without a C++ compiler that ends it.
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        **vllm_environment(cache),
+    }

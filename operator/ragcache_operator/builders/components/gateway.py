@@ -1,0 +1,91 @@
+"""The gateway: the REST door, which knows where every other part is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ragcache_operator.builders.components import engine, retriever
+from ragcache_operator.builders.components.model import HUB_START_S, model_environment, model_mounts
+from ragcache_operator.builders.components.telemetry import telemetry_environment
+from ragcache_operator.builders.objects import autoscaling, ingress, members, signing_key
+from ragcache_operator.builders.objects.autoscaling import Bounds
+from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.objects.service import service
+from ragcache_operator.builders.pods import workload as workloads
+from ragcache_operator.builders.pods.compute import Needs, resources
+from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.probes import Probes
+from ragcache_operator.builders.pods.workload import Workload
+from ragcache_operator.builders.site import Place, Site
+from ragcache_operator.spec import RagCache
+
+PART: Final = "gateway"
+HTTP: Final = Place(PART, "http")
+
+_START_S = 120
+_UNNOTICED_S = 5
+"""For Services and proxies to stop sending here, after a pod was told to end."""
+_STOP_GRACE_S = 60
+"""For answers in flight to be finished after that."""
+_END_S = 5
+"""For what is left to be closed."""
+
+
+def build(cache: RagCache, site: Site) -> list[Object]:
+    """Its objects."""
+    model, gateway = cache.spec.model, cache.spec.gateway
+    bounds = gateway.autoscaling and Bounds(gateway.replicas, gateway.autoscaling.max_replicas)
+    # It reads the weights for their fingerprint, and from the hub that means to fetch them.
+    start_s = HUB_START_S if model.parsed_source.kind == "hf" else _START_S
+    workload = Workload(
+        component=PART,
+        part=PART,
+        command=("python", "-m", "ragcache_gateway"),
+        env=_environment(cache, site),
+        ports=(HTTP.port,),
+        probes=Probes(site.listen(HTTP).port, "/healthz", "/readyz", start_s=start_s),
+        resources=resources(Needs("100m", 512 << 20), gateway.resources),
+        replicas=bounds or gateway.replicas,
+        mounts=(members.mount(cache), signing_key.mount(cache, site), *model_mounts(model)),
+        drain=("sleep", str(_UNNOTICED_S)),
+        grace_s=_UNNOTICED_S + _STOP_GRACE_S + _END_S,
+    )
+    meta = workloads.metadata(cache, workload)
+    children = [
+        service(meta, workloads.selector(cache, workload), [(HTTP.port, site.reach(HTTP).port)]),
+        *workloads.build(cache, workload, site),
+    ]
+    version = site.capabilities.autoscaling
+    if gateway.autoscaling and bounds and version:
+        percent = gateway.autoscaling.cpu_percent
+        children.append(autoscaling.by_cpu(meta, version, bounds, percent))
+    if gateway.ingress is not None:
+        children.append(ingress.ingress(meta, gateway.ingress, HTTP.port))
+    if gateway.http_route is not None and site.capabilities.http_route:
+        children.append(ingress.http_route(meta, gateway.http_route, gateway.port))
+    return children
+
+
+def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
+    model, engines, reuse = cache.spec.model, cache.spec.engines, cache.spec.reuse
+    return {
+        **model_environment(model),
+        "RAGCACHE_LISTEN": str(site.listen(HTTP)),
+        "RAGCACHE_RETRIEVER": str(site.reach(retriever.GRPC)),
+        "RAGCACHE_ENGINES": ",".join(f"http://{site.reach(engine.http(one))}" for one in engines),
+        "RAGCACHE_ENGINE_RECORDS": ",".join(
+            str(site.reach(engine.records(one))) for one in engines
+        ),
+        "RAGCACHE_CACHESTORE": site.stores(),
+        signing_key.VARIABLE: site.plan_key_file(),
+        "RAGCACHE_MODEL": site.model(model.parsed_source),
+        "RAGCACHE_MODEL_NAME": model.served_name,
+        "RAGCACHE_MODEL_DTYPE": model.dtype,
+        "RAGCACHE_MAX_MODEL_LEN": str(model.max_length),
+        "RAGCACHE_REUSE": reuse.mode,
+        "RAGCACHE_MAX_RECOMPUTE": str(reuse.max_recompute),
+        **({} if reuse.quality is None else {"RAGCACHE_QUALITY": str(reuse.quality)}),
+        "RAGCACHE_PRECOMPUTE": "on" if reuse.precompute else "off",
+        "RAGCACHE_STOP_GRACE_S": str(_STOP_GRACE_S),
+        **telemetry_environment(cache),
+    }

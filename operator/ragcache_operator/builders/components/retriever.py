@@ -1,0 +1,69 @@
+"""The retriever: documents on its volume, embeddings, search."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ragcache_operator.builders.components.model import model_environment, model_mounts
+from ragcache_operator.builders.components.telemetry import telemetry_environment
+from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.objects.service import service
+from ragcache_operator.builders.pods import workload as workloads
+from ragcache_operator.builders.pods.compute import Needs, resources
+from ragcache_operator.builders.pods.environment import FromSecret, Value
+from ragcache_operator.builders.pods.probes import Probes
+from ragcache_operator.builders.pods.workload import Workload
+from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.spec import RagCache
+
+PART: Final = "retriever"
+GRPC: Final = Place(PART, "grpc")
+HEALTH: Final = Place(PART, "health")
+
+
+def build(cache: RagCache, site: Site) -> list[Object]:
+    """Its objects."""
+    model, retriever = cache.spec.model, cache.spec.retriever
+    workload = Workload(
+        component=PART,
+        part=PART,
+        command=("python", "-m", "ragcache_retriever"),
+        env=_environment(cache, site),
+        ports=(GRPC.port, HEALTH.port),
+        # Alive once its modules are loaded. Embedding what an index lacks only delays its being
+        # ready, however long that takes.
+        probes=Probes(site.listen(HEALTH).port, "/healthz", "/readyz", start_s=600),
+        resources=resources(Needs("250m", 1 << 30), retriever.resources),
+        mounts=model_mounts(model),
+        storage=retriever.storage,
+        scales=False,
+    )
+    return [
+        service(
+            workloads.metadata(cache, workload),
+            workloads.selector(cache, workload),
+            [(port, PORT_NUMBERS[port]) for port in workload.ports],
+        ),
+        *workloads.build(cache, workload, site),
+    ]
+
+
+def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
+    retriever = cache.spec.retriever
+    env: dict[str, Value] = {
+        **model_environment(cache.spec.model),
+        "RAGCACHE_LISTEN": str(site.listen(GRPC)),
+        "RAGCACHE_HEALTH_LISTEN": str(site.listen(HEALTH)),
+        "RAGCACHE_DATA_DIR": site.data_dir(PART),
+        "RAGCACHE_MODEL": site.model(cache.spec.model.parsed_source),
+        "RAGCACHE_EMBEDDER": retriever.embedder.source,
+        "RAGCACHE_CHUNK_TOKENS": str(retriever.chunking.size),
+        "RAGCACHE_CHUNK_OVERLAP": str(retriever.chunking.overlap),
+        "RAGCACHE_WINDOW": str(retriever.chunking.window),
+        **telemetry_environment(cache),
+    }
+    if retriever.embedder.model is not None:
+        env["RAGCACHE_EMBEDDER_MODEL"] = retriever.embedder.model
+    if retriever.embedder.key_secret is not None:
+        env["RAGCACHE_EMBEDDER_API_KEY"] = FromSecret.of(retriever.embedder.key_secret)
+    return env

@@ -1,0 +1,190 @@
+"""NetworkPolicies: everything between the pods of a RagCache and others is closed, and what its
+parts need is open, written down as one table of who asks whom.
+
+Policies judge a packet by its pod's own port, behind every Service, so ports here are the pods'.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from ragcache_operator.builders.labels import (
+    OPERATOR_PODS,
+    SYNC,
+    component_selector,
+    instance_selector,
+    labels,
+    object_name,
+)
+from ragcache_operator.builders.objects.ownership import Object
+from ragcache_operator.builders.site import PORT_NUMBERS, Site
+from ragcache_operator.spec import BUNDLED_EMBEDDER, COMPONENTS, RagCache
+
+_BOTH: Final = ["Ingress", "Egress"]
+
+_EDGES: Final = (
+    ("gateway", "retriever", "grpc"),
+    ("gateway", "engine", "http"),
+    ("gateway", "engine", "grpc"),
+    ("gateway", "engine", "events"),
+    ("gateway", "engine", "replay"),
+    ("gateway", "cachestore", "grpc"),
+    ("engine", "cachestore", "grpc"),
+    ("engine", "cachestore", "lane"),
+    ("cachestore", "cachestore", "grpc"),
+    ("cachestore", "cachestore", "lane"),
+    (SYNC, "gateway", "http"),
+)
+"""Who asks whom on which port, by component."""
+
+_WATCHED: Final = (
+    ("gateway", "http"),
+    ("retriever", "health"),
+    ("engine", "http"),
+    ("cachestore", "health"),
+)
+"""What the operator asks: questions of the gateway, the health of all."""
+
+_READS_MODEL: Final = ("gateway", "retriever", "engine")
+"""Components that fetch the model from the hub, where it comes from there."""
+_DNS_PORTS: Final = (53, 5353)
+"""OpenShift's DNS pods listen on the second. To any address: a node's own cache is no pod."""
+_HTTPS: Final = 443
+
+
+def build(cache: RagCache, site: Site) -> list[Object]:
+    """All policies of a RagCache; none if its spec does without."""
+    if not cache.spec.network_policy.enabled:
+        return []
+    name = cache.metadata.name
+    deny = {"podSelector": {"matchLabels": instance_selector(name)}, "policyTypes": _BOTH}
+    return [
+        _policy(cache, "default-deny", None, deny),
+        *(_of_component(cache, component, site) for component in COMPONENTS),
+        _policy(
+            cache,
+            SYNC,
+            SYNC,
+            {
+                "podSelector": {"matchLabels": component_selector(name, SYNC)},
+                "policyTypes": _BOTH,
+                # A collection's sources are anywhere.
+                "egress": [{}],
+            },
+        ),
+    ]
+
+
+def _policy(cache: RagCache, part: str, component: str | None, spec: Object) -> Object:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": object_name(cache, part),
+            "namespace": cache.metadata.namespace,
+            "labels": labels(cache.metadata.name, component),
+        },
+        "spec": spec,
+    }
+
+
+def _of_component(cache: RagCache, component: str, site: Site) -> Object:
+    spec: Object = {
+        "podSelector": {"matchLabels": component_selector(cache.metadata.name, component)},
+        "policyTypes": _BOTH,
+        "ingress": _ingress(cache, component, site),
+        "egress": _egress(cache, component, site),
+    }
+    return _policy(cache, component, component, spec)
+
+
+def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
+    clients = cache.spec.network_policy.clients
+    if component == "gateway" and not clients:
+        return [{"ports": _ports(PORT_NUMBERS["http"])}]
+    name = cache.metadata.name
+    rules = [
+        {"from": [_pods_of(name, source)], "ports": _ports(PORT_NUMBERS[port])}
+        for source, target, port in _EDGES
+        if target == component
+    ]
+    watched = [PORT_NUMBERS[port] for watched, port in _WATCHED if watched == component]
+    rules.append({"from": [_operator(site)], "ports": _ports(*watched)})
+    if component == "gateway":
+        peers = [
+            client.model_dump(by_alias=True, exclude_defaults=True, mode="json")
+            for client in clients
+        ]
+        rules.append({"from": peers, "ports": _ports(PORT_NUMBERS["http"])})
+    return rules
+
+
+def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
+    name = cache.metadata.name
+    names = [
+        {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
+    ]
+    rules: list[Object] = [{"ports": names}]
+    rules += [
+        {"to": [_pods_of(name, target)], "ports": _ports(PORT_NUMBERS[port])}
+        for source, target, port in _EDGES
+        if source == component
+    ]
+    if component in _READS_MODEL and cache.spec.model.parsed_source.kind == "hf":
+        rules.append({"ports": _ports(_HTTPS)})
+    if component == "retriever" and cache.spec.retriever.embedder.source != BUNDLED_EMBEDDER:
+        rules += _to_url(cache.spec.retriever.embedder.source, site)
+    otlp = cache.spec.telemetry.otlp
+    if otlp is not None:
+        rules += _to_url(otlp.endpoint, site)
+    return rules
+
+
+def _ports(*numbers: int) -> list[Object]:
+    return [{"port": number, "protocol": "TCP"} for number in numbers]
+
+
+def _pods_of(cache_name: str, component: str) -> Object:
+    return {"podSelector": {"matchLabels": component_selector(cache_name, component)}}
+
+
+def _operator(site: Site) -> Object:
+    namespace = _namespace(site.operator_namespace, site)
+    return {"namespaceSelector": namespace, "podSelector": {"matchLabels": dict(OPERATOR_PODS)}}
+
+
+def _namespace(name: str | None, site: Site) -> Object:
+    """Selector of a namespace by name; of all of them where its name is not known."""
+    if name is None or not site.capabilities.named_namespaces:
+        return {}
+    return {"matchLabels": {"kubernetes.io/metadata.name": name}}
+
+
+def _to_url(url: str, site: Site) -> list[Object]:
+    """Rules for asking a URL, as far as policies can tell: they know addresses and pods, no names.
+
+    Behind a Service's name are pods that listen on ports of their own.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _to_name(host.rstrip(".").split("."), port, site)
+    block = {"cidr": f"{address}/{address.max_prefixlen}"}
+    return [{"to": [{"ipBlock": block}], "ports": _ports(port)}]
+
+
+def _to_name(words: Sequence[str], port: int, site: Site) -> list[Object]:
+    """Rules for a host name, by its words: ``name``, ``name.namespace(.svc...)`` or the world's."""
+    if len(words) == 1:
+        return [{"to": [{"podSelector": {}}]}]
+    service = {"to": [{"namespaceSelector": _namespace(words[1], site)}]}
+    if words[2:3] == ["svc"]:
+        return [service]
+    # Two words may be either.
+    world = {"ports": _ports(port)}
+    return [service, world] if len(words) == 2 else [world]

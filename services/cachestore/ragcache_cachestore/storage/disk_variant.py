@@ -1,0 +1,169 @@
+"""One variant on disk as RocksDB keeps it: everything but its bytes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey
+from ragcache_core.identity.variant import (
+    Origin,
+    Part,
+    Precision,
+    Provenance,
+    ValueShape,
+    VariantInfo,
+)
+from ragcache_core.tiering.extents import Extent
+
+VERSION = 1
+"""First byte of every record; a record with another one is dropped."""
+
+_HEAD = struct.Struct("<BBQQIIQIdIHI")
+_SHAPE = struct.Struct("<III")
+_PAIR = struct.Struct("<QQ")
+_LENGTH = struct.Struct("<H")
+
+_EXACT, _SHAPED, _PARENTED = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A variant without its value.
+
+    extents: where the value lies in the file of values; parts: its layers, one after another in
+    there. value_format: version of the value's layout (``ragcache_kv.values.layout``).
+    delete_sequence: the deletes that it was put after. put_order: ascends with every put, and tells
+    the newer of two records.
+    """
+
+    extents: tuple[Extent, ...]
+    info: VariantInfo
+    shape: ValueShape | None
+    parts: tuple[Part, ...]
+    origin: Origin
+    value_format: int
+    delete_sequence: int
+    put_order: int
+
+    def to_bytes(self) -> bytes:
+        """The record as it is stored: fixed fields, lists, then texts with their lengths."""
+        flags = (
+            _EXACT * self.info.provenance.exact
+            | _SHAPED * (self.shape is not None)
+            | _PARENTED * (self.origin.parent is not None)
+        )
+        out = [
+            _HEAD.pack(
+                VERSION,
+                flags,
+                self.put_order,
+                self.delete_sequence,
+                self.value_format,
+                self.info.num_tokens,
+                self.info.num_bytes,
+                self.info.base_position,
+                self.origin.cost_s,
+                len(self.extents),
+                len(self.parts),
+                len(self.origin.prefix_chunks),
+            )
+        ]
+        out += [_PAIR.pack(extent.offset, extent.num_bytes) for extent in self.extents]
+        out += [_PAIR.pack(part.num_bytes, part.checksum) for part in self.parts]
+        out += self.origin.prefix_chunks
+        if self.origin.parent is not None:
+            out.append(self.origin.parent.to_bytes())
+        if self.shape is not None:
+            out.append(
+                _SHAPE.pack(self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_dim)
+            )
+        texts = [str(self.info.precision), self.origin.domain, self.origin.document]
+        if self.shape is not None:
+            texts.append(self.shape.dtype)
+        for text in texts:
+            raw = text.encode()
+            out += [_LENGTH.pack(len(raw)), raw]
+        return b"".join(out)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Record:
+        """Inverse of to_bytes.
+
+        Raises ValueError for anything else, and if the sizes of info, parts and extents disagree.
+        """
+        reader = Reader(raw)
+        (
+            version,
+            flags,
+            put_order,
+            delete_sequence,
+            value_format,
+            num_tokens,
+            num_bytes,
+            base_position,
+            cost_s,
+            num_extents,
+            num_parts,
+            num_chunks,
+        ) = reader.unpack(_HEAD)
+        if version != VERSION:
+            raise ValueError(f"a record of version {version}")
+        extents = tuple(Extent(*reader.unpack(_PAIR)) for _ in range(num_extents))
+        parts = tuple(Part(*reader.unpack(_PAIR)) for _ in range(num_parts))
+        prefix_chunks = tuple(reader.take(KEY_BYTES) for _ in range(num_chunks))
+        parent = VariantKey.from_bytes(reader.take(2 * KEY_BYTES)) if flags & _PARENTED else None
+        dimensions = reader.unpack(_SHAPE) if flags & _SHAPED else None
+        precision = Precision.parse(reader.text())
+        domain, document = reader.text(), reader.text()
+        shape = None
+        if dimensions is not None:
+            layers, heads, dim = dimensions
+            shape = ValueShape(layers, heads, dim, reader.text())
+        reader.finish()
+        for pieces in (extents, parts):
+            if sum(piece.num_bytes for piece in pieces) != num_bytes:
+                raise ValueError(f"a value of {num_bytes} bytes whose pieces are not as long")
+        return cls(
+            extents,
+            VariantInfo(
+                num_tokens, num_bytes, base_position, Provenance(bool(flags & _EXACT)), precision
+            ),
+            shape,
+            parts,
+            Origin(prefix_chunks, parent, domain, document, cost_s),
+            value_format,
+            delete_sequence,
+            put_order,
+        )
+
+
+class Reader:
+    """Walks along bytes. Every method raises ValueError where they end too early."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._at = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        """The next num_bytes."""
+        found = self._raw[self._at : self._at + num_bytes]
+        if len(found) < num_bytes:
+            raise ValueError("a record that ends too early")
+        self._at += num_bytes
+        return found
+
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        """The next numbers."""
+        return layout.unpack(self.take(layout.size))
+
+    def text(self) -> str:
+        """The next text."""
+        (length,) = _LENGTH.unpack(self.take(_LENGTH.size))
+        return self.take(length).decode()
+
+    def finish(self) -> None:
+        """Nothing may be left."""
+        if self._at != len(self._raw):
+            raise ValueError("a record with bytes after its end")

@@ -1,0 +1,77 @@
+"""What happened since the start, and how a store stands now."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ragcache_core.identity.variant import Tier
+
+HISTOGRAM_BINS = 16
+_LOWEST_POWER = -6
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start. Under the store's lock."""
+
+    hits: Counter[Tier] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[Tier] = field(default_factory=Counter)
+    bytes_by_lane: Counter[str] = field(default_factory=Counter)
+    corrupt: int = 0
+    puts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts since the start, and sizes now. Bytes are those of values as held.
+
+    unwritten: values whose write to disk is still to come. score_histogram: how many variants save
+    so many seconds per GiB, one bin per power of ten from 10^-6 up; the first and the last bin also
+    take what lies beyond.
+    """
+
+    variants: int
+    disk_bytes: int
+    disk_capacity_bytes: int
+    memory_bytes: int
+    memory_capacity_bytes: int
+    hits: dict[Tier, int]
+    misses_by_reason: dict[str, int]
+    corrupt: int
+    puts: int
+    evictions: dict[Tier, int]
+    bytes_by_precision: dict[str, int]
+    bytes_by_lane: dict[str, int]
+    leases: int
+    tombstones: int
+    unwritten: int
+    score_histogram: tuple[int, ...]
+
+    @property
+    def hits_memory(self) -> int:
+        """Values served from memory."""
+        return self.hits.get(Tier.MEMORY, 0)
+
+    @property
+    def hits_disk(self) -> int:
+        """Values served from disk."""
+        return self.hits.get(Tier.DISK, 0)
+
+    @property
+    def misses(self) -> int:
+        """Variants looked for or asked for, and not found fit to serve."""
+        return sum(self.misses_by_reason.values())
+
+
+def score_histogram(seconds_per_byte: Iterable[float]) -> tuple[int, ...]:
+    """Counts of scores per power of ten of saved seconds per GiB."""
+    bins = [0] * HISTOGRAM_BINS
+    for score in seconds_per_byte:
+        per_gib = score * (1 << 30)
+        power = math.floor(math.log10(per_gib)) if per_gib > 0 else _LOWEST_POWER
+        bins[min(max(power - _LOWEST_POWER, 0), HISTOGRAM_BINS - 1)] += 1
+    return tuple(bins)

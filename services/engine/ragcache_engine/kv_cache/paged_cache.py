@@ -1,0 +1,222 @@
+"""Token access to vLLM's paged KV cache.
+
+vLLM shows every layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. On CUDA
+that is true and a token is ``kv[block, :, offset]``. On CPU the shape lies: inside a (block, head)
+the kernels pack keys and values in an order of their own that depends on the instruction set. So
+writing goes through the attention backend itself, and reading through the order (``packing``) that
+is found once by writing known bit patterns into a scratch block with that same call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ragcache_engine.kv_cache.block_packing import Packing
+from ragcache_engine.kv_cache.device_event import Moment
+
+log = logging.getLogger("vllm.ragcache")
+
+_PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes of one layer's cache. block_size: of the block tables that vLLM hands out."""
+
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class PagedCache:
+    """Reads and writes tokens of all layers.
+
+    layers: vLLM's attention layers by name in model order, each with ``impl`` and its bound
+    ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. block_size: of the
+    block tables, where the attention backend cuts such blocks into smaller ones, as which the
+    layers then show their cache; None: it does not.
+    Raises ValueError when the layers differ in shape (hybrid models), for blocks that cannot be
+    cut like that, and for an order inside of blocks that is not understood.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Any], device: torch.device, block_size: int | None = None
+    ) -> None:
+        self.layers = list(layers.values())
+        self.device = device
+        self.index_of = {name: index for index, name in enumerate(layers)}
+        shapes = {_shape(layer.kv_cache) for layer in self.layers}
+        if len(shapes) != 1:
+            raise ValueError(f"layers differ in their KV shape: {shapes}")
+        kernel = shapes.pop()
+        self.shape = replace(kernel, block_size=block_size or kernel.block_size)
+        self._kernel_size = kernel.block_size
+        if self.shape.block_size % self._kernel_size:
+            raise ValueError(
+                f"blocks of {block_size} tokens cannot be cut into those of {self._kernel_size}"
+            )
+        if self._kernel_size != self.shape.block_size:
+            log.info("blocks of %d tokens are cut into blocks of %d", block_size, kernel.block_size)
+        self._packings = _probe(self.layers[0], kernel) if device.type == "cpu" else None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of attention layers."""
+        return len(self.layers)
+
+    def moment(self) -> Moment:
+        """When the device has done all that it was told to until now; waits for nothing."""
+        return Moment(self.device)
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Slot of each token in [start, end) of a request with this block table; int64 [T]."""
+        positions = torch.arange(start, end)
+        table = torch.tensor(blocks, dtype=torch.int64)
+        size = self.shape.block_size
+        return table[positions // size] * size + positions % size
+
+    def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
+        """Write tokens of the layers from first_layer on, as many as value has.
+
+        value: [layers, 2, T, num_kv_heads, head_dim], on the device or not. If it is no contiguous
+        tensor, one layer's keys are, and its values.
+        """
+        slots = slots.to(self.device, non_blocking=True)
+        if value.is_contiguous():
+            value = value.to(self.device, non_blocking=True)
+        layers = self.layers[first_layer : first_layer + len(value)]
+        for index, layer in enumerate(layers):
+            keys, values = (half.to(self.device, non_blocking=True) for half in value[index])
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Tokens [start, end) of all layers on the CPU: [num_layers, 2, T, num_kv_heads, head_dim].
+
+        blocks: the request's block table.
+        """
+        value = torch.empty(self._dims(end - start), dtype=self.shape.dtype)
+        for index in range(self.num_layers):
+            self.read_layer(index, blocks, start, end, value[index])
+        return value
+
+    def empty(self, num_tokens: int) -> torch.Tensor:
+        """Memory for ``read_layer``: [num_layers, 2, num_tokens, num_kv_heads, head_dim], CPU."""
+        is_far = self.device.type == "cuda"
+        return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype, pin_memory=is_far)
+
+    def read_layer(
+        self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
+    ) -> None:
+        """Copy tokens [start, end) of one layer to out, [2, T, num_kv_heads, head_dim] on the CPU.
+
+        From a device to pinned memory (``empty``) the copy has ended when the next ``moment`` has
+        come, else on return.
+        """
+        if self._packings is not None:
+            cache = self.layers[index].kv_cache
+            for which, packing in enumerate(self._packings):
+                packing.read(cache, self._kernel_blocks(blocks), start, end, out[which])
+            return
+        for which, tokens in enumerate(self.layer(index, blocks, start, end)):
+            out[which].copy_(tokens, non_blocking=out.is_pinned())
+
+    def layer(
+        self, index: int, blocks: Sequence[int], start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens [start, end) of one layer: [T, num_kv_heads, head_dim] each.
+
+        On the device.
+        """
+        return self.keys(index, blocks, start, end), self.values(index, blocks, start, end)
+
+    def keys(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Keys alone, as ``layer`` has them."""
+        return self._tokens(index, 0, blocks, start, end)
+
+    def values(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Values alone, as ``layer`` has them."""
+        return self._tokens(index, 1, blocks, start, end)
+
+    def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+
+    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """A block table as one of the blocks that layers show."""
+        return cut_blocks(blocks, self.shape.block_size // self._kernel_size)
+
+    def _tokens(
+        self, index: int, which: int, blocks: Sequence[int], start: int, end: int
+    ) -> torch.Tensor:
+        """Keys (0) or values (1) of one layer."""
+        shape, cache = self.shape, self.layers[index].kv_cache
+        if self._packings is not None:
+            tokens = torch.empty(end - start, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+            self._packings[which].read(cache, self._kernel_blocks(blocks), start, end, tokens)
+            return tokens
+        size = self._kernel_size
+        first = start // size
+        table = torch.tensor(self._kernel_blocks(blocks)[first : -(-end // size)])
+        halves = cache[..., which * shape.head_dim : (which + 1) * shape.head_dim]
+        tokens = (
+            halves[table.to(self.device)]
+            .transpose(1, 2)
+            .reshape(-1, shape.num_kv_heads, shape.head_dim)
+        )
+        inside: torch.Tensor = tokens[start - first * size : end - first * size]
+        return inside
+
+
+def cut_blocks(blocks: Sequence[int], per_block: int) -> list[int]:
+    """A block table as one of the smaller blocks that a backend cuts each block into.
+
+    A token's slot is the same in both: block * block_size + offset.
+    """
+    if per_block == 1:
+        return list(blocks)
+    return [block * per_block + part for block in blocks for part in range(per_block)]
+
+
+def _shape(kv_cache: torch.Tensor) -> CacheShape:
+    if kv_cache.dim() != 4:
+        raise ValueError(f"a KV cache of shape {tuple(kv_cache.shape)} is not supported")
+    _, heads, block_size, both = kv_cache.shape
+    return CacheShape(heads, block_size, both // 2, kv_cache.dtype)
+
+
+def _probe(layer: Any, shape: CacheShape) -> tuple[Packing, Packing]:
+    """How the backend packs the keys and the values of a block."""
+    pattern_dtype = _PATTERN_DTYPE[shape.dtype.itemsize]
+    elements = shape.block_size * shape.head_dim
+    # A bit pattern per element; the backend only copies, so any pattern survives.
+    pattern = torch.arange(2 * elements, dtype=torch.int64).to(pattern_dtype)
+    pattern = pattern.view(shape.dtype).reshape(2, shape.block_size, 1, shape.head_dim)
+    pattern = pattern.expand(-1, -1, shape.num_kv_heads, -1).contiguous()
+    scratch = torch.zeros(
+        (1, shape.num_kv_heads, shape.block_size, 2 * shape.head_dim), dtype=shape.dtype
+    )
+    slots = torch.arange(shape.block_size)
+    layer.impl.do_kv_cache_update(layer, pattern[0], pattern[1], scratch, slots)
+    found = scratch[0, 0].reshape(-1).view(pattern_dtype).to(torch.int64)
+    if shape.dtype.itemsize == 2:
+        found &= 0xFFFF
+    not_understood = (
+        f"blocks of {shape.block_size} tokens with heads of {shape.head_dim} are not supported:"
+        " the engine's packing of them was not understood; use a smaller --block-size"
+    )
+    if not torch.equal(found.sort().values, torch.arange(2 * elements)):
+        raise ValueError(not_understood)
+    places = torch.empty_like(found)
+    places[found] = torch.arange(2 * elements)
+    try:
+        keys, values = (
+            Packing.found(half) for half in places.view(2, shape.block_size, shape.head_dim)
+        )
+    except ValueError as error:
+        raise ValueError(f"{not_understood} ({error})") from error
+    return keys, values

@@ -1,0 +1,142 @@
+"""An embedder behind an OpenAI-compatible /embeddings endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_retriever.config import EmbedderConfig
+from ragcache_retriever.embedding.embedder import Vectors, normalised
+
+PART = "embedder"
+QUERY_DEADLINE_S = 5.0
+BATCH_DEADLINE_S = 60.0
+FIRST_BACKOFF_S = 0.1
+"""Doubles after every attempt, until the deadline is near."""
+
+_REFUSES_TEXT = (400, 413, 422)
+_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_BATCH_SIZE = 32
+
+
+class EmbeddingEndpoint:
+    """Embeds by POST {source}/embeddings; retries what may pass, within a deadline."""
+
+    batch_size = _BATCH_SIZE
+
+    def __init__(self, config: EmbedderConfig) -> None:
+        headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        self._client = httpx.AsyncClient(headers=headers)
+        self._url = _checked_url(f"{config.source}/embeddings")
+        self._model = config.model
+        self._dimension = 0
+
+    @property
+    def identity(self) -> str:
+        """The model's name: the same model may move to another address."""
+        return f"endpoint:{self._model}"
+
+    @property
+    def dimension(self) -> int:
+        """See Embedder.dimension."""
+        return self._dimension
+
+    async def start(self) -> None:
+        """See Embedder.start; learns the dimension."""
+        try:
+            vectors = await self._embed(["ready?"], QUERY_DEADLINE_S)
+        except _Refusal as refusal:
+            raise InvalidInput(
+                "RAGCACHE_EMBEDDER",
+                str(refusal),
+                "check the address, RAGCACHE_EMBEDDER_MODEL and RAGCACHE_EMBEDDER_API_KEY",
+            ) from refusal
+        self._dimension = vectors.shape[1]
+
+    async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
+        """See Embedder.embed. Requests run beside each other, so a query waits for none."""
+        try:
+            vectors = await self._embed(texts, QUERY_DEADLINE_S if urgent else BATCH_DEADLINE_S)
+        except _Refusal as refusal:
+            if refusal.status not in _REFUSES_TEXT:
+                raise Unavailable(PART, str(refusal)) from refusal
+            raise InvalidInput(
+                "query" if urgent else "document.text",
+                f"the embedder refuses it: {refusal}",
+                "ask something shorter" if urgent else "make the collection's chunks smaller",
+            ) from refusal
+        if vectors.shape[1] != self._dimension:
+            raise Unavailable(
+                PART,
+                f"its vectors changed from {self._dimension} to {vectors.shape[1]} dimensions;"
+                " restart the retriever to embed everything anew",
+            )
+        return vectors
+
+    async def close(self) -> None:
+        """See Embedder.close."""
+        await self._client.aclose()
+
+    async def _embed(self, texts: Sequence[str], deadline_s: float) -> Vectors:
+        problem = "no answer"
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    try:
+                        response = await self._post(texts, deadline_s)
+                    except httpx.RequestError as error:
+                        problem = f"{self._url}: {type(error).__name__}: {error}"
+                    else:
+                        if response.status_code not in _TRY_AGAIN:
+                            return _vectors(response, len(texts))
+                        problem = f"{self._url} answered {response.status_code}"
+                    await asyncio.sleep(backoff_s)
+                    backoff_s *= 2
+        except TimeoutError as error:
+            raise Unavailable(PART, f"{problem} within {deadline_s:g} s") from error
+
+    async def _post(self, texts: Sequence[str], timeout_s: float) -> httpx.Response:
+        body = {"model": self._model, "input": list(texts), "encoding_format": "float"}
+        return await self._client.post(self._url, json=body, timeout=timeout_s)
+
+
+class _Refusal(Exception):
+    """An answer that another attempt would not change."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"{response.url} answered {response.status_code}: {response.text[:200]}")
+        self.status = response.status_code
+
+
+def _checked_url(url: str) -> str:
+    try:
+        return str(httpx.URL(url))
+    except httpx.InvalidURL as error:
+        raise InvalidInput(
+            "RAGCACHE_EMBEDDER", f"{url!r} is no URL: {error}", "set http(s)://host/v1"
+        ) from error
+
+
+def _vectors(response: httpx.Response, count: int) -> Vectors:
+    """Vectors of a reply, in the order of the texts. Raises _Refusal, Unavailable."""
+    if not response.is_success:
+        raise _Refusal(response)
+    try:
+        entries: list[dict[str, Any]] = response.json()["data"]
+        ordered = sorted(entries, key=lambda entry: int(entry["index"]))
+        vectors = np.array([entry["embedding"] for entry in ordered], np.float32)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Unavailable(
+            PART, f"{response.url} sent no embeddings: {response.text[:200]}"
+        ) from error
+    if vectors.shape[:1] != (count,) or vectors.ndim != 2 or vectors.shape[1] == 0:
+        raise Unavailable(
+            PART, f"{response.url} sent vectors of shape {vectors.shape} for {count} texts"
+        )
+    return normalised(PART, vectors)
