@@ -577,7 +577,7 @@ def foreign(count: int, seed: int) -> dict[str, object]:
     """What --foreign finds: mean KL by method and budget."""
     if not FOREIGN.is_file():
         return {"skipped": f"there is no {FOREIGN.name}"}
-    from tests.tiny_model import make_tiny_model  # noqa: PLC0415
+    from tests.helpers.tiny_model import make_tiny_model  # noqa: PLC0415
 
     asked = json.loads(FOREIGN.read_text())
     texts = sorted({p["paragraph_text"] for one in asked for p in one["paragraphs"]})

@@ -48,8 +48,9 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.completion import complete, record_of
-from bench.processes import (
+from bench.support.completion import complete, record_of
+from bench.support.host_tier import resident_share
+from bench.support.processes import (
     COMPUTES_PLAIN,
     CacheStore,
     Engine,
@@ -58,7 +59,6 @@ from bench.processes import (
     start_cachestore,
     wait_for_engine,
 )
-from bench.shelf import resident_share
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
@@ -67,7 +67,7 @@ from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
-from tests.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_model
 
 DOMAIN = "public"
 HEAD_TOKENS = 48

@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.kv_samples import (
+from bench.support.kv_samples import (
     Sample,
     attention,
     from_bfloat16,

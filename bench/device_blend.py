@@ -42,7 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 
 import torch
 
-from bench.plain_llama import LLAMA_1B, SMALL, SPARE_BLOCKS, VOCABULARY, Llama, Passes, Shape
+from bench.support.plain_llama import (
+    LLAMA_1B,
+    SMALL,
+    SPARE_BLOCKS,
+    VOCABULARY,
+    Llama,
+    Passes,
+    Shape,
+)
 from ragcache_core.blend.recomputation import budget_tokens
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.identity.keys import VariantKey

@@ -40,8 +40,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 from bench.blend_ttft import wait_until_observed
-from bench.completion import complete
-from bench.processes import (
+from bench.support.completion import complete
+from bench.support.processes import (
     COMPUTES_PLAIN,
     Engine,
     launch_engine,
@@ -53,7 +53,7 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.segments import checked_segments
 from ragcache_kv.model_folder import load_model_folder
-from tests.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_model
 
 DOMAIN = "public"
 HEAD_TOKENS = 48

@@ -19,7 +19,7 @@ A gain is a ratio of mean times over the queries, and a query's time the median 
 each round every arm takes its turn, in random order. What moved the gains from run to run, and is
 held still:
 
-- The memory that reads go to, in huge pages where there are any (``bench.shelf.aligned``); what is
+- The memory that reads go to, in huge pages where there are any (``bench.support.host_tier.aligned``); what is
   pinned is allocated by CUDA.
 - Idle memory, which a virtual machine's host may take away: what an arm may use is touched just
   before its turn, and what was delivered before it is overwritten, all of that untimed.
@@ -59,10 +59,10 @@ import numpy as np
 import torch
 
 from bench.codecs import errors
-from bench.device_shelf import DeviceLoader
-from bench.kv_samples import real_samples
-from bench.question import Question
-from bench.shelf import Disk, Encoded, Loader, PacedDisk, ValueRegion
+from bench.support.device_tier import DeviceLoader
+from bench.support.host_tier import Disk, Encoded, Loader, PacedDisk, ValueRegion
+from bench.support.kv_samples import real_samples
+from bench.support.question import Question
 from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (

@@ -40,8 +40,8 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
 from bench.blend_ttft import CAPTURED, DOMAIN, Bench, Scene, capture
-from bench.completion import complete
-from bench.processes import (
+from bench.support.completion import complete
+from bench.support.processes import (
     COMPUTES_PLAIN,
     Engine,
     launch_engine,
@@ -49,7 +49,7 @@ from bench.processes import (
     running_cachestore,
     wait_for_engine,
 )
-from bench.vllm_plugin import WAITS_ASLEEP, plugin_settings
+from bench.support.vllm_plugin import WAITS_ASLEEP, plugin_settings
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, plan_blend
 from ragcache_core.plan.reuse_plan import ReusePlan
@@ -57,7 +57,7 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
-from tests.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_model
 
 STREAMS = 2
 BUDGET = 0.3

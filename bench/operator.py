@@ -30,7 +30,7 @@ sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
 import httpx
 import yaml
 
-from bench.processes import free_port
+from bench.support.processes import free_port
 from ragcache_operator.kube import resources
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover, serves_our_kinds

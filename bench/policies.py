@@ -33,10 +33,10 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.clairvoyant import Intervals, clairvoyant
 from bench.prefill_profile import PrefillProfile
-from bench.replay import Replay, Tally
-from bench.traces import DATA, Trace, load_traces
+from bench.support.clairvoyant import Intervals, clairvoyant
+from bench.support.replay import Replay, Tally
+from bench.support.traces import DATA, Trace, load_traces
 from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency

@@ -35,7 +35,7 @@ from bench.blend_quality import NEIGHBOURS, RUN_TOKENS, Case, Lab, Trial, make_e
 from bench.blend_ttft import Scene
 from ragcache_core.blend.recomputation import budget_tokens
 from ragcache_core.blend.slices import slices
-from tests.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_model
 
 SHARE = 0.15
 PROMPTS, ROUNDS = 6, 12

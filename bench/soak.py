@@ -35,7 +35,7 @@ import grpc
 import numpy as np
 import xxhash
 
-from bench.processes import running_cachestore
+from bench.support.processes import running_cachestore
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo

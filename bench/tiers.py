@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a pr
 import torch
 from vllm import _custom_ops as custom_ops
 
-from bench.processes import running_cachestore
+from bench.support.processes import running_cachestore
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant

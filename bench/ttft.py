@@ -28,8 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
-from bench.completion import Completion, complete, record_of
-from bench.processes import (
+from bench.support.completion import Completion, complete, record_of
+from bench.support.processes import (
     COMPUTES_PLAIN,
     Engine,
     launch_engine,
@@ -37,7 +37,7 @@ from bench.processes import (
     running_engine,
     wait_for_engine,
 )
-from bench.stored_values import corrupt
+from bench.support.stored_values import corrupt
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.segments import checked_segments
@@ -45,7 +45,7 @@ from ragcache_core.store_api import Want
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
-from tests.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_model
 
 DOMAIN = "public"
 HEAD_TOKENS = 48

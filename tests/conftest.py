@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_model
 
 # Timing never decides a test: a busy machine is no counterexample.
 settings.register_profile("ragcache", deadline=None)

@@ -52,7 +52,7 @@ class Server:
 def free_port() -> int:
     """A port of loopback that nobody listens on now.
 
-    Not kept, as ours are (``bench.processes``): foreign servers need not set SO_REUSEADDR.
+    Not kept, as ours are (``bench.support.processes``): foreign servers need not set SO_REUSEADDR.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bench.processes import free_port
+from bench.support.processes import free_port
 from tests.cluster import binaries
 from tests.cluster.certificates import Certificates, make_certificates
 from tests.cluster.daemons import Daemon

@@ -16,9 +16,9 @@ from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover
 from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
 from ragcache_operator.reconcile.drift import difference
-from tests.children_parts import Object, children_of, make_cache, of
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
+from tests.helpers.children_parts import Object, children_of, make_cache, of
 
 LIMIT_RANGES = Resource("", "v1", "limitranges", "LimitRange")
 

@@ -20,7 +20,7 @@ import openai
 import pytest
 import yaml
 
-from bench.processes import free_port
+from bench.support.processes import free_port
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions
 from ragcache_cli.local.state_file import PartRecord, read_record
 

@@ -1,0 +1,102 @@
+"""One streamed completion of an engine, timed from the request's first byte, and its record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from bench.support.processes import Engine
+from ragcache_core.plan.signature import SEAL_FIELD
+from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.v1 import engine_pb2
+
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """ttft_s: seconds to the first token. token_ids: what was generated."""
+
+    ttft_s: float
+    token_ids: tuple[int, ...]
+
+
+def complete(
+    url: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    plan: dict[str, Any] | None = None,
+    seal: str | None = None,
+    cache_salt: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Completion:
+    """Generate greedily. plan: JSON of a ReusePlan, for an engine with our connector.
+
+    seal: the plan's (``plan_seal``), for an engine that asks for one.
+    """
+    body: dict[str, Any] = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    if plan is not None:
+        body["kv_transfer_params"] = {"ragcache": plan}
+        if seal is not None:
+            body["kv_transfer_params"][SEAL_FIELD] = seal
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    started = time.monotonic()
+    first: float | None = None
+    tokens: list[int] = []
+    address = f"{url}/v1/completions"
+    with httpx.stream("POST", address, json=body, headers=headers, timeout=TIMEOUT_S) as reply:
+        if reply.status_code != 200:
+            raise RuntimeError(f"the engine said {reply.status_code}: {reply.read()!r}")
+        for event in events(reply):
+            choice = event["choices"][0]
+            ids = choice.get("token_ids") or []
+            if ids and first is None:
+                first = time.monotonic()
+            tokens += ids
+    if first is None:
+        raise RuntimeError("the engine generated no token")
+    return Completion(first - started, tuple(tokens))
+
+
+def events(reply: httpx.Response) -> Iterator[Any]:
+    """What a stream of events says, without its end.
+
+    Lines end where HTTP says: text that a model of random weights makes up may have other things
+    in it that Python takes for the end of a line.
+    """
+    rest = b""
+    for part in reply.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+def record_of(engine: Engine, request: str) -> engine_pb2.RequestRecord:
+    """What an engine with our connector knows of a request, by the id in its plan."""
+
+    async def fetch() -> engine_pb2.RequestRecord:
+        assert engine.records is not None
+        client = EngineClient(engine.records)
+        try:
+            return await client.request_record(request, TIMEOUT_S)
+        finally:
+            await client.close()
+
+    return asyncio.run(fetch())

@@ -1,0 +1,105 @@
+"""A trace driven through a policy and an admission, as a tier of the store drives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.support.traces import Access, Trace
+from ragcache_core.eviction import Candidate, Policy
+from ragcache_core.eviction.admission import Admission
+
+CONTEXT_IMPACT = 0.7
+"""Cache-Craft's CCI, in [0.5, 1): the data has no attention, so all chunks have the same."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replay saved. Seconds are those of the prefill profile."""
+
+    tokens: int = 0
+    hit_tokens: int = 0
+    cost_s: float = 0.0
+    saved_s: float = 0.0
+    written_bytes: int = 0
+
+    @property
+    def by_tokens(self) -> float:
+        return self.hit_tokens / self.tokens
+
+    @property
+    def by_compute(self) -> float:
+        return self.saved_s / self.cost_s
+
+
+class Replay:
+    """One tier of capacity_bytes."""
+
+    def __init__(self, policy: Policy[int], admission: Admission[int], capacity_bytes: int) -> None:
+        self._policy = policy
+        self._admission = admission
+        self._free_bytes = capacity_bytes
+        self._sizes: dict[int, int] = {}
+        self._prefixes: dict[int, frozenset[int]] = {}  # what came before when it was computed
+
+    def run(self, trace: Trace) -> Tally:
+        """Every request: what is held counts and is touched, the rest is computed and offered."""
+        tally = Tally()
+        for request in trace.requests:
+            asked = {access.key for access in request.accesses}
+            before: list[int] = []
+            missing: list[tuple[Access, frozenset[int]]] = []
+            for access in request.accesses:
+                tally.tokens += access.num_tokens
+                tally.cost_s += access.cost_s
+                # In `exact` nothing after a gap is of use; the tree never holds such a thing.
+                if access.key in self._policy and not (trace.exact and missing):
+                    tally.hit_tokens += access.num_tokens
+                    tally.saved_s += access.cost_s
+                    fix = 0.0 if trace.exact else self._fix_overhead(access.key, before)
+                    self._policy.touch(access.key, request.time_s, fix)
+                else:
+                    missing.append((access, frozenset() if trace.exact else frozenset(before)))
+                before.append(access.key)
+            for access, prefix in missing:
+                candidate = Candidate(
+                    access.num_bytes, access.num_tokens, access.cost_s, access.parent
+                )
+                if self._offer(access.key, candidate, request.time_s, asked):
+                    tally.written_bytes += access.num_bytes
+                    self._prefixes[access.key] = prefix
+                elif trace.exact:
+                    break  # its children would be out of reach
+        return tally
+
+    def _offer(self, key: int, candidate: Candidate[int], now: float, asked: set[int]) -> bool:
+        """Put an entry, if it is admitted and there is room; what the request uses is leased."""
+
+        def may(victim: int) -> bool:
+            return victim not in asked
+
+        worth = None
+        if self._free_bytes < candidate.num_bytes:
+            cheapest = self._policy.cheapest(may)
+            if cheapest is None:
+                return False
+            worth = self._policy.worth(cheapest, now)
+        if not self._admission.admits(key, candidate, now, worth):
+            return False
+        while self._free_bytes < candidate.num_bytes:
+            victim = self._policy.evict(may)
+            if victim is None:
+                return False
+            self._free_bytes += self._sizes.pop(victim)
+            self._prefixes.pop(victim, None)
+        self._policy.add(key, candidate, now)
+        self._sizes[key] = candidate.num_bytes
+        self._free_bytes -= candidate.num_bytes
+        return True
+
+    def _fix_overhead(self, key: int, before: list[int]) -> float:
+        """CFO (Cache-Craft eq. 12, alpha 1): what its old prefix has that this one has not."""
+        prefix = self._prefixes[key]
+        if not prefix:
+            return CONTEXT_IMPACT if before else 0.0
+        overlap = len(prefix.intersection(before)) / len(prefix)
+        return CONTEXT_IMPACT * (1 - overlap)

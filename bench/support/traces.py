@@ -1,0 +1,176 @@
+"""Sequences of requests for cache policies, from public data or generated; see ``load_traces``.
+
+A request is a list of accesses in prompt order. Times are the data's own (Mooncake), else Poisson
+arrivals from a seeded generator.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.prefill_profile import PrefillProfile
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+MOONCAKE = "mooncake/conversation_trace.jsonl.gz"
+RETRIEVED = {
+    "multihoprag": "psirag_retrieved/multihoprag_summary.json",
+    "2wiki": "psirag_retrieved/2wikimultihopqa_summary.json",
+}
+BLOCK_TOKENS = 512  # of a Mooncake hash id
+TOKENS_PER_WORD = 1.3  # the passages are texts; no tokenizer is needed to compare policies
+REQUESTS_PER_S = 0.8  # RAGCache's rate (§7.3), where the data has no times
+BYTES_PER_TOKEN = 131_072  # of an 8B model with 8 KV heads in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One chunk of a request.
+
+    key: of the chunk in ``blend``, of the chunk after its prefix in ``exact``. parent: key of the
+    access before it (``exact`` only). cost_s: computing it after everything before it.
+    """
+
+    key: int
+    parent: int | None
+    num_tokens: int
+    cost_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * BYTES_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """accesses: distinct keys, in prompt order."""
+
+    time_s: float
+    accesses: tuple[Access, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """exact: entries are nodes of a knowledge tree, a hit needs all parents."""
+
+    name: str
+    exact: bool
+    requests: tuple[Request, ...]
+
+    def footprint_bytes(self) -> int:
+        """Bytes of everything asked for, once."""
+        sizes = {a.key: a.num_bytes for request in self.requests for a in request.accesses}
+        return sum(sizes.values())
+
+    def halves(self) -> tuple[Trace, Trace]:
+        """First half of the requests, to tune on, and the second, to report."""
+        middle = len(self.requests) // 2
+        return (
+            Trace(self.name, self.exact, self.requests[:middle]),
+            Trace(self.name, self.exact, self.requests[middle:]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A request as the data has it: (name of the chunk, tokens) in prompt order."""
+
+    time_s: float
+    chunks: tuple[tuple[str, int], ...]
+
+
+def load_traces(data: Path, quick: bool, profile: PrefillProfile) -> list[Trace]:
+    """Every sequence in both modes. Without data, or if quick, mostly a generated one."""
+    prompts: dict[str, list[_Prompt]] = {}
+    for name, path in RETRIEVED.items():
+        if (data / path).exists():
+            prompts[name] = _retrieved(data / path)
+    if (data / MOONCAKE).exists() and not quick:
+        prompts["mooncake"] = list(_mooncake(data / MOONCAKE))
+    if quick or not prompts:
+        prompts["generated"] = _generated(random.Random(4), num_requests=600)
+    return [
+        _trace(name, exact, requests, profile)
+        for name, requests in prompts.items()
+        for exact in (True, False)
+    ]
+
+
+def _trace(name: str, exact: bool, prompts: Iterable[_Prompt], profile: PrefillProfile) -> Trace:
+    numbers: dict[object, int] = {}
+    requests = []
+    for prompt in prompts:
+        accesses: dict[int, Access] = {}
+        position = 0
+        parent: int | None = None
+        for chunk, num_tokens in prompt.chunks:
+            name_of = (parent, chunk) if exact else chunk
+            key = numbers.setdefault(name_of, len(numbers))
+            if key not in accesses:
+                cost_s = profile.seconds(position, num_tokens)
+                accesses[key] = Access(key, parent, num_tokens, cost_s)
+            position += num_tokens
+            parent = key if exact else None
+        requests.append(Request(prompt.time_s, tuple(accesses.values())))
+    return Trace(name, exact, tuple(requests))
+
+
+def _mooncake(path: Path) -> Iterable[_Prompt]:
+    """Mooncake's conversations: blocks of 512 tokens named by their prefix."""
+    with gzip.open(path, "rt") as lines:
+        for line in lines:
+            record = json.loads(line)
+            chunks = tuple((str(block), BLOCK_TOKENS) for block in record["hash_ids"])
+            yield _Prompt(record["timestamp"] / 1000.0, chunks)
+
+
+def _retrieved(path: Path) -> list[_Prompt]:
+    """Passages that a retriever returned for real questions, in rank order."""
+    arrivals = _poisson(random.Random(4))
+    return [
+        _Prompt(
+            next(arrivals),
+            tuple(
+                (
+                    hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+                    max(1, round(len(text.split()) * TOKENS_PER_WORD)),
+                )
+                for text in passages
+            ),
+        )
+        for passages in json.loads(path.read_text())["retrieved_docs"]
+    ]
+
+
+def _generated(rng: random.Random, num_requests: int) -> list[_Prompt]:
+    """Five chunks a request by Zipf's law over 1,500, whose popular end drifts.
+
+    The more popular chunk of a request comes first in two prompts of three, so that prefixes recur.
+    """
+    num_chunks = 1500
+    sizes = [rng.randrange(60, 600) for _ in range(num_chunks)]
+    weights = [1.0 / (rank + 1) for rank in range(num_chunks)]
+    order = list(range(num_chunks))
+    arrivals = _poisson(rng)
+    prompts = []
+    for number in range(num_requests):
+        if number % 50 == 49:  # something new becomes popular
+            order.insert(rng.randrange(20), order.pop(rng.randrange(num_chunks)))
+        ranks = list(dict.fromkeys(rng.choices(range(num_chunks), weights, k=5)))
+        if rng.random() < 2 / 3:
+            ranks.sort()
+        chunks = tuple((str(order[rank]), sizes[order[rank]]) for rank in ranks)
+        prompts.append(_Prompt(next(arrivals), chunks))
+    return prompts
+
+
+def _poisson(rng: random.Random) -> Iterator[float]:
+    now = 0.0
+    while True:
+        now += rng.expovariate(REQUESTS_PER_S)
+        yield now

@@ -1,0 +1,200 @@
+"""Checks inside a vLLM engine, in a process of its own: prints what it found as one JSON object.
+
+python -m tests.helpers.engine_inside MODEL_FOLDER DTYPE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+BLOCKS_APART = 20
+"""Block tables start so far from each other, and from what the engine itself has used."""
+
+QUESTION = range(480, 520)
+
+PIECE = 256
+"""Of a prompt, in one pass of vLLM's own."""
+
+
+def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What a worker that has just prefilled token_ids can say of its own model and cache."""
+    import torch
+
+    from ragcache_engine.blend.attention import AttentionObserver
+    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.kv_cache.paged_cache import PagedCache
+
+    runner = worker.model_runner
+    block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
+    model = loaded_model(runner, block_size)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
+    recomputer = Recomputer(model)
+    count = len(token_ids)
+
+    def table(number: int) -> list[int]:
+        return [BLOCKS_APART * number + i for i in range(-(-count // block_size))]
+
+    def kv(blocks: Sequence[int]) -> torch.Tensor:
+        return cache.read(blocks, 0, count)
+
+    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+    engines_own = runner.input_batch.block_table[0].get_numpy_array()[0]
+    prefilled = kv(engines_own[: len(table(1))].tolist())
+    found: dict[str, Any] = {}
+
+    recomputer.recompute(token_ids, table(1), [range(count)])
+    found["whole_equals_prefill"] = bool(torch.equal(kv(table(1)), prefilled))
+
+    for start, stop in ((0, 100), (100, 356), (356, 357), (357, count)):
+        recomputer.recompute(token_ids, table(2), [range(start, stop)])
+    found["slices_error"] = error(kv(table(2)), prefilled)
+
+    spoiled = prefilled.clone()
+    runs = [range(3, 9), range(50, 51), range(127, 131), range(300, 420), range(count - 1, count)]
+    for run in runs:
+        spoiled[:, :, run.start : run.stop] = 7.0
+    found["spoiled_error"] = error(spoiled, prefilled)
+    cache.write(spoiled, cache.slots(table(3), 0, count))
+    recomputer.recompute(token_ids, table(3), runs)
+    found["scattered_error"] = error(kv(table(3)), prefilled)
+
+    cache.write(spoiled, cache.slots(table(3), 0, count))
+    found["beside_error"] = beside(cache, recomputer, token_ids, table, runs)
+    found["together_error"] = error(kv(table(3)), prefilled)
+
+    try:
+        recomputer.recompute(token_ids * 9, table(3), [range(recomputer.max_tokens + 1)])
+    except ValueError as refused:
+        found["refusal"] = str(refused)
+
+    segments = [range(41), range(41, 300), range(300, 301), range(301, 520)]
+    observer = AttentionObserver(cache, recomputer)
+    observation = observer.observe(token_ids, table(1), segments[-1], segments)
+    found["observed"] = observation.mass.tolist()
+    found["influence"] = observation.influence.tolist()
+    alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
+    found["influence_of_nothing"] = float(alone.influence.max())
+    found["regard"] = observer.regard(token_ids, table(1), QUESTION).tolist()
+    paid = observer.paid(table(1), QUESTION, [range(41), range(41, 301), range(301, 480)])
+    beside_it = observer.regard(token_ids, table(1), QUESTION, paid).tolist()
+    found["regard_beside_paid"] = beside_it == found["regard"]
+    found["paid"] = paid.by_layer
+    found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
+    return found
+
+
+def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The same worker, when it has just prefilled token_ids in passes of PIECE tokens."""
+    import torch
+
+    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.recomputer import Recomputer
+    from ragcache_engine.kv_cache.paged_cache import PagedCache
+
+    runner = worker.model_runner
+    block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
+    model = loaded_model(runner, block_size)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
+    recomputer, count = Recomputer(model), len(token_ids)
+    num_blocks = -(-count // block_size)
+    own = runner.input_batch.block_table[0].get_numpy_array()[0][:num_blocks].tolist()
+    other = [5 * BLOCKS_APART + i for i in range(num_blocks)]
+    for start in range(0, count, PIECE):
+        recomputer.recompute(token_ids, other, [range(start, min(start + PIECE, count))])
+    prefilled, computed = cache.read(own, 0, count), cache.read(other, 0, count)
+    return {"pieces_equal_prefill": bool(torch.equal(computed, prefilled))}
+
+
+def beside(
+    cache: Any,
+    recomputer: Any,
+    token_ids: Sequence[int],
+    table: Callable[[int], list[int]],
+    runs: Sequence[range],
+) -> float:
+    """Recompute runs of a prompt in table 3 in one pass with a part of another, shorter prompt.
+
+    Returns how far the latter is from where it was computed alone.
+    """
+    from ragcache_engine.blend.prompt_slice import PromptPart
+
+    other, part = list(reversed(token_ids))[:300], range(100, 200)
+    blocks = table(4)[: -(-len(other) // cache.shape.block_size)]
+    recomputer.recompute(other, blocks, [range(len(other))])
+    alone = cache.read(blocks, 0, len(other))
+    spoiled = alone.clone()
+    spoiled[:, :, part.start : part.stop] = 7.0
+    cache.write(spoiled, cache.slots(blocks, 0, len(other)))
+    recomputer.recompute_parts(
+        [PromptPart(token_ids, table(3), runs), PromptPart(other, blocks, [part])]
+    )
+    found = cache.read(blocks, 0, len(other)).float()
+    return float((found - alone.float()).norm() / alone.float().norm())
+
+
+def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What was observed, by another implementation of the model and in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ragcache_engine.blend.attention import TEMPERATURE
+
+    llama = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        said = llama(torch.tensor([token_ids[:520]]), output_attentions=True, use_cache=True)
+    weights = torch.stack(said.attentions)[:, 0, :, 301:]  # [layers, heads, 219, 520]
+    mean = weights.mean((0, 1))
+    sums = [mean[:, a:b].sum(1) for a, b in ((0, 41), (41, 300), (300, 301), (301, 520))]
+    values = torch.stack([layer.values[0] for layer in said.past_key_values.layers])
+    values = values.repeat_interleave(weights.shape[1] // values.shape[1], dim=1)
+    added = weights[..., 41:301] @ values[:, :, 41:301]
+    added = added[:-1]  # the last layer's goes into no KV
+    influence = (added - added.mean(2, keepdim=True)).square().sum((0, 1, 3)).sqrt()
+    later = weights[-(len(weights) // 2) :]
+    asked = later[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
+    asked /= asked.sum(-1, keepdim=True)
+    regard = (asked.amax(2) - asked.mean(2)).amax((0, 1))
+    return {
+        "observed": torch.stack(sums, dim=1).tolist(),
+        "influence": influence.tolist(),
+        "regard": regard.tolist(),
+    }
+
+
+def main() -> None:
+    """Entry point."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a function can go to the worker
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm import LLM, SamplingParams
+
+    model, dtype = sys.argv[1:]
+    engine = LLM(
+        model, dtype=dtype, enforce_eager=True, max_num_batched_tokens=2048, disable_log_stats=True
+    )
+    rng = random.Random(1)
+    token_ids = [rng.randrange(340) for _ in range(700)]
+    asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.generate({"prompt_token_ids": token_ids}, asked, use_tqdm=False)
+    [found] = engine.collective_rpc(inside, args=(token_ids,))
+    engine.reset_prefix_cache()
+    core = engine.llm_engine.engine_core.engine_core
+    core.scheduler.scheduler_config.long_prefill_token_threshold = PIECE
+    engine.generate({"prompt_token_ids": token_ids}, asked, use_tqdm=False)
+    [pieces] = engine.collective_rpc(inside_pieces, args=(token_ids,))
+    print(json.dumps({**found, **pieces, "reference": reference(model, token_ids)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,704 @@
+"""Manifests for tests: good ones, and bad ones that each break one rule, with who refuses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Object = dict[str, Any]
+
+
+class Layer(Enum):
+    """The first that refuses a manifest on its way into a cluster; all later ones would, too."""
+
+    SCHEMA = "the API server's schema, in every version"
+    CEL = "CEL in API servers from 1.28 on, the webhook in all"
+    WEBHOOK = "the webhook, and the operator where there is none"
+    PARSER = "the parser; servers drop what they do not know before anybody sees it"
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """One bad manifest.
+
+    field, problem, fix: what the parser or the rules say. server: what the API server calls the
+    field where it says something else. old: what an update replaces.
+    """
+
+    name: str
+    layer: Layer
+    manifest: Object
+    field: str
+    problem: str
+    fix: str
+    server: str = ""
+    old: Object | None = None
+
+    @property
+    def message(self) -> str:
+        """The refusal as a whole."""
+        return f"{self.field}: {self.problem}; {self.fix}"
+
+
+def examples() -> list[Object]:
+    """Every RagCache and RagCollection of examples/."""
+    return [
+        document
+        for path in sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        if document["kind"] in ("RagCache", "RagCollection")
+    ]
+
+
+def cache(name: str = "docs", **spec: Any) -> Object:
+    """Manifest of a RagCache."""
+    return {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCache",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+def collection(name: str = "handbook", **changes: Any) -> Object:
+    """Manifest of a RagCollection; changes: fields of its spec, None for those to leave out."""
+    spec = {"cacheRef": {"name": "docs"}, "sources": [{"configMap": {"name": "pages"}}], **changes}
+    return {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCollection",
+        "metadata": {"name": name},
+        "spec": {key: value for key, value in spec.items() if value is not None},
+    }
+
+
+def source(**given: Any) -> Object:
+    """Manifest of a RagCollection with one source."""
+    return collection(sources=[given])
+
+
+_LABEL = "use lower-case letters, digits and '-', with a letter or digit at both ends"
+_OBJECT_NAME = "use lower-case letters, digits, '-' and '.', with a letter or digit at both ends"
+_BYTES = "write bytes as Kubernetes does, like 512Mi or 2Gi"
+_URL = "write it like https://example.com/handbook.zip"
+_PATH = "write it like docs/handbook, without '..' and without a '/' in front"
+_NOT_GIVEN = "give one, or leave the field out"
+_S, _C, _W, _P = Layer.SCHEMA, Layer.CEL, Layer.WEBHOOK, Layer.PARSER
+
+_CACHES = (
+    Bad(
+        *("name that leaves no room", _S, cache("d" * 41)),
+        *("metadata.name", "is longer than 40 characters", "shorten it"),
+    ),
+    Bad(
+        *("name with a dot", _S, cache("a.b")), *("metadata.name", "'a.b' is no DNS label", _LABEL)
+    ),
+    Bad(
+        *("section that is a list", _S, cache(gateway=[])),
+        *("spec.gateway", "[] is not a mapping", "write a mapping"),
+    ),
+    Bad(
+        *("port below its range", _S, cache(gateway={"port": 0})),
+        *("spec.gateway.port", "0 is too small", "use at least 1"),
+    ),
+    Bad(
+        *("port above its range", _S, cache(gateway={"port": 65536})),
+        *("spec.gateway.port", "65536 is too large", "use at most 65535"),
+    ),
+    Bad(
+        *("port in quotes", _S, cache(gateway={"port": "80"})),
+        "spec.gateway.port",
+        *("'80' is not a whole number", "write a whole number, without quotes"),
+    ),
+    Bad(
+        *("no gateway", _S, cache(gateway={"replicas": 0})),
+        *("spec.gateway.replicas", "0 is too small", "use at least 1"),
+    ),
+    Bad(
+        *("too many gateways", _S, cache(gateway={"replicas": 65})),
+        *("spec.gateway.replicas", "65 is too large", "use at most 64"),
+    ),
+    Bad(
+        *("autoscaling without a bound", _S, cache(gateway={"autoscaling": {}})),
+        *("spec.gateway.autoscaling.maxReplicas", "is missing", "add it"),
+    ),
+    Bad(
+        "CPU target of nothing",
+        _S,
+        cache(gateway={"autoscaling": {"maxReplicas": 2, "cpuPercent": 0}}),
+        *("spec.gateway.autoscaling.cpuPercent", "0 is too small", "use at least 1"),
+    ),
+    Bad(
+        "gateway's maxReplicas below replicas",
+        _C,
+        cache(gateway={"replicas": 3, "autoscaling": {"maxReplicas": 2}}),
+        "spec.gateway.autoscaling.maxReplicas",
+        "2 is below replicas, the 3 that always run",
+        "use 3 or more, or lower replicas",
+    ),
+    Bad(
+        *("Ingress for no host", _S, cache(gateway={"ingress": {}})),
+        *("spec.gateway.ingress.host", "is missing", "add it"),
+    ),
+    Bad(
+        *("Ingress for what is no host", _S, cache(gateway={"ingress": {"host": "Rag Example"}})),
+        "spec.gateway.ingress.host",
+        *("'Rag Example' is no host name", "write it like rag.example.com"),
+    ),
+    Bad(
+        *("HTTPRoute to nowhere", _S, cache(gateway={"httpRoute": {}})),
+        *("spec.gateway.httpRoute.gateway", "is missing", "add it"),
+    ),
+    Bad(
+        "host name twice",
+        _S,
+        cache(gateway={"httpRoute": {"gateway": "g", "hostnames": ["a.example", "a.example"]}}),
+        "spec.gateway.httpRoute.hostnames[1]",
+        *("'a.example' is there already", "give each its own"),
+    ),
+    Bad(
+        "two ways in",
+        _C,
+        cache(gateway={"ingress": {"host": "a.example"}, "httpRoute": {"gateway": "g"}}),
+        "spec.gateway.httpRoute",
+        *("is given beside ingress", "keep the one that your cluster has"),
+    ),
+    Bad(
+        *("model of no kind", _S, cache(model={"source": "llama"})),
+        *("spec.model.source", "'llama' names no model"),
+        "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
+        "or path:FOLDER",
+    ),
+    Bad(
+        *("model that is not bundled", _S, cache(model={"source": "bundled:gpt"})),
+        "spec.model.source",
+        *("no bundled model is named 'gpt'", "use one of bundled:tinyrag"),
+    ),
+    Bad(
+        *("hub name with a space", _S, cache(model={"source": "hf:a b"})),
+        *("spec.model.source", "'a b' is no Hugging Face name"),
+        "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
+    ),
+    Bad(
+        *("folder outside its volume", _S, cache(model={"source": "pvc:models/../secrets"})),
+        *("spec.model.source", "'models/../secrets' is no volume claim and folder in it"),
+        "write it like pvc:models/llama-8b, without '..'",
+    ),
+    Bad(
+        *("image without a name", _S, cache(model={"source": "image:"})),
+        *("spec.model.source", "'' is no image reference"),
+        "write it like image:registry.example.com/models/llama-8b:1",
+    ),
+    Bad(
+        *("folder of one machine", _C, cache(model={"source": "path:/models/llama"})),
+        "spec.model.source",
+        "path:/models/llama is a folder of one machine, which pods do not see",
+        "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
+    ),
+    Bad(
+        *("length beyond the model's", _C, cache(model={"maxLength": 5000})),
+        "spec.model.maxLength",
+        *("5000 is over the 4096 tokens that bundled:tinyrag knows", "use 4096 or less"),
+    ),
+    Bad(
+        *("length of nothing", _S, cache(model={"maxLength": 10})),
+        *("spec.model.maxLength", "10 is too small", "use at least 64"),
+    ),
+    Bad(
+        *("unknown number format", _S, cache(model={"dtype": "int8"})),
+        *("spec.model.dtype", "'int8' is not allowed"),
+        "use 'auto', 'bfloat16', 'float16' or 'float32'",
+    ),
+    Bad(
+        *("empty model name", _S, cache(model={"name": ""})),
+        *("spec.model.name", "is empty", _NOT_GIVEN),
+    ),
+    Bad(
+        *("token for no hub", _C, cache(model={"tokenSecret": {"name": "hub"}})),
+        *("spec.model.tokenSecret", "is given, but bundled:tinyrag needs no token"),
+        "leave it out, or name a model of the hub as source, like hf:ORGANISATION/NAME",
+    ),
+    Bad(
+        "token of no Secret",
+        _S,
+        cache(model={"source": "hf:a/b", "tokenSecret": {"key": "token"}}),
+        *("spec.model.tokenSecret.name", "is missing", "add it"),
+    ),
+    Bad(
+        "token under what is no key",
+        _S,
+        cache(model={"source": "hf:a/b", "tokenSecret": {"name": "hub", "key": "a b"}}),
+        *("spec.model.tokenSecret.key", "'a b' is no key of a Secret"),
+        "use letters, digits, '-', '_' and '.'",
+    ),
+    Bad(
+        *("embedder of no kind", _S, cache(retriever={"embedder": {"source": "ftp://x"}})),
+        *("spec.retriever.embedder.source", "'ftp://x' is no embedder"),
+        "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
+        "like http://embeddings:8080/v1",
+    ),
+    Bad(
+        *("endpoint without a model", _C, cache(retriever={"embedder": {"source": "http://e/v1"}})),
+        "spec.retriever.embedder.model",
+        *("is missing: an endpoint serves many models", "name the one to ask for"),
+    ),
+    Bad(
+        *("model without an endpoint", _C, cache(retriever={"embedder": {"model": "x"}})),
+        *("spec.retriever.embedder.model", "is given, but the bundled embedder has only one"),
+        "leave it out, or name an endpoint's URL as source",
+    ),
+    Bad(
+        *("key for no endpoint", _C, cache(retriever={"embedder": {"keySecret": {"name": "k"}}})),
+        *("spec.retriever.embedder.keySecret", "is given, but the bundled embedder needs no key"),
+        "leave it out, or name an endpoint's URL as source",
+    ),
+    Bad(
+        *("chunks too small", _S, cache(retriever={"chunking": {"size": 8, "overlap": 0}})),
+        *("spec.retriever.chunking.size", "8 is too small", "use at least 16"),
+    ),
+    Bad(
+        *("overlap below nothing", _S, cache(retriever={"chunking": {"overlap": -1}})),
+        *("spec.retriever.chunking.overlap", "-1 is too small", "use at least 0"),
+    ),
+    Bad(
+        *("window too wide", _S, cache(retriever={"chunking": {"window": 9}})),
+        *("spec.retriever.chunking.window", "9 is too large", "use at most 8"),
+    ),
+    Bad(
+        *("overlap of half", _C, cache(retriever={"chunking": {"size": 128, "overlap": 64}})),
+        "spec.retriever.chunking.overlap",
+        *("64 is not less than half of size 128", "use about an eighth of the size"),
+    ),
+    Bad(
+        *("volume of no size", _S, cache(retriever={"storage": {"size": "10GB"}})),
+        *("spec.retriever.storage.size", "'10GB' is no quantity", _BYTES),
+    ),
+    Bad(
+        *("storage class of no name", _S, cache(retriever={"storage": {"className": "Fast_Disk"}})),
+        *("spec.retriever.storage.className", "'Fast_Disk' is no object name", _OBJECT_NAME),
+    ),
+    Bad(
+        "another volume for documents",
+        _C,
+        cache(retriever={"storage": {"size": "20Gi"}}),
+        "spec.retriever.storage",
+        "cannot change: Kubernetes does not change the claims of a StatefulSet",
+        "keep 10Gi, or make another RagCache with what you need",
+        old=cache(),
+    ),
+    Bad(
+        *("no engines", _S, cache(engines=[])),
+        *("spec.engines", "is empty", _NOT_GIVEN),
+    ),
+    Bad(
+        *("too many engines", _S, cache(engines=[{"name": f"e{i}"} for i in range(17)])),
+        *("spec.engines", "has 17 items", "keep 16"),
+    ),
+    Bad(
+        *("engines that are no list", _S, cache(engines={})),
+        *("spec.engines", "{} is not a list", "write a list"),
+    ),
+    Bad(
+        *("engine with a capital", _S, cache(engines=[{"name": "Main"}])),
+        *("spec.engines[0].name", "'Main' is no DNS label", _LABEL),
+    ),
+    Bad(
+        *("engine name too long", _S, cache(engines=[{"name": "m" * 16}])),
+        *("spec.engines[0].name", "is longer than 15 characters", "shorten it"),
+    ),
+    Bad(
+        *("engine name twice", _S, cache(engines=[{"name": "a"}, {"name": "b"}, {"name": "a"}])),
+        *("spec.engines[2].name", "'a' is there already", "give each its own"),
+        server="spec.engines[2]",
+    ),
+    Bad(
+        *("device that nothing runs on", _S, cache(engines=[{"device": "cuda"}])),
+        *("spec.engines[0].device", "'cuda' is not allowed", "use 'cpu'"),
+    ),
+    Bad(
+        *("no KV memory", _S, cache(engines=[{"kvMemory": "0Gi"}])),
+        *("spec.engines[0].kvMemory", "0Gi is not above zero", "write a value like 512Mi or 2Gi"),
+    ),
+    Bad(
+        *("KV memory below nothing", _S, cache(engines=[{"kvMemory": "-1Gi"}])),
+        *("spec.engines[0].kvMemory", "-1Gi is not above zero", "write a value like 512Mi or 2Gi"),
+    ),
+    Bad(
+        *("KV memory beyond counting", _W, cache(engines=[{"kvMemory": "9Ei"}])),
+        *("spec.engines[0].kvMemory", "'9Ei' is beyond 63 bits", _BYTES),
+    ),
+    Bad(
+        *("arguments in one string", _S, cache(engines=[{"args": "--max-num-seqs 8"}])),
+        *("spec.engines[0].args", "'--max-num-seqs 8' is not a list", "write a list"),
+    ),
+    Bad(
+        *("argument that is a number", _S, cache(engines=[{"args": ["--max-num-seqs", 8]}])),
+        *("spec.engines[0].args[1]", "8 is not a string", "write a string"),
+    ),
+    Bad(
+        *("argument that cuts the engine off", _C, cache(engines=[{"args": ["--port=1"]}])),
+        "spec.engines[0].args[0]",
+        *("--port moves the engine's server, and nothing would find it", "leave it out"),
+    ),
+    Bad(
+        *("argument that has a field", _C, cache(engines=[{"args": ["--max_model_len", "9"]}])),
+        *("spec.engines[0].args[0]", "--max-model-len is set by RagCache itself"),
+        "set spec.model.maxLength",
+    ),
+    Bad(
+        *("argument in short", _C, cache(engines=[{"args": ["--max_mo=9"]}])),
+        "spec.engines[0].args[0]",
+        "--max-mo, read as --max-model-len, is set by RagCache itself",
+        "set spec.model.maxLength",
+    ),
+    Bad(
+        *("engine that wants a key", _C, cache(engines=[{"args": ["--api-key", "secret"]}])),
+        "spec.engines[0].args[0]",
+        *("--api-key makes the engine refuse what it is asked", "leave it out"),
+    ),
+    Bad(
+        "another connector, by a key of its value",
+        _C,
+        cache(engines=[{"args": ["--kv-transfer-config.kv_connector", "x"]}]),
+        "spec.engines[0].args[0]",
+        *("--kv-transfer-config takes the place of what RagCache sets itself", "leave it out"),
+    ),
+    Bad(
+        "arguments out of a file",
+        _C,
+        cache(engines=[{"args": ["--config", "/models/serve.yaml"]}]),
+        *("spec.engines[0].args[0]", "--config takes the place of what RagCache sets itself"),
+        "leave it out",
+    ),
+    Bad(
+        "engine's maxReplicas below replicas",
+        _C,
+        cache(engines=[{"replicas": 2, "autoscaling": {"maxReplicas": 1}}]),
+        "spec.engines[0].autoscaling.maxReplicas",
+        "1 is below replicas, the 2 that always run",
+        "use 2 or more, or lower replicas",
+    ),
+    Bad(
+        "engine's memory below its KV cache",
+        _W,
+        cache(engines=[{"kvMemory": "4Gi", "resources": {"memory": "2Gi"}}]),
+        "spec.engines[0].resources.memory",
+        "2Gi does not hold the 4Gi of kvMemory",
+        "use well over 4Gi, or leave it out to have it derived",
+    ),
+    Bad(
+        "engine's memory below its KV cache and host tier",
+        _W,
+        cache(engines=[{"kvMemory": "4Gi", "hostTier": "2Gi", "resources": {"memory": "6Gi"}}]),
+        "spec.engines[0].resources.memory",
+        "6Gi does not hold the 4Gi and 2Gi of kvMemory and hostTier",
+        "use well over 4Gi and 2Gi, or leave it out to have it derived",
+    ),
+    Bad(
+        "no host tier",
+        _S,
+        cache(engines=[{"hostTier": "0Gi"}]),
+        "spec.engines[0].hostTier",
+        "0Gi is not above zero",
+        "write a value like 512Mi or 2Gi",
+    ),
+    Bad(
+        "memory limit below the request",
+        _W,
+        cache(gateway={"resources": {"memory": "1Gi", "memoryLimit": "512Mi"}}),
+        "spec.gateway.resources.memoryLimit",
+        *("512Mi is below the 1Gi that memory requests", "use 1Gi or more"),
+    ),
+    Bad(
+        *("cores in words", _S, cache(gateway={"resources": {"cpu": "two"}})),
+        "spec.gateway.resources.cpu",
+        *("'two' is no quantity", "write cores as Kubernetes does, like 250m or 2"),
+    ),
+    Bad(
+        *("no shards", _S, cache(cacheStore={"shards": 0})),
+        *("spec.cacheStore.shards", "0 is too small", "use at least 1"),
+    ),
+    Bad(
+        *("memory with a fraction", _S, cache(cacheStore={"memory": 1.5})),
+        *("spec.cacheStore.memory", "'1.5' is no quantity", _BYTES),
+    ),
+    Bad(
+        *("policy of nobody", _S, cache(cacheStore={"policy": "clairvoyant"})),
+        *("spec.cacheStore.policy", "'clairvoyant' is not allowed"),
+        "use 'score', 'pgdsf', 'gdsf', 'lru', 'lfu', 'fifo', 's3fifo' or 'cachecraft'",
+    ),
+    Bad(
+        "admission by scores that nobody has",
+        _C,
+        cache(cacheStore={"policy": "lru", "admission": "score"}),
+        "spec.cacheStore.admission",
+        "score compares scores, and policy lru has none",
+        "use policy score, or admission always or secondTouch",
+    ),
+    Bad(
+        *("precision that loses some", _S, cache(cacheStore={"precision": {"key": "int8"}})),
+        *("spec.cacheStore.precision.key", "'int8' is not allowed", "use 'native' or 'packed'"),
+    ),
+    Bad(
+        *("reuse that recomputes nothing by name", _S, cache(reuse={"mode": "off"})),
+        *("spec.reuse.mode", "'off' is not allowed", "use 'exact' or 'blend'"),
+    ),
+    Bad(
+        *("share above all", _S, cache(reuse={"mode": "blend", "maxRecompute": 1.5})),
+        *("spec.reuse.maxRecompute", "1.5 is too large", "use at most 1.0"),
+    ),
+    Bad(
+        *("share below nothing", _S, cache(reuse={"maxRecompute": -0.1})),
+        *("spec.reuse.maxRecompute", "-0.1 is too small", "use at least 0.0"),
+    ),
+    Bad(
+        *("share in quotes", _S, cache(reuse={"maxRecompute": "0.2"})),
+        "spec.reuse.maxRecompute",
+        *("'0.2' is not a number", "write a number, without quotes"),
+    ),
+    Bad(
+        *("quality in per cent", _S, cache(reuse={"mode": "blend", "quality": 95})),
+        *("spec.reuse.quality", "95 is too large", "use at most 1.0"),
+    ),
+    Bad(
+        *("quality by name", _S, cache(reuse={"quality": "high"})),
+        *("spec.reuse.quality", "'high' is not a number", "write a number, without quotes"),
+    ),
+    Bad(
+        *("collector without http", _S, cache(telemetry={"otlp": {"endpoint": "collector:4317"}})),
+        *("spec.telemetry.otlp.endpoint", "'collector:4317' is no URL of a collector"),
+        "write it like http://collector:4318",
+    ),
+    Bad(
+        *("telemetry to nowhere", _S, cache(telemetry={"otlp": {}})),
+        *("spec.telemetry.otlp.endpoint", "is missing", "add it"),
+    ),
+    Bad(
+        *("memory for no value", _W, cache(cacheStore={"memory": "1Mi"})),
+        *(
+            "spec.cacheStore.memory",
+            "1Mi does not hold the values that are on their way in and out",
+        ),
+        "use 64Mi or more, and four times the largest chunk-cache at least",
+    ),
+    Bad(
+        "store's memory limit below its memory tier",
+        _W,
+        cache(cacheStore={"memory": "2Gi", "resources": {"memoryLimit": "2Gi"}}),
+        "spec.cacheStore.resources.memoryLimit",
+        "2Gi does not hold the 2Gi of memory",
+        "use well over 2Gi, or leave it out to have it derived",
+    ),
+    Bad(
+        "another class for the store's disks",
+        _C,
+        cache(cacheStore={"disk": {"size": "4Gi", "className": "fast"}}),
+        "spec.cacheStore.disk",
+        "cannot change: Kubernetes does not change the claims of a StatefulSet",
+        "keep 4Gi, or make another RagCache with what you need",
+        old=cache(cacheStore={"disk": {"size": "4Gi"}}),
+    ),
+    Bad(
+        *("label key with a space", _W, cache(scheduling={"nodeSelector": {"a b": "c"}})),
+        *("spec.scheduling.nodeSelector.a b", "'a b' is no key of a label"),
+        "write it like disk or example.com/disk",
+    ),
+    Bad(
+        *("label value with a slash", _S, cache(scheduling={"nodeSelector": {"disk": "a/b"}})),
+        *("spec.scheduling.nodeSelector.disk", "'a/b' is no value of a label"),
+        "use letters, digits, '-', '_' and '.', with a letter or digit at both ends",
+    ),
+    Bad(
+        *("toleration of no kind", _S, cache(scheduling={"tolerations": [{"operator": "Has"}]})),
+        *("spec.scheduling.tolerations[0].operator", "'Has' is not allowed"),
+        "use 'Equal' or 'Exists'",
+    ),
+    Bad(
+        *("toleration of nothing", _C, cache(scheduling={"tolerations": [{"value": "a"}]})),
+        *("spec.scheduling.tolerations[0].key", "is missing, and operator is not Exists"),
+        "name the taint's key",
+    ),
+    Bad(
+        "toleration of any value of one",
+        _C,
+        cache(scheduling={"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}),
+        "spec.scheduling.tolerations[0].value",
+        *("is given, but operator Exists looks at none", "leave it out, or use Equal"),
+    ),
+    Bad(
+        "toleration that ends too early",
+        _C,
+        cache(scheduling={"tolerations": [{"key": "a", "tolerationSeconds": 5}]}),
+        "spec.scheduling.tolerations[0].tolerationSeconds",
+        *("is given, but only NoExecute ends", "leave it out, or use effect NoExecute"),
+    ),
+    Bad(
+        "pull secret twice",
+        _S,
+        cache(scheduling={"imagePullSecrets": [{"name": "a"}, {"name": "a"}]}),
+        "spec.scheduling.imagePullSecrets[1].name",
+        *("'a' is there already", "give each its own"),
+        server="spec.scheduling.imagePullSecrets[1]",
+    ),
+    Bad(
+        *("unknown policy for data", _S, cache(dataPolicy="Keep")),
+        *("spec.dataPolicy", "'Keep' is not allowed", "use 'Retain' or 'Delete'"),
+    ),
+    Bad(
+        *("switch in words", _S, cache(networkPolicy={"enabled": "yes"})),
+        *("spec.networkPolicy.enabled", "'yes' is neither true nor false"),
+        "write true or false, without quotes",
+    ),
+    Bad(
+        *("client that is nobody", _S, cache(networkPolicy={"clients": [{}]})),
+        "spec.networkPolicy.clients[0]",
+        *("selects nobody", "give namespaceSelector, podSelector or both"),
+    ),
+    Bad(
+        "comparison with nothing",
+        _C,
+        cache(
+            networkPolicy={
+                "clients": [{"podSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}}]
+            }
+        ),
+        "spec.networkPolicy.clients[0].podSelector.matchExpressions[0].values",
+        *("In compares with nothing", "list one value or more"),
+    ),
+    Bad(
+        *("unknown field", _P, cache(gateway={"prot": 1})),
+        *("spec.gateway.prot", "unknown field", "did you mean port?"),
+    ),
+    Bad(
+        *("field in another spelling", _P, cache(engines=[{"kv_memory": "1Gi"}])),
+        *("spec.engines[0].kv_memory", "unknown field", "did you mean kvMemory?"),
+    ),
+)
+
+_COLLECTIONS = (
+    Bad(
+        *("name with a dot (collection)", _S, collection("a.b")),
+        *("metadata.name", "'a.b' is no DNS label", _LABEL),
+    ),
+    Bad(
+        *("documents for no RagCache", _S, collection(cacheRef=None)),
+        *("spec.cacheRef", "is missing"),
+        "write cacheRef: {name: my-cache}, the RagCache that keeps the documents",
+    ),
+    Bad(
+        *("RagCache of no name", _S, collection(cacheRef={"name": "Docs"})),
+        *("spec.cacheRef.name", "'Docs' is no DNS label", _LABEL),
+    ),
+    Bad(
+        "another RagCache",
+        _C,
+        collection(cacheRef={"name": "other"}),
+        "spec.cacheRef.name",
+        "cannot change from 'docs': its documents would stay behind",
+        "delete this RagCollection and make one for the other RagCache",
+        old=collection(),
+    ),
+    Bad(
+        *("collection of no name", _S, collection(collection="Hand book")),
+        *("spec.collection", "'Hand book' is no DNS label", _LABEL),
+    ),
+    Bad(
+        "another collection",
+        _C,
+        collection(collection="manual"),
+        "spec.collection",
+        "cannot change from 'handbook': its documents would stay behind",
+        "delete this RagCollection and make one for the other collection",
+        old=collection(),
+    ),
+    Bad(
+        *("overlap of half (collection)", _C, collection(chunking={"size": 64})),
+        "spec.chunking.overlap",
+        *("32 is not less than half of size 64", "use about an eighth of the size"),
+    ),
+    Bad(
+        *("pruning in words", _S, collection(prune="no")),
+        *("spec.prune", "'no' is neither true nor false", "write true or false, without quotes"),
+    ),
+    Bad(
+        *("interval in words", _S, collection(sync={"interval": "5 minutes"})),
+        *("spec.sync.interval", "'5 minutes' is no duration", "write it like 90s, 5m or 1h30m"),
+    ),
+    Bad(
+        *("interval too short", _C, collection(sync={"interval": "5s"})),
+        *("spec.sync.interval", "5s is out of range", "use 10s to 24h"),
+    ),
+    Bad(
+        *("interval too long", _C, collection(sync={"interval": "24h1s"})),
+        *("spec.sync.interval", "24h1s is out of range", "use 10s to 24h"),
+    ),
+    Bad(
+        *("documents from nowhere", _S, collection(sources=[])),
+        *("spec.sources", "is empty", _NOT_GIVEN),
+    ),
+    Bad(
+        *("sources left out", _S, collection(sources=None)),
+        *("spec.sources", "is missing"),
+        "write sources: [{configMap: {name: my-documents}}], or another source",
+    ),
+    Bad(
+        "too many sources",
+        _S,
+        collection(sources=[{"configMap": {"name": f"c{i}"}} for i in range(33)]),
+        *("spec.sources", "has 33 items", "keep 32"),
+    ),
+    Bad(
+        *("source that is none", _S, source()),
+        *("spec.sources[0]", "names no source", "give one of configMap, volume, http, git"),
+    ),
+    Bad(
+        "source that is two",
+        _S,
+        source(configMap={"name": "c"}, http={"url": "https://example.com/a.zip"}),
+        *("spec.sources[0]", "names 2 sources: configMap, http"),
+        "put each into an item of its own",
+    ),
+    Bad(
+        *("ConfigMap without a name", _S, source(configMap={})),
+        *("spec.sources[0].configMap.name", "is missing", "add it"),
+    ),
+    Bad(
+        *("folder above the volume", _S, source(volume={"claimName": "c", "path": "../x"})),
+        *("spec.sources[0].volume.path", "'../x' is no folder below the source's own", _PATH),
+    ),
+    Bad(
+        *("folder of the node", _S, source(volume={"claimName": "c", "path": "/etc"})),
+        *("spec.sources[0].volume.path", "'/etc' is no folder below the source's own", _PATH),
+    ),
+    Bad(
+        *("URL of another kind", _S, source(http={"url": "ftp://example.com/a.zip"})),
+        *("spec.sources[0].http.url", "'ftp://example.com/a.zip' is no URL", _URL),
+    ),
+    Bad(
+        *("password in a URL", _S, source(http={"url": "https://me:pw@example.com/a.zip"})),
+        *("spec.sources[0].http.url", "'https://me:pw@example.com/a.zip' is no URL", _URL),
+    ),
+    Bad(
+        "ref that is an option",
+        _S,
+        source(git={"url": "https://example.com/a.git", "ref": "--upload-pack=x"}),
+        *("spec.sources[0].git.ref", "'--upload-pack=x' is no branch, tag or commit"),
+        "write it like main, v1.2 or a commit's hash",
+    ),
+    Bad(
+        "bearer token of no Secret",
+        _S,
+        source(http={"url": "https://example.com/a.zip", "bearerSecret": {}}),
+        *("spec.sources[0].http.bearerSecret.name", "is missing", "add it"),
+    ),
+    Bad(
+        *("unknown source", _P, source(configMap={"name": "c"}, s3={"bucket": "b"})),
+        "spec.sources[0].s3",
+        *("unknown field", "the fields here are configMap, volume, http, git"),
+    ),
+)
+
+BAD: tuple[Bad, ...] = (*_CACHES, *_COLLECTIONS)

@@ -1,0 +1,199 @@
+"""The cache store as a process: starting, stopping, being killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.support.processes import free_port
+from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.store_api import Ack, Deletion, PutOutcome
+from ragcache_kv.store_client.client import StoreClient
+from tests.helpers.cachestore_parts import TIMEOUT_S, get_value, key, put_value, value
+
+
+def environment(folder: Path, port: int) -> dict[str, str]:
+    return os.environ | {
+        "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+        "RAGCACHE_DATA_DIR": str(folder),
+        "RAGCACHE_MEMORY_BYTES": "8000000",
+        "RAGCACHE_DISK_BYTES": "1000000000",
+        "RAGCACHE_LANE_LISTEN": "127.0.0.1:0",
+        "RAGCACHE_LANE_SOCKET": str(folder.parent / f"{port}.sock"),
+    }
+
+
+def command() -> list[str]:
+    return [sys.executable, "-m", "ragcache_cachestore"]
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@contextmanager
+def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], StoreClient]]:
+    """A process that answers, killed afterwards unless it has ended."""
+    process = subprocess.Popen(command(), env=environment(folder, port))
+    client = StoreClient(f"127.0.0.1:{port}")
+    try:
+        give_up = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                client.stats()
+                break
+            except Unavailable:
+                assert process.poll() is None
+                assert time.monotonic() < give_up
+                time.sleep(0.02)
+        yield process, client
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+
+
+def size_of(number: int) -> int:
+    """Mostly small ones, and some of many pages."""
+    return 1 + number * 7919 % 30_000 if number % 20 else 1_000_000 * (1 + number // 20 % 3)
+
+
+def test_a_kill_at_any_instant_keeps_everything_acknowledged(tmp_path: Path, port: int) -> None:
+    acknowledged: list[int] = []
+    numbers = iter(range(100_000))
+
+    def put_until_it_dies(client: StoreClient) -> None:
+        try:
+            for number in numbers:
+                raw = value(size_of(number), number)
+                outcome = put_value(client, key(number), raw, ack=Ack.DURABLE)
+                if outcome is PutOutcome.STORED:
+                    acknowledged.append(number)
+        except RagCacheError:
+            return
+
+    for kill in range(3):
+        with running(tmp_path, port) as (process, client):
+            writers = [threading.Thread(target=put_until_it_dies, args=(client,)) for _ in range(3)]
+            for writer in writers:
+                writer.start()
+            while len(acknowledged) < 150 * (kill + 1):
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+            for writer in writers:
+                writer.join(TIMEOUT_S)
+    with running(tmp_path, port) as (_, client):
+        for number in acknowledged:
+            assert get_value(client, key(number)) == value(size_of(number), number)
+        stats = client.stats()
+        assert stats.corrupt == 0
+        assert stats.variants >= len(acknowledged)
+
+
+def test_a_kill_during_deletes_brings_nothing_back(tmp_path: Path, port: int) -> None:
+    deleted: list[int] = []
+    with running(tmp_path, port) as (process, client):
+        for number in range(60):
+            put_value(client, key(number), value(1000, number), ack=Ack.DURABLE)
+
+        def delete_until_it_dies() -> None:
+            try:
+                for number in range(60):
+                    client.delete(Deletion(id=b"", chunks=(key(number).chunk,)))
+                    deleted.append(number)
+            except RagCacheError:
+                return
+
+        deleter = threading.Thread(target=delete_until_it_dies)
+        deleter.start()
+        while len(deleted) < 20:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        deleter.join(TIMEOUT_S)
+    with running(tmp_path, port) as (_, client):
+        for number in range(60):
+            found = get_value(client, key(number))
+            assert found in ({None} if number in deleted else {None, value(1000, number)})
+        assert client.stats().corrupt == 0
+        assert get_value(client, key(59)) == value(1000, 59) or len(deleted) >= 59
+
+
+def test_a_stop_is_clean_and_keeps_what_was_accepted(tmp_path: Path, port: int) -> None:
+    with running(tmp_path, port) as (process, client):
+        for number in range(20):
+            put_value(client, key(number), value(100_000, number))
+        assert client.lane == "shared"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+    with running(tmp_path, port) as (_, client):
+        for number in range(20):
+            assert get_value(client, key(number)) == value(100_000, number)
+
+
+def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
+    health = f"127.0.0.1:{free_port()}"
+    env = environment(tmp_path, port) | {"RAGCACHE_HEALTH_LISTEN": health}
+    process = subprocess.Popen(command(), env=env)
+    try:
+        give_up = time.monotonic() + TIMEOUT_S
+        while (status := status_of(f"http://{health}/readyz")) != 200:
+            assert status in {None, 503}
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        assert status_of(f"http://{health}/healthz") == 200
+        taken = environment(tmp_path / "b", 0) | {"RAGCACHE_HEALTH_LISTEN": health}
+        assert "RAGCACHE_HEALTH_LISTEN" in started_in_vain(taken)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status_of(url: str) -> int | None:
+    """None while nothing listens."""
+    try:
+        return httpx.get(url, trust_env=False, timeout=60).status_code
+    except httpx.ConnectError:
+        return None
+
+
+def started_in_vain(env: dict[str, str]) -> str:
+    """What a start that must fail says."""
+    done = subprocess.run(
+        command(), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_second_process_on_the_folder_is_refused(tmp_path: Path, port: int) -> None:
+    with running(tmp_path, port) as (_, client):
+        assert "in use by another process" in started_in_vain(environment(tmp_path, 0))
+        put_value(client, key(1), b"the first goes on")
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
+    with running(tmp_path / "a", port):
+        taken = environment(tmp_path / "b", port)
+        # Its lane is the other's, too, and is not taken from it.
+        assert "RAGCACHE_LANE_SOCKET" in started_in_vain(taken)
+        taken |= {"RAGCACHE_LANE_SOCKET": str(tmp_path / "b.sock")}
+        assert f"RAGCACHE_LISTEN: 127.0.0.1:{port}" in started_in_vain(taken)
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    wrong = environment(tmp_path, 0) | {"RAGCACHE_DISK_BYTES": "plenty"}
+    assert "RAGCACHE_DISK_BYTES: is 'plenty'" in started_in_vain(wrong)

@@ -1,0 +1,499 @@
+"""The cache store through its real gRPC interface, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ragcache_cachestore.api import grpc_service
+from ragcache_cachestore.api.grpc_service import MAX_WATCHERS, SERVICE
+from ragcache_cachestore.state.leases import Lease
+from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
+from ragcache_core.identity.variant import Miss, Origin, Tier
+from ragcache_core.store_api import (
+    MAX_KEYS,
+    MAX_NAME_CHARS,
+    MAX_PARTS,
+    MAX_PIN_S,
+    MAX_TOKENS,
+    Ack,
+    Deletion,
+    EventKind,
+    PutOutcome,
+    Want,
+)
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.values.conversions import to_key, to_put_header
+from ragcache_wire.status import from_rpc_error
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from tests.helpers.cachestore_parts import (
+    MIB,
+    TIMEOUT_S,
+    Served,
+    checksum,
+    get_value,
+    info,
+    key,
+    parts_of,
+    put_value,
+    serving,
+    value,
+    variant,
+)
+
+LANES = (("grpc",), ("socket",), ("shared",))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path) as served:
+        yield served
+
+
+def header(raw: bytes, number: int = 1, **changes: Any) -> pb.PutPart:
+    """The first message of a put. changes: fields of the header's info."""
+    message = to_put_header(variant(key(number), raw), Ack.ACCEPTED)
+    for name, changed in changes.items():
+        setattr(message.info, name, changed)
+    return pb.PutPart(header=message)
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    """Wait until claim holds."""
+    give_up = time.monotonic() + TIMEOUT_S
+    while not claim():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def refusal(call: Callable[[], object]) -> InvalidInput:
+    """What a call is refused with."""
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    error = from_rpc_error("cachestore", refused.value)
+    assert isinstance(error, InvalidInput)
+    return error
+
+
+def put_refusal(served: Served, *parts: pb.PutPart) -> InvalidInput:
+    """What a put of parts is refused with."""
+    return refusal(lambda: served.stub.Put(iter(parts), timeout=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("num_bytes", [1, 1000, MIB, 5 * MIB + 17])
+def test_a_value_goes_in_and_comes_out(
+    tmp_path: Path, lane: tuple[str, ...], num_bytes: int
+) -> None:
+    with serving(tmp_path, lanes=lane[:1] if lane != ("grpc",) else ()) as served:
+        raw = value(num_bytes)
+        assert put_value(served.client, key(1), raw, num_parts=3) is PutOutcome.STORED
+        assert put_value(served.client, key(1), raw) is PutOutcome.HELD_ALREADY
+        assert served.client.lane == lane[0]
+        ((asked, found),) = served.client.get([key(1)], TIMEOUT_S)
+        assert asked == key(1)
+        assert not isinstance(found, Miss)
+        assert found.value == raw
+        assert (found.info, found.parts, found.value_format, found.tier) == (
+            info(num_bytes),
+            parts_of(raw, 3),
+            1,
+            Tier.MEMORY,
+        )
+        eventually(lambda: served.store.stats().bytes_by_lane.get(lane[0]) == 2 * num_bytes)
+
+
+def test_many_values_come_in_the_order_asked_with_misses_between(served: Served) -> None:
+    for number in range(0, 20, 2):
+        put_value(served.client, key(number), value(100_000 + number))
+    asked = [key(number) for number in [*range(19, -1, -1), 4, 4]]
+    got = list(served.client.get(asked, TIMEOUT_S))
+    assert [variant for variant, _ in got] == asked
+    for one, found in got:
+        number = int.from_bytes(one.chunk)
+        expected = Miss.NEVER_STORED if number % 2 else value(100_000 + number)
+        assert (found if isinstance(found, Miss) else found.value) == expected
+
+
+def test_a_lookup_tells_what_is_stored_and_where(served: Served) -> None:
+    put_value(served.client, key(1), value(10), origin=Origin(prefix_chunks=(key(7).chunk,)))
+    answer = served.client.lookup([Want.of(key(0)), Want.of(key(1)), Want(key(1).chunk)])
+    missing, one, every = answer.variants
+    assert (missing.held, missing.miss) == ((), Miss.NEVER_STORED)
+    assert (one.held[0].info, one.held[0].tier) == (info(10), Tier.MEMORY)
+    assert every.held[0].prefix_chunks == (key(7).chunk,)
+    assert answer.as_of.store == served.store.store_id
+
+
+def test_as_many_keys_as_allowed_are_answered(served: Served) -> None:
+    put_value(served.client, key(MAX_KEYS - 1), b"x")
+    keys = [key(number) for number in range(MAX_KEYS)]
+    answers = served.client.lookup([Want.of(one) for one in keys], TIMEOUT_S).variants
+    assert [bool(answer.held) for answer in answers] == [False] * (MAX_KEYS - 1) + [True]
+    found = [one for one, got in served.client.get(keys, TIMEOUT_S) if not isinstance(got, Miss)]
+    assert found == [key(MAX_KEYS - 1)]
+
+
+def test_more_keys_are_refused(served: Served) -> None:
+    keys = [key(number) for number in range(MAX_KEYS + 1)]
+    with pytest.raises(TooLarge, match="wants"):
+        served.client.lookup([Want.of(one) for one in keys], TIMEOUT_S)
+    with pytest.raises(TooLarge, match="keys"):
+        list(served.client.get(keys, TIMEOUT_S))
+    with pytest.raises(TooLarge, match="keys"):
+        served.client.pin(keys, 1.0, TIMEOUT_S)
+
+
+def test_deletes_and_their_tombstones(served: Served) -> None:
+    for prefix in range(3):
+        put_value(served.client, key(1, prefix), value(10))
+    put_value(served.client, key(2), value(10))
+    planned = served.client.lookup([]).as_of
+    deletion = Deletion(id=os.urandom(16), chunks=(key(1).chunk,))
+    assert served.client.delete(deletion) == 3
+    assert served.client.delete(deletion) == 0
+    assert [get_value(served.client, key(n)) for n in (1, 2)] == [None, value(10)]
+    ((_, found),) = served.client.get([key(1)], TIMEOUT_S)
+    assert found is Miss.DELETED
+    late = put_value(served.client, key(1), value(10), as_of=planned)
+    assert late is PutOutcome.DELETED
+    (told,) = served.client.tombstones(0)
+    assert (told.id, told.chunks) == (deletion.id, deletion.chunks)
+    later_ms = time.time_ns() // 1_000_000 + 1000
+    assert list(served.client.tombstones(later_ms)) == []
+
+
+def test_pins_and_prefetches_are_counted(served: Served) -> None:
+    put_value(served.client, key(1), value(10))
+    assert served.client.pin([key(1), key(2)], 5.0) == 1
+    assert served.client.unpin([key(1), key(2)]) == 1
+    assert served.client.prefetch([key(1)]) == 0
+
+
+def test_who_it_is_is_said_first(tmp_path: Path) -> None:
+    with serving(tmp_path, lanes=("shared", "socket")) as served:
+        reply = served.stub.Hello(pb.HelloRequest(), timeout=TIMEOUT_S)
+        assert reply.boot == served.store.boot
+        assert reply.store == served.store.store_id
+        assert reply.max_value_bytes == served.store.max_value_bytes
+        assert reply.lane_port > 0
+        assert os.path.exists(reply.lane_socket)
+
+
+def test_only_one_shard_has_no_replicas_to_change(served: Served) -> None:
+    assert not served.client.change_replica(key(1), "other:1", drop=False)
+    with pytest.raises(InvalidInput, match="shard"):
+        served.client.change_replica(key(1), "nowhere", drop=False)
+
+
+def test_a_watcher_gets_a_snapshot_then_events_and_can_go_on(served: Served) -> None:
+    put_value(served.client, key(1), value(10))
+    events = served.client.watch(timeout_s=TIMEOUT_S)
+    begin, stored, end = (next(events) for _ in range(3))
+    assert [event.kind for event in (begin, stored, end)] == [
+        EventKind.SNAPSHOT_BEGIN,
+        EventKind.STORED,
+        EventKind.SNAPSHOT_END,
+    ]
+    assert (stored.key, stored.tier, stored.info) == (key(1), Tier.MEMORY, info(10))
+    put_value(served.client, key(2), value(10))
+    event = next(events)
+    assert (event.kind, event.key, event.sequence) == (
+        EventKind.STORED,
+        key(2),
+        end.sequence + 1,
+    )
+    served.client.delete(Deletion(id=b"", chunks=(key(2).chunk,)))
+    events.close()  # type: ignore[attr-defined]
+    again = served.client.watch(event.boot, event.sequence, timeout_s=TIMEOUT_S)
+    assert next(again).kind is EventKind.DROPPED
+    again.close()  # type: ignore[attr-defined]
+    other_boot = served.client.watch(bytes(16), event.sequence, timeout_s=TIMEOUT_S)
+    assert next(other_boot).kind is EventKind.SNAPSHOT_BEGIN
+    other_boot.close()  # type: ignore[attr-defined]
+
+
+def test_watchers_are_bounded_and_end_with_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        watches = [served.client.watch(timeout_s=TIMEOUT_S) for _ in range(MAX_WATCHERS)]
+        for events in watches:
+            next(events)
+        with pytest.raises(Unavailable, match="watch"):
+            next(served.client.watch(timeout_s=TIMEOUT_S))
+        began = time.monotonic()
+    assert time.monotonic() - began < TIMEOUT_S
+
+
+def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> None:
+    raw = value(3 * MIB)
+    with serving(tmp_path) as served:
+        for number in (1, 2):
+            put_value(served.client, key(number), raw, ack=Ack.DURABLE)
+    with serving(tmp_path) as served:
+        (lease,) = opened = served.store.open([key(1)])
+        served.store.note_opened(opened)
+        assert isinstance(lease, Lease)
+        wants = [Want.of(key(1))]
+        eventually(lambda: served.store.lookup(wants).variants[0].held[0].tier is Tier.MEMORY)
+        served.store.release([lease.id])
+        os.pwrite(served.store.value_file.fd, b"rot", lease.extents[0].offset + 2 * MIB)
+    with serving(tmp_path, memory_bytes=3 * MIB) as served:
+        put_value(served.client, key(3), value(3 * MIB))
+        served.store.flush()
+        got = served.client.get([key(n) for n in (1, 2)], TIMEOUT_S)
+        assert [getattr(found, "value", found) for _, found in got] == [Miss.CORRUPT, raw]
+        eventually(lambda: served.client.stats().corrupt == 1)
+        assert get_value(served.client, key(1)) is None
+        assert put_value(served.client, key(1), raw) is PutOutcome.STORED
+        assert get_value(served.client, key(1)) == raw
+
+
+def test_a_restart_keeps_what_was_stored(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        for number in range(10):
+            put_value(served.client, key(number), value(100_000, number))
+    with serving(tmp_path) as served:
+        stats = served.client.stats()
+        assert (stats.variants, stats.disk_bytes, stats.memory_bytes) == (10, 1_000_000, 0)
+        for number in range(10):
+            assert get_value(served.client, key(number)) == value(100_000, number)
+
+
+def test_memory_stays_bounded_while_everything_is_served(tmp_path: Path) -> None:
+    with serving(tmp_path, memory_bytes=3 * MIB) as served:
+        for number in range(8):
+            put_value(served.client, key(number), value(MIB, number))
+        for number in range(8):
+            assert get_value(served.client, key(number)) == value(MIB, number)
+            assert served.client.stats().memory_bytes <= 3 * MIB
+        stats = served.client.stats()
+        assert stats.hits_disk + stats.hits_memory == 8
+        assert stats.evictions["memory"] >= 5
+
+
+def test_a_client_that_vanishes_during_a_put_leaves_nothing(served: Served) -> None:
+    raw = value(3 * MIB)
+    sent = threading.Event()
+    never = threading.Event()
+
+    def parts() -> Iterator[pb.PutPart]:
+        yield header(raw)
+        yield pb.PutPart(data=raw[:MIB])
+        sent.set()
+        never.wait(TIMEOUT_S)
+
+    call = served.stub.Put.future(parts(), timeout=TIMEOUT_S)
+    assert sent.wait(TIMEOUT_S)
+    call.cancel()
+    never.set()
+    eventually(lambda: served.store.stats().memory_bytes == 0)
+    assert get_value(served.client, key(1)) is None
+    assert put_value(served.client, key(1), raw) is PutOutcome.STORED
+
+
+def test_a_client_that_stops_reading_frees_what_was_held_for_it(served: Served) -> None:
+    for number in range(4):
+        put_value(served.client, key(number), value(4 * MIB, number))
+    request = pb.GetRequest(keys=[to_key(key(number)) for number in range(4)])
+    call = served.stub.Get(request, timeout=TIMEOUT_S)
+    next(call)
+    eventually(lambda: served.store.stats().leases == 1)
+    call.cancel()
+    eventually(lambda: served.store.stats().leases == 0)
+    assert get_value(served.client, key(3)) == value(4 * MIB, 3)
+
+
+def test_a_put_that_stalls_holds_its_room_no_longer_than_a_lease_lasts(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_service, "LEASE_S", 0.2)
+    over = threading.Event()
+
+    def parts() -> Iterator[pb.PutPart]:
+        yield header(value(3 * MIB))
+        over.wait(TIMEOUT_S)
+
+    call = served.stub.Put.future(parts(), timeout=TIMEOUT_S)
+    with pytest.raises(grpc.RpcError, match="too slowly"):
+        call.result()
+    over.set()
+    assert served.store.stats().memory_bytes == 0
+
+
+def test_readers_that_have_stopped_hold_up_no_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.service._gets = asyncio.Semaphore(1)
+    put_value(served.client, key(1), value(32 * MIB))
+    put_value(served.client, key(2), value(10))
+    monkeypatch.setattr(grpc_service, "LEASE_S", 2.0)
+    stopped = served.stub.Get(pb.GetRequest(keys=[to_key(key(1))]), timeout=TIMEOUT_S)
+    next(stopped)
+    assert get_value(served.client, key(2)) == value(10)
+    stopped.cancel()
+    eventually(lambda: not served.store.stats().leases)
+    assert "ExecuteBatchError" not in caplog.text
+
+
+def test_before_it_is_open_it_says_and_hears_what_was_deleted_and_nothing_else(
+    served: Served,
+) -> None:
+    put_value(served.client, key(1), value(10))
+    served.service._gated = True
+    with pytest.raises(Unavailable, match="asking the other shards"):
+        served.client.lookup([Want.of(key(1))])
+    with pytest.raises(Unavailable, match="asking the other shards"):
+        get_value(served.client, key(1))
+    with pytest.raises(Unavailable, match="asking the other shards"):
+        put_value(served.client, key(2), value(10))
+    assert served.client.stats().variants == 1
+    assert served.client.delete(Deletion(os.urandom(16), (key(1).chunk,))) == 1
+    assert len(list(served.client.tombstones(0))) == 1
+    served.service.open()
+    assert served.client.lookup([Want.of(key(1))]).variants[0].miss is Miss.DELETED
+
+
+def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:
+    with serving(tmp_path, free_bytes=lambda: 0) as served:
+        assert put_value(served.client, key(1), b"x") is PutOutcome.STORED
+        with pytest.raises(Unavailable, match="disk is full"):
+            put_value(served.client, key(2), b"x", ack=Ack.DURABLE)
+        assert get_value(served.client, key(1)) == b"x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_tokens": 0}, "header.info.num_tokens"),
+        ({"num_tokens": MAX_TOKENS + 1}, "header.info.num_tokens"),
+        ({"num_bytes": 0}, "header.info.num_bytes"),
+        ({"num_bytes": 2 * MIB}, "header.info.num_bytes"),  # the store holds less
+        ({"num_bytes": 2}, "header.part_bytes"),
+        ({"base_position": MAX_TOKENS + 1}, "header.info.base_position"),
+        ({"precision": "int7"}, "header.info.precision"),
+    ],
+)
+def test_a_put_that_makes_no_sense_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, object], field: str
+) -> None:
+    with serving(tmp_path, memory_bytes=MIB) as served:
+        error = put_refusal(served, header(b"abc", **changes), pb.PutPart(data=b"abc"))
+        assert error.field == field
+        assert error.fix
+        assert served.client.stats().variants == 0
+
+
+def test_a_header_with_other_mistakes_is_refused_by_name(served: Served) -> None:
+    def refused(change: Callable[[pb.PutHeader], object]) -> str:
+        first = header(b"abc")
+        change(first.header)
+        return put_refusal(served, first, pb.PutPart(data=b"abc")).field
+
+    assert refused(lambda h: h.part_bytes.pop()) == "header.part_bytes"
+    many = [0] * MAX_PARTS
+    assert refused(lambda h: h.part_bytes.extend(many)) == "header.part_bytes"
+    assert refused(lambda h: h.origin.ClearField("domain")) == "header.origin.domain"
+    name = "x" * (MAX_NAME_CHARS + 1)
+    assert refused(lambda h: setattr(h.origin, "document", name)) == "header.origin.document"
+    assert refused(lambda h: setattr(h.as_of, "store", b"x")) == "header.as_of.store"
+    assert refused(lambda h: setattr(h.key, "chunk", b"x")) == "header.key.chunk"
+    assert refused(lambda h: h.origin.prefix_chunks.append(b"x")) == (
+        "header.origin.prefix_chunks[0]"
+    )
+
+
+def test_a_completion_that_makes_no_sense_is_refused_by_name(served: Served) -> None:
+    def refused(*completions: pb.PutCompletion) -> str:
+        last = [pb.PutPart(completion=one) for one in completions]
+        return put_refusal(served, header(b"abc"), pb.PutPart(data=b"abc"), *last).field
+
+    right = checksum(b"abc")
+    assert refused() == "completion"
+    assert refused(pb.PutCompletion()) == "completion.checksums"
+    assert refused(pb.PutCompletion(checksums=[right, 1])) == "completion.checksums"
+    assert refused(pb.PutCompletion(checksums=[1])) == "completion.checksums[0]"
+    for cost_s in (-1.0, math.nan, math.inf):
+        bad = pb.PutCompletion(checksums=[right], cost_s=cost_s)
+        assert refused(bad) == "completion.cost_s"
+    assert refused(*[pb.PutCompletion(checksums=[right])] * 2) == "completion"
+    assert served.client.stats().variants == 0
+
+
+def test_data_of_another_length_is_refused(served: Served) -> None:
+    assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"ab")).field == "data"
+    assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"abcd")).field == "data"
+    eventually(lambda: served.store.stats().memory_bytes == 0)
+
+
+def test_messages_out_of_order_are_refused(served: Served) -> None:
+    data = pb.PutPart(data=b"abc")
+    assert put_refusal(served).field == "header"
+    assert put_refusal(served, data).field == "header"
+    assert put_refusal(served, header(b"abc"), header(b"abc")).field == "header"
+
+
+def test_names_of_another_length_are_refused(served: Served) -> None:
+    bad = pb.VariantKey(chunk=b"short", prefix=bytes(16))
+    call = served.stub.Lookup
+    want = pb.Want(chunk=b"short")
+    assert refusal(lambda: call(pb.LookupRequest(wants=[want]))).field == "wants[0].chunk"
+    assert refusal(lambda: served.stub.Pin(pb.PinRequest(keys=[bad]))).field == "keys[0].chunk"
+    deletion = pb.Deletion(id=b"short", chunks=[bytes(16)])
+    assert (
+        refusal(lambda: served.stub.Delete(pb.DeleteRequest(deletion=deletion))).field
+        == "deletion.id"
+    )
+    documents = pb.Deletion(documents=["doc"])
+    assert (
+        refusal(lambda: served.stub.Delete(pb.DeleteRequest(deletion=documents))).field
+        == "deletion.domain"
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, MAX_PIN_S + 1, float("nan")])
+def test_pins_of_another_length_are_refused(served: Served, seconds: float) -> None:
+    request = pb.PinRequest(keys=[to_key(key(1))], seconds=seconds)
+    assert refusal(lambda: served.stub.Pin(request)).field == "seconds"
+
+
+def test_calls_that_carry_values_need_a_deadline(served: Served) -> None:
+    with pytest.raises(grpc.RpcError, match="deadline"):
+        served.stub.Put(iter([header(b"abc")]))
+    with pytest.raises(grpc.RpcError, match="deadline"):
+        list(served.stub.Get(pb.GetRequest()))
+
+
+def test_puts_of_one_value_at_once_are_one(served: Served) -> None:
+    raw = value(2 * MIB)
+    outcomes: list[PutOutcome] = []
+    client = StoreClient(served.address, lanes=("grpc",))
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(put_value(client, key(1), raw)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    client.close()
+    assert sorted(outcomes) == [PutOutcome.HELD_ALREADY] * 5 + [PutOutcome.STORED]
+    eventually(lambda: served.store.stats().memory_bytes == len(raw))
+    assert checksum(get_value(served.client, key(1)) or b"") == checksum(raw)
+
+
+def test_health_says_serving(served: Served) -> None:
+    with grpc.insecure_channel(served.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING

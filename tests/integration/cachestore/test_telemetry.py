@@ -1,0 +1,96 @@
+"""What a collector gets of a cache store that runs with one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench.support.processes import free_port
+from ragcache_core.errors import Unavailable
+from ragcache_core.store_api import Ack, Deletion
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.v1 import cachestore_pb2_grpc
+from tests.helpers.cachestore_parts import TIMEOUT_S, key, value, variant, whole
+from tests.helpers.otlp import collector
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACED = (("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01"),)
+NUM_BYTES = 100_000
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def answers(client: StoreClient) -> bool:
+    try:
+        client.stats()
+    except Unavailable:
+        return False
+    return True
+
+
+def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> None:
+    port = free_port()
+    raw = value(NUM_BYTES)
+    with collector() as receiver:
+        environment = {
+            "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+            "RAGCACHE_LANE_SOCKET": str(tmp_path / "lane.sock"),
+            "RAGCACHE_DATA_DIR": str(tmp_path / "data"),
+            "RAGCACHE_MEMORY_BYTES": str(16 << 20),
+            "RAGCACHE_DISK_BYTES": str(64 << 20),
+            "RAGCACHE_OTLP_ENDPOINT": receiver.url,
+            "NO_PROXY": "127.0.0.1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ragcache_cachestore"], env=os.environ | environment
+        )
+        client = StoreClient(f"127.0.0.1:{port}")
+        try:
+            wait_until(lambda: answers(client))
+            for chunk in (1, 2):
+                new = variant(key(chunk), raw)
+                client.put(new, whole(new, raw), TIMEOUT_S, ack=Ack.DURABLE)
+            asked = [key(1), key(2), key(3), key(1)]
+            values = [answer for _, answer in client.get(asked, TIMEOUT_S)]
+            assert len(values) == 4
+            del values
+            assert client.lane == "shared"
+            # A client tells in its own time that it has read what it asked for.
+            wait_until(lambda: client.stats().bytes_by_lane.get("shared") == 5 * NUM_BYTES)
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub: Any = cachestore_pb2_grpc.CacheStoreStub(channel)
+                stub.Lookup(pb.LookupRequest(), metadata=TRACED, timeout=TIMEOUT_S)
+            client.delete(Deletion(id=b"d" * 16, variants=(key(2),)), TIMEOUT_S)
+        finally:
+            client.close()
+            process.terminate()
+            assert process.wait(TIMEOUT_S) == 0
+    figures = receiver.figures()
+
+    def figure(name: str, **attributes: str) -> float:
+        return figures[f"ragcache.store.{name}", frozenset(attributes.items())]
+
+    assert figure("puts", outcome="stored", ack="durable", lane="shared") == 2
+    assert figure("write.size", outcome="stored", lane="shared") == 2 * NUM_BYTES
+    assert figure("hits", tier="memory", lane="shared") == 3
+    assert figure("read.size", tier="memory", lane="shared") == 3 * NUM_BYTES
+    assert figure("misses", reason="never_stored") == 1
+    assert figure("deletions") == 1
+    assert figure("used", tier="disk") == NUM_BYTES
+    assert figure("capacity", tier="memory") <= 16 << 20
+    assert figure("precision", precision="native") == NUM_BYTES
+    assert (figure("variants"), figure("tombstones")) == (1, 1)
+    assert [(span.name, span.trace_id.hex()) for span in receiver.spans()] == [("Lookup", TRACE_ID)]

@@ -1,0 +1,330 @@
+"""A trace goes on in the store: the spans of calls over every lane lie below their callers'."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    StatusCode,
+    TraceFlags,
+    use_span,
+)
+
+from ragcache_cachestore.telemetry.exporter import ExportingTelemetry
+from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Tier, ValueShape
+from ragcache_core.store_api import Deletion, Want
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.transport.shared_memory_transport import KEYS_PER_CALL
+from ragcache_wire.tracing import ExportingTracer
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.cachestore_parts import (
+    TIMEOUT_S,
+    Served,
+    key,
+    put_value,
+    serving,
+    value,
+    variant,
+    whole,
+)
+
+NUM_BYTES = 100_000
+LANES = ("shared", "socket", "grpc")
+
+
+class Traced:
+    """A store that is traced. spans: what it has ended."""
+
+    def __init__(self, folder: Path, lanes: Sequence[str]) -> None:
+        self.exporter = InMemorySpanExporter()
+        tracers = TracerProvider(shutdown_on_exit=False)
+        tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        tracer = ExportingTracer(tracers, "test", tells_errors=True)
+        self._telemetry = ExportingTelemetry(MeterProvider(shutdown_on_exit=False), tracer)
+        self._serving = serving(folder, lanes=lanes, telemetry=self._telemetry)
+        self.served: Served
+
+    def __enter__(self) -> Traced:
+        self.served = self._serving.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._serving.__exit__(*error)
+        self._telemetry.close()
+
+    @property
+    def client(self) -> StoreClient:
+        return self.served.client
+
+    def spans(self, count: int) -> list[ReadableSpan]:
+        """All there are, which are so many when what they are about has ended, as they began.
+
+        A lane's call ends here a moment after its caller goes on.
+        """
+        give_up = time.monotonic() + TIMEOUT_S
+        while len(found := self.exporter.get_finished_spans()) < count:
+            assert time.monotonic() < give_up, [span.name for span in found]
+            time.sleep(0.005)
+        assert len(found) == count
+        self.exporter.clear()
+        return sorted(found, key=lambda span: span.start_time or 0)
+
+    def span(self) -> ReadableSpan:
+        """The only one."""
+        [span] = self.spans(1)
+        return span
+
+
+@pytest.fixture(params=LANES)
+def traced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Traced]:
+    lanes = [] if request.param == "grpc" else [request.param]
+    with Traced(tmp_path, lanes) as traced:
+        traced.client.connect(TIMEOUT_S)
+        assert traced.client.lane == request.param
+        yield traced
+
+
+def caller(span_id: int = 1, *, sampled: bool = True) -> AbstractContextManager[Span]:
+    """A block that is part of a trace."""
+    flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
+    return use_span(NonRecordingSpan(SpanContext(7, span_id, is_remote=False, trace_flags=flags)))
+
+
+def assert_below(span: ReadableSpan, span_id: int) -> None:
+    assert span.context is not None
+    assert span.parent is not None
+    assert (span.context.trace_id, span.parent.span_id) == (7, span_id)
+
+
+def about(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def test_a_get_is_traced_with_what_it_gave(traced: Traced) -> None:
+    lane = traced.client.lane
+    for number in (1, 2):
+        put_value(traced.client, key(number), value(NUM_BYTES))
+    traced.client.delete(Deletion(id=b"d" * 16, variants=(key(2),)))
+    assert not traced.exporter.get_finished_spans()
+    with caller(5):
+        found = [one for _, one in traced.client.get([key(1), key(2), key(3)], TIMEOUT_S)]
+    assert [one for one in found if isinstance(one, Miss)] == [Miss.DELETED, Miss.NEVER_STORED]
+    span = traced.span()
+    assert_below(span, 5)
+    assert span.name == "Get"
+    assert about(span) == {
+        "lane": lane,
+        "keys": 3,
+        "bytes": NUM_BYTES,
+        "hits.memory": 1,
+        "misses.deleted": 1,
+        "misses.never_stored": 1,
+    }
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_layers_are_traced(traced: Traced) -> None:
+    put_value(traced.client, key(1), value(NUM_BYTES), num_parts=4)
+    with caller():
+        assert len(list(traced.client.get_layers([key(1)], TIMEOUT_S))) == 4
+    span = traced.span()
+    assert_below(span, 1)
+    assert (span.name, about(span)["hits.memory"]) == ("Get", 1)
+
+
+def test_a_put_is_traced_with_what_became_of_it(traced: Traced) -> None:
+    lane, raw = traced.client.lane, value(NUM_BYTES)
+    new = variant(key(1), raw)
+    with caller(6):
+        for _ in range(2):
+            traced.client.put(new, whole(new, raw), TIMEOUT_S)
+    spans = traced.spans(2)
+    for span, outcome in zip(spans, ("stored", "held_already"), strict=True):
+        assert_below(span, 6)
+        assert span.name == "Put"
+        assert about(span) == {
+            "lane": lane,
+            "bytes": NUM_BYTES,
+            "ack": "accepted",
+            "outcome": outcome,
+        }
+
+
+def test_a_refused_put_says_why(traced: Traced) -> None:
+    raw = value(NUM_BYTES)
+    wrong = variant(key(1), raw, shape=ValueShape(1, 1, 4, "bfloat16"))
+    with caller(), pytest.raises(InvalidInput, match="part_bytes"):
+        traced.client.put(wrong, whole(wrong, raw), TIMEOUT_S)
+    span = traced.span()
+    assert span.status.status_code is StatusCode.ERROR
+    assert "part_bytes[0]" in (span.status.description or "")
+    assert [event.name for event in span.events] == ["exception"]
+    assert "outcome" not in about(span)
+
+
+def test_control_calls_are_traced(traced: Traced) -> None:
+    put_value(traced.client, key(1), value(NUM_BYTES))
+    client = traced.client
+    with caller(9):
+        client.lookup([Want(key(1).chunk)])
+        client.prefetch([key(1)])
+        client.pin([key(1)], 1.0)
+        client.unpin([key(1)])
+        client.delete(Deletion(id=b"d" * 16, variants=(key(1),)))
+        client.stats()
+    spans = traced.spans(5)
+    assert [span.name for span in spans] == ["Lookup", "Prefetch", "Pin", "Unpin", "Delete"]
+    for span in spans:
+        assert_below(span, 9)
+
+
+def test_who_is_not_traced_makes_no_span(traced: Traced) -> None:
+    raw = value(NUM_BYTES)
+    put_value(traced.client, key(1), raw)
+    with caller(sampled=False):
+        put_value(traced.client, key(2), raw)
+        found = [one for _, one in traced.client.get([key(2), key(1)], TIMEOUT_S)]
+    assert not any(isinstance(one, Miss) for one in found)
+    # Spans end in order on a connection: one before would be there by now.
+    with caller(3):
+        list(traced.client.get([key(4)], TIMEOUT_S))
+    assert_below(traced.span(), 3)
+
+
+def test_what_is_read_again_without_asking_makes_no_span(tmp_path: Path) -> None:
+    with Traced(tmp_path, ["shared"]) as traced:
+        put_value(traced.client, key(1), value(NUM_BYTES))
+        with caller():
+            for _ in range(3):
+                [(_, found)] = traced.client.get([key(1)], TIMEOUT_S)
+                assert not isinstance(found, Miss)
+        assert about(traced.span())["hits.memory"] == 1
+
+
+def test_a_get_from_disk_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        put_value(served.client, key(1), value(NUM_BYTES))
+    for lane in LANES:
+        with Traced(tmp_path, [] if lane == "grpc" else [lane]) as traced:
+            with caller():
+                [(_, found)] = traced.client.get([key(1)], TIMEOUT_S)
+            assert not isinstance(found, Miss)
+            assert found.tier is Tier.DISK
+            assert about(traced.span()).items() >= {("lane", lane), ("hits.disk", 1)}
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_what_is_asked_for_later_belongs_to_the_first_caller(tmp_path: Path, lane: str) -> None:
+    with Traced(tmp_path, [lane]) as traced:
+        keys = [key(number) for number in range(KEYS_PER_CALL + 1)]
+        with caller(8):
+            values = traced.client.get(keys, TIMEOUT_S)
+        with caller(9):
+            assert len(list(values)) == len(keys)
+        for span in traced.spans(2):
+            assert_below(span, 8)
+
+
+def test_a_reader_that_stops_is_no_failure(tmp_path: Path) -> None:
+    with Traced(tmp_path, []) as traced:
+        raw = value(8 << 20)
+        put_value(traced.client, key(1), raw)
+        with caller():
+            call = traced.client.get([key(1)] * 16, TIMEOUT_S)
+            next(call)
+            del call
+        span = traced.span()
+        assert span.status.status_code is StatusCode.UNSET
+        assert about(span)["cancelled"] is True
+        assert about(span)["hits.memory"] < 16
+
+
+async def test_async_callers_are_traced(traced: Traced) -> None:
+    raw = value(NUM_BYTES)
+    new = variant(key(1), raw)
+    lanes = (traced.client.lane,)
+    client = AsyncStoreClient(traced.served.address, lanes)
+    with caller(4):
+        await client.put(new, whole(new, raw), TIMEOUT_S)
+        await client.get([key(1)], TIMEOUT_S)
+        await client.lookup([Want(key(1).chunk)])
+        await client.delete(Deletion(id=b"d" * 16, variants=(key(1),)))
+    await client.close()
+    spans = await asyncio.to_thread(traced.spans, 4)
+    assert [span.name for span in spans] == ["Put", "Get", "Lookup", "Delete"]
+    for span in spans:
+        assert_below(span, 4)
+
+
+def test_shards_that_are_asked_at_once_are_all_traced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with Traced(tmp_path / "a", ["shared"]) as one, Traced(tmp_path / "b", ["socket"]) as other:
+        shards = ShardedStore(FixedMembers((one.served.address, other.served.address)))
+        keys = [VariantKey(value(16, number), bytes(16)) for number in range(64)]
+        with caller(2):
+            shards.lookup([Want(one.chunk) for one in keys])
+            assert len(list(shards.get(keys, TIMEOUT_S))) == len(keys)
+        shards.close()
+        for traced in (one, other):
+            spans = traced.spans(2)
+            assert [span.name for span in spans] == ["Lookup", "Get"]
+            for span in spans:
+                assert_below(span, 2)
+
+
+def test_threads_keep_their_traces_apart(traced: Traced) -> None:
+    def read(span_id: int) -> None:
+        with caller(span_id):
+            list(traced.client.get([key(span_id)] * span_id, TIMEOUT_S))
+
+    threads = [threading.Thread(target=read, args=[number]) for number in range(1, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans = traced.spans(5)
+    assert sorted(about(span)["keys"] for span in spans) == [1, 2, 3, 4, 5]
+    for span in spans:
+        assert_below(span, about(span)["keys"])
+
+
+def _in_a_fresh_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_client_does_not_import_opentelemetry() -> None:
+    code = (
+        "import sys, ragcache_kv.store_client.sharded, ragcache_wire.trace_context as t; "
+        "print(repr(t.traceparent()), any(n.startswith('opentelemetry') for n in sys.modules))"
+    )
+    assert _in_a_fresh_process(code) == "'' False"
+
+
+def test_a_client_needs_no_opentelemetry() -> None:
+    code = (
+        "import sys; sys.modules['opentelemetry.trace'] = None; "
+        "import ragcache_wire.trace_context as t; print(repr(t.traceparent()), t.metadata(''))"
+    )
+    assert _in_a_fresh_process(code) == "'' None"

@@ -1,0 +1,79 @@
+"""Health of a real vLLM whose worker hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.support.completion import complete
+from bench.support.processes import running_engine
+
+pytestmark = pytest.mark.timeout(300)
+
+HANG_S = 2.0
+WAIT_S = 60.0
+
+
+def worker_of(server: int) -> int:
+    """The process that computes, among those below vLLM's server."""
+    parents, names = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        pid, _, rest = stat.read_text().partition(" (")
+        names[int(pid)], _, fields = rest.rpartition(") ")
+        parents[int(pid)] = int(fields.split()[1])
+
+    def is_below(pid: int) -> bool:
+        while pid in parents and pid != server:
+            pid = parents[pid]
+        return pid == server
+
+    (found,) = [
+        pid for pid, name in names.items() if name.startswith("VLLM::Wor") and is_below(pid)
+    ]
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.1)
+
+
+def test_health_says_that_steps_do_not_end_until_one_does(tiny_model: Path, tmp_path: Path) -> None:
+    with running_engine(
+        *(tmp_path, tiny_model, None, "--middleware", "ragcache_engine.telemetry.health.Health"),
+        settings={"RAGCACHE_HANG_S": str(HANG_S)},
+    ) as engine:
+
+        def health() -> int:
+            return httpx.get(f"{engine.url}/health", timeout=10).status_code
+
+        def ask() -> None:
+            tokens.append(len(complete(engine.url, [7] * 40, max_tokens=5).token_ids))
+
+        tokens: list[int] = []
+        ask()
+        time.sleep(HANG_S + 1)
+        assert health() == 200, "it has nothing to do"
+        worker = worker_of(engine.service.pid)
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            asking = threading.Thread(target=ask)
+            asking.start()
+            assert health() == 200, "not yet"
+            until(lambda: health() == 503)
+            assert httpx.get(f"{engine.url}/v1/models", timeout=10).status_code == 200
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        until(lambda: health() == 200)
+        asking.join(WAIT_S)
+        assert tokens == [5, 5]
+    assert engine.service.log.read_text().count("the engine hangs") == 1

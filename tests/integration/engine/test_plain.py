@@ -1,0 +1,132 @@
+"""Clients that send no plan, in real vLLM servers with a real cache store."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.support.completion import complete
+from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
+from ragcache_core.identity.keys import KVSpace
+from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
+from ragcache_core.store_api import Want
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.store_client.client import StoreClient
+
+pytestmark = pytest.mark.timeout(600)
+
+# Smaller than the prompts, so that every prefill runs in several pieces.
+ENGINE_ARGUMENTS = ("--max-num-batched-tokens", "384")
+
+
+def make_prompt(name: str, length: int = 3 * PIECE_TOKENS + 40) -> list[int]:
+    rng = random.Random(name)
+    return [rng.randrange(350) for _ in range(length)]
+
+
+PROMPTS = {name: make_prompt(name) for name in ("open", "salted", "scored")}
+
+
+@dataclass
+class Plain:
+    """A store, and an engine that has computed nothing that the store holds."""
+
+    store: CacheStore
+    engine: Engine
+    space: KVSpace
+
+    def answer(self, prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
+        return complete(self.engine.url, prompt, max_tokens=16, cache_salt=salt).token_ids
+
+    def is_stored(self, prompt: Sequence[int], salt: str | None = None) -> bool:
+        named = prefix_pieces(self.space, plain_domain(salt), prompt)
+        client = StoreClient(self.store.address)
+        try:
+            found = client.lookup([Want.of(one.variant) for one in named], 30).variants
+            return all(variants.held for variants in found)
+        finally:
+            client.close()
+
+    def wait_until_stored(self, prompt: Sequence[int], salt: str | None = None) -> None:
+        """Saving happens behind the answer."""
+        deadline = time.monotonic() + 30
+        while not self.is_stored(prompt, salt):
+            assert time.monotonic() < deadline, "not saved"
+            time.sleep(0.05)
+
+    def loaded_tokens(self) -> int:
+        """What the engine has loaded since it was started, by its own count."""
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
+        found = [line for line in lines if line.startswith("ragcache_engine_prompt_tokens_total")]
+        loaded = [line for line in found if 'kind="computed"' not in line]
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in loaded)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, tuple[int, ...]]:
+    """Tokens that the engine answered which computed PROMPTS."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def plain(
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    expected: dict[str, tuple[int, ...]],
+) -> Iterator[Plain]:
+    """A store with the prefixes of PROMPTS, saved by an engine that is gone, and a fresh engine."""
+    folder = tmp_path_factory.mktemp("plain")
+    space = load_model_folder(str(tiny_model)).space("auto")
+    with running_cachestore(folder / "store") as store:
+        arguments = (folder, tiny_model, store.address, *ENGINE_ARGUMENTS)
+        with running_engine(*arguments) as engine:
+            first = Plain(store, engine, space)
+            for name, prompt in PROMPTS.items():
+                salt = "tenant" if name == "salted" else None
+                first.answer(prompt, salt)
+                first.wait_until_stored(prompt, salt)
+                # From vLLM's own prefix cache, which has the same tokens to compute.
+                expected[name] = first.answer(prompt, salt)
+            assert first.loaded_tokens() == 0
+        with running_engine(*arguments) as engine:
+            yield Plain(store, engine, space)
+
+
+def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(
+    plain: Plain, expected: dict[str, tuple[int, ...]]
+) -> None:
+    before = plain.loaded_tokens()
+    assert plain.answer(PROMPTS["open"]) == expected["open"]
+    assert plain.loaded_tokens() - before == 3 * PIECE_TOKENS
+
+
+def test_a_prefix_is_found_with_its_own_salt_alone(
+    plain: Plain, expected: dict[str, tuple[int, ...]]
+) -> None:
+    before = plain.loaded_tokens()
+    for salt in (None, "other"):
+        plain.answer(PROMPTS["salted"], salt)
+    assert plain.loaded_tokens() == before
+    assert plain.answer(PROMPTS["salted"], "tenant") == expected["salted"]
+    assert plain.loaded_tokens() - before == 3 * PIECE_TOKENS
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_is_computed_and_not_stored(plain: Plain) -> None:
+    before = plain.loaded_tokens()
+    new = make_prompt("never asked before")
+    for prompt in (PROMPTS["scored"], new):
+        body = {"model": "model", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 1}
+        reply = httpx.post(f"{plain.engine.url}/v1/completions", json=body, timeout=120)
+        assert reply.status_code == 200, reply.text
+    # What is asked for afterwards is saved afterwards, and by then that would have been.
+    marker = make_prompt("marker")
+    plain.answer(marker)
+    plain.wait_until_stored(marker)
+    assert plain.loaded_tokens() == before
+    assert not plain.is_stored(new)

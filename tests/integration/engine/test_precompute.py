@@ -1,0 +1,326 @@
+"""A gateway precomputes in a real vLLM server with a real cache store, and gives way to others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
+from ragcache_core.identity.keys import chunk_key
+from ragcache_core.store_api import Deletion, Held, Want
+from ragcache_gateway.app import create_app
+from ragcache_gateway.background.idle import LOWEST_PRIORITY
+from ragcache_gateway.chat.pipeline import DOMAIN
+from ragcache_gateway.config import EngineName
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World, chunk, serving
+
+pytestmark = pytest.mark.timeout(600)
+
+STEP_TOKENS = 256
+MAX_LENGTH = 4096
+LONG = " ".join(f"item {number} of the long list" for number in range(120))
+
+
+@dataclass
+class Site:
+    """What runs behind the gateway."""
+
+    store: CacheStore
+    engine: Engine
+    client: httpx.AsyncClient
+
+    async def counted(self, *names: str) -> list[int]:
+        """What vLLM counts, as of its last step."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        return [
+            sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(name + "{"))
+            for name in names
+        ]
+
+
+@pytest.fixture(scope="module")
+def running(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[CacheStore, Engine]]:
+    folder = tmp_path_factory.mktemp("precompute")
+    arguments = (
+        *("--scheduling-policy", "priority"),
+        *("--max-num-seqs", "2"),
+        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+    )
+    with (
+        running_cachestore(folder / "store") as store,
+        running_engine(folder, tiny_model, store.address, *arguments) as engine,
+    ):
+        yield store, engine
+
+
+@pytest.fixture
+async def site(running: tuple[CacheStore, Engine]) -> AsyncGenerator[Site, None]:
+    store, engine = running
+    settings: dict[str, Any] = {"timeout": 120, "trust_env": False}
+    async with httpx.AsyncClient(base_url=engine.url, **settings) as client:
+        yield Site(store, engine, client)
+
+
+@pytest.fixture
+async def gateway(site: Site, tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with AsyncExitStack() as stack:
+        retriever = FakeRetriever()
+        server = GrpcServer(
+            "127.0.0.1:0",
+            ["ragcache.v1.Retriever"],
+            lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(retriever, server),
+        )
+        await server.start()
+        await server.set_ready()
+        stack.push_async_callback(server.stop)
+        assert site.engine.records is not None
+        ports = (int(url.rpartition(":")[2]) for url in (site.engine.url, site.engine.records))
+        config = replace(
+            CONFIG,
+            model=str(tiny_model),
+            model_name="model",
+            max_model_len=MAX_LENGTH,
+            retriever=f"127.0.0.1:{server.port}",
+            cachestore=FixedMembers((site.store.address,)),
+            engines=(EngineName("127.0.0.1", *ports),),
+            reuse="blend",
+            precompute=True,
+        )
+        world = World(config, retriever=retriever)
+        space = load_model_folder(config.model).space("bfloat16")
+        port = await stack.enter_async_context(serving(create_app(config, space, world.prompts())))
+        world.client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
+        )
+        yield world
+
+
+async def until(happened: Callable[[], Awaitable[bool]]) -> None:
+    deadline = time.monotonic() + 120
+    while not await happened():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def write(gateway: World, name: str, text: str) -> None:
+    reply = await gateway.client.post("/v1/documents", json={"id": name, "text": text})
+    assert reply.status_code == 200
+
+
+async def outcomes(gateway: World) -> Counter[str]:
+    text = (await gateway.client.get("/metrics")).text
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        if line.startswith("ragcache_gateway_precomputed_chunks_total{"):
+            labels, value = line.rsplit(" ", 1)
+            found[labels.split('"')[1]] += int(float(value))
+    return found
+
+
+async def until_computed(gateway: World) -> None:
+    async def is_over() -> bool:
+        return bool(await outcomes(gateway))
+
+    await until(is_over)
+    assert await outcomes(gateway) == {"computed": 1}
+
+
+def held(site: Site, gateway: World, text: str) -> tuple[Held, ...]:
+    space = load_model_folder(gateway.config.model).space("bfloat16")
+    key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
+    client = StoreClient(site.store.address)
+    try:
+        return client.lookup([Want(key)], 60).variants[0].held
+    finally:
+        client.close()
+
+
+async def until_held(site: Site, gateway: World, text: str) -> Held:
+    """Saving happens behind the answer."""
+
+    async def is_held() -> bool:
+        return bool(held(site, gateway, text))
+
+    await until(is_held)
+    [one] = held(site, gateway, text)
+    return one
+
+
+async def test_a_chunk_computed_in_pieces_is_what_a_question_would_compute(
+    site: Site, gateway: World
+) -> None:
+    text = LONG + " as one."
+    await write(gateway, "whole.md", text)
+    await until_computed(gateway)
+    one = await until_held(site, gateway, text)
+    num_tokens = len(gateway.prompts().encode_chunk(text))
+    assert num_tokens > 4 * STEP_TOKENS
+    assert (one.info.num_tokens, one.info.serves_exact) == (num_tokens, True)
+
+    gateway.retriever.hits = [retriever_pb2.Hit(chunk=chunk("whole.md", 0, text), score=0.9)]
+    body: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    found = (await gateway.ask(**body, ragcache={"reuse": "exact"})).json()
+    computed = (await gateway.ask(**body, ragcache={"reuse": "off"})).json()
+    cache = found["ragcache"]["cache"]
+    assert cache["local_tokens"] + cache["loaded_tokens"] > num_tokens
+    assert found["choices"][0]["message"] == computed["choices"][0]["message"]
+    assert await outcomes(gateway) == {"computed": 1}
+
+
+async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
+    site: Site, gateway: World
+) -> None:
+    texts = [f"{LONG[:800]} ({place})" for place in ("left", "right", "middle")]
+    for place, text in enumerate(texts):
+        await write(gateway, f"{place}.md", text)
+        await until_held(site, gateway, text)
+    gateway.retriever.hits = [
+        retriever_pb2.Hit(chunk=chunk(f"{place}.md", 0, text), score=0.9 - place / 10)
+        for place, text in enumerate(texts)
+    ]
+    body: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+
+    async def ask(number: int) -> dict[str, Any]:
+        messages = [{"role": "user", "content": f"Which items, number {number}?"}]
+        found: dict[str, Any] = (await gateway.ask(**body, messages=messages)).json()
+        return found
+
+    async def is_exact_now() -> bool:
+        if (await outcomes(gateway))["computed"] != len(texts) + 1:
+            return False
+        # That is counted before values are saved; then each but the first is held at two positions.
+        return all(
+            len({one.info.base_position for one in held(site, gateway, text)}) > 1
+            for text in texts[1:]
+        )
+
+    first, second = await ask(1), await ask(2)
+    for answer in (first, second):
+        assert answer["ragcache"]["cache"]["repaired_tokens"] > 0
+    await until(is_exact_now)
+    third = await ask(3)
+    cache = third["ragcache"]["cache"]
+    assert cache["repaired_tokens"] == cache["blended_tokens"] == 0
+    assert cache["local_tokens"] + cache["loaded_tokens"] > 0.9 * cache["prompt_tokens"]
+
+
+async def test_what_is_stored_is_not_computed_again(site: Site, gateway: World) -> None:
+    await write(gateway, "a.md", "A chunk that two documents have.")
+    await until_computed(gateway)
+    await until_held(site, gateway, "A chunk that two documents have.")
+    [before] = await site.counted("vllm:request_success_total")
+    await write(gateway, "b.md", "A chunk that two documents have.")
+
+    async def is_over() -> bool:
+        return "stored" in await outcomes(gateway)
+
+    await until(is_over)
+    assert await outcomes(gateway) == {"computed": 1, "stored": 1}
+    assert await site.counted("vllm:request_success_total") == [before]
+
+
+async def test_anothers_question_is_answered_before_the_prefill_that_it_met_has_ended(
+    site: Site, gateway: World
+) -> None:
+    [before] = await site.counted("vllm:request_success_total")
+    text = LONG + " twice. " + LONG[:2000]
+    await write(gateway, "long.md", text)
+
+    async def is_under_way() -> bool:
+        [ended] = await site.counted("vllm:request_success_total")
+        return ended > before
+
+    await until(is_under_way)
+    # Of another gateway, of which this one knows nothing.
+    question = {"model": "model", "prompt": list(range(20, 320)), "max_tokens": 2}
+    assert (await site.client.post("/v1/completions", json=question)).status_code == 200
+    assert await outcomes(gateway) == {}
+    assert held(site, gateway, text) == ()
+    await until_computed(gateway)
+
+
+async def test_a_hole_that_questions_meet_again_is_asked_for(site: Site, gateway: World) -> None:
+    texts = [LONG[:1200] + " one", "a hole between them " * 10, LONG[-1200:] + " two"]
+    for name, text in (("one.md", texts[0]), ("two.md", texts[2])):
+        await write(gateway, name, text)
+        await until_held(site, gateway, text)
+    gateway.retriever.hits = [
+        retriever_pb2.Hit(chunk=chunk(f"{place}.md", 0, text), score=0.9 - place / 10)
+        for place, text in enumerate(texts)
+    ]
+    sizes = [len(gateway.prompts().encode_chunk(text)) for text in texts]
+
+    async def ask(question: str) -> None:
+        use = (await gateway.ask(question, max_tokens=2)).json()["ragcache"]["cache"]
+        assert use["local_tokens"] + use["loaded_tokens"] > sum(sizes)
+        assert use["repaired_tokens"] >= sizes[1]
+
+    await ask("What is one?")
+    assert not (await until_held(site, gateway, texts[1])).info.serves_exact
+    assert await asked_for(gateway) == 0
+    forget(site, gateway, texts[1])
+    await ask("What is two?")
+
+    async def is_asked_for() -> bool:
+        return await asked_for(gateway) == 2  # and the context that was repaired with it
+
+    await until(is_asked_for)
+
+
+async def asked_for(gateway: World) -> int:
+    """Prefills that were done with, whatever became of them, since questions had missed them."""
+    lines = (await gateway.client.get("/metrics")).text.splitlines()
+    counts = [
+        int(float(line.rsplit(" ", 1)[1]))
+        for line in lines
+        if line.startswith("ragcache_gateway_precomputed_chunks_total{")
+        if 'source="asked"' in line
+    ]
+    return sum(counts)
+
+
+def forget(site: Site, gateway: World, text: str) -> None:
+    """Have the store hold nothing of a chunk."""
+    space = load_model_folder(gateway.config.model).space("bfloat16")
+    key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
+    client = StoreClient(site.store.address)
+    try:
+        client.delete(Deletion(uuid.uuid4().bytes, (key,), made_at_ms=time.time_ns() // 1_000_000))
+    finally:
+        client.close()
+
+
+async def test_a_question_overtakes_prefills_that_wait(site: Site) -> None:
+    ended = []
+
+    async def ask(name: str, seed: int, num_tokens: int, **more: Any) -> None:
+        prompt = [(seed * place) % 350 for place in range(num_tokens)]
+        body = {"model": "model", "prompt": prompt, "max_tokens": 1, **more}
+        reply = await site.client.post("/v1/completions", json=body)
+        assert reply.status_code == 200
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        # Six steps each, two at a time: nearly all of them wait when the question comes.
+        for seed in range(11, 31):
+            group.create_task(ask("prefill", seed, 6 * STEP_TOKENS, priority=LOWEST_PRIORITY))
+        group.create_task(ask("question", 7, STEP_TOKENS))
+    assert len(ended) == 21
+    assert ended.index("question") < 10

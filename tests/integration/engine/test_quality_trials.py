@@ -1,0 +1,227 @@
+"""A wanted quality, held by a real gateway and a real engine with the bundled model.
+
+Handbook questions over whole pages, in any order. What is stored of a page was computed without its
+beginning, which alone says what service it is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.support.processes import (
+    CacheStore,
+    Engine,
+    launch_engine,
+    start_cachestore,
+    wait_for_engine,
+)
+from models.tinyrag.chunking import cut
+from models.tinyrag.examples import ask
+from models.tinyrag.handbook import KINDS, Document, Question, make_handbook
+from ragcache_core.quality.controller import MIN_QUESTIONS, alpha_ladder
+from ragcache_gateway.app import create_app
+from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.chat.tokenizer import load_tokenizer
+from ragcache_gateway.config import EngineName
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving
+
+pytestmark = pytest.mark.timeout(900)
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "tinyrag" / "model"
+PAGES = 6  # to a question
+CHUNK_TOKENS = 100
+
+
+@dataclass
+class Platform:
+    """A store, and an engine with the bundled model."""
+
+    store: CacheStore
+    engine: Engine
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    folder = tmp_path_factory.mktemp("quality")
+    store = start_cachestore(folder / "store")
+    engine = launch_engine(folder, MODEL, store.address)
+    try:
+        wait_for_engine(engine)
+        yield Platform(store, engine)
+    finally:
+        engine.service.stop()
+        store.service.stop()
+
+
+class Reader:
+    """Asks a gateway about pages of one handbook."""
+
+    def __init__(self, retriever: FakeRetriever, client: httpx.AsyncClient, seed: int) -> None:
+        self._retriever, self._client = retriever, client
+        self._rng = random.Random(seed)
+        self._pages = make_handbook(seed, PAGES + 2, "held_out").documents
+        tokenizer = load_tokenizer(MODEL)
+        self._count = lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+    def pick(self) -> tuple[Sequence[Document], Question]:
+        """Some pages in some order, and a question about them."""
+        while True:
+            pages = self._rng.sample(self._pages, PAGES)
+            question = ask(self._rng, pages, "held_out", self._rng.choice(KINDS))
+            if question is not None:
+                return pages, question
+
+    async def capture(self) -> None:
+        """Have every page's chunks stored, the first apart from the others."""
+        for part in (slice(1), slice(1, None)):
+            wanted = self._find(self._pages, part) + await self._stored()
+            await self._complete("Which?", {"reuse": "exact"})
+            deadline = time.monotonic() + 60
+            while await self._stored() < wanted:  # behind the answer
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+
+    async def _stored(self) -> int:
+        return int((await self._client.get("/v1/cache")).json()["variants"])
+
+    async def ask(self, pages: Sequence[Document], question: Question, **options: Any) -> Any:
+        """The answer of the gateway."""
+        self._find(pages, slice(None))
+        return await self._complete(question.text, options)
+
+    def _find(self, pages: Sequence[Document], part: slice) -> int:
+        """What retrieval finds from now on: so much of each page; returns how many chunks."""
+        self._retriever.hits = [
+            retriever_pb2.Hit(
+                chunk=retriever_pb2.Chunk(
+                    id=f"{page.id}#{n}", document_id=page.id, ordinal=n, text=chunk.text
+                ),
+                score=1.0,
+            )
+            for page in pages
+            for n, chunk in list(enumerate(cut(page, self._count, CHUNK_TOKENS, 0)))[part]
+        ]
+        return len(self._retriever.hits)
+
+    async def _complete(self, question: str, options: dict[str, Any]) -> Any:
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": 64,
+            "ragcache": {"top_k": 50, **options},
+        }
+        reply = await self._client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    async def metric(self, name: str) -> float:
+        """Of the gateway; 0 for what has not been counted yet."""
+        text = (await self._client.get("/metrics")).text
+        found = [a for a in text.splitlines() if a.startswith(f"ragcache_gateway_{name} ")]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+    async def learn(self, alphas: int) -> list[Any]:
+        """Ask as many questions as decide, each when the one before has been tried with so many
+        alphas; their answers."""
+        blends: list[Any] = []
+        deadline = time.monotonic() + 300
+        while len(blends) < MIN_QUESTIONS:
+            answer = await self.ask(*self.pick())
+            if answer["ragcache"]["cache"]["blended_tokens"]:
+                blends.append(answer)
+            while await self.metric('blend_trials_total{outcome="tried"}') < alphas * len(blends):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+        return blends
+
+
+@asynccontextmanager
+async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerator[Reader, None]:
+    """Of a fresh gateway. settings: of its Config."""
+    retriever = FakeRetriever()
+
+    def register(server: Any) -> None:
+        retriever_pb2_grpc.add_RetrieverServicer_to_server(retriever, server)
+
+    async with AsyncExitStack() as stack:
+        search = GrpcServer("127.0.0.1:0", ["ragcache.v1.Retriever"], register)
+        await search.start()
+        await search.set_ready()
+        stack.push_async_callback(search.stop)
+        assert platform.engine.records is not None
+        config = replace(
+            CONFIG,
+            model=str(MODEL),
+            model_name="model",
+            max_model_len=4096,
+            retriever=f"127.0.0.1:{search.port}",
+            cachestore=FixedMembers((platform.store.address,)),
+            engines=(
+                EngineName(
+                    "127.0.0.1",
+                    int(platform.engine.url.rsplit(":", 1)[1]),
+                    int(platform.engine.records.rsplit(":", 1)[1]),
+                ),
+            ),
+            reuse="blend",
+            **settings,
+        )
+        prompts = PromptBuilder(
+            load_tokenizer(MODEL),
+            max_model_len=config.max_model_len,
+            default_max_tokens=config.default_max_tokens,
+            cache_bytes=config.token_cache_bytes,
+        )
+        app = create_app(config, load_model_folder(str(MODEL)).space("auto"), prompts)
+        port = await stack.enter_async_context(serving(app))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
+        )
+        asking = Reader(retriever, client, seed)
+        await asking.capture()
+        yield asking
+
+
+async def test_later_questions_are_blended_with_what_earlier_ones_call_for(
+    platform: Platform,
+) -> None:
+    """Any answer will do, so that in the end nothing is recomputed."""
+    async with reader(platform, 1, quality=0.0, max_recompute=0.2) as asking:
+        before = await asking.learn(len(alpha_ladder(0.2)))
+        assert await asking.metric("blend_alpha") == 0.0
+        assert await asking.metric("blend_expected_recomputed") == 0.0
+        assert all(answer["ragcache"]["cache"]["repaired_tokens"] for answer in before)
+        later = [await asking.ask(*asking.pick()) for _ in range(4)]
+        cache = [answer["ragcache"]["cache"] for answer in later]
+        assert any(use["blended_tokens"] for use in cache)
+        assert not any(use["repaired_tokens"] for use in cache)
+
+
+async def test_with_a_quality_that_is_out_of_reach_answers_are_those_of_full_computation(
+    platform: Platform,
+) -> None:
+    """Where nothing may be recomputed, some answers differ from what they should be."""
+    async with reader(platform, 2, quality=1.0, max_recompute=0.0) as asking:
+        await asking.learn(len(alpha_ladder(0.0)))
+        assert await asking.metric("blend_alpha") == math.inf
+        for _ in range(6):
+            picked = asking.pick()
+            answer = await asking.ask(*picked)
+            assert answer["ragcache"]["cache"]["blended_tokens"] == 0
+            full = await asking.ask(*picked, reuse="off")
+            assert answer["choices"] == full["choices"]

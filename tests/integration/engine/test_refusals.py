@@ -1,0 +1,164 @@
+"""What an engine does not support it refuses at start, in words: real vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.support.processes import launch_engine, wait_for_engine
+
+pytestmark = pytest.mark.timeout(300)
+
+# In a process of its own: importing vLLM takes long, warns, and stays.
+_RUN = """
+import json
+from types import SimpleNamespace
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import KVSpace
+from ragcache_engine import connector
+from ragcache_engine.kv_cache.paged_cache import CacheShape
+
+
+def said(what, *args):
+    try:
+        what(*args)
+    except InvalidInput as error:
+        return [error.field, str(error)]
+    return None
+
+
+def config(**changes):
+    of = {
+        "parallel_config.world_size_across_dp": 1,
+        "model_config.hf_config": SimpleNamespace(),
+        "model_config.hf_overrides": {},
+        "model_config.quantization": None,
+        "model_config.enable_sleep_mode": False,
+        "cache_config.cache_dtype": "auto",
+        "kv_transfer_config.kv_role": "kv_both",
+        "kv_transfer_config.kv_load_failure_policy": "recompute",
+    }
+    made = SimpleNamespace(speculative_config=None, max_concurrent_batches=1)
+    given = {name.replace("__", "."): value for name, value in changes.items()}
+    for name, value in (of | given).items():
+        part, _, field = name.rpartition(".")
+        if part and not hasattr(made, part):
+            setattr(made, part, SimpleNamespace())
+        setattr(getattr(made, part) if part else made, field, value)
+    return made
+
+
+def refused(**changes):
+    return said(connector._refuse_unsupported, config(**changes))
+
+
+def kept(*specs):
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return said(connector._refuse_windows, SimpleNamespace(kv_cache_groups=groups))
+
+
+sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+full = FullAttentionSpec(**sizes)
+part_full = FullAttentionSpec(**sizes, sliding_window=64)
+window = SlidingWindowSpec(**sizes, sliding_window=64)
+uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"0": window})
+cache = SimpleNamespace(shape=CacheShape(2, 16, 32, torch.bfloat16), num_layers=4)
+space = KVSpace("", 4, 2, 32, "bfloat16")
+print(json.dumps({
+    "nothing": refused(),
+    "ranks": refused(parallel_config__world_size_across_dp=2),
+    "overrides": refused(model_config__hf_overrides={"rope_theta": 1}),
+    "sleep": refused(model_config__enable_sleep_mode=True),
+    "dtype": refused(cache_config__cache_dtype="fp8"),
+    "ahead": refused(kv_transfer_config__kv_role="kv_producer", max_concurrent_batches=2),
+    "policy": refused(kv_transfer_config__kv_load_failure_policy="fail"),
+    "full": kept(full),
+    "windows in some layers": kept(part_full),
+    "window": kept(window),
+    "uniform windows": kept(uniform),
+    "layout": said(connector._check_layout, cache, space),
+    "other layers": said(connector._check_layout, cache, KVSpace("", 5, 2, 32, "bfloat16")),
+}))
+"""
+
+ARGUMENTS = "engines[].args"
+
+
+def test_what_is_not_supported_is_refused_with_field_and_fix() -> None:
+    argv = [sys.executable, "-c", _RUN]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    wanted = {
+        "nothing": None,
+        "ranks": (ARGUMENTS, "one rank per engine"),
+        "overrides": (ARGUMENTS, "config.json"),
+        "sleep": (ARGUMENTS, "--enable-sleep-mode"),
+        "dtype": (ARGUMENTS, "--kv-cache-dtype"),
+        "ahead": (ARGUMENTS, "--no-async-scheduling"),
+        "policy": ("kv_load_failure_policy", "recompute"),
+        "full": None,
+        "windows in some layers": None,
+        "window": ("model.source", "--disable-sliding-window"),
+        "uniform windows": ("model.source", "SlidingWindowSpec"),
+        "layout": None,
+        "other layers": ("model.source", "(4, 2, 32, 'bfloat16')"),
+    }
+    assert said.keys() == wanted.keys()
+    for case, expected in wanted.items():
+        if expected is None:
+            assert said[case] is None, case
+        else:
+            assert said[case][0] == expected[0], case
+            assert expected[1] in said[case][1], case
+
+
+_OTHER_VLLM = """
+import json, sys
+from types import ModuleType
+vllm = ModuleType("vllm")  # with nothing in it that the connector imports
+sys.modules["vllm"] = vllm
+from ragcache_core.errors import InvalidInput
+from ragcache_engine import plugin
+plugin.vllm_version = lambda: "0.33.0"
+plugin.register()  # an engine that does without us starts
+try:
+    import ragcache_engine.connector
+except InvalidInput as error:
+    print(json.dumps([error.field, str(error)]))
+"""
+
+
+def test_another_vllm_is_refused_before_anything_of_it_is_imported() -> None:
+    argv = [sys.executable, "-c", _OTHER_VLLM]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    field, said = json.loads(done.stdout)
+    assert field == "vllm"
+    assert "is version 0.33.0" in said
+    assert "install 0.32" in said
+
+
+def test_a_model_whose_kv_ends_behind_a_window_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "window"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = launch_engine(tmp_path, folder, "127.0.0.1:9")
+    with pytest.raises(RuntimeError):
+        wait_for_engine(engine)
+    said = engine.service.log.read_text()
+    assert "model.source: has KV of kind SlidingWindowSpec" in said
+    assert "--disable-sliding-window" in said

@@ -1,0 +1,179 @@
+"""An engine's own tiers in a real vLLM server, with a real store below them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from bench.support.completion import Completion, complete
+from bench.support.processes import launch_engine, start_cachestore, wait_for_engine
+from ragcache_core.identity.variant import Origin
+from ragcache_core.plan.prompt import Prompt, plan_exact
+from ragcache_core.store_api import Deletion, NewVariant
+from ragcache_engine.config import EngineConfig
+from ragcache_engine.protocol.messages import LoadJob, Span
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.members import FixedMembers
+from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
+from tests.unit.engine.worker.test_worker import BLOCKS, FakeStore, Worker, key, spans
+
+pytestmark = pytest.mark.timeout(900)
+
+WAIT_S = 30.0
+
+
+class Tiered(Platform):
+    """An engine with a host tier, and a device pool that is host memory as well."""
+
+    def ask_again(
+        self, prompt: Prompt, domain: str = "public"
+    ) -> tuple[Completion, engine_pb2.RequestRecord]:
+        """What vLLM itself has is hidden, so that all comes from a tier or the store."""
+        request = uuid.uuid4().hex
+        plan = plan_exact(prompt, self.space, domain, request).to_json()
+        answer = complete(
+            self.engine.url, prompt.token_ids, max_tokens=16, plan=plan, cache_salt=request
+        )
+        return answer, self.record(request)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples that have labels; 0 where there is none."""
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [line for line in lines if line.startswith(f"ragcache_engine_{name}")]
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in found if all(one in line for one in wanted)
+        )
+
+    def values_from(self, tier: str) -> float:
+        return self.metric("loaded_values_total", tier=tier)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Metrics come with a step of the engine after the one that counted."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "it never came to that"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def tiered(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
+    folder = tmp_path_factory.mktemp("tiered")
+    store = start_cachestore(folder / "store")
+    space = load_model_folder(str(tiny_model)).space("auto")
+    engine = launch_engine(
+        *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
+        settings={
+            "RAGCACHE_HOST_TIER_BYTES": "64Mi",
+            "RAGCACHE_DEVICE_POOL_BYTES": "1Mi",
+        },
+    )
+    tiered = Tiered(folder, tiny_model, store, engine, space)
+    try:
+        wait_for_engine(engine)
+        yield tiered
+    finally:
+        tiered.engine.service.stop()
+        tiered.store.service.stop()
+
+
+def test_what_the_engine_computed_comes_from_its_tiers(tiered: Tiered) -> None:
+    prompt = make_prompt(1)
+    computed, _ = tiered.ask_again(prompt)
+    tiered.wait_until_stored(prompt)
+    client = StoreClient(tiered.store.address)
+    hits = client.stats().hits_memory
+    loaded, record = tiered.ask_again(prompt)
+    assert record.loaded_tokens == prompt.chunk_ends[-1]
+    assert record.loaded_bytes == sum(map(len, tiered.values(prompt)))
+    assert loaded.token_ids == computed.token_ids == tiered.compute(prompt).token_ids
+    tiered.until(lambda: tiered.values_from("device") + tiered.values_from("host") == 5)
+    assert tiered.values_from("store") == 0
+    held = tiered.metric("tier_bytes", tier="host") + tiered.metric("tier_bytes", tier="device")
+    assert held >= record.loaded_bytes
+    # The store is told, or it would think them cold. Five of these are of this test's own reading.
+    tiered.until(lambda: client.stats().hits_memory >= hits + 10)
+    client.close()
+
+
+def test_kv_from_a_tier_is_bit_equal_to_what_was_saved(tiered: Tiered) -> None:
+    """Another domain has other keys, so KV that was loaded is saved again: bytes must agree."""
+    prompt = make_prompt(2)
+    tiered.ask_again(prompt)
+    tiered.wait_until_stored(prompt)
+    before = tiered.values_from("store")
+    salt = uuid.uuid4().hex  # what is loaded under it is computed with under the other domain
+    for domain in ("public", "elsewhere"):
+        plan = plan_exact(prompt, tiered.space, domain, uuid.uuid4().hex).to_json()
+        complete(tiered.engine.url, prompt.token_ids, max_tokens=1, plan=plan, cache_salt=salt)
+    tiered.wait_until_stored(prompt, "elsewhere")
+    assert tiered.values(prompt, "elsewhere") == tiered.values(prompt)
+    assert tiered.values_from("store") == before
+
+
+def test_what_is_deleted_in_the_store_is_not_served_from_a_tier(tiered: Tiered) -> None:
+    prompt = make_prompt(3)
+    answer, _ = tiered.ask_again(prompt)
+    tiered.wait_until_stored(prompt)
+    client = StoreClient(tiered.store.address)
+    last = tiered.keys(prompt)[-1]
+    assert client.delete(Deletion(uuid.uuid4().bytes, chunks=(last.chunk,))) == 1
+    client.close()
+    again, record = tiered.ask_again(prompt)
+    assert record.loaded_tokens == prompt.chunk_ends[-2]
+    assert again.token_ids == answer.token_ids
+
+
+def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path) -> None:
+    """The job is what a lookup has found; the store is killed before it is run."""
+    store = start_cachestore(tmp_path)
+    members = FixedMembers((store.address,))
+    config = EngineConfig(members, host_tier_bytes=1 << 20)
+    client = ShardedStore(members)
+    worker = Worker(config, client=client)
+    try:
+        wanted = spans(10, 50, 131)
+        fake = FakeStore()
+        tensors = fake.fill(wanted)
+        for span in wanted:
+            stored = fake.values[span.variant]
+            assert isinstance(stored, StoredValue)
+            origin = Origin(domain="tenant")
+            sizes = tuple([part.num_bytes for part in stored.parts])
+            new = NewVariant(
+                *(span.variant, stored.info, origin, stored.shape, sizes, stored.value_format)
+            )
+            client.put(new, Whole.summed_up(stored.value, sizes), 10.0)
+        job = LoadJob("first", wanted, 0, 131, BLOCKS, "tenant")
+        assert worker.load(job).values_from == {"store": 3}
+        tiers = worker.side._tiers
+        deadline = time.monotonic() + WAIT_S
+        held = False  # what has changed is told once
+        while not held or tiers._moving:
+            held |= tiers.take_counts().held_bytes != {}
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        store.service.kill()
+        worker.cache.slots_written.clear()
+        outcome = worker.load(replace(job, request_id="again"))
+        assert (outcome.tokens, outcome.values_from) == (131, {"host": 3})
+        for span in wanted:
+            read = worker.cache.read(BLOCKS, span.start, span.end)
+            assert torch.equal(read, tensors[span.variant])
+        longer = LoadJob("longer", (*wanted, Span(key(9), 131, 140)), 0, 140, BLOCKS, "tenant")
+        assert worker.load(longer).tokens == 128, "whole blocks of what the tier has"
+    finally:
+        worker.side.close()
+        store.service.stop()

@@ -1,0 +1,153 @@
+"""A trace goes on in the engine, and from there in the store: real servers of both."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.completion import complete
+from bench.support.processes import launch_engine, start_cachestore, wait_for_engine
+from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_operator.builders.components.telemetry import (
+    telemetry_environment,
+    vllm_arguments,
+    vllm_environment,
+)
+from tests.helpers.children_parts import make_cache
+from tests.helpers.otlp import Collector, about, collector
+from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, prompt_of
+from tests.integration.engine.test_vllm import Platform
+
+pytestmark = pytest.mark.timeout(600)
+
+CALLER = "b7ad6b7169203331"
+PROMPT = prompt_of(0, 1, 2)
+SEGMENTS = 4  # its head is one
+
+# Soon, so that nobody waits; the rest is what the operator sets.
+SETTINGS = {"OTEL_BSP_SCHEDULE_DELAY": "100", "NO_PROXY": "127.0.0.1"}
+
+
+@dataclass
+class Traced:
+    """An engine and its store, which send their spans to receiver."""
+
+    receiver: Collector
+    platform: Platform
+
+    def ask(self, prompt: Prompt, plan: ReusePlan, trace_id: str, flags: str = "01") -> None:
+        complete(
+            self.platform.engine.url,
+            prompt.token_ids,
+            max_tokens=4,
+            plan=plan.to_json(),
+            # vLLM's own prefix cache has nothing for it.
+            cache_salt=uuid.uuid4().hex,
+            headers={"traceparent": f"00-{trace_id}-{CALLER}-{flags}"},
+        )
+
+    def exact(self, prompt: Prompt) -> ReusePlan:
+        return plan_exact(prompt, self.platform.space, "public", uuid.uuid4().hex)
+
+    def blend(self, prompt: Prompt, budget: float) -> ReusePlan:
+        return plan_blend(prompt, self.platform.space, "public", uuid.uuid4().hex, budget)
+
+    def spans(self, part: str, trace_id: str) -> list[Any]:
+        return [s for s in self.receiver.spans_of(part) if s.trace_id.hex() == trace_id]
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < give_up, [span.name for span in self.receiver.spans()]
+            time.sleep(0.05)
+
+    def names(self, part: str, trace_id: str) -> Counter[str]:
+        return Counter(span.name for span in self.spans(part, trace_id))
+
+
+@pytest.fixture(scope="module")
+def traced(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    folder = tmp_path_factory.mktemp("traced")
+    with collector() as receiver:
+        cache = make_cache(telemetry={"otlp": {"endpoint": receiver.url}})
+        store = start_cachestore(folder / "store", env={**SETTINGS, **telemetry_environment(cache)})
+        engine = launch_engine(
+            *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS, *vllm_arguments(cache)),
+            settings={**SETTINGS, **vllm_environment(cache)},
+        )
+        space = load_model_folder(str(tiny_model)).space("auto")
+        platform = Platform(folder, tiny_model, store, engine, space)
+        try:
+            wait_for_engine(engine)
+            yield Traced(receiver, platform)
+        finally:
+            engine.service.stop()
+            store.service.stop()
+
+
+def trace(number: int) -> str:
+    return f"{number:032x}"
+
+
+def parents(spans: list[Any]) -> set[str]:
+    return {span.parent_span_id.hex() for span in spans}
+
+
+def test_a_computed_prompt_shows_its_lookup_and_what_it_saves(traced: Traced) -> None:
+    traced.ask(PROMPT, traced.blend(PROMPT, 0.0), trace(1))
+    wanted = {"llm_request": 1, "lookup": 1, "save": SEGMENTS, "observe": 3}
+    wanted["save observation"] = 3
+    traced.until(lambda: traced.names("engine", trace(1)) == wanted)
+    puts = [span for span in traced.spans("engine", trace(1)) if span.name.startswith("save")]
+    traced.until(lambda: traced.names("cachestore", trace(1))["Put"] == len(puts))
+    assert parents(traced.spans("engine", trace(1))) == {CALLER}
+    below = [span for span in traced.spans("cachestore", trace(1)) if span.name == "Put"]
+    assert parents(below) == {span.span_id.hex() for span in puts}
+    assert {about(span)["outcome"] for span in puts} == {"stored"}
+
+
+def test_a_load_lies_between_its_caller_and_the_store(traced: Traced) -> None:
+    traced.platform.wait_until_stored(PROMPT)
+    traced.ask(PROMPT, traced.exact(PROMPT), trace(2))
+    wanted = {"llm_request": 1, "lookup": 1, "load": 1}
+    traced.until(lambda: traced.names("engine", trace(2)) == wanted)
+    of = {span.name: span for span in traced.spans("engine", trace(2))}
+    assert parents(list(of.values())) == {CALLER}
+    assert about(of["lookup"]) == {"segments": SEGMENTS, "held": SEGMENTS, "blend": False}
+    assert about(of["load"])["tokens"] == PROMPT.chunk_ends[-1]
+    assert about(of["load"])["bytes"] == sum(map(len, traced.platform.values(PROMPT)))
+    assert "miss" not in about(of["load"])
+    traced.until(lambda: set(traced.names("cachestore", trace(2))) == {"Lookup", "Get"})
+    for span in traced.spans("cachestore", trace(2)):
+        above = of["load" if span.name == "Get" else "lookup"]
+        assert span.parent_span_id == above.span_id
+
+
+def test_a_repair_is_told_from_its_load(traced: Traced) -> None:
+    prompt = prompt_of(2, 0)
+    traced.ask(prompt, traced.blend(prompt, 0.5), trace(3))
+    traced.until(lambda: {"load", "repair"} <= set(traced.names("engine", trace(3))))
+    [repair] = [span for span in traced.spans("engine", trace(3)) if span.name == "repair"]
+    assert parents([repair]) == {CALLER}
+    told = about(repair)
+    assert 0 < told["repaired"] <= told["blended"]
+
+
+def test_who_is_not_sampled_or_sends_nonsense_makes_no_spans(traced: Traced) -> None:
+    before = len(traced.receiver.spans())
+    traced.ask(PROMPT, traced.exact(PROMPT), trace(4), flags="00")
+    traced.ask(PROMPT, traced.exact(PROMPT), "nonsense")
+    traced.ask(PROMPT, traced.exact(PROMPT), trace(5))
+    traced.until(lambda: traced.names("engine", trace(5))["llm_request"] == 1)
+    traced.until(lambda: {"load", "lookup"} <= set(traced.names("engine", trace(5))))
+    new = traced.receiver.spans()[before:]
+    assert {span.trace_id.hex() for span in new} <= {trace(3), trace(5)}

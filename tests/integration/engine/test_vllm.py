@@ -1,0 +1,553 @@
+"""The connector inside real vLLM servers, with a real cache store."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from bench.support.completion import Completion, complete, record_of
+from bench.support.processes import (
+    COMPUTES_PLAIN,
+    CacheStore,
+    Engine,
+    launch_engine,
+    start_cachestore,
+    wait_for_engine,
+)
+from bench.support.stored_values import corrupt
+from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_core.errors import NotFound
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Miss
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import seal
+from ragcache_core.store_api import Deletion, Want
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.clear_answers import is_clear
+from tests.helpers.miss_reasons import STORE_AWAY
+
+pytestmark = pytest.mark.timeout(600)
+
+OLD_KEY, KEY = random.Random("old key").randbytes(32), random.Random("key").randbytes(32)
+VOCABULARY = 350
+SLOWEST_S = 1234.5
+"""Of a pass, which no engine here ever measures."""
+# Smaller than most prompts here, so that every prefill runs in several pieces.
+ENGINE_ARGUMENTS = ("--max-num-batched-tokens", "384")
+
+
+def make_prompt(seed: int, shared: int = 0) -> Prompt:
+    """Prompts with the same ``shared`` have head and first two chunks in common."""
+    common, own = random.Random(f"shared {shared}"), random.Random(f"own {seed}")
+
+    def ids(rng: random.Random, count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    # No chunk ends at a block's end, but the context does (640 = 5 x 128), so that vLLM's own
+    # prefix cache leaves the same tokens to compute as the store.
+    chunks = [ids(common, 131), ids(common, 200), ids(own, 177), ids(own, 91)]
+    return assemble(ids(common, 41), chunks, ids(own, 23))
+
+
+def launch(
+    folder: Path, model: Path, store: CacheStore, given: Mapping[str, str] | None = None
+) -> Engine:
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+    }
+    arguments = (*ENGINE_ARGUMENTS, "--kv-events-config", json.dumps(events))
+    settings = {"VLLM_CACHE_ROOT": str(folder / "vllm"), **COMPUTES_PLAIN, **(given or {})}
+    return launch_engine(folder, model, store.address, *arguments, settings=settings)
+
+
+def announced_tokens(folder: Path) -> list[int]:
+    """Of all blocks that an engine has said to hold since its start, by its replay."""
+    socket: zmq.Socket[bytes]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.rcvtimeo = 30_000
+        socket.connect(f"ipc://{folder}/replay")
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        tokens: list[int] = []
+        while payload := socket.recv_multipart()[-1]:
+            _time, events, *_ = msgspec.msgpack.decode(payload)
+            for event in events:
+                tokens += event["token_ids"] if event["type"] == "BlockStored" else ()
+        return tokens
+
+
+@dataclass
+class Platform:
+    """A cache store and an engine that can be replaced by a fresh one."""
+
+    folder: Path
+    model: Path
+    store: CacheStore
+    engine: Engine
+    space: KVSpace
+
+    def ask(
+        self, prompt: Prompt, domain: str = "public", max_tokens: int = 16
+    ) -> tuple[Completion, engine_pb2.RequestRecord]:
+        request = uuid.uuid4().hex
+        plan = plan_exact(prompt, self.space, domain, request)
+        completion = self.complete(prompt, plan, max_tokens=max_tokens)
+        return completion, self.record(request)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        plan: ReusePlan,
+        max_tokens: int = 16,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """What a gateway asks for: the plan is sealed."""
+        said = plan.to_json()
+        return complete(
+            self.engine.url,
+            prompt.token_ids,
+            max_tokens=max_tokens,
+            plan=said,
+            seal=seal(said, prompt.token_ids, KEY),
+            cache_salt=cache_salt,
+        )
+
+    def compute(self, prompt: Prompt, max_tokens: int = 16) -> Completion:
+        """vLLM's own work: the prefix computed, cached by vLLM, and used; no plan, no store."""
+        salt = uuid.uuid4().hex
+        complete(self.engine.url, prompt.token_ids, max_tokens=1, cache_salt=salt)
+        return complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, cache_salt=salt)
+
+    def record(self, request: str) -> engine_pb2.RequestRecord:
+        return record_of(self.engine, request)
+
+    def keys(self, prompt: Prompt, domain: str = "public") -> list[VariantKey]:
+        plan = plan_exact(prompt, self.space, domain, "probe")
+        return [named.variant for named in checked_segments(plan, prompt.token_ids, self.space)]
+
+    def wait_until_stored(self, prompt: Prompt, domain: str = "public") -> None:
+        """Saving happens behind the answer."""
+        assert self.is_stored_within(30, prompt, domain), "not saved"
+
+    def is_stored_within(self, limit_s: float, prompt: Prompt, domain: str = "public") -> bool:
+        client = StoreClient(self.store.address)
+        wants = [Want.of(key) for key in self.keys(prompt, domain)]
+        deadline = time.monotonic() + limit_s
+        try:
+            while not all(found.held for found in client.lookup(wants, 30).variants):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.05)
+            return True
+        finally:
+            client.close()
+
+    def values(self, prompt: Prompt, domain: str = "public") -> list[bytes]:
+        client = StoreClient(self.store.address)
+        found = [stored for _, stored in client.get(self.keys(prompt, domain), timeout_s=10)]
+        client.close()
+        assert not any(isinstance(stored, Miss) for stored in found)
+        return [bytes(stored.value) for stored in found if not isinstance(stored, Miss)]
+
+    def metrics(self, *names: str) -> list[str]:
+        """Lines of the engine's metrics that begin with one of names."""
+        lines = httpx.get(f"{self.engine.url}/metrics", timeout=5).text.splitlines()
+        return [line for line in lines if line.startswith(names)]
+
+    def counted(self, name: str) -> float:
+        """Sum of a counter over all of its labels, but for what was only computed."""
+        lines = [line for line in self.metrics(f"{name}_total") if 'kind="computed"' not in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def unfinished_requests(self) -> list[str]:
+        """vLLM's own gauges of running and waiting requests that are not zero."""
+        gauges = self.metrics("vllm:num_requests_running", "vllm:num_requests_waiting")
+        assert gauges
+        return [line for line in gauges if not line.endswith(" 0.0")]
+
+    def fresh_engine(self) -> None:
+        """Replace the engine by one whose own cache is empty.
+
+        It asks for seals, and loads layer by layer.
+        """
+        self.engine.service.stop()
+        keys = self.folder / "keys"
+        keys.write_text(f"{OLD_KEY.hex()}\n{KEY.hex()}\n")
+        settings = {"RAGCACHE_PLAN_KEY_FILE": str(keys), "RAGCACHE_LAYERWISE": "on"}
+        self.engine = launch(self.folder, self.model, self.store, settings)
+        wait_for_engine(self.engine)
+
+    @property
+    def profile(self) -> Path:
+        """Where the engine has left what computing takes."""
+        [path] = (self.folder / "vllm" / "ragcache").iterdir()
+        return path
+
+    def restart_store(self) -> None:
+        port = int(self.store.address.rsplit(":", 1)[1])
+        self.store = start_cachestore(self.folder / "store", port=port)
+
+
+PROMPTS = {
+    **{name: make_prompt(seed) for seed, name in enumerate(["a", "b", "c", "d", "damaged"])},
+    # For the last test, that the second engine has nothing of.
+    "while it is lost": make_prompt(5, shared=60),
+    "when it is back": make_prompt(6, shared=61),
+}
+
+
+@pytest.fixture(scope="module")
+def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """A store that holds PROMPTS, saved by an engine that is gone, and a fresh engine."""
+    folder = tmp_path_factory.mktemp("platform")
+    store = start_cachestore(folder / "store")
+    space = load_model_folder(str(tiny_model)).space("auto")
+    engine = launch(folder, tiny_model, store)
+    platform = Platform(folder, tiny_model, store, engine, space)
+    try:
+        wait_for_engine(engine)
+        for prompt in PROMPTS.values():
+            platform.ask(prompt)
+            platform.wait_until_stored(prompt)
+        # The store goes down with the engine, so that the fresh engine is served from disk.
+        platform.engine.service.stop()
+        platform.store.service.stop()
+        corrupt(folder / "store" / "data", platform.keys(PROMPTS["damaged"])[3])
+        platform.restart_store()
+        slower = json.loads(platform.profile.read_text())
+        slower["seconds"][-1][-1] = SLOWEST_S
+        platform.profile.write_text(json.dumps(slower))
+        platform.fresh_engine()
+        yield platform
+    finally:
+        platform.engine.service.stop()
+        platform.store.service.stop()
+
+
+def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: Platform) -> None:
+    prompt = PROMPTS["a"]
+    loaded, record = platform.ask(prompt)
+    assert record.loaded_tokens == prompt.chunk_ends[-1]
+    assert record.loaded_bytes == sum(map(len, platform.values(prompt)))
+    assert record.miss == ""
+    assert loaded.token_ids == platform.compute(prompt).token_ids
+
+
+def test_it_is_connected_before_it_measures_and_serves(platform: Platform) -> None:
+    log = platform.engine.service.log.read_text()
+    places = [log.index(said) for said in ("come over the", "a pass over", "startup complete")]
+    assert places == sorted(places)
+
+
+async def test_what_computing_takes_is_measured_once_and_told(platform: Platform) -> None:
+    """The first engine measured, the second one read it, changed as it was."""
+    assert platform.engine.records is not None
+    client = EngineClient(platform.engine.records)
+    costs = await client.costs()
+    await client.close()
+    found, kept = costs.prefill, PrefillProfile.from_json(json.loads(platform.profile.read_text()))
+    assert tuple(found.cached) == kept.cached
+    assert tuple(found.computed) == kept.computed
+    assert found.pass_tokens == kept.pass_tokens == kept.computed[-1] == 384
+    assert found.seconds[-1] == SLOWEST_S
+    assert all(0 < seconds < SLOWEST_S for seconds in found.seconds[:-1])
+    assert costs.correction > 0
+
+
+def test_blocks_that_were_loaded_are_announced(platform: Platform) -> None:
+    prompt = PROMPTS["d"]
+    platform.ask(prompt)
+    whole = prompt.chunk_ends[-1] // 128 * 128
+    tokens = announced_tokens(platform.folder)
+    # In one stretch, or in several as they became whole.
+    own = list(prompt.token_ids[384:whole])
+    assert any(tokens[at : at + len(own)] == own for at in range(len(tokens)))
+
+
+def test_a_shared_prefix_comes_from_vllms_own_cache_and_the_rest_from_the_store(
+    platform: Platform,
+) -> None:
+    platform.ask(PROMPTS["a"])
+    prompt = PROMPTS["b"]  # shares head and two chunks with "a"
+    loaded, record = platform.ask(prompt)
+    assert record.local_tokens > 0
+    assert record.local_tokens + record.loaded_tokens == prompt.chunk_ends[-1]
+    assert loaded.token_ids == platform.compute(prompt).token_ids
+
+
+def test_loaded_kv_is_bit_equal_to_what_was_saved(platform: Platform) -> None:
+    """Another domain has other keys, so KV that was loaded is saved again: bytes must agree."""
+    prompt = PROMPTS["c"]
+    salt = uuid.uuid4().hex  # what is loaded under it is computed with under the other domain
+    found = {}
+    for domain in ("public", "elsewhere"):
+        request = uuid.uuid4().hex
+        plan = plan_exact(prompt, platform.space, domain, request)
+        platform.complete(prompt, plan, cache_salt=salt)
+        record = platform.record(request)
+        found[domain] = (record.local_tokens, record.loaded_tokens)
+    end = prompt.chunk_ends[-1]
+    assert found == {"public": (0, end), "elsewhere": (end, 0)}
+    platform.wait_until_stored(prompt, "elsewhere")
+    assert platform.values(prompt, "elsewhere") == platform.values(prompt)
+
+
+def test_a_corrupt_value_is_detected_and_computed(platform: Platform) -> None:
+    prompt = PROMPTS["damaged"]
+    answer, record = platform.ask(prompt)
+    assert record.loaded_tokens < prompt.chunk_ends[-1]
+    assert record.miss == "corrupt"
+    client = StoreClient(platform.store.address)
+    assert client.stats().corrupt >= 1
+    client.close()
+    assert answer.token_ids == platform.compute(prompt).token_ids
+    # what was computed is stored again
+    platform.wait_until_stored(prompt)
+
+
+def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platform) -> None:
+    prompt = make_prompt(400, shared=40)
+    request = uuid.uuid4().hex
+    documents = [f"docs/{name}" for name in "aabc"]
+    plan = plan_exact(prompt, platform.space, "tenant", request, documents)
+    platform.complete(prompt, plan, max_tokens=1)
+    platform.wait_until_stored(prompt, "tenant")
+    assert platform.record(request).miss == "never stored"
+    head, first, second, third, fourth = (named.chunk for named in plan.segments)
+    client = StoreClient(platform.store.address)
+    (found,) = client.lookup([Want(third)]).variants
+    assert found.held[0].prefix_chunks == (head, first, second)
+    # A delete of its document takes along what was computed after that.
+    removed = client.delete(Deletion(uuid.uuid4().bytes, documents=("docs/b",), domain="tenant"))
+    assert removed >= 1
+    left = client.lookup([Want(chunk) for chunk in (second, third, fourth)], domain="tenant")
+    assert [variants.miss for variants in left.variants][:2] == [None, Miss.DELETED]
+    # Whatever it cost, it was measured: the scores that hang on it are more than nothing.
+    assert sum(client.stats().score_histogram) > 0
+    client.close()
+
+
+def test_many_requests_at_once_are_all_answered_as_they_are_alone(platform: Platform) -> None:
+    """Batches of another shape round otherwise, in vLLM as well: so where the answer is clear."""
+    seeds = itertools.count(1000)
+    prompts = [
+        next(
+            prompt
+            for prompt in (make_prompt(seed, shared=70 + number % 3) for seed in seeds)
+            if is_clear(platform.engine.url, prompt, max_tokens=2)
+        )
+        for number in range(12)
+    ]
+    expected = [platform.compute(prompt, max_tokens=2).token_ids for prompt in prompts]
+
+    def ask(prompt: Prompt) -> tuple[tuple[int, ...], int]:
+        """Its answer, and how many tokens were loaded; under a salt, so from the store alone."""
+        request = uuid.uuid4().hex
+        plan = plan_exact(prompt, platform.space, "public", request)
+        answer = platform.complete(prompt, plan, max_tokens=2, cache_salt=request)
+        return answer.token_ids, platform.record(request).loaded_tokens
+
+    with ThreadPoolExecutor(6) as pool:
+        first = list(pool.map(ask, prompts))
+        for prompt in prompts:
+            platform.wait_until_stored(prompt)
+        again = list(pool.map(ask, prompts))
+    assert [tokens for tokens, _ in first] == expected
+    assert [tokens for tokens, _ in again] == expected
+    assert [loaded for _, loaded in again] == [prompt.chunk_ends[-1] for prompt in prompts]
+
+
+def test_clients_that_leave_at_any_moment_leave_the_engine_whole(platform: Platform) -> None:
+    """Certainly in the middle of a load or of a repair: ``test_engine_interrupted``."""
+    prompt = PROMPTS["d"]
+    plan = plan_exact(prompt, platform.space, "public", "left").to_json()
+    body = {
+        "model": "model",
+        "prompt": list(prompt.token_ids),
+        "max_tokens": 200,
+        "stream": True,
+        "ignore_eos": True,
+        "kv_transfer_params": {
+            "ragcache": plan,
+            "ragcache_seal": seal(plan, prompt.token_ids, KEY),
+        },
+    }
+    for seconds in (0.0, 0.005, 0.01, 0.02, 0.04):
+        body["cache_salt"] = uuid.uuid4().hex  # so that each finds it in the store only
+        with httpx.stream("POST", f"{platform.engine.url}/v1/completions", json=body, timeout=30):
+            time.sleep(seconds)  # leaving closes the connection, wherever the request is by now
+    answer, _ = platform.ask(prompt)
+    assert answer.token_ids == platform.compute(prompt).token_ids
+    deadline = time.monotonic() + 20
+    while busy := platform.unfinished_requests():
+        assert time.monotonic() < deadline, busy
+        time.sleep(0.1)
+
+
+def test_a_wrong_plan_is_computed(platform: Platform) -> None:
+    """A plan made for one prompt and sent with another must not install foreign KV."""
+    real, other = PROMPTS["a"], make_prompt(99, shared=9)
+    plan = plan_exact(real, platform.space, "public", "wrong")
+    answer = platform.complete(other, plan, max_tokens=8)
+    assert platform.record("wrong").loaded_tokens == 0
+    assert answer.token_ids == platform.compute(other, max_tokens=8).token_ids
+
+
+def test_a_plan_that_is_not_a_gateways_is_answered_right_and_loads_and_saves_nothing(
+    platform: Platform,
+) -> None:
+    names = ("ragcache_engine_prompt_tokens", "ragcache_engine_refused_plans")
+    loaded, refused = map(platform.counted, names)
+    stored, new = PROMPTS["c"], make_prompt(500, shared=50)
+    forgeries = 0
+    for prompt in (stored, new):
+        right = platform.compute(prompt).token_ids
+        for key, sealed_for in ((None, prompt), (bytes(32), prompt), (KEY, PROMPTS["d"])):
+            request = uuid.uuid4().hex
+            plan = plan_exact(prompt, platform.space, "public", request).to_json()
+            answer = complete(
+                *(platform.engine.url, prompt.token_ids),
+                max_tokens=16,
+                plan=plan,
+                seal=seal(plan, sealed_for.token_ids, key) if key is not None else None,
+                cache_salt=request,  # so that only the store could have it
+            )
+            assert answer.token_ids == right
+            with pytest.raises(NotFound):
+                platform.record(request)
+            forgeries += 1
+    deadline = time.monotonic() + 30
+    while platform.counted(names[1]) < refused + forgeries:
+        assert time.monotonic() < deadline, "not counted"
+        time.sleep(0.05)
+    assert [platform.counted(name) for name in names] == [loaded, refused + forgeries]
+    # One after the other is sent to the store: what is behind them is there, and they are not.
+    behind = make_prompt(501, shared=51)
+    platform.ask(behind)
+    platform.wait_until_stored(behind)
+    assert not platform.is_stored_within(0, new)
+    # The same plan, sealed, is acted on.
+    platform.ask(new)
+    platform.wait_until_stored(new)
+
+
+def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
+    members = platform.folder / "members.json"
+
+    def write(*stores: CacheStore) -> None:
+        new = platform.folder / "members.new"
+        new.write_text(json.dumps({"members": [store.address for store in stores]}))
+        new.replace(members)
+
+    write(platform.store)
+    joining = start_cachestore(platform.folder / "joining")
+    engine = launch_engine(
+        *(platform.folder, platform.model, f"file:{members}", *ENGINE_ARGUMENTS),
+        settings=COMPUTES_PLAIN,
+    )
+    several = replace(platform, engine=engine)
+    try:
+        wait_for_engine(engine)
+        write(platform.store, joining)
+        time.sleep(1.1)
+        prompts = [make_prompt(seed, shared=7) for seed in range(200, 204)]
+        keys = [key for prompt in prompts for key in several.keys(prompt)]
+        client = ShardedStore(FixedMembers((platform.store.address, joining.address)))
+        for prompt in prompts:
+            several.ask(prompt, max_tokens=1)
+        deadline = time.monotonic() + 30
+        wants = [Want.of(key) for key in keys]
+        while client.lookup(wants).held().keys() != set(keys):
+            assert time.monotonic() < deadline, "not saved"
+            time.sleep(0.05)
+        client.close()
+        with_both = StoreClient(joining.address)
+        there = {w for w, v in zip(wants, with_both.lookup(wants).variants, strict=True) if v.held}
+        assert 0 < len(there) < len(set(keys)), "each shard has its part"
+        with_both.close()
+        for prompt in prompts:
+            # Another salt hides vLLM's own cache, so everything comes from the two shards.
+            request = uuid.uuid4().hex
+            plan = plan_exact(prompt, several.space, "public", request).to_json()
+            answer = complete(
+                engine.url, prompt.token_ids, max_tokens=16, plan=plan, cache_salt=request
+            )
+            assert several.record(request).loaded_tokens == prompt.chunk_ends[-1]
+            assert answer.token_ids == several.compute(prompt).token_ids
+    finally:
+        engine.service.stop()
+        joining.service.stop()
+
+
+def test_requests_were_taken_up_before_all_layers_were_there(platform: Platform) -> None:
+    """Those of the tests before this one; a few loads say first what writing takes."""
+    log = platform.engine.service.log.read_text(errors="replace")
+    assert re.search(r"a request is taken up with [1-3] of 4 layers in place", log)
+
+
+def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:
+    drain = [
+        *(sys.executable, "-m", "ragcache_engine.drain", "--settle-s", "0"),
+        *("--deadline-s", "120", "--url", f"{platform.engine.url}/metrics"),
+    ]
+    body = {
+        "model": "model",
+        "prompt": make_prompt(300).token_ids,
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{platform.engine.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        events = (line for line in reply.iter_lines() if line)
+        next(events)
+        done = subprocess.run(drain, capture_output=True, text=True, timeout=150, check=True)
+        assert "no request is left" in done.stderr
+        assert platform.unfinished_requests() == []
+        *_, last = events
+        assert last == "data: [DONE]"
+
+
+def test_losing_the_store_costs_recomputation_and_nothing_else(platform: Platform) -> None:
+    """Last: it kills the store."""
+    prompt = PROMPTS["while it is lost"]
+    platform.store.service.kill()
+    answer, record = platform.ask(prompt)
+    assert (record.local_tokens, record.loaded_tokens) == (0, 0)
+    assert record.miss in STORE_AWAY
+    assert answer.token_ids == platform.compute(prompt).token_ids
+    platform.restart_store()
+    deadline = time.monotonic() + 30
+    for seed in itertools.count(800):
+        assert time.monotonic() < deadline, "the engine did not find the store again"
+        new = make_prompt(seed)
+        # The engine's processes each find the store by themselves: one looks up, the other saves.
+        if platform.ask(new)[1].miss not in STORE_AWAY and platform.is_stored_within(2, new):
+            break
+    prompt = PROMPTS["when it is back"]
+    _, record = platform.ask(prompt)
+    assert (record.local_tokens, record.loaded_tokens) == (0, prompt.chunk_ends[-1])

@@ -1,0 +1,419 @@
+"""Answers through real sockets: what comes back, what reaches the other parts, what stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import is_sealed
+from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.v1 import retriever_pb2
+from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.watched_file import CHECK_EVERY_S
+from tests.helpers.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
+
+CACHE = {
+    "prompt_tokens": 100,
+    "local_tokens": 10,
+    "loaded_tokens": 60,
+    "loaded_bytes": 61440,
+    "blended_tokens": 20,
+    "repaired_tokens": 5,
+    "miss": "",
+}
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model) as running:
+        yield running
+
+
+async def test_a_whole_answer_has_text_citations_timing_and_cache(gateway: World) -> None:
+    response = await gateway.ask(model=MODEL)
+    assert response.status_code == 200
+    answer = response.json()
+    ChatCompletion.model_validate(answer)
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["choices"][0]["message"]["content"] == "It runs in eu-north."
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 70}
+    first, second = answer["ragcache"]["citations"]
+    assert first == {
+        "document_id": "billing.md",
+        "title": "Title of billing.md",
+        "chunk": "billing.md#1",
+        "heading_path": ["Handbook", "billing.md"],
+        "score": 0.9,
+        "text_preview": "Chunk 1 of billing.md.",
+    }
+    assert second["document_id"] == "search.md"
+    assert answer["ragcache"]["cache"] == CACHE
+    timing = answer["ragcache"]["timing_ms"]
+    assert (timing["stages"], timing["embed"], timing["search"]) == (2, 9.5, 0.25)
+    assert (timing["queue"], timing["load"], timing["prefill"]) == (1, 2, 3)
+    assert timing["repair"] == 1.5
+    assert 0 < timing["retrieve"] <= timing["first_token"] <= timing["total"]
+    assert gateway.records.asked == [answer["id"]]
+
+
+async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> None:
+    before_ms = time.time_ns() // 1_000_000
+    await gateway.ask()
+    sent = gateway.engine.requests[0]
+    plan = ReusePlan.from_json(sent["kv_transfer_params"]["ragcache"])
+    space = load_model_folder(gateway.config.model).space("auto")
+    # Head, two chunks of billing.md in document order, one of search.md.
+    assert len(checked_segments(plan, sent["prompt"], space)) == len(plan.segments) == 4
+    assert plan.domain == "public"
+    # What is deleted after that must not be stored again.
+    assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
+    documents = [segment.document for segment in plan.segments]
+    assert documents == ["", *["default/billing.md"] * 2, "default/search.md"]
+    assert "cache_salt" not in sent
+    assert sent["stream"] is True
+    assert sent["stream_options"] == {"include_usage": True}
+
+
+async def test_plans_are_sealed_with_the_first_key_of_a_file_that_may_change(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    one, two, path = bytes([1] * 32), bytes([2] * 32), tmp_path / "keys"
+    path.write_text(f"{one.hex()}\n{two.hex()}\n")
+    now_s = 0.0
+    async with world(tiny_model, plan_keys=PlanKeys(path, lambda: now_s)) as gateway:
+        for reuse in ("exact", "blend", "off"):
+            await gateway.ask(ragcache={"reuse": reuse})
+            assert is_sealed_under(one, gateway.engine.requests[-1])
+        path.write_text(f"{two.hex()}\n")
+        now_s += CHECK_EVERY_S
+        await gateway.ask()
+        assert is_sealed_under(two, gateway.engine.requests[-1])
+        assert not is_sealed_under(one, gateway.engine.requests[-1])
+
+
+def is_sealed_under(key: bytes, sent: dict[str, Any]) -> bool:
+    params = sent["kv_transfer_params"]
+    return is_sealed(params["ragcache"], sent["prompt"], params["ragcache_seal"], [key])
+
+
+async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) -> None:
+    for _ in range(2):
+        await gateway.ask(ragcache={"reuse": "off"})
+    one, two = gateway.engine.requests
+    plan = ReusePlan.from_json(one["kv_transfer_params"]["ragcache"])
+    assert {segment.action for segment in plan.segments} == {Action.COMPUTE}
+    assert one["cache_salt"] != two["cache_salt"]
+
+
+def sent_plan(gateway: World) -> ReusePlan:
+    """Plan of the last question."""
+    return ReusePlan.from_json(gateway.engine.requests[-1]["kv_transfer_params"]["ragcache"])
+
+
+async def test_blend_takes_chunks_from_anywhere_and_the_head_only_as_it_is(gateway: World) -> None:
+    response = await gateway.ask(ragcache={"reuse": "blend", "max_recompute": 0.5})
+    assert response.status_code == 200
+    plan = sent_plan(gateway)
+    head, *chunks = plan.segments
+    assert head.action is Action.EXACT
+    assert [segment.action for segment in chunks] == [Action.BLEND] * 3
+    assert [segment.document for segment in chunks][-1] == "default/search.md"
+    assert plan.budget == 0.5
+    assert plan.planned_at_ms > 0
+    assert "cache_salt" not in gateway.engine.requests[-1]
+    # Without a share of its own, what the platform is set to.
+    await gateway.ask(ragcache={"reuse": "blend"})
+    assert sent_plan(gateway).budget == gateway.config.max_recompute
+
+
+async def test_a_platform_that_blends_does_so_unless_asked_otherwise(tiny_model: Path) -> None:
+    async with world(tiny_model, reuse="blend", max_recompute=0.3) as gateway:
+        await gateway.ask()
+        assert (sent_plan(gateway).blends, sent_plan(gateway).budget) == (True, 0.3)
+        await gateway.ask(ragcache={"max_recompute": 0})
+        assert (sent_plan(gateway).blends, sent_plan(gateway).budget) == (True, 0)
+        await gateway.ask(ragcache={"reuse": "exact"})
+        assert {segment.action for segment in sent_plan(gateway).segments} == {Action.EXACT}
+        await gateway.ask(ragcache={"reuse": "off"})
+        assert {segment.action for segment in sent_plan(gateway).segments} == {Action.COMPUTE}
+
+
+@pytest.mark.parametrize("reuse", [None, "exact", "off"])
+async def test_a_share_to_recompute_is_only_for_blend(gateway: World, reuse: str | None) -> None:
+    response = await gateway.ask(ragcache={"reuse": reuse, "max_recompute": 0.2})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "ragcache.max_recompute"
+    assert error["message"] == (
+        f"ragcache.max_recompute: is given, and ragcache.reuse is {reuse or 'exact'}; "
+        "set ragcache.reuse to blend or leave it out"
+    )
+    assert gateway.retriever.searches == []
+
+
+async def test_only_an_allowlist_reaches_the_engine(gateway: World) -> None:
+    response = await gateway.ask(
+        temperature=0,
+        top_p=0.5,
+        stop=["\n"],
+        seed=7,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        max_completion_tokens=9,
+        kv_transfer_params={"ragcache": {"v": 1, "domain": "other"}},
+        cache_salt="mine",
+        vllm_xargs={"a": 1},
+        prompt_token_ids=[1, 2],
+        request_id="forged",
+        user="somebody",
+    )
+    assert response.status_code == 200
+    sent = gateway.engine.requests[0]
+    assert sent["kv_transfer_params"]["ragcache"]["domain"] == "public"
+    assert sent["kv_transfer_params"]["ragcache"]["request"] == response.json()["id"]
+    for name in ("prompt", "kv_transfer_params"):
+        del sent[name]
+    assert sent == {
+        "model": MODEL,
+        "max_tokens": 9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "top_p": 0.5,
+        "stop": ["\n"],
+        "seed": 7,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+    }
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_a_stream_begins_with_citations_and_ends_with_costs(
+    gateway: World, include_usage: bool
+) -> None:
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    response = await gateway.ask(stream=True, **options)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = data_of(response.text)
+    assert done == "[DONE]"
+    for value in chunks:
+        ChatCompletionChunk.model_validate(value)
+    assert len({value["id"] for value in chunks}) == 1
+    first, last = chunks[0], chunks[-1]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [c["document_id"] for c in first["ragcache"]["citations"]] == ["billing.md", "search.md"]
+    assert last["ragcache"]["cache"] == CACHE
+    assert last["ragcache"]["timing_ms"]["stages"] == 2
+    deltas = [value["choices"][0]["delta"] for value in chunks if value["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "It runs in eu-north."
+    reasons = [v["choices"][0]["finish_reason"] for v in chunks if v["choices"]]
+    assert [reason for reason in reasons if reason] == ["stop"]
+    if include_usage:
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 3
+    else:
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert all("usage" not in value for value in chunks)
+
+
+async def test_text_with_odd_line_breaks_survives_the_stream(gateway: World) -> None:
+    gateway.engine.words = ["a\u2028b", "\x85c", "\r\nd"]
+    response = await gateway.ask()
+    assert response.json()["choices"][0]["message"]["content"] == "a\u2028b\x85c\r\nd"
+
+
+async def test_without_a_record_the_engines_share_is_null(gateway: World) -> None:
+    gateway.records.forgetful = True
+    answer = (await gateway.ask()).json()["ragcache"]
+    assert set(answer["cache"].values()) == {None}
+    assert answer["timing_ms"]["prefill"] is None
+    await gateway.servers["engine_records"].stop()
+    assert (await gateway.ask()).status_code == 200
+
+
+async def test_an_answer_without_usage_is_still_whole(gateway: World) -> None:
+    gateway.engine.says_usage = False
+    answer = (await gateway.ask()).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"] is None
+
+
+async def test_history_stands_after_the_documents(gateway: World) -> None:
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "user", "content": "Where does billing run?"},
+    ]
+    response = await gateway.client.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 200
+    await gateway.ask()
+    long, short = (request["prompt"] for request in gateway.engine.requests)
+    plan = ReusePlan.from_json(gateway.engine.requests[1]["kv_transfer_params"]["ragcache"])
+    assert long[: plan.segments[-1].end] == short[: plan.segments[-1].end]
+    assert gateway.retriever.searches[0].query == "Where does billing run?"
+
+
+async def test_no_hits_still_give_an_answer(gateway: World) -> None:
+    gateway.retriever.hits = []
+    answer = (await gateway.ask()).json()
+    assert answer["ragcache"]["citations"] == []
+    assert answer["choices"][0]["message"]["content"]
+
+
+async def test_a_budget_too_small_for_one_chunk_is_a_clear_error(gateway: World) -> None:
+    gateway.retriever.hits = [retriever_pb2.Hit(chunk=chunk("big", 0, "word " * 3000), score=1.0)]
+    response = await gateway.ask()
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "max_tokens"
+    assert "make the collection's chunks smaller" in response.json()["error"]["message"]
+
+
+async def test_bad_input_names_the_field_and_reaches_nobody(gateway: World) -> None:
+    for change, param in (
+        ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content"),
+        ({"ragcache": {"top_k": 10_000}}, "ragcache.top_k"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+    ):
+        response = await gateway.ask(**change)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert ";" in error["message"], "a problem and its fix"
+    assert gateway.engine.requests == []
+
+
+async def test_unknown_names_are_404(gateway: World) -> None:
+    for change, code in (
+        ({"model": "other"}, "model_not_found"),
+        ({"ragcache": {"collection": "nowhere"}}, "collection_not_found"),
+    ):
+        response = await gateway.ask(**change)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == code
+
+
+async def test_what_the_engine_refuses_is_the_clients_mistake(gateway: World) -> None:
+    gateway.engine.refuse = (400, {"error": {"message": "stop is odd", "code": 400}})
+    response = await gateway.ask()
+    assert response.status_code == 400
+    assert "stop is odd" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["refuse", "fail_after", "drop_after"])
+async def test_an_engine_that_fails_before_the_first_token_is_503(
+    gateway: World, stream: bool, way: str
+) -> None:
+    setattr(gateway.engine, way, (500, {"error": {"message": "x"}}) if way == "refuse" else 0)
+    response = await gateway.ask(stream=stream)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["code"] == "engine_unavailable"
+
+
+@pytest.mark.parametrize("way", ["fail_after", "drop_after"])
+async def test_an_engine_that_fails_midway_ends_the_stream_with_an_error(
+    gateway: World, way: str
+) -> None:
+    setattr(gateway.engine, way, 2)
+    response = await gateway.ask(stream=True)
+    assert response.status_code == 200
+    *_, word, last = data_of(response.text)
+    assert word["choices"][0]["delta"] == {"content": "eu-north"}
+    assert last["error"]["code"] == "engine_unavailable"
+    assert (await gateway.ask()).status_code == 503, "a whole answer is not cut short silently"
+
+
+async def test_a_silent_engine_is_left_after_the_deadline(tiny_model: Path) -> None:
+    async with world(tiny_model, first_token_timeout_s=0.2, next_token_timeout_s=0.2) as gateway:
+        gateway.engine.hold_after = 0
+        assert (await gateway.ask()).status_code == 503
+        await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+        gateway.engine.hold_after = 1
+        *_, last = data_of((await gateway.ask(stream=True)).text)
+        assert last["error"]["code"] == "engine_unavailable"
+
+
+async def test_a_dead_engine_is_503_and_recovery_needs_no_restart(tiny_model: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine) as port:
+        pass
+    async with world(tiny_model) as gateway:
+        gateway.config = replace(gateway.config, engines=(gateway.engine_name(port),))
+        async with (
+            serving(gateway.app()) as lonely,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{lonely}", trust_env=False) as client,
+        ):
+            body = {"messages": [{"role": "user", "content": "Where?"}]}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 503
+            assert "Retry-After" in response.headers
+            async with serving(engine, port):
+                response = await client.post("/v1/chat/completions", json=body)
+                assert response.status_code == 200
+
+
+async def test_a_dead_retriever_is_503(gateway: World) -> None:
+    await gateway.servers["retriever"].stop()
+    response = await gateway.ask()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "retriever_unavailable"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", [0, 1])
+async def test_a_client_that_leaves_aborts_the_engines_request(
+    gateway: World, stream: bool, after: int
+) -> None:
+    gateway.engine.hold_after = after
+    asking = asyncio.create_task(gateway.ask(stream=stream))
+    await asyncio.wait_for(gateway.engine.holding.wait(), 10)
+    asking.cancel()
+    await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+    await _until_idle(gateway)
+
+
+async def test_a_client_that_leaves_cancels_the_search(gateway: World) -> None:
+    gateway.retriever.hold = asyncio.Event()
+    asking = asyncio.create_task(gateway.ask())
+    await asyncio.wait_for(gateway.retriever.holding.wait(), 10)
+    asking.cancel()
+    await asyncio.wait_for(gateway.retriever.cancelled.wait(), 10)
+    assert gateway.engine.requests == []
+    await _until_idle(gateway)
+
+
+async def test_more_requests_than_the_bound_are_429(tiny_model: Path) -> None:
+    async with world(tiny_model, max_in_flight=1) as gateway:
+        gateway.engine.hold_after = 1
+        asking = asyncio.create_task(gateway.ask())
+        await asyncio.wait_for(gateway.engine.holding.wait(), 10)
+        response = await gateway.ask()
+        assert response.status_code == 429
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert "Retry-After" in response.headers
+        assert (await gateway.client.get("/healthz")).status_code == 200
+        asking.cancel()
+        await _until_idle(gateway)
+        gateway.engine.hold_after = None
+        assert (await gateway.ask()).status_code == 200
+
+
+async def _until_idle(gateway: World) -> None:
+    async with asyncio.timeout(10):
+        # What to wait for is in the gateway, whose metrics are all that tells of it.
+        while "requests_in_flight 0.0" not in (await gateway.client.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

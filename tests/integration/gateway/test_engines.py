@@ -1,0 +1,262 @@
+"""Several engines behind one name: which one answers, and what becomes of those that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ragcache_gateway.config import EngineName
+from ragcache_gateway.engines.pool import MAX_LOST
+from ragcache_gateway.engines.resolver import host_and_port, resolve
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.v1 import engine_pb2_grpc
+from tests.helpers.gateway_fakes import FakeEngine, FakeRecords, World, data_of, serving, world
+
+NAME = "engines.test"
+
+
+@dataclass
+class Fleet:
+    """A gateway and engines on addresses of their own. addresses: what their name stands for."""
+
+    client: httpx.AsyncClient
+    port: int = 0
+    engines: dict[str, FakeEngine] = field(default_factory=dict)
+    records: dict[str, FakeRecords] = field(default_factory=dict)
+    addresses: tuple[str, ...] | None = ()
+
+    async def resolve(self, host: str, port: int) -> tuple[str, ...] | None:
+        assert (host, port) == (NAME, self.port)
+        return self.addresses
+
+    async def ask(self, **more: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "Where?"}], **more}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    def asked(self) -> list[int]:
+        return [len(engine.requests) for engine in self.engines.values()]
+
+    async def endpoints(self) -> dict[str, Any]:
+        parts = (await self.client.get("/readyz")).json()["parts"]
+        return {
+            endpoint["address"].partition(":")[0]: endpoint
+            for endpoint in parts["engine"]["endpoints"]
+        }
+
+    async def until(self, claim: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(10):
+            # A client can only poll.
+            while not await claim():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_ready(self, *addresses: str) -> None:
+        async def ready() -> bool:
+            endpoints = await self.endpoints()
+            return {a for a, state in endpoints.items() if state["ready"]} == {*addresses}
+
+        await self.until(ready)
+
+
+@asynccontextmanager
+async def fleet(
+    model: Path, monkeypatch: pytest.MonkeyPatch, count: int, **changes: Any
+) -> AsyncGenerator[Fleet, None]:
+    """count engines that are well."""
+    async with AsyncExitStack() as stack:
+        parts: World = await stack.enter_async_context(world(model, **changes))
+        found = Fleet(parts.client)
+        ips = [f"127.0.0.{number}" for number in range(2, 2 + count)]
+        records_port = 0
+        for ip in ips:
+            engine, records = FakeEngine(), FakeRecords()
+            found.port = await stack.enter_async_context(serving(engine, found.port, ip))
+            server = GrpcServer(
+                f"{ip}:{records_port}",
+                ["ragcache.v1.Engine"],
+                lambda s, r=records: engine_pb2_grpc.add_EngineServicer_to_server(r, s),
+            )
+            await server.start()
+            stack.push_async_callback(server.stop)
+            records_port = server.port
+            found.engines[ip], found.records[ip] = engine, records
+        found.addresses = tuple(ips)
+        monkeypatch.setattr("ragcache_gateway.engines.pool.resolve", found.resolve)
+        parts.config = replace(parts.config, engines=(EngineName(NAME, found.port, records_port),))
+        port = await stack.enter_async_context(serving(parts.app()))
+        found.client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30)
+        )
+        await found.until_ready(*ips)
+        yield found
+
+
+@pytest.fixture
+async def two(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Fleet, None]:
+    async with fleet(tiny_model, monkeypatch, 2) as running:
+        yield running
+
+
+async def test_requests_go_to_the_engine_with_the_fewest(two: Fleet) -> None:
+    first, second = two.engines.values()
+    for _ in range(4):
+        assert (await two.ask()).status_code == 200
+    assert two.asked() == [2, 2], "equals take turns"
+
+    first.hold_after = 1
+    held = asyncio.create_task(two.ask())
+    await asyncio.wait_for(first.holding.wait(), 10)
+    before = len(first.requests)
+    for _ in range(3):
+        assert (await two.ask()).status_code == 200
+    assert len(first.requests) == before, "who is busy gets none while another is idle"
+    states = await two.endpoints()
+    assert [states[ip]["in_flight"] for ip in two.engines] == [1, 0]
+    metrics = (await two.client.get("/metrics")).text
+    busy = f'ragcache_gateway_engine_requests_in_flight{{engine="127.0.0.2:{two.port}"}} 1.0'
+    assert busy in metrics
+    held.cancel()
+    await asyncio.wait_for(first.aborted.wait(), 10)
+    assert len(second.requests) == 5
+
+
+async def test_the_record_comes_from_the_very_engine_that_answered(two: Fleet) -> None:
+    ids = [(await two.ask()).json()["id"] for _ in range(4)]
+    for ip, engine in two.engines.items():
+        answered = [body["kv_transfer_params"]["ragcache"]["request"] for body in engine.requests]
+        assert two.records[ip].asked == answered
+    assert sorted(i for records in two.records.values() for i in records.asked) == sorted(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["refuse", "fail_after", "drop_after"])
+async def test_a_request_whose_engine_is_lost_before_a_token_goes_to_another(
+    two: Fleet, way: str, stream: bool
+) -> None:
+    lost = two.engines["127.0.0.2"]
+    setattr(lost, way, (500, {"error": {"message": "x"}}) if way == "refuse" else 0)
+    for _ in range(4):
+        response = await two.ask(stream=stream)
+        assert response.status_code == 200
+        if stream:
+            assert data_of(response.text)[-1] == "[DONE]"
+    assert len(two.engines["127.0.0.3"].requests) == 4
+    assert all(state["in_flight"] == 0 for state in (await two.endpoints()).values())
+
+
+async def test_an_engine_that_failed_is_left_alone_until_it_is_well(two: Fleet) -> None:
+    lost = two.engines["127.0.0.2"]
+    lost.healthy, lost.refuse = False, (503, {"error": {"message": "dying"}})
+    await two.until_ready("127.0.0.3")
+    response = await two.client.get("/readyz")
+    assert response.status_code == 200, "one that is well is enough"
+    before = len(lost.requests)
+    for _ in range(3):
+        assert (await two.ask()).status_code == 200
+    assert len(lost.requests) == before
+    failures = (await two.client.get("/metrics")).text
+    assert f'engine_failures_total{{engine="127.0.0.2:{two.port}"}}' in failures
+    lost.healthy, lost.refuse = True, None
+    await two.until_ready("127.0.0.2", "127.0.0.3")
+    await two.ask()
+    await two.ask()
+    assert len(lost.requests) > before
+
+
+async def test_when_none_is_well_all_are_named(two: Fleet) -> None:
+    for engine in two.engines.values():
+        engine.healthy, engine.refuse = False, (500, {"error": {"message": "out of blocks"}})
+    await two.until_ready()
+    response = await two.client.get("/readyz")
+    assert response.status_code == 503
+    message = response.json()["error"]["message"]
+    assert all(f"{ip}:{two.port}: " in message for ip in two.engines)
+
+
+async def test_nothing_is_asked_again_once_a_token_came(two: Fleet) -> None:
+    for engine in two.engines.values():
+        engine.drop_after = 1
+    *_, last = data_of((await two.ask(stream=True)).text)
+    assert last["error"]["code"] == "engine_unavailable"
+    assert sum(two.asked()) == 1
+
+
+async def test_what_one_engine_refuses_no_other_is_asked(two: Fleet) -> None:
+    for engine in two.engines.values():
+        engine.refuse = (400, {"error": {"message": "stop is odd"}})
+    assert (await two.ask()).status_code == 400
+    assert all(state["ready"] for state in (await two.endpoints()).values())
+
+
+async def test_a_request_that_ends_engines_does_not_end_all(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tiny_model, monkeypatch, 4, engine_watch_s=60) as four:
+        for engine in four.engines.values():
+            engine.drop_after = 0
+        assert (await four.ask()).status_code == 503
+        assert sum(four.asked()) == MAX_LOST
+
+
+async def test_a_slow_engine_is_not_asked_twice_through_another(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tiny_model, monkeypatch, 2, first_token_timeout_s=1) as slow:
+        for engine in slow.engines.values():
+            engine.hold_after = 0
+        assert (await slow.ask()).status_code == 503
+        assert sum(slow.asked()) == 1
+
+
+async def test_an_engine_that_leaves_its_name_finishes_what_it_has(two: Fleet) -> None:
+    two.engines["127.0.0.3"].refuse = (500, {"error": {"message": "x"}})
+    staying = two.engines["127.0.0.2"]
+    two.addresses = ("127.0.0.2",)
+    await two.until_ready("127.0.0.2")
+    assert (await two.client.get("/metrics")).text.count("127.0.0.3") == 0
+
+    staying.pause = asyncio.Event()
+    answer = asyncio.create_task(two.ask())
+    await asyncio.wait_for(staying.holding.wait(), 10)
+    two.engines["127.0.0.3"].refuse = None
+    two.addresses = ("127.0.0.3",)
+    await two.until_ready("127.0.0.3")
+    assert (await two.ask()).status_code == 200
+    staying.pause.set()
+    whole = await asyncio.wait_for(answer, 10)
+    assert whole.status_code == 200
+    assert whole.json()["ragcache"]["cache"]["loaded_tokens"] == 60, "its record, too"
+
+
+async def test_a_name_without_addresses_is_no_engine(two: Fleet) -> None:
+    two.addresses = ()
+    await two.until_ready()
+    response = await two.ask()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert NAME in response.json()["error"]["message"]
+    assert NAME in (await two.client.get("/readyz")).json()["error"]["message"]
+
+
+async def test_a_resolver_that_is_away_takes_no_engine_along(two: Fleet) -> None:
+    two.addresses = None
+    await asyncio.sleep(0.3)  # several looks
+    assert (await two.endpoints()).keys() == two.engines.keys()
+    assert (await two.ask()).status_code == 200
+
+
+async def test_names_are_resolved_as_the_system_does() -> None:
+    assert await resolve("127.0.0.1", 80) == ("127.0.0.1",)
+    assert await resolve("::1", 80) == ("::1",)
+    assert await resolve("localhost", 80) == ("127.0.0.1",)
+    assert await resolve("no..name", 80) == ()
+    # Nobody may be there to say that it does not exist.
+    assert await resolve("does-not-exist.invalid", 80) in {(), None}
+    assert host_and_port("::1", 80) == "[::1]:80"
+    assert host_and_port("10.0.0.1", 80) == "10.0.0.1:80"

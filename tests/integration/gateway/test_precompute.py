@@ -1,0 +1,610 @@
+"""Chunks are computed before anybody asks for them (again), and never while somebody asks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.identity.keys import chunk_key
+from ragcache_core.plan.prompt import assemble
+from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
+from ragcache_core.plan.segments import checked_segments
+from ragcache_core.plan.signature import is_sealed
+from ragcache_gateway.background import precompute
+from ragcache_gateway.chat.pipeline import DOMAIN
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.v1 import cachestore_pb2
+from ragcache_wire.watched.signing_keys import PlanKeys
+from tests.helpers.gateway_fakes import World, world
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model, precompute=True, reuse="blend") as running:
+        yield running
+
+
+async def put(gateway: World, name: str, text: str = "") -> None:
+    body = {"id": name, "text": text or f"Text of {name}."}
+    assert (await gateway.client.post("/v1/documents", json=body)).status_code == 200
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def counted(gateway: World, name: str) -> dict[str, float]:
+    text = (await gateway.client.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith(f"ragcache_gateway_{name}")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+COMPUTED = {
+    "prompt_tokens": 800,
+    "local_tokens": 0,
+    "loaded_tokens": 0,
+    "prefill_s": 0.5,
+    "repaired_tokens": 0,
+    "repair_s": 0.0,
+}
+"""What the engine says of a question of which it had nothing."""
+
+REPAIRED = {"prompt_tokens": 800, "loaded_tokens": 790, "repaired_tokens": 100, "repair_s": 0.2}
+"""What it says of one that it put together from other prompts' KV."""
+
+
+def plan_of(body: dict[str, Any]) -> ReusePlan:
+    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+
+
+def precomputed(gateway: World) -> list[dict[str, Any]]:
+    return [body for body in gateway.engine.requests if "priority" in body]
+
+
+def plan_holds(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
+    """Whether one of them has a chunk of these tokens."""
+    return any(
+        body["prompt"][segment.start : segment.end] == ids
+        for body in bodies
+        for segment in plan_of(body).segments
+    )
+
+
+def held(chunk: bytes, prefix: bytes, num_tokens: int, position: int) -> cachestore_pb2.Held:
+    one = cachestore_pb2.Held(tier="memory")
+    one.key.chunk, one.key.prefix = chunk, prefix
+    one.info.num_tokens, one.info.base_position = num_tokens, position
+    one.info.num_bytes, one.info.exact = 1, True
+    return one
+
+
+async def test_each_chunk_is_computed_right_behind_the_template(gateway: World) -> None:
+    before_ms = time.time_ns() // 1_000_000
+    await put(gateway, "a.md")
+    await put(gateway, "b.md")
+    await until(lambda: len(gateway.engine.requests) == 2)
+    space = load_model_folder(gateway.config.model).space("auto")
+    for name, body in zip("ab", gateway.engine.requests, strict=True):
+        plan = ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+        _, chunk = plan.segments
+        ids = gateway.prompts().encode_chunk(f"Text of {name}.md.")
+        assert chunk.chunk == chunk_key(space, DOMAIN, ids)
+        assert body["prompt"][chunk.start : chunk.end] == ids
+        assert (chunk.action, plan.domain) == (Action.BLEND, DOMAIN)
+        # So that a delete finds it, and one that comes first is not undone.
+        assert chunk.document == document_name("default", f"{name}.md")
+        assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
+        assert body["max_tokens"] == 1
+
+
+async def test_its_plans_are_sealed_like_those_of_questions(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    key, path = bytes([1] * 32), tmp_path / "keys"
+    path.write_text(key.hex())
+    keys = PlanKeys(path)
+    async with world(tiny_model, precompute=True, reuse="blend", plan_keys=keys) as gateway:
+        await put(gateway, "a.md")
+        await until(lambda: len(gateway.engine.requests) == 1)
+        [body] = gateway.engine.requests
+    params = body["kv_transfer_params"]
+    assert is_sealed(params["ragcache"], body["prompt"], params["ragcache_seal"], [key])
+
+
+async def test_it_is_the_prefix_that_questions_have(gateway: World) -> None:
+    await put(gateway, "a.md")
+    await until(lambda: len(gateway.engine.requests) == 1)
+    await gateway.ask()
+    plans = [body["kv_transfer_params"]["ragcache"] for body in gateway.engine.requests]
+    assert plans[0]["segments"][0] == plans[1]["segments"][0]
+
+
+async def test_an_unchanged_document_is_not_computed_again(gateway: World) -> None:
+    await put(gateway, "a.md")
+    await put(gateway, "a.md")
+    await put(gateway, "b.md")
+    await until(lambda: len(gateway.engine.requests) == 2)
+    await asyncio.sleep(0.1)
+    assert len(gateway.engine.requests) == 2
+
+
+async def test_it_waits_while_a_question_is_answered(gateway: World) -> None:
+    gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    await put(gateway, "a.md")
+    await asyncio.sleep(0.2)
+    assert len(gateway.engine.requests) == 1
+    waiting = await counted(gateway, "precompute_waiting_chunks")
+    assert set(waiting.values()) == {1.0}
+    gateway.engine.pause.set()
+    assert (await asked).status_code == 200
+    await until(lambda: len(gateway.engine.requests) == 2)
+
+
+async def test_a_chunk_that_the_engine_refuses_holds_up_no_other(tiny_model: Path) -> None:
+    # Its health is not looked at meanwhile: that, too, would be refused.
+    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "engine_watch_s": 60}
+    async with world(tiny_model, **settings) as gateway:
+        await until(lambda: gateway.engine.probes == 1)
+        gateway.engine.refuse = (400, {"error": {"message": "too long"}})
+        await put(gateway, "a.md")
+        refused: dict[str, float] = {}
+        deadline = time.monotonic() + 10
+        while not any("refused" in name for name in refused):
+            assert time.monotonic() < deadline
+            refused = await counted(gateway, "precomputed_chunks_total")
+        gateway.engine.refuse = None
+        await put(gateway, "b.md")
+        await until(lambda: len(gateway.engine.requests) == 1)
+
+
+async def test_an_engine_that_is_away_is_waited_for(
+    gateway: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "RETRY_S", 0.05)
+    gateway.engine.refuse = (500, {"error": {"message": "it is starting"}})
+    await put(gateway, "a.md")
+    await asyncio.sleep(0.2)
+    gateway.engine.refuse = None
+    await until(lambda: len(gateway.engine.requests) == 1)
+
+
+async def test_what_does_not_fit_is_left_to_its_first_visitor(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "MAX_WAITING_BYTES", 1100)
+    async with world(tiny_model, precompute=True, reuse="blend") as gateway:
+        gateway.engine.pause = asyncio.Event()
+        asked = asyncio.create_task(gateway.ask())
+        await gateway.engine.holding.wait()
+        for name in ("a.md", "b.md", "c.md"):
+            await put(gateway, name)  # 1,037 bytes each
+        gateway.engine.pause.set()
+        await asked
+        await until(lambda: len(gateway.engine.requests) == 2)
+        await asyncio.sleep(0.1)
+        assert len(gateway.engine.requests) == 2
+        found = await counted(gateway, "precomputed_chunks_total")
+        assert [value for name, value in found.items() if "dropped" in name] == [2.0]
+
+
+async def test_nothing_is_computed_unless_that_is_asked_for(tiny_model: Path) -> None:
+    async with world(tiny_model, reuse="blend") as gateway:
+        await put(gateway, "a.md")
+        gateway.records.says = COMPUTED
+        for _ in range(3):
+            await gateway.ask()
+        await asyncio.sleep(0.2)
+        assert precomputed(gateway) == []
+
+
+async def test_what_questions_missed_twice_is_computed_chunk_by_chunk(gateway: World) -> None:
+    gateway.records.says = COMPUTED
+    await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 3)
+    asked = plan_of(gateway.engine.requests[0])
+    assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
+        segment.chunk for segment in asked.segments[1:]
+    ]
+    sources = await counted(gateway, "precomputed_chunks_total")
+    assert [name for name in sources if 'outcome="computed",source="asked"' in name]
+
+
+async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> None:
+    gateway.records.says = {
+        "prompt_tokens": 800,
+        "local_tokens": 0,
+        "loaded_tokens": 790,
+        "repaired_tokens": 50,
+        "repair_s": 0.1,
+        "holes": [2],
+    }
+    await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 2)
+    await asyncio.sleep(0.2)
+    hole, context = map(plan_of, precomputed(gateway))
+    asked = plan_of(gateway.engine.requests[0])
+    assert hole.segments[1].chunk == asked.segments[2].chunk
+    assert [s.chunk for s in context.segments] == [s.chunk for s in asked.segments]
+
+
+async def test_what_questions_found_is_not_computed(gateway: World) -> None:
+    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790, "repair_s": 0.0}
+    for _ in range(3):
+        await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+
+
+async def test_what_was_repaired_twice_is_computed_as_it_stands(gateway: World) -> None:
+    gateway.records.says = REPAIRED
+    await gateway.ask()
+    await asyncio.sleep(0.2)
+    assert precomputed(gateway) == []
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 1)
+    [body] = precomputed(gateway)
+    question = gateway.engine.requests[0]
+    asked = plan_of(question).segments
+    assert body["prompt"][: asked[-1].end] == question["prompt"][: asked[-1].end]
+    computed = plan_of(body).segments
+    assert {segment.action for segment in computed} == {Action.EXACT}
+    assert [(s.chunk, s.document) for s in computed] == [(s.chunk, s.document) for s in asked]
+    assert len({segment.document for segment in computed}) == 3  # the template is of none
+
+
+async def test_a_context_goes_with_any_of_its_documents(gateway: World) -> None:
+    await put(gateway, "search.md")
+    await until(lambda: len(precomputed(gateway)) == 1)
+    gateway.records.says = REPAIRED
+    await gateway.ask()
+    gateway.engine.pause = asyncio.Event()
+    # While one is answered nothing is computed, and when it ends the context is asked for.
+    asked = [asyncio.create_task(gateway.ask()) for _ in range(2)]
+    await until(lambda: len(gateway.engine.requests) == 4)
+    documents = {segment.document for segment in plan_of(gateway.engine.requests[-1]).segments}
+    assert document_name("default", "search.md") in documents
+    assert (await gateway.client.delete("/v1/documents/search.md")).status_code == 200
+    gateway.engine.pause.set()
+    await asyncio.gather(*asked)
+    await asyncio.sleep(0.2)
+    assert len(precomputed(gateway)) == 1
+
+
+async def test_what_the_store_holds_meanwhile_is_skipped(gateway: World) -> None:
+    gateway.records.says = COMPUTED
+    await gateway.ask()
+    _, first, *_ = plan_of(gateway.engine.requests[0]).segments
+    gateway.store.held[first.chunk] = [held(first.chunk, bytes(16), first.end - first.start, 500)]
+    await gateway.ask()
+    await until(lambda: len(precomputed(gateway)) == 2)
+    await asyncio.sleep(0.1)
+    assert first.chunk not in {plan_of(body).segments[1].chunk for body in precomputed(gateway)}
+    outcomes = await counted(gateway, "precomputed_chunks_total")
+    assert [value for name, value in outcomes.items() if "stored" in name] == [1.0]
+
+
+async def test_a_store_that_is_away_is_waited_for(
+    gateway: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "RETRY_S", 0.05)
+    gateway.store.away = True
+    await put(gateway, "a.md")
+    await asyncio.sleep(0.3)
+    assert gateway.engine.requests == []
+    gateway.store.away = False
+    await until(lambda: len(gateway.engine.requests) == 1)
+
+
+async def test_a_lost_shard_holds_up_no_chunk_of_another(gateway: World) -> None:
+    space = load_model_folder(gateway.config.model).space("auto")
+
+    def key(name: str) -> bytes:
+        return chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(f"Text of {name}."))
+
+    gateway.store.lost = {key("a.md")}
+    await put(gateway, "a.md")
+    await asyncio.sleep(0.1)
+    await put(gateway, "b.md")
+    await until(lambda: len(precomputed(gateway)) == 1)
+    assert plan_of(precomputed(gateway)[0]).segments[1].chunk == key("b.md")
+    gateway.store.lost = set()
+    await until(lambda: len(precomputed(gateway)) == 2)
+    assert plan_of(precomputed(gateway)[1]).segments[1].chunk == key("a.md")
+
+
+async def test_a_chunk_that_engines_are_lost_over_is_given_up(tiny_model: Path) -> None:
+    # Their health is asked for soon, and is good again.
+    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "engine_watch_s": 0.05}
+    async with world(tiny_model, **settings) as gateway:
+        await until(lambda: gateway.engine.probes > 0)
+        gateway.engine.drop_after = 0
+        await put(gateway, "a.md")
+        outcomes: dict[str, float] = {}
+        deadline = time.monotonic() + 20
+        while not any("failed" in name for name in outcomes):
+            assert time.monotonic() < deadline
+            outcomes = await counted(gateway, "precomputed_chunks_total")
+        assert len(gateway.engine.requests) == 2
+        gateway.engine.drop_after = None
+        await put(gateway, "b.md")
+        await until(lambda: len(gateway.engine.requests) == 3)
+
+
+async def test_what_was_given_up_once_is_tried_as_often_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "RETRY_S", 0.02)
+    async with world(tiny_model, precompute=True, reuse="blend") as gateway:
+        await until(lambda: gateway.engine.probes > 0)
+        space = load_model_folder(gateway.config.model).space("auto")
+        waiting = gateway.prompts().encode_chunk("Text of waiting.md.")
+        gateway.store.lost = {chunk_key(space, DOMAIN, waiting)}
+        await put(gateway, "waiting.md")
+        gateway.engine.drop_after = 0
+        for times, name in enumerate(("a.md", "b.md"), start=1):
+            await put(gateway, name, "A text that both have.")
+            failed: list[float] = []
+            deadline = time.monotonic() + 20
+            while failed != [times]:
+                assert time.monotonic() < deadline
+                outcomes = await counted(gateway, "precomputed_chunks_total")
+                failed = [count for labels, count in outcomes.items() if "failed" in labels]
+            assert len(gateway.engine.requests) == times * precompute.MAX_LOST
+
+
+async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
+    gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    for name in ("a.md", "b.md", "c.md"):
+        await put(gateway, name)
+    await gateway.client.delete("/v1/documents/a.md")
+    await put(gateway, "b.md", "Another text.")
+    gateway.engine.pause.set()
+    await asked
+    await until(lambda: len(precomputed(gateway)) == 2)
+    await asyncio.sleep(0.1)
+    space = load_model_folder(gateway.config.model).space("auto")
+    texts = ("Text of c.md.", "Another text.")
+    assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
+        chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text)) for text in texts
+    ]
+
+
+async def test_under_exact_the_document_that_stands_first_is_computed(tiny_model: Path) -> None:
+    async with world(tiny_model, precompute=True) as gateway:
+        await put(gateway, "a.md")
+        gateway.records.says = COMPUTED
+        for _ in range(2):
+            await gateway.ask()
+        await until(lambda: len(precomputed(gateway)) == 1)
+        await asyncio.sleep(0.2)
+        [body] = precomputed(gateway)
+        asked = plan_of(gateway.engine.requests[0])
+        # The template and the two chunks of billing.md, and not the one of search.md.
+        assert plan_of(body).segments == asked.segments[:3]
+        assert (
+            body["prompt"][: asked.segments[2].end]
+            == (gateway.engine.requests[0]["prompt"][: asked.segments[2].end])
+        )
+
+        gateway.store.held = {
+            named.segment.chunk: [
+                held(
+                    named.segment.chunk,
+                    named.variant.prefix,
+                    named.segment.end - named.segment.start,
+                    named.segment.start,
+                )
+            ]
+            for named in checked_segments(
+                asked,
+                gateway.engine.requests[0]["prompt"],
+                load_model_folder(gateway.config.model).space("auto"),
+            )
+        }
+        for _ in range(3):  # what was computed once has to be missed more often
+            await gateway.ask()
+        stored: list[float] = []
+        deadline = time.monotonic() + 10
+        while not stored:
+            assert time.monotonic() < deadline
+            outcomes = await counted(gateway, "precomputed_chunks_total")
+            stored = [value for name, value in outcomes.items() if "stored" in name]
+        assert len(precomputed(gateway)) == 1
+
+
+async def test_under_exact_nothing_stands_behind_a_clients_own_system_prompt(
+    tiny_model: Path,
+) -> None:
+    async with world(tiny_model, precompute=True) as gateway:
+        gateway.records.says = COMPUTED
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Where does billing run?"},
+        ]
+        for _ in range(3):
+            await gateway.client.post("/v1/chat/completions", json={"messages": messages})
+        await asyncio.sleep(0.2)
+        assert precomputed(gateway) == []
+
+
+LONG = "A long text. " * 30
+
+
+def test_pieces_go_on_behind_a_template_that_is_no_longer_than_they_are() -> None:
+    prompt = assemble(range(10), [range(25), range(10)], range(3))
+    assert [len(piece.token_ids) for piece in precompute.pieces(prompt, 10)] == [20, 30, 40, 48]
+    assert [piece.chunk_ends for piece in precompute.pieces(prompt, 10)] == [
+        (),
+        (),
+        (35,),
+        (35, 45),
+    ]
+    assert [piece.head for piece in precompute.pieces(prompt, 10)] == [10] * 4
+
+
+def test_a_longer_template_is_cut_and_no_segment_before_it_is_whole() -> None:
+    prompt = assemble(range(25), [range(10)], range(3))
+    found = precompute.pieces(prompt, 10)
+    assert [(len(piece.token_ids), piece.head) for piece in found] == [
+        (10, 0),
+        (20, 0),
+        (30, 25),
+        (38, 25),
+    ]
+
+
+async def until_cut(gateway: World, most: int) -> None:
+    """A long prefill has come, each piece with so many tokens more than the one before at most."""
+    ids = gateway.prompts().encode_chunk(LONG)
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    bodies = precomputed(gateway)
+    whole = bodies[-1]["prompt"]
+    lengths = [len(body["prompt"]) for body in bodies]
+    assert [body["prompt"] for body in bodies] == [whole[:length] for length in lengths]
+    assert [b - a for a, b in itertools.pairwise(lengths[:-1])] == [most] * (len(lengths) - 2)
+    assert lengths[-1] - lengths[-2] <= most
+    # Nothing of a segment is saved before it is whole.
+    last = plan_of(bodies[-1])
+    assert [plan_of(body).segments for body in bodies] == [
+        tuple(segment for segment in last.segments if segment.end <= length) for length in lengths
+    ]
+
+
+async def test_a_long_prefill_is_cut_into_halves_of_a_step(gateway: World) -> None:
+    gateway.records.pass_tokens = 40
+    await put(gateway, "a.md", LONG)
+    await until_cut(gateway, 20)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_the_prefill_of_an_engine_that_does_not_say_its_step_is_cut_small(
+    gateway: World, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    monkeypatch.setattr(precompute, "UNKNOWN_STEP_TOKENS", 60)
+    gateway.records.away = away
+    await put(gateway, "a.md", LONG)
+    await until_cut(gateway, 30)
+
+
+@pytest.mark.parametrize(("kept", "pieces"), [(0, 3), (4, 5)])
+async def test_a_chunk_of_which_the_engine_keeps_nothing_is_given_up(
+    gateway: World, kept: int, pieces: int
+) -> None:
+    gateway.records.pass_tokens = 40
+
+    def says_of(request: str) -> dict[str, int]:
+        """As of an engine that evicts all it has after so many pieces."""
+        requests = [plan_of(body).request for body in gateway.engine.requests]
+        place = requests.index(request)
+        length = len(gateway.engine.requests[place]["prompt"])
+        local = length - 20 if place < kept else 0
+        return {"prompt_tokens": length, "local_tokens": local, "loaded_tokens": 0}
+
+    gateway.records.says_of = says_of
+    await put(gateway, "a.md", LONG)
+    outcomes: dict[str, float] = {}
+    deadline = time.monotonic() + 10
+    while not outcomes:
+        assert time.monotonic() < deadline
+        outcomes = await counted(gateway, "precomputed_chunks_total")
+    [(labels, count)] = outcomes.items()
+    assert ('outcome="evicted"' in labels, count) == (True, 1.0)
+    # The one that took more than a step was the last.
+    assert len(precomputed(gateway)) == pieces
+    # It goes on with others.
+    gateway.records.says_of = lambda _: {}
+    await put(gateway, "b.md")
+    ids = gateway.prompts().encode_chunk("Text of b.md.")
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
+
+
+async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
+    gateway.records.pass_tokens = 40
+    gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    await put(gateway, "a.md", LONG)
+    gateway.engine.holding.clear()
+    gateway.engine.pause.set()
+    await asked
+    piece = gateway.engine.pause = asyncio.Event()
+    await gateway.engine.holding.wait()  # in the first of the pieces that is held up
+    before = len(precomputed(gateway))
+    question = gateway.engine.pause = asyncio.Event()
+    again = asyncio.create_task(gateway.ask())
+    await until(lambda: len(gateway.engine.requests) == before + 2)
+    piece.set()
+    await asyncio.sleep(0.3)
+    assert len(precomputed(gateway)) == before
+    gateway.engine.pause = None
+    question.set()
+    assert (await again).status_code == 200
+    ids = gateway.prompts().encode_chunk(LONG)
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    assert len(precomputed(gateway)) > before
+
+
+async def test_of_what_is_deleted_between_two_pieces_no_other_is_sent(gateway: World) -> None:
+    gateway.records.pass_tokens = 40
+    piece = gateway.engine.pause = asyncio.Event()
+    await put(gateway, "a.md", LONG)
+    await gateway.engine.holding.wait()
+    assert (await gateway.client.delete("/v1/documents/a.md")).status_code == 200
+    gateway.engine.pause = None
+    piece.set()
+    await asyncio.sleep(0.3)
+    assert len(precomputed(gateway)) == 1
+    await put(gateway, "b.md")
+    ids = gateway.prompts().encode_chunk("Text of b.md.")
+    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    assert not plan_holds(gateway.engine.requests, gateway.prompts().encode_chunk(LONG))
+
+
+async def test_an_engine_that_is_busy_is_not_lost(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompute, "RETRY_S", 0.02)
+    settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "first_token_timeout_s": 0.1}
+    async with world(tiny_model, **settings) as gateway:
+        await until(lambda: gateway.engine.probes > 0)
+        waiting = gateway.engine.prefill = asyncio.Event()
+        await put(gateway, "a.md")
+        await until(lambda: len(precomputed(gateway)) > precompute.MAX_LOST + 1)
+        assert await counted(gateway, "precomputed_chunks_total") == {}
+        gateway.engine.prefill = None
+        waiting.set()
+        outcomes: dict[str, float] = {}
+        deadline = time.monotonic() + 10
+        while not outcomes:
+            assert time.monotonic() < deadline
+            outcomes = await counted(gateway, "precomputed_chunks_total")
+        assert ['outcome="computed"' in name for name in outcomes] == [True]
+
+
+async def test_prefills_have_the_lowest_priority(gateway: World) -> None:
+    await put(gateway, "a.md")
+    await gateway.ask()
+    await until(lambda: len(gateway.engine.requests) == 2)
+    [prefill] = precomputed(gateway)
+    [question] = [body for body in gateway.engine.requests if body is not prefill]
+    assert prefill["priority"] == precompute.LOWEST_PRIORITY > 0
+    assert "priority" not in question

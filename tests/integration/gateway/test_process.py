@@ -1,0 +1,163 @@
+"""The gateway as the process that a container runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.support.processes import free_port
+from tests.helpers.gateway_fakes import World, world
+
+
+def environment(model: Path, listen: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RAGCACHE_LISTEN": listen,
+        "RAGCACHE_RETRIEVER": "127.0.0.1:9",
+        "RAGCACHE_ENGINES": "http://127.0.0.1:9",
+        "RAGCACHE_ENGINE_RECORDS": "127.0.0.1:9",
+        "RAGCACHE_CACHESTORE": "127.0.0.1:9",
+        "RAGCACHE_MODEL": str(model),
+        "RAGCACHE_MODEL_NAME": "tiny",
+        "RAGCACHE_MAX_MODEL_LEN": "1024",
+    }
+
+
+async def start(env: dict[str, str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "ragcache_gateway", env=env, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def test_it_lives_without_the_other_parts_and_stops_cleanly(tiny_model: Path) -> None:
+    port = free_port()
+    process = await start(environment(tiny_model, f"127.0.0.1:{port}"))
+    try:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False
+        ) as client:
+            await until_it_answers(client)
+            response = await client.get("/readyz")
+            assert response.status_code == 503
+            assert "the retriever is not ready" in response.json()["error"]["message"]
+            assert "the engine is not ready" in response.json()["error"]["message"]
+            ask = {"messages": [{"role": "user", "content": "Where?"}]}
+            response = await client.post("/v1/chat/completions", json=ask)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "retriever_unavailable"
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0
+    assert b"Traceback" not in log
+    assert b"POST '/v1/chat/completions' 503" in log
+
+
+async def until_it_accepts_nobody(port: int) -> None:
+    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as newcomer:
+        while True:
+            try:
+                await newcomer.get(f"http://127.0.0.1:{port}/healthz")
+            except httpx.ConnectError:
+                return
+            except httpx.TransportError:
+                continue  # accepted, and closed with the rest
+
+
+async def until_it_answers(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                assert (await client.get("/healthz")).json() == {"status": "alive"}
+            except httpx.TransportError:
+                await asyncio.sleep(0.1)
+            else:
+                return
+
+
+def surrounded(gateway: World, listen: str, **changes: str) -> dict[str, str]:
+    """An environment in which the other parts are the fakes of gateway."""
+    (engine,), (shard,) = gateway.config.engines, gateway.config.cachestore.current()
+    return environment(Path(gateway.config.model), listen) | {
+        "RAGCACHE_RETRIEVER": gateway.config.retriever,
+        "RAGCACHE_ENGINES": f"http://{engine.host}:{engine.http_port}",
+        "RAGCACHE_ENGINE_RECORDS": f"{engine.host}:{engine.records_port}",
+        "RAGCACHE_CACHESTORE": shard,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("patient", [True, False])
+async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
+    tiny_model: Path, patient: bool
+) -> None:
+    port = free_port()
+    async with world(tiny_model) as fakes:
+        grace = {"RAGCACHE_STOP_GRACE_S": "60" if patient else "1"}
+        process = await start(surrounded(fakes, f"127.0.0.1:{port}", **grace))
+        try:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
+            ) as client:
+                await until_it_answers(client)
+                fakes.engine.pause = asyncio.Event()
+                ask = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
+                answer = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
+                await asyncio.wait_for(fakes.engine.holding.wait(), 30)
+                process.send_signal(signal.SIGTERM)
+                await until_it_accepts_nobody(port)
+                if patient:
+                    await asyncio.sleep(1)
+                    fakes.engine.pause.set()
+                    assert (await answer).text.endswith("data: [DONE]\n\n")
+                else:
+                    with pytest.raises(httpx.TransportError):
+                        await asyncio.wait_for(answer, 20)
+            _, log = await asyncio.wait_for(process.communicate(), 20)
+        finally:
+            fakes.engine.pause = None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 0
+    assert b"Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RAGCACHE_MAX_MODEL_LEN": "many"}, "RAGCACHE_MAX_MODEL_LEN: is 'many'"),
+        ({"RAGCACHE_MODEL": "/nowhere"}, "/nowhere"),
+    ],
+)
+async def test_a_bad_setting_is_one_line(
+    tiny_model: Path, changes: dict[str, str], message: str
+) -> None:
+    env = {**environment(tiny_model, "127.0.0.1:0"), "HF_HUB_OFFLINE": "1", **changes}
+    process = await start(env)
+    _, log = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert message in log.decode()
+    assert len(log.decode().splitlines()) == 1
+
+
+async def test_a_port_in_use_is_said(tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await start(environment(tiny_model, f"127.0.0.1:{port}"))
+        _, log = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode != 0
+    assert "address already in use" in log.decode()
+    assert "Traceback" not in log.decode()

@@ -1,0 +1,270 @@
+"""Blended questions are asked again in idle time, and what comes of it decides about later ones."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
+from ragcache_core.plan.signature import is_sealed
+from ragcache_core.quality.controller import (
+    MAX_LOST,
+    MIN_QUESTIONS,
+    RETRY_EVERY,
+    alpha_ladder,
+)
+from ragcache_gateway.background import quality_trials
+from ragcache_gateway.background.idle import LOWEST_PRIORITY
+from ragcache_wire.watched.signing_keys import PlanKeys
+from tests.helpers.gateway_fakes import World, world
+
+BUDGET = 0.4
+REPLAYS = 1 + len(alpha_ladder(BUDGET))
+SETTINGS: dict[str, Any] = {"reuse": "blend", "max_recompute": BUDGET, "quality": 0.9}
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model, **SETTINGS) as running:
+        yield running
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def plan_of(body: dict[str, Any]) -> ReusePlan:
+    return ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
+
+
+async def tried(gateway: World, questions: int = 1) -> list[dict[str, Any]]:
+    """Ask questions and wait until each has been tried; the last one's replays."""
+    for number in range(questions):
+        before = len(gateway.engine.requests)
+        assert (await gateway.ask(f"Question {number}?")).status_code == 200
+        await until(lambda count=before + 1 + REPLAYS: len(gateway.engine.requests) == count)
+    return gateway.engine.requests[-REPLAYS:]
+
+
+async def metric(gateway: World, name: str) -> float:
+    text = (await gateway.client.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith(f"ragcache_gateway_{name} ")]
+    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
+
+
+async def held_replay(gateway: World) -> asyncio.Event:
+    """Ask a question; its replay in full goes on when the event is set."""
+    first = gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    gateway.engine.holding.clear()
+    second = gateway.engine.pause = asyncio.Event()
+    first.set()
+    assert (await asked).status_code == 200
+    await gateway.engine.holding.wait()
+    assert len(gateway.engine.requests) == 2
+    return second
+
+
+async def test_a_question_is_asked_in_full_and_as_a_blend_with_every_alpha(gateway: World) -> None:
+    replays = await tried(gateway)
+    question = gateway.engine.requests[0]
+    assert plan_of(question).alpha is None
+    assert not plan_of(question).trial
+    for body in replays:
+        assert body["prompt"] == question["prompt"]
+        assert (body["temperature"], body["max_tokens"]) == (0.0, quality_trials.MAX_ANSWER_TOKENS)
+        assert plan_of(body).trial
+        # Nothing of it is found in the engine's own prefix cache, nor by anybody else.
+        assert body["cache_salt"] == plan_of(body).request
+    full, *blends = map(plan_of, replays)
+    assert {segment.action for segment in full.segments} == {Action.COMPUTE}
+    assert [plan.alpha for plan in blends] == list(alpha_ladder(BUDGET))
+    for plan in blends:
+        assert plan.blends
+        assert plan.budget == BUDGET
+        assert plan.planned_at_ms == plan_of(question).planned_at_ms
+        assert [s.document for s in plan.segments] == [
+            "",
+            document_name("default", "billing.md"),
+            document_name("default", "billing.md"),
+            document_name("default", "search.md"),
+        ]
+    assert len({plan.request for plan in (full, *blends)}) == REPLAYS
+
+
+async def test_its_plans_are_sealed_like_those_of_questions(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    key, path = bytes([1] * 32), tmp_path / "keys"
+    path.write_text(key.hex())
+    async with world(tiny_model, **SETTINGS, plan_keys=PlanKeys(path)) as gateway:
+        for body in await tried(gateway):
+            params = body["kv_transfer_params"]
+            assert is_sealed(params["ragcache"], body["prompt"], params["ragcache_seal"], [key])
+
+
+async def test_trials_are_no_questions_to_metrics(gateway: World) -> None:
+    await tried(gateway)
+    assert await metric(gateway, "first_token_seconds_count") == 1
+    assert await metric(gateway, 'prompt_tokens_total{source="blended"}') == 15
+
+
+async def test_later_plans_have_the_least_alpha_that_is_enough(gateway: World) -> None:
+    await tried(gateway, MIN_QUESTIONS - 1)
+    assert plan_of(gateway.engine.requests[-REPLAYS - 1]).alpha is None
+    assert await metric(gateway, "blend_alpha") == 3.0
+    assert math.isnan(await metric(gateway, "blend_expected_quality"))
+    await tried(gateway)
+    # The answers are all the same, whatever is recomputed.
+    await until_metric(gateway, "blend_alpha", 0.0)
+    assert await metric(gateway, "blend_expected_quality") == 1.0
+    assert await metric(gateway, "blend_expected_recomputed") == 0.25  # as the records say
+    trials = MIN_QUESTIONS * (REPLAYS - 1)
+    assert await metric(gateway, 'blend_trials_total{outcome="tried"}') == trials
+    await gateway.ask("And now?")
+    question = plan_of(gateway.engine.requests[MIN_QUESTIONS * (REPLAYS + 1)])
+    assert (question.alpha, question.budget, question.trial) == (0.0, BUDGET, False)
+
+
+async def until_metric(gateway: World, name: str, value: float) -> None:
+    deadline = time.monotonic() + 10
+    while await metric(gateway, name) != value:
+        assert time.monotonic() < deadline
+
+
+async def test_where_nothing_is_enough_questions_are_reused_exactly(gateway: World) -> None:
+    gateway.engine.blend_words = ["Nobody ", "knows."]
+    await tried(gateway, MIN_QUESTIONS)
+    await until_metric(gateway, "blend_alpha", math.inf)
+    assert await metric(gateway, "blend_expected_quality") == 1.0
+    gateway.engine.requests.clear()
+    gateway.records.says = {"blended_tokens": 0}
+    for _ in range(RETRY_EVERY):
+        await gateway.ask()
+    await until(lambda: len(gateway.engine.requests) == RETRY_EVERY + 2)
+    await asyncio.sleep(0.1)
+    *exact, left, full, blend = map(plan_of, gateway.engine.requests)
+    for plan in (*exact, left):
+        assert {segment.action for segment in plan.segments} == {Action.EXACT}
+    # One is not stored, so that it can be tried; here it turns out to be no blend.
+    assert [plan.trial for plan in (*exact, left)] == [False] * (RETRY_EVERY - 1) + [True]
+    assert (full.trial, blend.trial, blend.blends) == (True, True, True)
+    assert await metric(gateway, 'blend_trials_total{outcome="unblended"}') == 1
+
+
+async def test_what_does_not_ask_for_a_blend_is_left_alone(gateway: World) -> None:
+    gateway.records.says = {"blended_tokens": 0}
+    for reuse in ("exact", "off"):
+        await gateway.ask(ragcache={"reuse": reuse})
+    await asyncio.sleep(0.2)
+    assert len(gateway.engine.requests) == 2
+
+
+async def test_a_trial_makes_way_for_a_question_and_is_made_again(gateway: World) -> None:
+    goes_on = await held_replay(gateway)
+    third = gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask("Another?"))
+    await until(lambda: len(gateway.engine.requests) == 3)
+    goes_on.set()
+    await asyncio.sleep(0.2)
+    assert len(gateway.engine.requests) == 3
+    gateway.engine.pause = None
+    third.set()
+    assert (await asked).status_code == 200
+    await until(lambda: len(gateway.engine.requests) == 3 + 2 * REPLAYS)
+    prompts = [body["prompt"] for body in gateway.engine.requests]
+    assert prompts[1] == prompts[0] == prompts[3]
+    assert {s.action for s in plan_of(gateway.engine.requests[3]).segments} == {Action.COMPUTE}
+
+
+async def test_a_trial_makes_way_even_before_its_first_token(gateway: World) -> None:
+    first = gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask())
+    await gateway.engine.holding.wait()
+    gateway.engine.holding.clear()
+    gateway.engine.pause, gateway.engine.prefill = None, asyncio.Event()
+    first.set()
+    assert (await asked).status_code == 200
+    await gateway.engine.holding.wait()
+    assert not gateway.engine.aborted.is_set()
+    gateway.engine.prefill = None
+    second = gateway.engine.pause = asyncio.Event()
+    asked = asyncio.create_task(gateway.ask("Another?"))
+    await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
+    gateway.engine.pause = None
+    second.set()
+    assert (await asked).status_code == 200
+    await until(lambda: len(gateway.engine.requests) == 3 + 2 * REPLAYS)
+
+
+async def test_trials_have_the_lowest_priority_and_questions_none(gateway: World) -> None:
+    replays = await tried(gateway)
+    assert {body["priority"] for body in replays} == {LOWEST_PRIORITY}
+    assert "priority" not in gateway.engine.requests[0]
+
+
+@pytest.mark.parametrize("change", ["delete", "replace"])
+async def test_nothing_is_asked_about_a_document_that_is_gone(gateway: World, change: str) -> None:
+    body = {"id": "search.md", "text": "Chunk 0 of search.md."}
+    await gateway.client.post("/v1/documents", json=body)
+    goes_on = await held_replay(gateway)
+    if change == "delete":
+        await gateway.client.delete("/v1/documents/search.md")
+    else:
+        await gateway.client.post("/v1/documents", json=body | {"text": "Another text."})
+    goes_on.set()
+    await asyncio.sleep(0.2)
+    assert len(gateway.engine.requests) == 2
+
+
+async def test_a_question_whose_record_is_gone_is_let_go(gateway: World) -> None:
+    goes_on = await held_replay(gateway)
+    gateway.records.forgetful = True
+    goes_on.set()
+    await until_metric(gateway, 'blend_trials_total{outcome="failed"}', 1)
+    assert len(gateway.engine.requests) == 2
+
+
+async def test_an_engine_that_is_away_is_waited_for(
+    gateway: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality_trials, "RETRY_S", 0.05)
+    await gateway.ask()
+    gateway.engine.refuse = (500, {"error": {"message": "it is starting"}})
+    await asyncio.sleep(0.2)
+    gateway.engine.refuse = None
+    await until(lambda: len(gateway.engine.requests) == 1 + REPLAYS)
+
+
+async def test_a_question_that_engines_are_lost_over_is_let_go(
+    gateway: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality_trials, "RETRY_S", 0.05)
+    replay = await held_replay(gateway)
+    gateway.engine.pause, gateway.engine.drop_after = None, 1
+    replay.set()
+    await until(lambda: len(gateway.engine.requests) == 1 + MAX_LOST)
+    await asyncio.sleep(0.5)
+    assert len(gateway.engine.requests) == 1 + MAX_LOST
+    text = (await gateway.client.get("/metrics")).text
+    assert 'ragcache_gateway_blend_trials_total{outcome="failed"} 1.0' in text
+    gateway.engine.drop_after = None
+    await tried(gateway)
+
+
+async def test_nothing_is_asked_again_unless_a_quality_is_wanted(tiny_model: Path) -> None:
+    async with world(tiny_model, reuse="blend") as gateway:
+        await gateway.ask()
+        await asyncio.sleep(0.2)
+        assert len(gateway.engine.requests) == 1
+        assert math.isnan(await metric(gateway, "blend_alpha"))

@@ -1,0 +1,180 @@
+"""Health, readiness, metrics, the OpenAPI document, and routes that do not exist."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.gateway_fakes import MODEL, World, serving, world
+
+
+@pytest.fixture
+async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
+    async with world(tiny_model) as running:
+        yield running
+
+
+async def until(gateway: World, status: int) -> httpx.Response:
+    async with asyncio.timeout(10):
+        # A client can only poll.
+        while (response := await gateway.client.get("/readyz")).status_code != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return response
+
+
+async def test_ready_means_that_the_engine_has_answered(gateway: World) -> None:
+    response = await until(gateway, 200)
+    engine = response.json()["parts"]["engine"]
+    assert (engine["ready"], engine["problem"]) == (True, None)
+    (endpoint,) = engine["endpoints"]
+    port = gateway.config.engines[0].http_port
+    assert endpoint == {
+        "address": f"127.0.0.1:{port}",
+        "ready": True,
+        "problem": None,
+        "in_flight": 0,
+    }
+    assert gateway.engine.probes >= 1
+
+    gateway.engine.refuse = (500, {"error": {"message": "out of blocks"}})
+    await gateway.ask()
+    response = await until(gateway, 503)
+    assert "the engine is not ready" in response.json()["error"]["message"]
+    assert response.json()["parts"]["retriever"]["ready"] is True
+    assert (await gateway.client.get("/healthz")).status_code == 200
+
+    gateway.engine.refuse = None
+    await until(gateway, 200)
+
+
+async def test_a_retriever_that_is_away_is_named(gateway: World) -> None:
+    await until(gateway, 200)
+    await gateway.servers["retriever"].stop()
+    response = await until(gateway, 503)
+    assert "the retriever is not ready" in response.json()["error"]["message"]
+    assert response.json()["parts"]["engine"]["ready"] is True
+
+
+async def test_metrics_count_what_happened(gateway: World) -> None:
+    await gateway.ask()
+    await gateway.ask(ragcache={"collection": "none"})
+    await gateway.client.get("/nowhere")
+    text = (await gateway.client.get("/metrics")).text
+    for line in (
+        'requests_total{code="200",route="/v1/chat/completions"} 1.0',
+        'requests_total{code="404",route="/v1/chat/completions"} 1.0',
+        'requests_total{code="404",route="unmatched"} 1.0',
+        "first_token_seconds_count 1.0",
+        'stage_seconds_count{stage="load"} 1.0',
+        'stage_seconds_count{stage="repair"} 1.0',
+        'prompt_tokens_total{source="loaded"} 40.0',
+        'prompt_tokens_total{source="blended"} 15.0',
+        'prompt_tokens_total{source="repaired"} 5.0',
+        'prompt_tokens_total{source="local"} 10.0',
+        'prompt_tokens_total{source="computed"} 30.0',
+        "loaded_bytes_total 61440.0",
+    ):
+        assert f"ragcache_gateway_{line}" in text
+
+
+async def test_the_cache_store_is_shown_as_one(gateway: World) -> None:
+    (shard,) = gateway.config.cachestore.current()
+    response = await gateway.client.get("/v1/cache")
+    assert response.json() == {
+        "variants": 3,
+        "disk_bytes": 300,
+        "disk_capacity_bytes": 0,
+        "memory_bytes": 200,
+        "memory_capacity_bytes": 0,
+        "bytes_by_precision": {},
+        "hits": 0,
+        "misses": 0,
+        "misses_by_reason": {},
+        "evictions": {},
+        "corrupt": 0,
+        "hit_rate": None,
+        "shards": [{"address": shard, "up": True}],
+    }
+    gateway.store.stats.hits_memory, gateway.store.stats.hits_disk = 4, 2
+    gateway.store.stats.misses = 2
+    gateway.store.stats.misses_by_reason.update({"evicted": 2, "late": 0})
+    gateway.store.stats.bytes_by_precision.update({"native": 200, "int8/int4": 100})
+    gateway.store.stats.evictions.update({"memory": 5})
+    answer = (await gateway.client.get("/v1/cache")).json()
+    assert (answer["hits"], answer["misses"], answer["hit_rate"]) == (6, 2, 0.75)
+    assert answer["misses_by_reason"] == {"evicted": 2}
+    assert answer["bytes_by_precision"] == {"int8/int4": 100, "native": 200}
+    assert answer["evictions"] == {"memory": 5}
+    await gateway.servers["cachestore"].stop()
+    response = await gateway.client.get("/v1/cache")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "cachestore_unavailable"
+
+
+async def test_a_lost_shard_is_named_and_the_others_are_counted(tiny_model: Path) -> None:
+    async with world(tiny_model) as gateway:
+        (up,) = gateway.config.cachestore.current()
+        members = FixedMembers((up, "127.0.0.1:9"))
+        gateway.config = replace(gateway.config, cachestore=members)
+        async with (
+            serving(gateway.app()) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+        ):
+            answer = (await client.get("/v1/cache")).json()
+            document = {"id": "a", "text": "Old."}
+            assert (await client.post("/v1/documents", json=document)).status_code == 200
+            changed = await client.post("/v1/documents", json=document | {"text": "New."})
+    assert answer["variants"] == 3
+    shards = {shard["address"]: shard["up"] for shard in answer["shards"]}
+    assert shards == {up: True, "127.0.0.1:9": False}
+    # The other one has dropped its own, and the lost one hears of it from its peers.
+    assert changed.json()["removed_variants"] == 2
+    assert len(gateway.store.deleted) == 1
+
+
+async def test_routes_that_do_not_exist_have_openais_shape(gateway: World) -> None:
+    for method, path, status in (
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("PATCH", "/v1/documents", 405),
+        ("GET", "/docs", 404),
+    ):
+        response = await gateway.client.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        if status == 405:
+            assert response.headers["allow"]
+    response = await gateway.client.get("/v1/documents/")
+    assert response.json()["error"]["param"] == "id"
+    response = await gateway.client.get("/v1/documents?limit=many")
+    assert response.json()["error"]["param"] == "limit"
+
+
+async def test_the_served_model_is_listed(gateway: World) -> None:
+    (model,) = (await gateway.client.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"]) == (MODEL, "model")
+
+
+async def test_the_openapi_document_holds_together(gateway: World) -> None:
+    response = await gateway.client.get("/openapi.json")
+    document = response.json()
+    schemas = document["components"]["schemas"]
+    for name in re.findall(r"#/components/schemas/(\w+)", response.text):
+        assert name in schemas
+    assert "HTTPValidationError" not in schemas
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert operation["summary"]
+            assert "422" not in operation["responses"]
+            if path.startswith("/v1/"):
+                error = operation["responses"]["400"]["content"]["application/json"]["schema"]
+                assert error == {"$ref": "#/components/schemas/ErrorBody"}
+    answer = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert set(answer) == {"application/json", "text/event-stream"}

@@ -1,0 +1,219 @@
+"""One question is one trace: through a gateway and a real retriever to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ragcache_gateway.config import EngineName
+from ragcache_retriever.service import RetrieverService
+from ragcache_wire.tracing import ExportingTracer
+from tests.helpers.gateway_fakes import CONFIG, FakeEngine, World, serving, world
+from tests.helpers.otlp import Collector, about, collector
+from tests.helpers.retriever_parts import counter_of, make_knowledge_base
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CALLER = "b7ad6b7169203331"
+TRACED = {"traceparent": f"00-{TRACE_ID}-{CALLER}-01", "tracestate": "vendor=7"}
+QUESTION = "Wherever does xylophone billing run?"
+DOCUMENT = "Xylophone billing runs in quuxland."
+
+ERROR = 2
+"""A status code, as OTLP has it."""
+
+
+@dataclass
+class Traces:
+    """What a collector got, by part; complete once those that sent it have ended."""
+
+    receiver: Collector
+
+    def of(self, part: str) -> list[Any]:
+        return self.receiver.spans_of(part)
+
+    def one(self, part: str, name: str) -> Any:
+        [span] = [span for span in self.of(part) if span.name == name]
+        return span
+
+
+@asynccontextmanager
+async def traced(model: Path, traces: Traces, **changes: Any) -> AsyncGenerator[World, None]:
+    async with world(model, otlp_endpoint=traces.receiver.url, **changes) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with collector() as receiver:
+        yield Traces(receiver)
+
+
+async def ask(gateway: World, headers: dict[str, str], **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": QUESTION}], **more}
+    return await gateway.client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, traces: Traces) -> None:
+    tracer = ExportingTracer.to(traces.receiver.url, "retriever", "here")
+    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model))
+    async with AsyncExitStack() as stack:
+        await knowledge_base.load()
+        stack.push_async_callback(knowledge_base.close)
+        service: Any = RetrieverService(knowledge_base, tracer)
+        gateway = World(replace(CONFIG, otlp_endpoint=traces.receiver.url), service)
+        await gateway.start(stack, tiny_model)
+        written = {"id": "a.md", "text": DOCUMENT}
+        assert (await gateway.client.post("/v1/documents", json=written)).is_success
+        answer = await ask(gateway, TRACED)
+        assert answer.status_code == 200, answer.text
+        engine_got = gateway.engine.headers[-1]
+    tracer.close()
+
+    request = traces.one("gateway", "POST /v1/chat/completions")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE_ID, CALLER)
+    assert request.trace_state == "vendor=7"
+    told = about(request)
+    assert told["http.request.method"] == "POST"
+    assert told["http.route"] == told["url.path"] == "/v1/chat/completions"
+    assert told["http.response.status_code"] == 200
+    assert told["answer"] == answer.json()["id"]
+    used = answer.json()["ragcache"]["cache"]
+    for name in ("local_tokens", "loaded_tokens", "blended_tokens", "repaired_tokens"):
+        assert told[name] == used[name] != 0
+
+    below = {name: traces.one("gateway", name) for name in ("retrieve", "tokenize", "engine")}
+    assert {span.parent_span_id for span in below.values()} == {request.span_id}
+    ends = [below[name].end_time_unix_nano for name in ("retrieve", "tokenize", "engine")]
+    assert ends == sorted(ends)
+    assert ends[-1] <= request.end_time_unix_nano
+    prompt = gateway.engine.requests[-1]["prompt"]
+    assert about(below["tokenize"]) == {"chunks": 1, "prompt_tokens": len(prompt)}
+    assert about(below["engine"])["http.response.status_code"] == 200
+    assert [event.name for event in below["engine"].events] == ["first token"]
+    parent = f"00-{TRACE_ID}-{below['engine'].span_id.hex()}-01"
+    assert (engine_got["traceparent"], engine_got["tracestate"]) == (parent, "vendor=7")
+
+    search = traces.one("retriever", "Search")
+    assert search.trace_id.hex() == TRACE_ID
+    assert search.parent_span_id == below["retrieve"].span_id
+    assert about(search)["hits"] == 1
+    assert {event.name for event in search.events} == {"stage"}
+    assert "cancelled" not in about(search)
+
+    # No text leaves with them.
+    sent = b"".join(traces.receiver.bodies["/v1/traces"]).lower()
+    assert b"xylophone" not in sent
+    assert b"quuxland" not in sent
+
+
+async def test_a_streams_span_lasts_as_long_as_the_stream(tiny_model: Path, traces: Traces) -> None:
+    async with traced(tiny_model, traces) as gateway:
+        answer = await ask(gateway, TRACED, stream=True)
+        assert answer.text.endswith("data: [DONE]\n\n")
+    request, engine = (
+        traces.one("gateway", name) for name in ("POST /v1/chat/completions", "engine")
+    )
+    assert about(request)["loaded_tokens"] == 60
+    [first] = engine.events
+    assert first.time_unix_nano < engine.end_time_unix_nano <= request.end_time_unix_nano
+
+
+async def test_who_leaves_ends_the_spans_of_the_stream(tiny_model: Path, traces: Traces) -> None:
+    async with traced(tiny_model, traces) as gateway:
+        gateway.engine.hold_after = 1
+        body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
+        async with gateway.client.stream(
+            "POST", "/v1/chat/completions", json=body, headers=TRACED
+        ) as answer:
+            await anext(answer.aiter_bytes())
+            await asyncio.wait_for(gateway.engine.holding.wait(), 20)
+        await asyncio.wait_for(gateway.engine.aborted.wait(), 20)
+    request = traces.one("gateway", "POST /v1/chat/completions")
+    assert about(request)["cancelled"] is True
+    assert about(request)["http.response.status_code"] == 200
+    assert request.status.code != ERROR
+    assert traces.one("gateway", "engine").end_time_unix_nano <= request.end_time_unix_nano
+
+
+async def test_every_attempt_has_a_span(tiny_model: Path, traces: Traces) -> None:
+    bad = FakeEngine()
+    bad.drop_after = 0
+    async with (
+        serving(bad) as port,
+        traced(tiny_model, traces, engines=(EngineName("127.0.0.1", port, 9),)) as gateway,
+    ):
+        async with asyncio.timeout(20):
+            # Whose turn it is is the gateway's affair.
+            while not bad.requests:
+                answer = await ask(gateway, {})
+                assert answer.status_code == 200
+    lost = [s for s in traces.of("gateway") if s.name == "engine" and s.status.code == ERROR]
+    assert len(lost) == 1
+    assert lost[0].status.message == "Unavailable: engine"
+    siblings = [s for s in traces.of("gateway") if s.parent_span_id == lost[0].parent_span_id]
+    engines = [s for s in siblings if s.name == "engine"]
+    assert [s.status.code for s in engines] == [ERROR, 0]
+    sent = [headers["traceparent"].split("-")[2] for headers in bad.headers]
+    assert sent == [lost[0].span_id.hex()]
+    assert gateway.engine.headers[-1]["traceparent"].split("-")[2] == engines[1].span_id.hex()
+
+
+async def test_a_refusal_says_why(tiny_model: Path, traces: Traces) -> None:
+    async with traced(tiny_model, traces) as gateway:
+        gateway.engine.refuse = (500, {"error": {"message": QUESTION}})
+        assert (await ask(gateway, TRACED)).status_code == 503
+        await ask(gateway, TRACED, temperature="hot")
+        missing = await gateway.client.get("/v1/documents/x", headers=TRACED)
+        assert missing.status_code == 404
+    spans = {about(s)["http.response.status_code"]: s for s in traces.of("gateway") if _is_top(s)}
+    assert spans[503].status.code == ERROR
+    assert spans[503].status.message == "engine unavailable"
+    # The caller's mistakes are no failures of the server.
+    assert {code: spans[code].status.code for code in (400, 404)} == {400: 0, 404: 0}
+    assert b"xylophone" not in b"".join(traces.receiver.bodies["/v1/traces"]).lower()
+
+
+async def test_too_many_at_once_are_told(tiny_model: Path, traces: Traces) -> None:
+    async with traced(tiny_model, traces, max_in_flight=0) as gateway:
+        assert (await ask(gateway, TRACED)).status_code == 429
+    [span] = traces.of("gateway")
+    assert span.name == "POST"
+    assert span.status.code == ERROR
+    assert "in flight" in span.status.message
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_told(
+    tiny_model: Path, traces: Traces
+) -> None:
+    async with traced(tiny_model, traces) as gateway:
+        gateway.engine.fail_after = 1
+        answer = await ask(gateway, TRACED, stream=True)
+        assert "the engine died" in answer.text
+    for name in ("POST /v1/chat/completions", "engine"):
+        assert traces.one("gateway", name).status.code == ERROR
+
+
+async def test_who_asks_decides_what_is_traced(tiny_model: Path, traces: Traces) -> None:
+    async with traced(tiny_model, traces) as gateway:
+        unsampled = {"traceparent": f"00-{TRACE_ID}-{CALLER}-00"}
+        assert (await ask(gateway, unsampled)).status_code == 200
+        assert "traceparent" not in gateway.engine.headers[-1]
+        for path in ("/healthz", "/readyz", "/metrics"):
+            await gateway.client.get(path, headers=TRACED)
+        assert (await ask(gateway, {})).status_code == 200
+    # Of those only the last one, which begins a trace.
+    request = traces.one("gateway", "POST /v1/chat/completions")
+    assert request.parent_span_id == b""
+    assert {span.trace_id for span in traces.of("gateway")} == {request.trace_id}
+
+
+def _is_top(span: Any) -> bool:
+    return bool(span.parent_span_id.hex() == CALLER)

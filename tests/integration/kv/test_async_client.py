@@ -1,0 +1,116 @@
+"""The async client of one store: its calls do what the blocking client's do."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.errors import Unavailable
+from ragcache_core.identity.variant import Miss
+from ragcache_core.store_api import Deletion, EventKind, PutOutcome, Want
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant, whole
+
+RAW = value(300_000)
+
+
+async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
+    with serving(tmp_path, lanes=("shared", "socket")) as served:
+        client = AsyncStoreClient(served.address)
+        assert client.lane == ""
+        new = variant(key(1), RAW, num_parts=3)
+        assert await client.put(new, whole(new, RAW), TIMEOUT_S) is PutOutcome.STORED
+        assert client.lane == "shared"
+        found = await client.get([key(1), key(2)], TIMEOUT_S)
+        assert [bytes(one.value) if not isinstance(one, Miss) else one for one in found] == [
+            RAW,
+            Miss.NEVER_STORED,
+        ]
+        answer = await client.lookup([Want.of(key(1))])
+        assert answer.variants[0].held[0].info.num_bytes == len(RAW)
+        assert answer.as_of.store == served.store.store_id
+        assert await client.pin([key(1), key(2)], 30.0) == 1
+        assert await client.unpin([key(1)]) == 1
+        assert await client.prefetch([key(1)]) == 0, "it is in memory"
+        deletion = Deletion(os.urandom(16), (key(1).chunk,), made_at_ms=time.time_ns() // 10**6)
+        assert await client.delete(deletion) == 1
+        assert (await client.stats()).tombstones == 1
+        await client.close()
+
+
+async def test_a_watch_begins_with_what_is_held_and_goes_on(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        put_value(served.client, key(1), RAW)
+        client = AsyncStoreClient(served.address)
+        seen = []
+        async with aclosing(client.watch()) as events:
+            async for event in events:
+                seen.append((event.kind, event.key))
+                if event.kind is EventKind.SNAPSHOT_END:
+                    put_value(served.client, key(2), RAW)
+                if event.key == key(2):
+                    break
+        assert seen[:3] == [
+            (EventKind.SNAPSHOT_BEGIN, None),
+            (EventKind.STORED, key(1)),
+            (EventKind.SNAPSHOT_END, None),
+        ]
+        assert seen[-1] == (EventKind.STORED, key(2))
+        await client.close()
+
+
+async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
+    client = AsyncStoreClient("127.0.0.1:9")
+    for call in (client.stats(), client.lookup([Want.of(key(1))]), client.get([key(1)], 1.0)):
+        with pytest.raises(Unavailable):
+            await call
+    with pytest.raises(Unavailable):
+        await anext(client.watch())
+    await client.close()
+
+
+async def test_a_prefetch_goes_to_the_shards_that_own_the_chunks(tmp_path: Path) -> None:
+    with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
+        addresses = (one.address, other.address, "127.0.0.1:9")
+        store = AsyncShardedStore(FixedMembers(addresses))
+        for served in (one, other):
+            for number in range(8):
+                put_value(served.client, key(number), value(1000, number))
+        assert await store.prefetch([key(number) for number in range(8)]) == 0
+        assert await store.prefetch([]) == 0
+        await store.close()
+
+
+async def test_a_lookup_asks_the_owners_of_the_chunks(tmp_path: Path) -> None:
+    with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
+        store = AsyncShardedStore(FixedMembers((one.address, other.address)))
+        keys = [key(number << 64) for number in range(16)]
+        owners = Rendezvous((one.address, other.address)).owners([one.chunk for one in keys])
+        clients = {one.address: one.client, other.address: other.client}
+        assert set(owners) == clients.keys()
+        for place, owner in enumerate(owners):
+            if place % 3:
+                put_value(clients[owner], keys[place], value(1000, place))
+        found = await store.lookup([Want.of(one) for one in keys])
+        assert [bool(variants.held) for variants in found] == [
+            bool(place % 3) for place in range(16)
+        ]
+        assert [variants.held[0].key for variants in found if variants.held] == [
+            one for place, one in enumerate(keys) if place % 3
+        ]
+        await store.close()
+
+
+async def test_a_lookup_without_an_answer_is_an_exception() -> None:
+    for addresses in ((), ("127.0.0.1:9",)):
+        store = AsyncShardedStore(FixedMembers(addresses))
+        with pytest.raises(Unavailable):
+            await store.lookup([Want.of(key(1))])
+        await store.close()

@@ -1,0 +1,587 @@
+"""Several real stores behind one client: whole, losing a shard, growing and shrinking."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.support.processes import CacheStore, free_port, launch_cachestore, wait_for_cachestore
+from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin
+from ragcache_core.store_api import AsOf, Deletion, PutOutcome, Want
+from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.store_client.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
+from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_wire.watched.members import FixedMembers
+from tests.helpers.cachestore_parts import (
+    MIB,
+    TIMEOUT_S,
+    Served,
+    get_value,
+    put_value,
+    serving,
+    value,
+    variant,
+    whole,
+)
+
+TIMES_OUT_S = 0.9
+
+
+class ChangingMembers:
+    """Members that a test changes."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = addresses
+
+    def current(self) -> tuple[str, ...]:
+        return self.addresses
+
+
+def key(number: int) -> VariantKey:
+    """Keys that differ in their first bytes, as hashes do."""
+    return VariantKey(number.to_bytes(8, "little") + bytes(8), bytes(16))
+
+
+KEYS = [key(number) for number in range(60)]
+WANTS = [Want.of(wanted) for wanted in KEYS]
+
+
+def put(
+    store: ShardedStore, wanted: VariantKey, raw: bytes, timeout_s: float = TIMEOUT_S
+) -> PutOutcome:
+    new = variant(wanted, raw)
+    return store.put(new, whole(new, raw), timeout_s)
+
+
+def raw_of(wanted: VariantKey) -> bytes:
+    return value(1000 + wanted.chunk[0], wanted.chunk[0])
+
+
+def values(
+    store: ShardedStore, keys: list[VariantKey], timeout_s: float = TIMEOUT_S
+) -> list[object]:
+    """What get gives, as bytes or a Miss, in its order."""
+    found = list(store.get(keys, timeout_s))
+    assert [wanted for wanted, _ in found] == keys
+    return [stored if isinstance(stored, Miss) else bytes(stored.value) for _, stored in found]
+
+
+def misses(answer: ShardedAnswer) -> set[Miss | None]:
+    """Why what is not held is not."""
+    return {variants.miss for variants in answer.variants if not variants.held}
+
+
+def deletion(*chunks: bytes, **named: object) -> Deletion:
+    """One that has just been made."""
+    made = Deletion(os.urandom(16), chunks, made_at_ms=time.time_ns() // 1_000_000)
+    return replace(made, **named)  # type: ignore[arg-type]
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not claim():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+@contextmanager
+def silent_peer() -> Iterator[str]:
+    """Takes connections and never answers, as a frozen process or a lost node does."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[list[Served]]:
+    with ExitStack() as stack:
+        lanes = (("shared", "socket"), ("socket",), ())
+        yield [stack.enter_context(serving(tmp_path / str(i), lanes=lanes[i])) for i in range(3)]
+
+
+@contextmanager
+def opened(*addresses: str) -> Iterator[ShardedStore]:
+    store = ShardedStore(FixedMembers(addresses))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def test_every_shard_holds_its_chunks_and_together_they_hold_all(shards: list[Served]) -> None:
+    addresses = [shard.address for shard in shards]
+    with opened(*addresses) as store:
+        store.connect(TIMEOUT_S)
+        assert list(store.lanes().values()) == ["shared", "socket", "grpc"]
+        assert {put(store, wanted, raw_of(wanted)) for wanted in KEYS} == {PutOutcome.STORED}
+        assert put(store, KEYS[0], raw_of(KEYS[0])) is PutOutcome.HELD_ALREADY
+        answer = store.lookup(WANTS)
+        assert [held.key for found in answer.variants for held in found.held] == KEYS
+        assert answer.as_of.keys() == set(addresses)
+        mixed = [KEYS[5], key(999), *reversed(KEYS), KEYS[5]]
+        expected = [raw_of(k) if k in KEYS else Miss.NEVER_STORED for k in mixed]
+        assert values(store, mixed) == expected
+    owners = Rendezvous(addresses).owners([wanted.chunk for wanted in KEYS])
+    for shard in shards:
+        own = {k for k, owner in zip(KEYS, owners, strict=True) if owner == shard.address}
+        found = shard.client.lookup(WANTS).variants
+        assert {held.key for variants in found for held in variants.held} == own != set()
+
+
+def test_values_of_several_shards_land_where_the_caller_says(shards: list[Served]) -> None:
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
+        room: list[bytearray] = []
+
+        def allocate(info: object) -> memoryview:
+            room.append(bytearray(2000))
+            return memoryview(room[-1])
+
+        for wanted, stored in store.get(KEYS, TIMEOUT_S, allocate=allocate):
+            assert not isinstance(stored, Miss)
+            assert any(stored.value.obj is buffer for buffer in room)
+            assert bytes(stored.value) == raw_of(wanted)
+
+
+def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[Served]) -> None:
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS[:12]:
+            put(store, wanted, value(4 * MIB))
+        reading = store.get(KEYS[:12], TIMEOUT_S)
+        next(reading)
+        reading.close()  # type: ignore[attr-defined]
+        del reading
+        eventually(lambda: all(not shard.store.stats().leases for shard in shards))
+
+
+def lost_among(shards: list[Served], lost: str) -> tuple[list[str], set[VariantKey]]:
+    """Members with a lost one, and the keys that the others own."""
+    addresses = [*(shard.address for shard in shards), lost]
+    owners = Rendezvous(addresses).owners([wanted.chunk for wanted in KEYS])
+    kept = {k for k, owner in zip(KEYS, owners, strict=True) if owner != lost}
+    assert set() < kept < set(KEYS)
+    return addresses, kept
+
+
+@pytest.mark.parametrize("way", ["refuses", "silent"])
+def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: str) -> None:
+    with ExitStack() as stack:
+        lost = "127.0.0.1:9" if way == "refuses" else stack.enter_context(silent_peer())
+        addresses, kept = lost_among(shards, lost)
+        store = stack.enter_context(opened(*addresses))
+        for wanted in KEYS:
+            if wanted in kept:
+                put(store, wanted, raw_of(wanted))
+        expected = [raw_of(wanted) if wanted in kept else Miss.LOST for wanted in KEYS]
+        first = store.lookup(WANTS, TIMES_OUT_S)
+        assert first.held().keys() == kept
+        assert lost not in first.as_of
+        # Known to be lost now: not even its time is waited for.
+        began = time.monotonic()
+        again = store.lookup(WANTS)
+        assert again.held().keys() == kept
+        assert misses(again) == {Miss.LOST}, "the next shard cannot say that it is nowhere"
+        assert values(store, KEYS) == expected
+        orphan = next(wanted for wanted in KEYS if wanted not in kept)
+        with pytest.raises(Unavailable, match=lost):
+            put(store, orphan, b"x")
+        assert store.lookup([Want.of(orphan)]).variants[0].miss is Miss.LOST
+        assert values(store, [orphan]) == [Miss.LOST]
+        assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_a_shard_that_falls_silent_takes_no_other_along(shards: list[Served]) -> None:
+    with silent_peer() as lost:
+        addresses, kept = lost_among(shards, lost)
+        with opened(*addresses) as store:
+            for wanted in kept:
+                put(store, wanted, raw_of(wanted))
+            found = values(store, KEYS, TIMES_OUT_S)
+            first_lost = next(place for place, wanted in enumerate(KEYS) if wanted not in kept)
+            assert found[:first_lost] == [raw_of(wanted) for wanted in KEYS[:first_lost]]
+            expected = [raw_of(wanted) if wanted in kept else Miss.LOST for wanted in KEYS]
+            assert values(store, KEYS) == expected
+
+
+def test_a_lost_shard_that_comes_back_is_asked_again(
+    tmp_path: Path, shards: list[Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    addresses, kept = lost_among(shards, f"127.0.0.1:{port}")
+    orphan = next(wanted for wanted in KEYS if wanted not in kept)
+    with opened(*addresses) as store:
+        assert store.lookup(WANTS, TIMES_OUT_S).held() == {}
+        with caplog.at_level("INFO"), serving(tmp_path / "late", port=port) as late:
+            # Nobody needs to ask it in vain for that.
+            eventually(lambda: "is back" in caplog.text)
+            assert put(store, orphan, raw_of(orphan)) is PutOutcome.STORED
+            assert late.client.lookup([Want.of(orphan)]).variants[0].held
+
+
+def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
+    shards: list[Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
+        store.lookup(WANTS)
+        with suppress(Unavailable):
+            list(store.get(KEYS, 1e-6))
+        assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
+        assert "is lost" not in caplog.text
+
+
+def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
+    addresses = [shard.address for shard in shards]
+    with opened(*addresses) as store:
+        for wanted in KEYS[:6]:
+            put(store, wanted, raw_of(wanted))
+            wrong = replace(variant(wanted, b"x"), key=replace(wanted, prefix=bytes([1]) * 16))
+            sums = whole(wrong, b"x").wait(0, 0.0)
+            with pytest.raises(InvalidInput):
+                store.put(wrong, Whole(memoryview(b"y"), sums), TIMEOUT_S)
+        assert store.lookup(WANTS[:6]).held().keys() == set(KEYS[:6])
+
+
+def test_an_only_shard_is_asked_every_time() -> None:
+    with opened("127.0.0.1:9") as store:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="unavailable: "):
+                store.lookup(WANTS)
+            with pytest.raises(Unavailable):
+                list(store.get(KEYS, TIMEOUT_S))
+            with pytest.raises(Unavailable):
+                put(store, KEYS[0], b"x")
+        store.connect(TIMEOUT_S)
+
+
+def test_without_shards_everything_is_a_miss() -> None:
+    with opened() as store:
+        store.connect(TIMEOUT_S)
+        assert [found.held for found in store.lookup(WANTS).variants] == [()] * len(WANTS)
+        assert values(store, KEYS) == [Miss.LOST] * len(KEYS)
+        assert store.prefetch(KEYS) == store.pin(KEYS, 10) == store.unpin(KEYS) == 0
+        with pytest.raises(Unavailable, match="no shards"):
+            put(store, KEYS[0], b"x")
+        with pytest.raises(Unavailable, match="no shards"):
+            store.delete(deletion(KEYS[0].chunk))
+
+
+def test_shards_may_come_and_go_under_load(shards: list[Served]) -> None:
+    addresses = [shard.address for shard in shards]
+    members = ChangingMembers(*addresses)
+    store = ShardedStore(members)
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                put(store, KEYS[0], raw_of(KEYS[0]))
+                store.lookup(WANTS, TIMEOUT_S)
+                found = values(store, KEYS[:3])[0]
+                assert isinstance(found, Miss) or found == raw_of(KEYS[0])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for turn in range(60):
+        members.addresses = tuple(addresses[: 1 + turn % 3])
+        time.sleep(0.01)
+    stop.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    store.close()
+    assert failures == []
+
+
+def test_pins_and_prefetches_go_to_the_owners(shards: list[Served]) -> None:
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
+        assert store.pin(KEYS, 60) == len(KEYS)
+        assert store.unpin([*KEYS, key(999)]) == len(KEYS)
+        assert store.prefetch(KEYS) == 0, "all are in memory"
+
+
+def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Served]) -> None:
+    with opened(*(shard.address for shard in shards)) as store:
+        raw = raw_of(KEYS[0])
+        new = variant(KEYS[0], raw)
+        before = store.lookup(WANTS).as_of
+        store.delete(deletion(KEYS[0].chunk))
+        put_ = [
+            store.put(new, whole(new, raw), TIMEOUT_S, as_of=as_of)
+            # Planned before it; without knowing of its shard; and after it.
+            for as_of in (before, {}, store.lookup(WANTS).as_of)
+        ]
+        assert put_ == [PutOutcome.DELETED, PutOutcome.DELETED, PutOutcome.STORED]
+        # What was computed after the chunk is as dead, on whichever shard.
+        origin = Origin(prefix_chunks=(KEYS[0].chunk,))
+        for wanted in KEYS[1:5]:
+            late = replace(variant(wanted, raw), origin=origin)
+            outcome = store.put(late, whole(late, raw), TIMEOUT_S, as_of=before)
+            assert outcome is PutOutcome.DELETED
+
+
+def test_a_value_that_does_not_become_whole_loses_no_shard(shards: list[Served]) -> None:
+    class Never(Outgoing):
+        def wait(self, done: int, deadline: float) -> tuple[int, ...]:
+            raise Unfinished("it does not come")
+
+        def finished(self, deadline: float) -> float:
+            raise AssertionError
+
+    with opened(*(shard.address for shard in shards)) as store:
+        for wanted in KEYS:
+            with pytest.raises(Unfinished):
+                store.put(variant(wanted, b"abc"), Never(memoryview(b"abc")), TIMEOUT_S)
+        for wanted in KEYS:
+            put(store, wanted, raw_of(wanted))
+
+
+def test_a_put_of_no_known_lookup_is_taken_while_nothing_was_deleted(
+    shards: list[Served],
+) -> None:
+    with opened(shards[0].address) as store:
+        raw = raw_of(KEYS[0])
+        new = variant(KEYS[0], raw)
+        assert store.put(new, whole(new, raw), TIMEOUT_S, as_of={}) is PutOutcome.STORED
+        assert store.lookup(WANTS).as_of == {shards[0].address: AsOf(shards[0].store.store_id, 0)}
+
+
+def replicated(shards: list[Served], wanted: VariantKey, raw: bytes) -> tuple[Served, Served]:
+    """Put on its owner and, as the owner would, on the next one; returns both."""
+    by_name = {shard.address: shard for shard in shards}
+    owner, second = Rendezvous(by_name).ranked([wanted.chunk], 2)[0]
+    for name in (owner, second):
+        assert put_value(by_name[name].client, wanted, raw) is PutOutcome.STORED
+    by_name[owner].store.set_replicas(wanted, (second,))
+    return by_name[owner], by_name[second]
+
+
+def test_a_hot_variant_is_served_by_two_shards(shards: list[Served]) -> None:
+    raw = value(4 * MIB)
+    owner, second = replicated(shards, KEYS[0], raw)
+    with opened(*(shard.address for shard in shards)) as store:
+        assert store.lookup(WANTS[:1]).held()[KEYS[0]].replicas == (second.address,)
+        # Of two that read at once, one asks the other shard: that has less to send.
+        first, other = store.get(KEYS[:1], TIMEOUT_S), store.get(KEYS[:1], TIMEOUT_S)
+        for reading in (first, other):
+            _, stored = next(reading)
+            assert not isinstance(stored, Miss)
+            assert bytes(stored.value) == raw
+        # Counted a moment after the value is there.
+        both = (owner, second)
+        eventually(lambda: [sum(one.store.stats().hits.values()) for one in both] == [1, 1])
+
+
+def test_a_replica_that_is_gone_is_asked_of_the_owner(shards: list[Served]) -> None:
+    raw = value(MIB)
+    _, second = replicated(shards, KEYS[0], raw)
+    with opened(*(shard.address for shard in shards)) as store:
+        store.lookup(WANTS[:1])
+        second.store.discard(KEYS[0])
+        readings = [store.get(KEYS[:1], TIMEOUT_S) for _ in range(4)]
+        for reading in readings:
+            _, stored = next(reading)
+            assert not isinstance(stored, Miss)
+            assert bytes(stored.value) == raw
+
+
+async def test_a_delete_goes_to_the_shard_that_is_named(tmp_path: Path) -> None:
+    with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
+        members = ChangingMembers(one.address, other.address)
+        store = AsyncShardedStore(members)
+        for shard in (one, other):  # both owned it, at different times
+            put_value(shard.client, KEYS[0], b"abc")
+        stats = await store.stats()
+        assert {address: reply and reply.variants for address, reply in stats.items()} == {
+            one.address: 1,
+            other.address: 1,
+        }
+        members.addresses = (one.address, other.address, "127.0.0.1:9")
+        assert store.addresses() == members.addresses
+        gone = deletion(KEYS[0].chunk)
+        assert await store.delete_on(one.address, gone) == 1
+        assert get_value(one.client, KEYS[0]) is None
+        assert get_value(other.client, KEYS[0]) is not None
+        assert await store.delete_on(one.address, gone) == 0
+        with pytest.raises(Unavailable):
+            await store.delete_on("127.0.0.1:9", gone)
+        assert (await store.stats())["127.0.0.1:9"] is None
+        members.addresses = (one.address,)
+        with pytest.raises(Unavailable, match="no member"):
+            await store.delete_on(other.address, gone)
+        assert (await store.stats()).keys() == {one.address}
+        await store.close()
+
+
+class Shards:
+    """Shards as processes of their own that know of each other."""
+
+    def __init__(self, folder: Path, count: int, **env: str) -> None:
+        self.folder = folder
+        self.env = env
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        self.running: dict[str, CacheStore] = {}
+        for address in self.addresses:
+            self.launch(address)
+        for store in self.running.values():
+            wait_for_cachestore(store)
+
+    def launch(self, address: str) -> None:
+        self.running[address] = launch_cachestore(
+            self.folder / address.rpartition(":")[2],
+            memory_bytes=64 * MIB,
+            disk_bytes=256 * MIB,
+            port=int(address.rpartition(":")[2]),
+            members=",".join(self.addresses),
+            env=self.env,
+        )
+
+    def kill(self, address: str) -> None:
+        self.running.pop(address).service.kill()
+
+    def restart(self, address: str) -> None:
+        self.launch(address)
+        wait_for_cachestore(self.running[address])
+
+    def log(self, address: str) -> str:
+        return (self.folder / address.rpartition(":")[2] / "cachestore.log").read_text()
+
+    def close(self) -> None:
+        for store in self.running.values():
+            store.service.stop()
+
+
+@contextmanager
+def processes(folder: Path, count: int, **env: str) -> Iterator[Shards]:
+    shards = Shards(folder, count, **env)
+    try:
+        yield shards
+    finally:
+        shards.close()
+
+
+def test_a_shard_that_was_dead_during_a_delete_never_serves_what_it_removed(
+    tmp_path: Path,
+) -> None:
+    with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
+        for wanted in KEYS:
+            assert put(store, wanted, raw_of(wanted)) is PutOutcome.STORED
+        owners = Rendezvous(shards.addresses).owners([wanted.chunk for wanted in KEYS])
+        dead = owners[0]
+        own = [k for k, owner in zip(KEYS, owners, strict=True) if owner == dead]
+        eventually(lambda: all_on_disk(dead, own))
+        shards.kill(dead)
+        doomed = own[: len(own) // 2]
+        result = store.delete(deletion(*(wanted.chunk for wanted in doomed)))
+        assert set(result.acknowledged) == set(shards.addresses) - {dead}
+        assert set(result.silent) == {dead}
+
+        served: list[VariantKey] = []
+        stop = threading.Event()
+
+        def ask() -> None:
+            """As soon as it answers at all."""
+            client = StoreClient(dead)
+            while not stop.is_set():
+                try:
+                    found = client.get(doomed, 1.0)
+                    served.extend(k for k, stored in found if not isinstance(stored, Miss))
+                except Unavailable:
+                    time.sleep(0.005)
+            client.close()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            shards.restart(dead)
+            assert "told of 1 deletes" in shards.log(dead)
+            held = held_by(dead, own)
+        finally:
+            stop.set()
+            asking.join()
+        assert served == []
+        assert held == set(own) - set(doomed), "and it has lost nothing else"
+
+
+def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
+    """Those of keys that a shard holds, which has just been started."""
+    client, give_up = StoreClient(address), time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            found = client.lookup([Want.of(wanted) for wanted in keys], TIMEOUT_S).variants
+        except Unavailable:  # this process' gRPC has not yet tried again to connect
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        else:
+            client.close()
+            return {held.key for variants in found for held in variants.held}
+
+
+def all_on_disk(address: str, keys: list[VariantKey]) -> bool:
+    """Whether a shard has written all of keys to its disk."""
+    client = StoreClient(address)
+    try:
+        return client.stats().disk_bytes >= sum(len(raw_of(wanted)) for wanted in keys)
+    finally:
+        client.close()
+
+
+def test_a_shard_that_was_frozen_during_a_delete_hears_of_it_without_a_restart(
+    tmp_path: Path,
+) -> None:
+    """Its client's call is over, nobody sends it again."""
+    with processes(tmp_path, 2) as shards:
+        one, other = shards.addresses
+        client = StoreClient(other)
+        assert put_value(client, KEYS[0], raw_of(KEYS[0])) is PutOutcome.STORED
+        alone = StoreClient(one)
+        alone.delete(deletion(KEYS[0].chunk))
+        eventually(lambda: get_value(client, KEYS[0]) is None)
+        # And a copy that is planned on what was known before is refused there, too.
+        raw = raw_of(KEYS[0])
+        late = variant(KEYS[0], raw)
+        assert client.put(late, whole(late, raw), TIMEOUT_S) is PutOutcome.DELETED
+        client.close()
+        alone.close()
+
+
+def test_what_is_hot_gets_a_replica_that_stands_in_for_its_owner(tmp_path: Path) -> None:
+    with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
+        hot, raw = KEYS[0], value(8 * MIB)
+        assert put(store, hot, raw) is PutOutcome.STORED
+        owner, second = Rendezvous(shards.addresses).ranked([hot.chunk], 2)[0]
+        give_up = time.monotonic() + 60
+        while not store.lookup([Want.of(hot)]).held()[hot].replicas:
+            assert time.monotonic() < give_up, "it was not replicated"
+            for _ in range(50):
+                assert values(store, [hot]) == [raw]
+        assert store.lookup([Want.of(hot)]).held()[hot].replicas == (second,)
+        shards.kill(owner)
+        eventually(lambda: values(store, [hot], 5.0) == [raw])
+        assert hot in store.lookup([Want.of(hot)]).held()
+        assert values(store, [hot]) == [raw]
+        result = store.delete(deletion(hot.chunk))
+        assert owner in result.silent
+        assert values(store, [hot]) == [Miss.LOST]
+        shards.restart(owner)
+        eventually(lambda: owner in store.lookup([Want.of(hot)]).as_of)
+        assert values(store, [hot]) == [Miss.DELETED]

@@ -1,0 +1,1392 @@
+"""All lanes to a store carry the same values, hold what is read, and end in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from bench.support.processes import free_port
+from ragcache_cachestore.api import data_server
+from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.incoming_put import Arrival
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
+from ragcache_core.eviction import DEFAULT_POLICY
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
+from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
+from ragcache_kv.store_client import client as store_client
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.client import LANES, StoreClient
+from ragcache_kv.transport import framed_transport
+from ragcache_kv.transport.framing import Broken, Channel, Kind, frame
+from ragcache_kv.transport.shared_memory_transport import SharedLane
+from ragcache_kv.transport.status_page import SILENT_S
+from ragcache_kv.values.buffers import parts_of
+from ragcache_kv.values.conversions import to_get_request, to_key, to_put_header
+from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.server import GrpcServer
+from ragcache_wire.status import NoAnswer
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from tests.helpers.cachestore_parts import whole
+
+TIMEOUT_S = 20.0
+MIB = 1 << 20
+
+R = TypeVar("R")
+
+
+def key(number: int) -> VariantKey:
+    return VariantKey(hashlib.blake2b(b"%d" % number, digest_size=16).digest(), bytes(16))
+
+
+def new(number: int, sizes: list[int], exact: bool = True) -> tuple[NewVariant, memoryview]:
+    """A variant with parts of sizes, of random bytes that depend on number."""
+    value = memoryview(np.random.default_rng(number).bytes(sum(sizes)))
+    info = VariantInfo(8, len(value), 3, Provenance(exact=exact))
+    origin = Origin(domain="public", document="d")
+    shape = _shape_of(sizes, info.num_tokens)
+    return NewVariant(key(number), info, origin, shape, tuple(sizes), 7), value
+
+
+def _shape_of(sizes: list[int], num_tokens: int) -> ValueShape | None:
+    """A shape that gives parts of sizes, as there is for equal ones; None: opaque bytes."""
+    head_dim, rest = divmod(sizes[0], 2 * num_tokens * 2)
+    if rest or len(set(sizes)) > 1:
+        return None
+    return ValueShape(len(sizes), 1, head_dim, "bfloat16")
+
+
+class Served:
+    """A store and both its faces, in this process."""
+
+    def __init__(
+        self, folder: Path, memory_bytes: int, disk_bytes: int, policy: str = DEFAULT_POLICY
+    ) -> None:
+        self.store = Store(folder / "data", memory_bytes, disk_bytes, policy=policy)
+        self.lanes = LaneServer(self.store, folder / "lane.sock", ("127.0.0.1", 0))
+        self.lanes.start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._service = CacheStoreService(self.store, self.lanes.hello())
+        self._server = self._run(self._start())
+        self.address = f"127.0.0.1:{self._server.port}"
+
+    async def _start(self) -> GrpcServer:
+        server = GrpcServer("127.0.0.1:0", [SERVICE], self._service.register)
+        await server.start()
+        return server
+
+    def interrupt(self) -> None:
+        """End every connection, from the store's side."""
+        with self.lanes._lock:  # one that has greeted its client may not be listed yet
+            connections = list(self.lanes._connections)
+        for connection in connections:
+            connection.channel.interrupt()
+
+    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.lanes.close()
+        self._service.end_watches()
+        self._run(self._server.stop())
+        self._service.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.store.close()
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with contextlib.ExitStack() as ends:
+
+        def start(
+            memory_bytes: int = 64 * MIB, disk_bytes: int = 256 * MIB, policy: str = DEFAULT_POLICY
+        ) -> Served:
+            served = Served(tmp_path, memory_bytes, disk_bytes, policy)
+            ends.callback(served.close)
+            return served
+
+        yield start
+
+
+@pytest.fixture
+def served(serve: Serve) -> Served:
+    return serve()
+
+
+@contextlib.contextmanager
+def client_of(address: str, lane: str) -> Iterator[StoreClient]:
+    client = StoreClient(address, [lane])
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture(params=LANES)
+def client(request: pytest.FixtureRequest, served: Served) -> Iterator[StoreClient]:
+    with client_of(served.address, request.param) as client:
+        yield client
+
+
+def only(client: StoreClient, number: int, **options: object) -> StoredValue | Miss:
+    [(found_key, found)] = client.get([key(number)], TIMEOUT_S, **options)  # type: ignore[arg-type]
+    assert found_key == key(number)
+    return found
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+SIZES = [
+    [1],
+    [70_000, 1, 65_536],
+    [3 * MIB + 17],
+    [300_000] * 8,
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> None:
+    variant, value = new(1, sizes)
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.HELD_ALREADY
+    found = only(client, 1)
+    assert isinstance(found, StoredValue)
+    assert found.value == value
+    assert (found.info, found.parts, found.shape, found.value_format) == (
+        variant.info,
+        parts_of(value, sizes),
+        variant.shape,
+        variant.value_format,
+    )
+    assert found.tier is Tier.MEMORY
+
+
+def test_a_value_lands_in_the_callers_own_memory(client: StoreClient) -> None:
+    variant, value = new(1, [100_000, 50_000])
+    client.put(variant, whole(variant, value), TIMEOUT_S)
+    memory = np.zeros(75_000, np.uint16)  # of another type than bytes
+    found = only(client, 1, allocate=lambda info: memory.data)
+    assert isinstance(found, StoredValue)
+    assert memory.tobytes() == value
+
+
+def test_too_little_memory_is_refused(client: StoreClient) -> None:
+    variant, value = new(1, [1000])
+    client.put(variant, whole(variant, value), TIMEOUT_S)
+    with pytest.raises(InvalidInput, match="allocate"):
+        only(client, 1, allocate=lambda info: memoryview(bytearray(999)))
+    assert isinstance(only(client, 1), StoredValue)
+
+
+def test_values_come_in_order_and_misses_say_why(client: StoreClient, served: Served) -> None:
+    for number, exact in ((1, True), (2, False), (3, True)):
+        variant, value = new(number, [10_000 * number], exact)
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+    client.delete(Deletion(bytes(range(16)), chunks=(key(3).chunk,)))
+    keys = [key(number) for number in (4, 2, 3, 1)]
+    found = dict(client.get(keys, TIMEOUT_S, exact=True))
+    assert list(found) == keys
+    assert found[key(4)] is Miss.NEVER_STORED
+    assert found[key(2)] is Miss.TAINTED
+    assert found[key(3)] is Miss.DELETED
+    one = found[key(1)]
+    assert isinstance(one, StoredValue)
+    assert one.value == new(1, [10_000])[1]
+    assert only(client, 1, domain="other") is Miss.OTHER_DOMAIN
+
+
+def test_more_keys_than_one_call_takes(client: StoreClient) -> None:
+    for number in range(0, 150, 3):
+        variant, value = new(number, [100 + number])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+    keys = [key(number) for number in range(150)]
+    for number, (found_key, found) in enumerate(client.get(keys, TIMEOUT_S)):
+        assert found_key == keys[number]
+        if number % 3:
+            assert found is Miss.NEVER_STORED
+        else:
+            assert isinstance(found, StoredValue)
+            assert found.value == new(number, [100 + number])[1]
+
+
+def test_layers_come_in_order_over_all_values(client: StoreClient) -> None:
+    sizes = {1: [70_000] * 4, 2: [10], 3: [200_000] * 3}
+    values = {}
+    for number, parts in sizes.items():
+        variant, values[number] = new(number, parts)
+        client.put(variant, whole(variant, values[number]), TIMEOUT_S)
+    layers = client.get_layers([key(n) for n in (1, 2, 9, 3)], TIMEOUT_S)
+    infos = [v if isinstance(v, Miss) else v.info.num_bytes for v in layers.values]
+    assert infos == [280_000, 10, Miss.NEVER_STORED, 600_000]
+    seen = []
+    for layer, given in layers:
+        seen.append(layer)
+        for number, part in zip((1, 2, 9, 3), given, strict=True):
+            if number == 9:
+                assert part is Miss.NEVER_STORED
+                continue
+            size = sizes[number][0]
+            assert part == values[number][layer * size : (layer + 1) * size]
+    assert seen == [0, 1, 2, 3]
+    assert list(client.get_layers([key(9)], TIMEOUT_S)) == []
+    assert list(client.get_layers([], TIMEOUT_S)) == []
+    assert list(client.get([], TIMEOUT_S)) == []
+
+
+def test_values_on_disk_come_too(client: StoreClient, served: Served) -> None:
+    for number in range(12):  # more than memory holds
+        variant, value = new(number, [4 * MIB, 4 * MIB])
+        assert (
+            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE) is PutOutcome.STORED
+        )
+    tiers = set()
+    for number in range(12):
+        found = only(client, number)
+        assert isinstance(found, StoredValue)
+        assert found.value == new(number, [4 * MIB, 4 * MIB])[1]
+        tiers.add(found.tier)
+    assert tiers == {Tier.MEMORY, Tier.DISK}
+    layers = client.get_layers([key(n) for n in range(12)], TIMEOUT_S)
+    for layer, parts in layers:
+        for number, part in enumerate(parts):
+            assert part == new(number, [4 * MIB, 4 * MIB])[1][layer * 4 * MIB :][: 4 * MIB]
+
+
+@pytest.mark.parametrize("rotten", [0, MIB, 6 * MIB - 1, None])
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("tier", [Tier.MEMORY, Tier.DISK])
+def test_whoever_reads_a_piece_verifies_it(
+    serve: Serve, rotten: int | None, busy: bool, tier: Tier
+) -> None:
+    """Large values are read by two threads, or by one if the other is busy."""
+    served = serve(memory_bytes=8 * MIB, policy="lru")
+    free = threading.Event()
+    with client_of(served.address, "shared") as client:
+        for number in (1, 2):  # there is room for one in memory
+            variant, value = new(number, [MIB // 2] * 12)
+            assert (
+                client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+                is PutOutcome.STORED
+            )
+        number = 1 if tier is Tier.DISK else 2
+        [lease] = served.store.open([key(number)])
+        assert not isinstance(lease, Miss)
+        assert lease.tier is tier
+        if rotten is not None:
+            [extent] = lease.extents
+            fd = served.store.value_file.fd if lease.on_disk else served.store.arena.fd
+            byte = os.pread(fd, 1, extent.offset + rotten)
+            os.pwrite(fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
+        served.store.release([lease.id])
+        lane = client._lane
+        assert isinstance(lane, SharedLane)
+        if busy:
+            lane._pair._second.submit(free.wait)
+        try:
+            found = [only(client, number) for _ in range(1 if rotten is not None else 2)]
+        finally:
+            free.set()
+        if rotten is not None:
+            assert found == [Miss.CORRUPT]
+        else:
+            assert [one.value for one in found] == [new(number, [MIB // 2] * 12)[1]] * 2  # type: ignore[union-attr]
+
+
+def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Served) -> None:
+    for number in (1, 2):
+        variant, value = new(number, [100_000, 100_000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+    [lease] = served.store.open([key(1)])
+    assert not isinstance(lease, Miss)
+    served.store.arena.views(lease.extents)[-1][-1] ^= 1
+    served.store.release([lease.id])
+    layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
+    seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
+    # Over gRPC the first layer comes when all have.
+    assert seen == [[client.lane == "grpc", False], [True, False]]
+    eventually(lambda: served.store.stats().corrupt == 1)
+    found = only(client, 1)  # from disk, if it was there already
+    assert isinstance(found, Miss) or found.value == new(1, [100_000, 100_000])[1]
+    assert isinstance(only(client, 2), StoredValue)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_what_was_found_corrupt_can_be_put_anew_at_once(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant, value = new(1, [100_000])
+    with client_of(served.address, lane) as client, client_of(served.address, lane) as other:
+        client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+        other.connect()
+        [lease] = served.store.open([key(1)])
+        assert not isinstance(lease, Miss)
+        served.store.arena.views(lease.extents)[-1][-1] ^= 1
+        held = served.store._books.catalog.get(key(1))
+        assert held is not None
+        assert held.disk is not None
+        os.pwrite(served.store.value_file.fd, b"rot", held.disk.extents[0].offset)
+        served.store.release([lease.id])
+        verify = served.store._mover.verify
+
+        def slowly(*copy: Any) -> bool:
+            time.sleep(0.3)
+            return verify(*copy)
+
+        monkeypatch.setattr(served.store._mover, "verify", slowly)
+        assert only(client, 1) is Miss.CORRUPT  # in memory
+        assert only(client, 1) is Miss.CORRUPT  # and on disk
+        assert other.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
+    variant, value = new(1, [100_000])
+    wrong = memoryview(bytearray(value))
+    wrong[5] ^= 1
+    with pytest.raises(InvalidInput, match="checksum"):
+        client.put(variant, Whole(wrong, whole(variant, value).wait(0, 0.0)), TIMEOUT_S)
+    assert only(client, 1) is Miss.NEVER_STORED
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_mistakes_are_the_same_on_every_lane(client: StoreClient) -> None:
+    variant, value = new(1, [100])
+    with pytest.raises(InvalidInput, match="value: has 99 bytes"):
+        client.put(variant, whole(variant, value[:99]), TIMEOUT_S)
+    with pytest.raises(TooLarge) as many:
+        client.get_layers([key(1)] * 5000, TIMEOUT_S)
+    assert many.value.field == "keys"
+    with pytest.raises(InvalidInput) as unnamed:
+        client.put(replace(variant, origin=Origin(domain="")), whole(variant, value), TIMEOUT_S)
+    assert unnamed.value.field == "header.origin.domain"
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+class Coming(Outgoing):
+    """A value whose parts come when the test says so."""
+
+    def __init__(self, variant: NewVariant, value: memoryview) -> None:
+        super().__init__(memoryview(bytearray(len(value))))
+        self._from, self._sizes = value, variant.part_bytes
+        self._sums = [part.checksum for part in parts_of(value, self._sizes)]
+        self._changed = threading.Condition()
+        self._come = 0
+        self._over: bool | None = None
+
+    def come(self, count: int) -> None:
+        with self._changed:
+            begin, end = (sum(self._sizes[:n]) for n in (self._come, count))
+            self.raw[begin:end] = self._from[begin:end]
+            self._come = count
+            self._changed.notify_all()
+
+    def end(self, *, well: bool) -> None:
+        with self._changed:
+            self._over = well
+            self._changed.notify_all()
+
+    def wait(self, done: int, deadline: float) -> list[int]:
+        return self._await(deadline, lambda: self._sums[done : self._come])
+
+    def finished(self, deadline: float) -> float:
+        return 1.5 if self._await(deadline, lambda: self._over) else 0.0
+
+    def _await(self, deadline: float, get: Callable[[], R]) -> R:
+        with self._changed:
+            left_s = deadline - time.monotonic()
+            self._changed.wait_for(lambda: get() or self._over is False, left_s)
+            if not get():
+                raise Unfinished("it does not come")
+            return get()
+
+
+@contextlib.contextmanager
+def putting(
+    client: StoreClient, variant: NewVariant, value: Outgoing, timeout_s: float = TIMEOUT_S
+) -> Iterator[Future[PutOutcome]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(client.put, variant, value, timeout_s)
+
+
+@pytest.fixture
+def arrivals(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
+    """What the store makes room for, from now on."""
+    arrivals: list[Arrival] = []
+    begin = served.store.begin_put
+
+    def begin_put(*args: Any) -> Arrival | PutOutcome:
+        begun = begin(*args)
+        if isinstance(begun, Arrival):
+            arrivals.append(begun)
+        return begun
+
+    monkeypatch.setattr(served.store, "begin_put", begin_put)
+    return arrivals
+
+
+@pytest.mark.parametrize("sizes", [[70_000] * 4, [MIB, 1, 700_000, 3], [100, 100, 100, 100]])
+def test_parts_are_with_the_store_before_the_next_ones_are_computed(
+    served: Served, client: StoreClient, arrivals: list[Arrival], sizes: list[int]
+) -> None:
+    variant, value = new(1, sizes)
+    coming = Coming(variant, value)
+    with putting(client, variant, coming) as put:
+        for count in (1, 2, 4):
+            coming.come(count)
+            so_far = sum(sizes[:count])
+            eventually(lambda: len(arrivals) == 1)
+            there = arrivals[0]
+            eventually(lambda: b"".join(there.views)[:so_far] == value[:so_far])  # noqa: B023
+            if client.lane == "shared" and count < 4:
+                eventually(lambda: there.sums.num_bytes == so_far)  # noqa: B023
+            assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+        assert not put.done()  # all of it is there, but nobody knows yet that it is right
+        coming.end(well=True)
+        assert put.result(TIMEOUT_S) is PutOutcome.STORED
+    found = only(client, 1)
+    assert isinstance(found, StoredValue)
+    assert (found.value, found.parts) == (value, parts_of(value, sizes))
+    exported = served.store.export(key(1))
+    assert exported is not None
+    assert exported[1].finished(0.0) == 1.5
+    assert len(arrivals) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_a_value_that_does_not_become_whole_leaves_nothing(
+    served: Served, client: StoreClient, arrivals: list[Arrival], count: int
+) -> None:
+    variant, value = new(1, [MIB] * 4)
+    coming = Coming(variant, value)
+    with putting(client, variant, coming) as put:
+        coming.come(count)
+        if count:
+            eventually(lambda: bool(arrivals))
+        coming.end(well=False)
+        with pytest.raises(Unfinished):
+            put.result(TIMEOUT_S)
+    assert only(client, 1) is Miss.NEVER_STORED
+    eventually(lambda: served.store._books.arriving_bytes == 0)
+    eventually(lambda: served.store.stats().memory_bytes == 0)  # at once, not after a lease's time
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
+    served: Served, client: StoreClient
+) -> None:
+    variant, value = new(1, [MIB] * 4)
+    coming = Coming(variant, value)
+    coming.come(2)
+    client.connect(TIMEOUT_S)
+    with pytest.raises(Unfinished):
+        client.put(variant, coming, 2.0)
+    assert not client._doubted
+    coming.come(4)
+    coming.end(well=True)
+    assert client.put(variant, coming, TIMEOUT_S) is PutOutcome.STORED
+
+
+@pytest.mark.parametrize("said", [[4 * MIB + 1], [MIB, MIB - 1]])
+def test_who_says_to_have_written_what_cannot_be_is_let_go(served: Served, said: list[int]) -> None:
+    channel = connect(served, "shared")
+    begin_put(channel, 1)
+    for num_bytes in said:
+        channel.send(Kind.WRITTEN, pb.LaneWritten(num_bytes=num_bytes))
+    with pytest.raises(Broken):
+        channel.receive(MIB)
+    channel.close()
+    assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+
+
+def test_a_completion_of_another_value_is_refused(served: Served) -> None:
+    for lane in ("shared", "socket"):
+        channel = connect(served, lane)
+        value = begin_put(channel, 1)
+        if lane == "socket":
+            channel.send_raw(value)
+        channel.send(Kind.COMMIT, pb.PutCompletion(checksums=[1, 2]))
+        kind, payload = channel.receive(MIB)
+        assert kind == Kind.ERROR
+        assert pb.LaneError.FromString(bytes(payload)).field == "completion.checksums"
+        channel.close()
+    assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
+
+
+def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
+    variant, value = new(1, [100])
+    as_of = client.lookup([Want.of(key(1))]).as_of
+    client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,)))
+    for seen in (as_of, AsOf()):
+        planned = replace(variant, as_of=seen)
+        assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.DELETED
+    planned = replace(variant, as_of=client.lookup([Want.of(key(1))]).as_of)
+    assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.STORED
+
+
+def test_threads_share_a_client(client: StoreClient) -> None:
+    for number in range(8):
+        variant, value = new(number, [200_000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+    failures: list[object] = []
+
+    def read(seed: int) -> None:
+        for step in range(20):
+            number = (seed + step) % 8
+            found = only(client, number)
+            if not isinstance(found, StoredValue) or found.value != new(number, [200_000])[1]:
+                failures.append(found)
+
+    threads = [threading.Thread(target=read, args=[i]) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_best_lane_is_picked_and_said(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO, "ragcache.store"):
+        client = StoreClient(served.address)
+        assert client.lane == ""
+        client.connect()
+        assert client.lane == "shared"
+        assert "over the shared lane" in caplog.text
+        client.close()
+        (served.lanes._path or Path()).unlink()
+        client = StoreClient(served.address)
+        client.connect()
+        assert client.lane == "socket"
+        client.close()
+
+
+def test_another_stores_socket_is_not_used(serve: Serve, tmp_path: Path) -> None:
+    served = serve()
+    (tmp_path / "other").mkdir()
+    other = Served(tmp_path / "other", MIB, MIB)
+    try:
+        path = tmp_path / "lane.sock"
+        path.unlink()
+        (tmp_path / "other" / "lane.sock").rename(path)
+        client = StoreClient(served.address)
+        client.connect()
+        assert client.lane == "socket"
+        client.close()
+    finally:
+        other.close()
+
+
+def test_leases_end_soon_after_reading(served: Served) -> None:
+    for lane in ("shared", "socket"):
+        with client_of(served.address, lane) as client:
+            variant, value = new(1, [100_000])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+            assert isinstance(only(client, 1), StoredValue)
+            eventually(lambda: served.store.stats().leases == 0)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_what_is_being_read_is_not_overwritten(serve: Serve, lane: str) -> None:
+    served = serve(memory_bytes=8 * MIB, disk_bytes=MIB)  # the disk holds none of these
+    with client_of(served.address, lane) as client:
+        values = {}
+        for number in (1, 2):
+            variant, values[number] = new(number, [MIB, MIB])
+            client.put(variant, whole(variant, values[number]), TIMEOUT_S)
+        layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
+        assert next(layers) == (0, [values[1][:MIB], values[2][:MIB]])
+        for number in range(10, 30):
+            variant, value = new(number, [2 * MIB])
+            with contextlib.suppress(Unavailable):
+                client.put(variant, whole(variant, value), TIMEOUT_S)
+        assert list(layers) == [(1, [values[1][MIB:], values[2][MIB:]])]
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_reader_that_stops_early_holds_nothing(served: Served, lane: str) -> None:
+    with client_of(served.address, lane) as client:
+        for number in range(4):
+            variant, value = new(number, [4 * MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        values = client.get([key(n) for n in range(4)], TIMEOUT_S)
+        next(values)
+        assert served.store.stats().leases
+        del values
+        eventually(lambda: served.store.stats().leases == 0)
+        assert isinstance(only(client, 3), StoredValue)
+        unused = client.get([key(0)], TIMEOUT_S)
+        del unused
+        eventually(lambda: served.store.stats().leases == 0)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
+    served: Served, lane: str
+) -> None:
+    with client_of(served.address, lane) as client:
+        for number in range(2):
+            variant, value = new(number, [MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        keys, memory = [key(0), key(1)], iter((MIB, 1, MIB, 1))
+        for get in (client.get, client.get_layers):
+            with pytest.raises(InvalidInput, match="allocate") as kept:
+                list(get(keys, TIMEOUT_S, allocate=lambda _: memoryview(bytearray(next(memory)))))
+            eventually(lambda: served.store.stats().leases == 0)
+            assert kept.tb
+
+
+def connect(served: Served, lane: str) -> Channel:
+    """A client of its own making, greeted."""
+    if lane == "shared":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(served.lanes.hello().lane_socket)
+        _, fds, _, _ = socket.recv_fds(sock, 1, 2)
+        for fd in fds:
+            os.close(fd)
+    else:
+        sock = socket.create_connection(("127.0.0.1", served.lanes.port))
+    channel = Channel(sock)
+    channel.deadline = time.monotonic() + TIMEOUT_S
+    assert channel.receive(MIB)[0] == Kind.WELCOME
+    return channel
+
+
+def begin_put(channel: Channel, number: int) -> memoryview:
+    variant, value = new(number, [4 * MIB])
+    channel.send(Kind.PUT, to_put_header(variant, Ack.ACCEPTED))
+    kind, payload = channel.receive(MIB)
+    assert kind == Kind.GRANT
+    assert pb.LaneGrant.FromString(bytes(payload)).granted
+    return value
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, lane: str) -> None:
+    channel = connect(served, lane)
+    value = begin_put(channel, 1)
+    if lane == "socket":
+        channel.send_raw(value[: 2 * MIB])
+    channel.close()
+    with client_of(served.address, lane) as client:
+        eventually(lambda: not served.lanes._connections or client.lane == "")
+        assert only(client, 1) is Miss.NEVER_STORED
+        variant, value = new(1, [4 * MIB])
+        assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+    assert served.store.stats().variants == 1
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_slow_client_is_let_go(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_cachestore.api.data_server.LEASE_S", 0.3)
+    with client_of(served.address, lane) as client:
+        for number in range(8):
+            variant, value = new(number, [4 * MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+    writer, reader = connect(served, lane), connect(served, lane)
+    begin_put(writer, 100)  # and nothing more
+    reader.send(Kind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
+    if lane == "socket":  # which reads nothing of it; over shared memory leases just expire
+        eventually(lambda: served.store.stats().leases == 0)
+        eventually(lambda: not served.lanes._connections)
+    else:
+        eventually(lambda: len(served.lanes._connections) == 1)
+    assert served.store.open([key(100)]) == [Miss.NEVER_STORED]
+    writer.close()
+    reader.close()
+
+
+def test_too_many_connections_are_told_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_cachestore.api.data_server.MAX_CONNECTIONS", 1)
+    for lane in ("shared", "socket"):
+        with client_of(served.address, lane) as first:
+            first.connect()
+            with client_of(served.address, lane) as second:
+                with pytest.raises(Unavailable, match="too many connections") as refused:
+                    second.connect()
+                assert refused.value.retry_after_s == 1.0
+        eventually(lambda: not served.lanes._connections)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_calls_wait_for_a_connection_within_their_deadline(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
+    with client_of(served.address, lane) as client:
+        for number in (1, 2):
+            variant, value = new(number, [MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        values = client.get([key(1), key(2)], TIMEOUT_S)
+        next(values)
+        with pytest.raises(Unavailable, match="already"):
+            list(client.get([key(2)], 0.05))
+        next(values)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+def test_a_child_process_cannot_use_its_parents_client(served: Served) -> None:
+    with client_of(served.address, "shared") as client:
+        client.connect()
+        client._pid += 1  # as if forked
+        with pytest.raises(Unavailable, match="forked"):
+            client.get([key(1)], TIMEOUT_S)
+        client._pid -= 1
+
+
+async def test_the_async_client_does_the_same(served: Served) -> None:
+    client = AsyncStoreClient(served.address)
+    variant, value = new(1, [100_000])
+    assert await client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+    assert client.lane == "shared"
+    [found, missing] = await client.get([key(1), key(2)], TIMEOUT_S)
+    assert isinstance(found, StoredValue)
+    assert found.value == value
+    assert missing is Miss.NEVER_STORED
+    answer = await client.lookup([Want.of(key(1))])
+    assert answer.variants[0].held[0].info == variant.info
+    assert await client.prefetch([key(1)]) == 0
+    assert (await client.stats()).variants == 1
+    assert await client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,))) == 1
+    await client.close()
+
+
+def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -> None:
+    with client_of(served.address, "socket") as client:
+        variant, value = new(1, [2 * MIB, 100])
+        other, _ = new(2, [2 * MIB, 100])
+        assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+        for refused in (
+            replace(other, origin=Origin(domain="")),
+            replace(other, part_bytes=(2 * MIB, 100 - 1)),
+        ):
+            with pytest.raises(InvalidInput):
+                client.put(refused, whole(other, value), TIMEOUT_S)
+            assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.HELD_ALREADY
+            found = only(client, 1)
+            assert isinstance(found, StoredValue)
+            assert found.value == value
+        assert len(served.lanes._connections) == 1
+
+
+def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
+    rng = np.random.default_rng(0)
+    with client_of(served.address, "shared") as client:
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        for lane in ("shared", "socket"):
+            for kind in (0, 1, 2, 3, 4, 5, 64, 255):
+                channel = connect(served, lane)
+                junk = rng.bytes(int(rng.integers(0, 300)))
+                header = len(junk).to_bytes(4, "little") + bytes((kind, 0, 0, 0))
+                with contextlib.suppress(Broken):
+                    channel.send_raw(header + junk)
+                    channel.deadline = time.monotonic() + 0.2
+                    answered, _ = channel.receive(MIB)
+                    assert answered in {Kind.ERROR, Kind.GOT, Kind.GRANT}
+                channel.close()
+            channel = connect(served, lane)
+            channel.send_raw(b"\xff" * 64)  # a frame of four gigabytes
+            with pytest.raises(Broken, match=r"closed|reset"):
+                channel.receive(MIB)
+            channel.close()
+        assert isinstance(only(client, 1), StoredValue)
+        eventually(lambda: len(served.lanes._connections) == 1)
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_release_that_fails_is_not_the_next_answer(
+    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, failures = served.store.release, [Unavailable("cachestore", "its disk is full")]
+
+    def fail_once(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        release(*args)
+
+    monkeypatch.setattr(served.store, "release", fail_once)
+    with client_of(served.address, lane) as client:
+        for number in (1, 2):
+            variant, value = new(number, [1000])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        for number in (1, 2, 1, 2):
+            found = only(client, number)
+            assert isinstance(found, StoredValue)
+            assert found.value == new(number, [1000])[1]
+        eventually(lambda: not failures)
+        eventually(lambda: served.store.stats().leases == 0)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+def test_a_frame_may_come_in_pieces(served: Served) -> None:
+    channel = connect(served, "socket")
+    for byte in frame(Kind.GET, to_get_request([key(5)], exact=False, domain="")):
+        channel.send_raw(bytes((byte,)))
+    kind, payload = channel.receive(MIB)
+    assert kind == Kind.GOT
+    reply = pb.LaneGetReply.FromString(bytes(payload))
+    assert [found.header.miss for found in reply.found] == [pb.MISS_NEVER_STORED]
+    channel.close()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@contextlib.contextmanager
+def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A store as a process, killed afterwards."""
+    environment = os.environ | {
+        "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
+        "RAGCACHE_DATA_DIR": str(folder / "data"),
+        "RAGCACHE_MEMORY_BYTES": str(128 * MIB),
+        "RAGCACHE_DISK_BYTES": str(512 * MIB),
+        "RAGCACHE_LANE_LISTEN": "127.0.0.1:0",
+        "RAGCACHE_LANE_SOCKET": str(folder / "lane.sock"),
+        "RAGCACHE_LOG_LEVEL": "warning",
+    }
+    running = subprocess.Popen([sys.executable, "-m", "ragcache_cachestore"], env=environment)
+    try:
+        yield running
+    finally:
+        running.send_signal(signal.SIGCONT)
+        running.kill()
+        running.wait()
+
+
+def wait_for(client: StoreClient) -> None:
+    give_up = time.monotonic() + 2 * TIMEOUT_S
+    while True:
+        with contextlib.suppress(Unavailable):
+            client.connect()
+            return
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_store_that_is_killed_costs_one_call_at_most(
+    tmp_path: Path, port: int, lane: str
+) -> None:
+    with client_of(f"127.0.0.1:{port}", lane) as client:
+        variant, value = new(1, [16 * MIB])
+        with process(tmp_path, port) as running:
+            wait_for(client)
+            assert (
+                client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+                is PutOutcome.STORED
+            )
+            values = client.get([key(1)] * 8, TIMEOUT_S)
+            next(values)
+            running.kill()
+            running.wait()
+            started = time.monotonic()
+            if lane == "shared":  # what it has a lease of stays where it is, whoever is gone
+                assert all(isinstance(found, StoredValue) for _, found in values)
+            else:
+                with pytest.raises(Unavailable):
+                    list(values)
+            with pytest.raises(Unavailable):
+                list(client.get([key(1)], TIMEOUT_S))
+            assert time.monotonic() - started < TIMEOUT_S / 2
+        with process(tmp_path, port):
+            wait_for(client)
+            found = only(client, 1)
+            assert isinstance(found, StoredValue)
+            assert found.value == value
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, lane: str) -> None:
+    with client_of(f"127.0.0.1:{port}", lane) as client:
+        variant, value = new(1, [MIB])
+        with process(tmp_path, port):
+            wait_for(client)
+            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+        with process(tmp_path, port):
+            with client_of(f"127.0.0.1:{port}", lane) as other:
+                wait_for(other)
+            time.sleep(1.1)  # gRPC waits as long between two tries to connect
+            found = only(client, 1)
+            assert isinstance(found, StoredValue)
+            assert found.value == value
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_store_that_stands_still_is_unavailable_in_time(
+    tmp_path: Path, port: int, lane: str
+) -> None:
+    with client_of(f"127.0.0.1:{port}", lane) as client, process(tmp_path, port) as running:
+        wait_for(client)
+        variant, value = new(1, [MIB])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        big, raw = new(2, [MIB])
+        running.send_signal(signal.SIGSTOP)
+        os.waitpid(running.pid, os.WUNTRACED)  # until it does
+        started = time.monotonic()
+        with pytest.raises(RagCacheError, match="deadline"):
+            list(client.get([key(1)], 0.3))
+        with pytest.raises(RagCacheError, match="deadline"):
+            client.put(big, whole(big, raw), 0.3)
+        with pytest.raises(RagCacheError, match="deadline"):
+            client.lookup([Want.of(key(1))], 0.3)
+        assert time.monotonic() - started < TIMEOUT_S / 2
+        running.send_signal(signal.SIGCONT)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+def test_a_connection_that_cannot_be_served_ends_no_lane(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_by = data_server._Connection.start
+    failed = threading.Event()
+
+    def start(self: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("no more threads")
+        served_by(self)
+
+    monkeypatch.setattr(data_server._Connection, "start", start)
+    with client_of(served.address, "socket") as client, contextlib.suppress(Unavailable):
+        client.connect()
+    assert failed.is_set()
+    with client_of(served.address, "socket") as client:
+        client.connect(TIMEOUT_S)
+        assert client.lane == "socket"
+
+
+def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_client, "BETTER_LANE_EVERY_S", 0.0)
+    monkeypatch.setattr(store_client, "BETTER_LANE_S", TIMEOUT_S)
+    most = data_server.MAX_CONNECTIONS
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 0)
+    with contextlib.closing(StoreClient(served.address)) as client:
+        client.connect(TIMEOUT_S)
+        assert client.lane == "grpc"
+        variant, value = new(1, [1000])
+        assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
+        assert client.lane == "grpc"
+        monkeypatch.setattr(data_server, "MAX_CONNECTIONS", most)
+        found = only(client, 1)
+        assert isinstance(found, StoredValue)
+        assert found.value == value
+        assert client.lane == "shared"
+
+
+@pytest.mark.parametrize("lane", ["shared", "socket"])
+def test_a_lease_that_was_over_is_no_hit(
+    served: Served, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    monkeypatch.setattr(served.store, "is_leased", lambda _: False)
+    with client_of(served.address, lane) as client:
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        only(client, 1)
+        eventually(lambda: served.store.stats().misses_by_reason.get("late") == 1)
+    assert served.store.stats().hits_memory == 0
+
+
+def test_a_full_client_says_nothing_about_its_store(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
+    with client_of(served.address, "socket") as client:
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        reading = client.get([key(1)], TIMEOUT_S)
+        with pytest.raises(Unavailable) as full:
+            client.get([key(1)], 0.05)
+        assert not isinstance(full.value, NoAnswer)
+        list(reading)
+
+
+def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "data", MIB, MIB)
+    with contextlib.closing(store):
+        path = tmp_path / "lane.sock"
+        path.write_text("precious")
+        with pytest.raises(InvalidInput, match="RAGCACHE_LANE_SOCKET"):
+            LaneServer(store, path, None)
+        assert path.read_text() == "precious"
+        path.unlink()
+        first = LaneServer(store, path, None)
+        with pytest.raises(InvalidInput, match="RAGCACHE_LANE_SOCKET"):
+            LaneServer(store, path, None)
+        path.unlink()
+        second = LaneServer(store, path, None)
+        first.close()
+        assert path.exists(), "it is another's by now"
+        second.close()
+        assert not path.exists()
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(path))
+        LaneServer(store, path, None).close()
+
+
+# What was read once is read again without asking
+
+
+@contextlib.contextmanager
+def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator[StoreClient]:
+    """A client on the shared lane that has read values, with nothing owed any more."""
+    with client_of(served.address, "shared") as client:
+        for number in numbers:
+            variant, value = new(number, [size // 2, size // 2])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+            assert isinstance(only(client, number), StoredValue)
+        eventually(lambda: served.store.stats().leases == 0)
+        sent = 2 * size * len(numbers)  # counted a moment after the lease's end
+        eventually(lambda: served.store.stats().bytes_by_lane.get("shared", 0) >= sent)
+        yield client
+
+
+def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
+    """The kinds of what client asks its store from now on."""
+    kinds: list[Kind] = []
+    ask = framed_transport.FramedLane.ask
+
+    def listen(lane: Any, kind: Kind, *rest: Any) -> Any:
+        kinds.append(kind)
+        return ask(lane, kind, *rest)
+
+    monkeypatch.setattr(framed_transport.FramedLane, "ask", listen)
+    return kinds
+
+
+def test_a_value_is_read_again_without_asking_and_the_store_is_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 2]) as client:
+        before = served.store.stats()
+        kinds = asked(client, monkeypatch)
+        own = bytearray(MIB + 5)
+        for _ in range(3):
+            found = only(client, 1, allocate=lambda _: memoryview(own))
+            assert isinstance(found, StoredValue)
+            assert found.value == own[:MIB] == new(1, [MIB // 2, MIB // 2])[1]
+            assert (found.tier, found.value_format) == (Tier.MEMORY, 7)
+        assert kinds == []
+        wanted = before.hits[Tier.MEMORY] + 3
+        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        sent = served.store.stats().bytes_by_lane["shared"] - before.bytes_by_lane["shared"]
+        assert sent == 3 * MIB
+
+
+def test_what_is_remembered_comes_in_order_with_what_is_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 3]) as client:
+        for number in (2, 4):
+            variant, value = new(number, [MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        kinds = asked(client, monkeypatch)
+        keys = [key(number) for number in (5, 1, 2, 3, 4)]
+        found = dict(client.get(keys, TIMEOUT_S))
+        assert list(found) == keys
+        assert found.pop(key(5)) is Miss.NEVER_STORED
+        for one in found.values():
+            assert isinstance(one, StoredValue)
+            assert parts_of(one.value, [part.num_bytes for part in one.parts]) == one.parts
+        assert kinds == [Kind.GET]
+
+
+def test_what_was_deleted_is_not_read_again(served: Served) -> None:
+    with remembering(served, [1, 2]) as client, client_of(served.address, "grpc") as other:
+        other.delete(Deletion(os.urandom(16), chunks=(key(1).chunk,)))
+        assert only(client, 1) is Miss.DELETED
+        assert isinstance(only(client, 2), StoredValue)
+
+
+def read_until(
+    client: StoreClient, number: int, gone: threading.Event, late: list[StoredValue | Miss]
+) -> None:
+    """Read a value again and again; late gets what the read found that began when gone was set."""
+    while not late:
+        began_after = gone.is_set()
+        found = only(client, number)
+        if began_after:
+            late.append(found)
+
+
+def test_no_delete_is_overtaken_by_a_read(served: Served) -> None:
+    """Whatever moment a delete falls in: what starts after it was acknowledged is a miss."""
+    with remembering(served, []) as client, client_of(served.address, "grpc") as other:
+        for number in range(60):
+            variant, value = new(number, [200_000])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+            assert isinstance(only(client, number), StoredValue)
+            gone = threading.Event()
+            late: list[StoredValue | Miss] = []
+            reader = threading.Thread(target=read_until, args=[client, number, gone, late])
+            reader.start()
+            time.sleep(0.001 * (number % 5))
+            other.delete(Deletion(os.urandom(16), chunks=(key(number).chunk,)))
+            gone.set()
+            reader.join()
+            assert late == [Miss.DELETED]
+
+
+def test_after_a_delete_what_is_left_is_asked_for_at_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 2, 3, 4]) as client:
+        client.delete(Deletion(os.urandom(16), chunks=(key(9).chunk,)))
+        kinds = asked(client, monkeypatch)
+        for _ in range(2):
+            found = list(client.get([key(number) for number in (1, 2, 3, 4)], TIMEOUT_S))
+            assert all(isinstance(one, StoredValue) for _, one in found)
+        assert kinds == [Kind.GET]
+
+
+def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Served) -> None:
+    with client_of(served.address, "shared") as client:
+        poor, value = new(1, [MIB], exact=False)
+        client.put(poor, whole(poor, value), TIMEOUT_S)
+        assert isinstance(only(client, 1), StoredValue)
+        better = memoryview(np.random.default_rng(9).bytes(MIB))
+        info = replace(poor.info, provenance=Provenance(exact=True))
+        rich = replace(poor, info=info, part_bytes=(MIB,))
+        client.put(rich, whole(rich, better), TIMEOUT_S)
+        found = only(client, 1)
+        assert isinstance(found, StoredValue)
+        assert found.info.provenance.exact
+        assert found.value == better
+
+
+def test_a_place_that_was_taken_by_another_value_is_noticed(serve: Serve) -> None:
+    served = serve(memory_bytes=8 * MIB, disk_bytes=MIB, policy="lru")  # the disk holds none
+    with remembering(served, [1, 2], size=2 * MIB) as client:
+        for number in range(10, 20):
+            variant, value = new(number, [2 * MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        rooms: list[VariantInfo] = []
+
+        def allocate(info: VariantInfo) -> memoryview:
+            rooms.append(info)
+            return memoryview(bytearray(info.num_bytes))
+
+        assert only(client, 1, allocate=allocate) is Miss.EVICTED
+        assert len(rooms) <= 1  # asking in its stead takes no other
+        found = only(client, 19)
+        assert isinstance(found, StoredValue)
+        assert found.value == new(19, [2 * MIB])[1]
+        assert served.store.stats().corrupt == 0
+
+
+def test_a_remembered_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
+    served = serve(disk_bytes=0)
+    with remembering(served, [1]) as client:
+        [lease] = served.store.open([key(1)])
+        assert not isinstance(lease, Miss)
+        served.store.arena.views(lease.extents)[-1][-1] ^= 1
+        served.store.release([lease.id])
+        assert only(client, 1) is Miss.CORRUPT
+        eventually(lambda: served.store.stats().corrupt == 1)
+
+
+def test_what_is_remembered_of_one_domain_is_not_given_to_another(served: Served) -> None:
+    with remembering(served, [1]) as client:
+        assert isinstance(only(client, 1, domain="public"), StoredValue)
+        assert only(client, 1, domain="secret") is Miss.OTHER_DOMAIN
+        assert isinstance(only(client, 1, exact=True), StoredValue)
+
+
+def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port: int) -> None:
+    with client_of(f"127.0.0.1:{port}", "shared") as client:
+        with process(tmp_path, port):
+            wait_for(client)
+            variant, value = new(1, [MIB])
+            client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
+            assert isinstance(only(client, 1), StoredValue)
+            assert isinstance(only(client, 1), StoredValue)
+        with pytest.raises(Unavailable):
+            only(client, 1)
+        with process(tmp_path, port):
+            with client_of(f"127.0.0.1:{port}", "grpc") as other:
+                wait_for(other)
+                other.delete(Deletion(os.urandom(16), chunks=(key(1).chunk,)))
+            wait_for(client)
+            assert only(client, 1) is Miss.DELETED
+
+
+def test_clients_cannot_write_to_the_board(served: Served) -> None:
+    fd = served.store.board.reader_fd
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, mmap.PAGESIZE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, bytes(8), 0)
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, bytes(8), 0)
+    os.close(again)
+
+
+def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
+    with remembering(served, [1], size=1000) as client:
+        before = served.store.stats().hits[Tier.MEMORY]
+        channel = connect(served, "shared")
+        read = pb.LaneReads.Read(key=to_key(key(1)), times=1 << 31, seconds=1)
+        unknown = pb.LaneReads.Read(key=to_key(key(2)), times=1, seconds=1)
+        never = pb.LaneReads.Read(key=to_key(key(1)), times=0)
+        channel.send(Kind.READS, pb.LaneReads(reads=[read, unknown, never]))
+        wanted = before + data_server.MAX_REREADS
+        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
+        channel.close()
+        assert isinstance(only(client, 1), StoredValue)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
+    served: Served, lane: str
+) -> None:
+    with client_of(served.address, lane) as client:
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        before = served.store.stats()
+        client.note_reads([key(1), key(1), key(2)])
+        wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (lane == "shared")
+        eventually(lambda: served.store.stats().hits.get(Tier.MEMORY, 0) == wanted)
+        assert served.store.stats().bytes_by_lane == before.bytes_by_lane, "no lane carried them"
+        assert isinstance(only(client, 1), StoredValue)
+
+
+def test_gets_of_old_and_new_values_do_not_wait_for_each_other(served: Served) -> None:
+    many = 2 * framed_transport.MAX_CONNECTIONS
+    with remembering(served, [0]) as client:
+        for number in range(1, many + 1):
+            variant, value = new(number, [1000])
+            client.put(variant, whole(variant, value), TIMEOUT_S)
+        begun = threading.Barrier(framed_transport.MAX_CONNECTIONS)
+        found: list[StoredValue | Miss] = []
+
+        def get(number: int) -> None:
+            values = client.get([key(number), key(0)], TIMEOUT_S / 2)
+            begun.wait(TIMEOUT_S)  # each has asked for one value, and knows where the other is
+            found.extend([one for _, one in values])
+
+        threads = [
+            threading.Thread(target=get, args=[n + 1])
+            for n in range(framed_transport.MAX_CONNECTIONS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 2 * len(threads)
+        assert all(isinstance(one, StoredValue) for one in found)
+
+
+def test_a_witness_that_was_silent_for_long_is_replaced(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1]) as client:
+        assert isinstance(only(client, 1), StoredValue)
+        served.interrupt()
+        eventually(lambda: not served.lanes._connections)
+        kinds = asked(client, monkeypatch)
+        assert isinstance(only(client, 1), StoredValue)
+        assert kinds == []
+
+
+def test_what_a_store_that_stands_still_has_shared_is_not_served(tmp_path: Path, port: int) -> None:
+    with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
+        wait_for(client)
+        variant, value = new(1, [MIB])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        assert isinstance(only(client, 1), StoredValue)
+        running.send_signal(signal.SIGSTOP)
+        time.sleep(SILENT_S + 0.1)
+        with pytest.raises(Unavailable):
+            list(client.get([key(1)], 0.5))
+        running.send_signal(signal.SIGCONT)
+        wait_for(client)
+        assert isinstance(only(client, 1), StoredValue)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e30])
+def test_no_time_that_is_said_of_a_reread_spoils_predictions(
+    served: Served, seconds: float
+) -> None:
+    with remembering(served, [1]) as client:
+        before = served.store.stats().hits[Tier.MEMORY]
+        channel = connect(served, "shared")
+        read = pb.LaneReads.Read(key=to_key(key(1)), times=2, seconds=seconds)
+        channel.send(Kind.READS, pb.LaneReads(reads=[read]))
+        eventually(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
+        channel.close()
+        [variants] = client.lookup([Want(key(1).chunk, key(1).prefix)]).variants
+        assert 0 <= variants.held[0].load_s < TIMEOUT_S
+
+
+def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
+    with remembering(served, [1]):
+        channel = connect(served, "socket")
+        read = pb.LaneReads.Read(key=to_key(key(1)), times=1, seconds=0.1)
+        channel.send(Kind.READS, pb.LaneReads(reads=[read]))
+        with pytest.raises(Broken, match="closed"):
+            channel.receive(1000)
+        channel.close()
+
+
+def test_without_a_witness_a_store_is_asked(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remembering(served, [1, 2]) as client:
+        monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 1)
+        kinds = asked(client, monkeypatch)
+        found = [one for _, one in client.get([key(1), key(2)], TIMEOUT_S)]
+        assert all(isinstance(one, StoredValue) for one in found)
+        assert kinds == [Kind.GET, Kind.GET]
+
+
+def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, port: int) -> None:
+    with client_of(f"127.0.0.1:{port}", "shared") as client, process(tmp_path, port) as running:
+        wait_for(client)
+        variant, value = new(1, [1000])
+        client.put(variant, whole(variant, value), TIMEOUT_S)
+        for _ in range(3):
+            assert isinstance(only(client, 1), StoredValue)
+        running.kill()
+        running.wait()
+        time.sleep(2 * framed_transport.OWED_S)  # it is told of them meanwhile, in vain
+        with pytest.raises(Unavailable):
+            only(client, 1)

@@ -1,0 +1,438 @@
+"""The chart on a real API server: installed, upgraded, uninstalled, and what it lets whom do."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import helm_python
+import pytest
+import yaml
+
+from ragcache_cli.kubernetes import install as installing
+from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
+from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_operator.kube.api import Api, ApiError
+from ragcache_operator.kube.resources import (
+    CONFIG_MAPS,
+    CRDS,
+    DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
+    LEASES,
+    RAG_CACHES,
+    SECRETS,
+    SERVICES,
+    Object,
+    Resource,
+)
+from ragcache_operator.webhooks.admission import CONFIGURATIONS
+from tests.cluster import availability
+from tests.cluster.control_plane import ControlPlane, start_control_plane
+from tests.cluster.kubeconfig import User
+from tests.helpers.chart import CHART, NAMESPACE, RELEASE
+
+# Who the operator's pods are; RBAC goes by the name, however it was proven.
+OPERATOR = User(f"system:serviceaccount:{NAMESPACE}:{RELEASE}")
+VIEWER, EDITOR = User("viewer"), User("editor")
+WEBHOOK = f"{RELEASE}-webhook"
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """The control plane, to install into and to ask."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.choice = ClusterChoice(kubeconfig=plane.kubeconfig)
+
+    def install(self, values: Object | None = None, **options: Any) -> installing.Installed:
+        """As `ragcache install` does."""
+        return installing.install(self.choice, values or {}, **options)
+
+    def uninstall(self) -> None:
+        """Remove the release, as `helm uninstall` does."""
+        with helm_python.Config(
+            kubeconfig_path=self.plane.kubeconfig, namespace=NAMESPACE
+        ) as config:
+            config.uninstall(RELEASE, ignore_not_found=True)
+
+    def ask(self, question: Callable[[Api], Awaitable[T]], user: User | None = None) -> T:
+        """The answer to a call of the API, made as a user."""
+        kubeconfig = self._kubeconfig(user) if user else self.plane.kubeconfig
+
+        async def asked() -> T:
+            async with await Api.connect(kubeconfig) as api:
+                return await question(api)
+
+        return asyncio.run(asked())
+
+    def _kubeconfig(self, user: User) -> Path:
+        # A service account's name has colons, which a list of kubeconfigs is cut at.
+        path = self.plane.folder / user.name.rpartition(":")[2]
+        return Path(shutil.copy(self.plane.kubeconfig_for(user), path))
+
+    def get(
+        self, resource: Resource, name: str, namespace: str | None = NAMESPACE
+    ) -> Object | None:
+        """An object, or None."""
+        return self.ask(lambda api: api.get(resource, name, namespace))
+
+    def denies(self, user: User, call: Callable[[Api], Awaitable[Any]]) -> bool:
+        """Whether a user may not do that."""
+        try:
+            self.ask(call, user)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            return True
+        return False
+
+    def wait_for_kinds(self) -> None:
+        """A kind is served a moment after its definition is there."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                self.ask(lambda api: api.list(RAG_CACHES, "default"))
+            except ApiError:
+                time.sleep(0.1)
+            else:
+                return
+        pytest.fail("the kinds are not served")
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("plane")
+    users = (OPERATOR, VIEWER, EDITOR)
+    try:
+        starting = start_control_plane(folder, controllers=True, users=users)
+        plane = starting.__enter__()
+    except availability.Unavailable as reason:
+        availability.skip(reason)
+    try:
+        yield Cluster(plane)
+    finally:
+        starting.__exit__(None, None, None)
+
+
+@pytest.fixture
+def cluster(plane: Cluster) -> Iterator[Cluster]:
+    """Without a release, before and after; the kinds may be there."""
+    plane.uninstall()
+    yield plane
+    plane.uninstall()
+
+
+def rag_cache(name: str = "docs", namespace: str = "default") -> Object:
+    return {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCache",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"model": {"source": "bundled:tinyrag"}},
+    }
+
+
+def config_map(namespace: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "docs-members", "namespace": namespace},
+        "data": {"a": "b"},
+    }
+
+
+def objects_of(installed: installing.Installed) -> list[Object]:
+    return [obj for obj in yaml.safe_load_all(installed.manifest) if obj]
+
+
+def test_it_is_installed_upgraded_and_removed_but_for_the_kinds(cluster: Cluster) -> None:
+    first = cluster.install()
+    assert (first.was_there, first.revision) == (False, 1)
+    assert "serves all namespaces" in first.notes
+    assert cluster.get(DEPLOYMENTS, RELEASE) is not None
+    # This server serves no policy/v1.
+    assert cluster.get(DISRUPTION_BUDGETS["v1beta1"], RELEASE) is not None
+    cluster.wait_for_kinds()
+    cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
+
+    second = cluster.install({"replicas": 1, "watch": {"namespaces": ["team"]}}, dry_run=True)
+    assert (second.was_there, second.revision) == (True, 2)
+    deployment = cluster.get(DEPLOYMENTS, RELEASE)
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+
+    cluster.install({"replicas": 1})
+    kept = cluster.install({"logLevel": "debug"})
+    deployment = cluster.get(DEPLOYMENTS, RELEASE)
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 1
+    cluster.install(reset_values=True)
+    deployment = cluster.get(DEPLOYMENTS, RELEASE)
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+
+    cluster.uninstall()
+    kinds = {obj["metadata"]["name"] for obj in objects_of(kept) if obj["kind"] == CRDS.kind}
+    assert kinds == {"ragcaches.ragcache.dev", "ragcollections.ragcache.dev"}
+    assert _living(cluster, objects_of(kept)) == kinds
+    assert cluster.get(RAG_CACHES, "docs", "default") is not None
+
+    again = cluster.install()
+    assert (again.was_there, again.revision) == (False, 1)
+    assert cluster.get(RAG_CACHES, "docs", "default") is not None
+    cluster.ask(lambda api: api.delete(RAG_CACHES, "docs", "default"))
+
+
+def _living(cluster: Cluster, objects: list[Object]) -> set[str]:
+    """Names of those objects that are there, within a moment for what goes in the background."""
+
+    async def found(api: Api) -> set[str]:
+        names = set()
+        for obj in objects:
+            meta = obj["metadata"]
+            group, _, version = obj["apiVersion"].rpartition("/")
+            plural = {"NetworkPolicy": "networkpolicies"}.get(
+                obj["kind"], f"{obj['kind'].lower()}s"
+            )
+            resource = Resource(group, version, plural, obj["kind"], "namespace" in meta)
+            if await api.get(resource, meta["name"], meta.get("namespace")):
+                names.add(meta["name"])
+        return names
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        names = cluster.ask(found)
+        if all(name.endswith(".ragcache.dev") for name in names):
+            break
+        time.sleep(0.5)
+    return names
+
+
+def test_an_upgrade_brings_the_kinds_newer_definitions(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = tmp_path / "chart"
+    shutil.copytree(CHART, older)
+    path = older / "files" / "crds" / "before-1.28" / "ragcaches.yaml"
+    definition = yaml.safe_load(path.read_text())
+    spec = _properties(definition)["spec"]["properties"]
+    spec.pop("networkPolicy")
+    spec["outdated"] = {"type": "string"}
+    path.write_text(yaml.safe_dump(definition))
+    with monkeypatch.context() as patched:
+        patched.setattr(installing, "CHART", older)
+        cluster.install()
+    before = cluster.get(CRDS, "ragcaches.ragcache.dev", None)
+    assert before is not None
+    assert "outdated" in _properties(before)["spec"]["properties"]
+
+    cluster.install()
+    after = cluster.get(CRDS, "ragcaches.ragcache.dev", None)
+    assert after is not None
+    fields = _properties(after)["spec"]["properties"]
+    assert "networkPolicy" in fields
+    assert "outdated" not in fields
+
+
+def _properties(definition: Object) -> Object:
+    [version] = definition["spec"]["versions"]
+    properties: Object = version["schema"]["openAPIV3Schema"]["properties"]
+    return properties
+
+
+def test_an_upgrade_leaves_what_the_operator_filled_in(cluster: Cluster) -> None:
+    cluster.install()
+    hook = {
+        "name": "validate.ragcache.dev",
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "None",
+        "failurePolicy": "Ignore",
+        "clientConfig": {"service": {"name": WEBHOOK, "namespace": NAMESPACE}},
+    }
+
+    async def fill_in(api: Api) -> None:
+        for resource in CONFIGURATIONS.values():
+            live = await api.get(resource, f"{WEBHOOK}.{NAMESPACE}")
+            assert live is not None
+            await api.replace(resource, {**live, "webhooks": [hook]})
+        secret = await api.get(SECRETS, f"{WEBHOOK}-tls", NAMESPACE)
+        assert secret is not None
+        await api.replace(SECRETS, {**secret, "data": {"tls.crt": "YQ=="}})
+
+    cluster.ask(fill_in, OPERATOR)
+    cluster.install({"logLevel": "debug"})
+    for resource in CONFIGURATIONS.values():
+        live = cluster.get(resource, f"{WEBHOOK}.{NAMESPACE}", None)
+        assert live is not None
+        assert [one["name"] for one in live["webhooks"]] == ["validate.ragcache.dev"]
+    secret = cluster.get(SECRETS, f"{WEBHOOK}-tls")
+    assert secret is not None
+    assert secret["data"] == {"tls.crt": "YQ=="}
+
+    cluster.install({"webhook": {"enabled": False}})
+    for resource in CONFIGURATIONS.values():
+        assert cluster.get(resource, f"{WEBHOOK}.{NAMESPACE}", None) is None
+    assert cluster.get(SECRETS, f"{WEBHOOK}-tls") is None
+
+
+async def until_owners_are_known(api: Api, owned: Object) -> None:
+    """Whoever checks references to owners learns of a new kind some seconds after it is served."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            await api.apply(owned)
+        except ApiError as error:
+            if "RESTMapping" not in str(error) or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.5)
+        else:
+            return
+
+
+def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None:
+    cluster.install()
+    cluster.wait_for_kinds()
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "docs-gateway", "namespace": "default"},
+        "spec": {"ports": [{"port": 80, "protocol": "TCP"}]},
+    }
+    key: Object = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "docs-plan-key", "namespace": "default"},
+        "stringData": {"keys": "ab"},
+    }
+    lease: Object = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": RELEASE, "namespace": NAMESPACE},
+        "spec": {"holderIdentity": "a"},
+    }
+    cluster.ask(lambda api: api.create(RAG_CACHES, rag_cache()))
+
+    async def work(api: Api) -> None:
+        cache = await api.get(RAG_CACHES, "docs", "default")
+        assert cache is not None
+        owner = {
+            "apiVersion": cache["apiVersion"],
+            "kind": cache["kind"],
+            "name": "docs",
+            "uid": cache["metadata"]["uid"],
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+        owned = {**config_map("default")}
+        owned["metadata"] = {**owned["metadata"], "ownerReferences": [owner]}
+        await until_owners_are_known(api, owned)
+        for _ in range(2):
+            await api.apply(owned)
+            await api.apply(service)
+        finalizer = {"metadata": {"finalizers": ["ragcache.dev/finalizer"]}}
+        await api.merge(RAG_CACHES, "docs", "default", finalizer)
+        phase = {"status": {"phase": "Pending", "observedGeneration": 1}}
+        await api.merge(RAG_CACHES, "docs", "default", phase, "status")
+        await api.merge(RAG_CACHES, "docs", "default", {"metadata": {"finalizers": None}})
+        held = await api.create(LEASES, lease)
+        await api.replace(LEASES, held)
+        assert await api.delete(SERVICES, "docs-gateway", "default")
+        assert await api.delete(CONFIG_MAPS, "docs-members", "default")
+        await api.create(
+            SECRETS, {**key, "metadata": {**key["metadata"], "ownerReferences": [owner]}}
+        )
+
+    cluster.ask(work, OPERATOR)
+    foreign_lease = {**lease, "metadata": {"name": "other", "namespace": NAMESPACE}}
+    cluster.ask(lambda api: api.create(LEASES, foreign_lease))
+    for call in (
+        lambda api: api.list(SECRETS),
+        lambda api: api.list(SECRETS, NAMESPACE),
+        lambda api: api.get(SECRETS, "any", "default"),
+        lambda api: api.get(SECRETS, "any", NAMESPACE),
+        # Not even one that it has made.
+        lambda api: api.get(SECRETS, "docs-plan-key", "default"),
+        lambda api: api.apply(key),
+        lambda api: api.delete(SECRETS, "docs-plan-key", "default"),
+        lambda api: api.delete(RAG_CACHES, "docs", "default"),
+        lambda api: api.get(LEASES, "other", NAMESPACE),
+        lambda api: api.list(CRDS),
+        lambda api: api.get(CONFIGURATIONS["validate"], "other"),
+        lambda api: api.read("/api/v1/nodes"),
+    ):
+        assert cluster.denies(OPERATOR, call)
+    cluster.ask(lambda api: api.delete(RAG_CACHES, "docs", "default"))
+
+
+def test_with_namespaces_named_it_works_in_these_alone(cluster: Cluster) -> None:
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
+    cluster.ask(lambda api: api.apply(namespace))
+    cluster.install({"watch": {"namespaces": ["team"]}})
+    cluster.wait_for_kinds()
+    cluster.ask(lambda api: api.apply(config_map("team")), OPERATOR)
+    cluster.ask(lambda api: api.list(RAG_CACHES, "team"), OPERATOR)
+    assert cluster.denies(OPERATOR, lambda api: api.apply(config_map("default")))
+    assert cluster.denies(OPERATOR, lambda api: api.list(RAG_CACHES, "default"))
+    assert cluster.denies(OPERATOR, lambda api: api.list(RAG_CACHES))
+
+
+def test_the_clusters_own_roles_cover_the_kinds(cluster: Cluster) -> None:
+    cluster.install()
+    cluster.wait_for_kinds()
+    bindings = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+
+    async def bind(api: Api) -> None:
+        for user, role in ((VIEWER, "view"), (EDITOR, "edit")):
+            binding = {
+                "apiVersion": bindings.api_version,
+                "kind": bindings.kind,
+                "metadata": {"name": user.name, "namespace": "default"},
+                "roleRef": {
+                    "apiGroup": bindings.group,
+                    "kind": "ClusterRole",
+                    "name": role,
+                },
+                "subjects": [{"kind": "User", "name": user.name}],
+            }
+            if await api.get(bindings, user.name, "default") is None:
+                await api.create(bindings, binding)
+
+    cluster.ask(bind)
+    # The controller that gathers these roles takes a moment.
+    deadline = time.monotonic() + 30
+    while cluster.denies(VIEWER, lambda api: api.list(RAG_CACHES, "default")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert cluster.denies(VIEWER, lambda api: api.create(RAG_CACHES, rag_cache("theirs")))
+    assert not cluster.denies(EDITOR, lambda api: api.create(RAG_CACHES, rag_cache("theirs")))
+    scale = {"spec": {"replicas": 2}}
+    assert not cluster.denies(
+        EDITOR, lambda api: api.merge(RAG_CACHES, "theirs", "default", scale, "scale")
+    )
+    assert cluster.denies(
+        EDITOR,
+        lambda api: api.merge(RAG_CACHES, "theirs", "default", {"status": {}}, "status"),
+    )
+    assert not cluster.denies(EDITOR, lambda api: api.delete(RAG_CACHES, "theirs", "default"))
+
+
+def test_what_goes_wrong_is_said_in_a_line(cluster: Cluster) -> None:
+    with pytest.raises(InvalidInput, match=r"^replicas: minimum: got 0, want 1; see .*README\.md"):
+        cluster.install({"replicas": 0})
+    with pytest.raises(InvalidInput, match=r"^--set/--values: extraEnv: RAGCACHE_LEASE is set by"):
+        cluster.install({"extraEnv": [{"name": "RAGCACHE_LEASE", "value": "x"}]})
+    with pytest.raises(Unavailable, match=r"not ready after 2 s: .*Deployment"):
+        cluster.install(wait_s=2)
+    # What did not come up is upgraded like anything else.
+    assert cluster.install().was_there
+
+
+def test_no_cluster_answers(tmp_path: Path) -> None:
+    missing = ClusterChoice(kubeconfig=tmp_path / "none")
+    with pytest.raises(InvalidInput, match=r"^--kubeconfig: there is no .*/none; name a file"):
+        installing.install(missing, {})

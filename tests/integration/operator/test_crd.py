@@ -1,0 +1,382 @@
+"""The definitions on a real API server: what it takes, fills in, refuses and prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ragcache_operator.spec.crd import KINDS, Kind, definition
+from ragcache_operator.spec.manifest import parse
+from tests.cluster.availability import Unavailable, skip
+from tests.cluster.control_plane import ControlPlane, start_control_plane
+from tests.helpers.operator_manifests import (
+    BAD,
+    Bad,
+    Layer,
+    Object,
+    cache,
+    collection,
+    examples,
+    source,
+)
+
+ROOT = Path(__file__).parents[3]
+PLURALS = {kind.name: kind.plural for kind in KINDS}
+# With the field to blame, which the definitions name.
+CEL_SINCE = (1, 28)
+_PUBLISHING_LIMIT_S = 60
+
+
+class Server:
+    """An API server with the definitions installed."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+        trust = ssl.create_default_context(cafile=str(plane.certificates.authority))
+        self.http = httpx.Client(
+            base_url=plane.url,
+            headers={"Authorization": f"Bearer {plane.token}"},
+            verify=trust,
+            trust_env=False,
+            timeout=60,
+        )
+        said = self.http.get("/version").json()
+        self.version = (int(said["major"]), int(re.sub(r"\D", "", said["minor"])))
+
+    def path(self, manifest: Object, *more: str) -> str:
+        plural = PLURALS[manifest["kind"]]
+        return "/".join(("/apis", manifest["apiVersion"], "namespaces", "default", plural, *more))
+
+    def create(self, manifest: Object, *, keep: bool = False) -> httpx.Response:
+        query = {} if keep else {"dryRun": "All"}
+        return self.http.post(self.path(manifest), params=query, json=manifest)
+
+    def delete(self, manifest: Object) -> None:
+        self.http.delete(self.path(manifest, manifest["metadata"]["name"])).raise_for_status()
+
+    def kubectl(self, *arguments: str, given: str | None = None) -> str:
+        done = subprocess.run(
+            [
+                *("kubectl", "--kubeconfig", str(self.plane.kubeconfig)),
+                *("--cache-dir", str(self.plane.folder / "discovered"), *arguments),
+            ],
+            check=False,
+            capture_output=True,
+            text=True,
+            input=given,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    try:
+        stack = start_control_plane(tmp_path_factory.mktemp("definitions"))
+        plane = stack.__enter__()
+    except Unavailable as reason:
+        skip(reason)
+    server = Server(plane)
+    try:
+        install(server)
+        yield server
+    finally:
+        server.http.close()
+        stack.__exit__(None, None, None)
+
+
+def install(server: Server) -> None:
+    folder = ROOT / "crds"
+    if server.version < CEL_SINCE:
+        folder /= "before-1.28"
+    server.kubectl("apply", "--server-side", "-f", str(folder))
+    # What `kubectl explain` reads is published a moment after they are served. (`kubectl wait` ends
+    # with an error where a definition is so new that it has no conditions.)
+    for _ in range(_PUBLISHING_LIMIT_S):
+        published = server.http.get("/openapi/v2").text
+        named = all(f'"{kind.name}"' in published for kind in KINDS)
+        if named and all(conditions(server, kind).get("Established") == "True" for kind in KINDS):
+            # kubectl remembers what the server had to offer before.
+            shutil.rmtree(server.plane.folder / "discovered")
+            return
+        time.sleep(1)
+    raise AssertionError("the server does not publish the definitions' schemas")
+
+
+def conditions(server: Server, kind: Kind) -> dict[str, str]:
+    """Status of each of a definition's conditions; none where it has just been made."""
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind.definition_name}"
+    reply = server.http.get(path).raise_for_status().json()
+    return {c["type"]: c["status"] for c in reply.get("status", {}).get("conditions") or ()}
+
+
+def test_a_server_that_knows_no_cel_takes_rules_and_drops_them(server: Server) -> None:
+    for kind in KINDS:
+        made = definition(kind)
+        made["metadata"]["name"] = f"{kind.plural}.other.ragcache.dev"
+        made["spec"]["group"] = "other.ragcache.dev"
+        reply = server.http.post(
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+            params={"dryRun": "All"},
+            json=made,
+        )
+        assert reply.status_code == 201, reply.text
+        kept = "x-kubernetes-validations" in reply.text
+        assert kept == (server.version >= (1, 25))
+
+
+def test_definitions_are_served_as_written(server: Server) -> None:
+    for kind in KINDS:
+        found = conditions(server, kind)
+        assert found["Established"] == "True"
+        # Which definitions are structural, the server says by this condition's absence.
+        assert "NonStructuralSchema" not in found
+
+
+def refusal(reply: httpx.Response) -> str:
+    assert reply.status_code == 422, reply.text
+    return str(reply.json()["message"])
+
+
+@pytest.mark.parametrize(
+    "bad", [bad for bad in BAD if bad.layer is Layer.SCHEMA], ids=lambda bad: bad.name
+)
+def test_the_schema_refuses_by_path(server: Server, bad: Bad) -> None:
+    message = refusal(server.create(bad.manifest))
+    field = bad.server or bad.field
+    # Older servers leave positions out.
+    without_positions = re.sub(r"\[[0-9]+\]", "", field)
+    assert f"{field}:" in message or f"{without_positions}:" in message
+
+
+@pytest.mark.parametrize(
+    "bad", [bad for bad in BAD if bad.layer is Layer.CEL], ids=lambda bad: bad.name
+)
+def test_cel_refuses_by_path_where_the_server_knows_it(server: Server, bad: Bad) -> None:
+    if bad.old is None:
+        reply = server.create(bad.manifest)
+    else:
+        made = server.create(bad.old, keep=True)
+        made.raise_for_status()
+        version = made.json()["metadata"]["resourceVersion"]
+        metadata = {**bad.manifest["metadata"], "resourceVersion": version}
+        name = metadata["name"]
+        reply = server.http.put(
+            server.path(bad.manifest, name),
+            params={"dryRun": "All"},
+            json={**bad.manifest, "metadata": metadata},
+        )
+        server.delete(bad.old)
+    if server.version >= CEL_SINCE:
+        assert bad.field.removesuffix("[0]") in refusal(reply)
+    else:
+        assert reply.is_success, reply.text
+
+
+@pytest.mark.parametrize(
+    "bad", [bad for bad in BAD if bad.layer in (Layer.WEBHOOK, Layer.PARSER)], ids=lambda b: b.name
+)
+def test_what_no_server_sees_is_left_to_the_other_layers(server: Server, bad: Bad) -> None:
+    assert server.create(bad.manifest).is_success
+
+
+FULL = [
+    cache(
+        model={
+            "source": "hf:meta-llama/Llama-3.1-8B-Instruct",
+            "tokenSecret": {"name": "hub", "key": "hf"},
+            "name": "llama",
+            "maxLength": 8192,
+            "dtype": "bfloat16",
+        },
+        gateway={
+            "port": 80,
+            "replicas": 2,
+            "autoscaling": {"maxReplicas": 4, "cpuPercent": 60},
+            "resources": {"cpu": 2, "memory": "1Gi", "memoryLimit": "2Gi"},
+            "ingress": {"host": "rag.example.com", "className": "nginx", "tlsSecret": "rag-tls"},
+        },
+        retriever={
+            "embedder": {"source": "http://e:8080/v1", "model": "m", "keySecret": {"name": "e"}},
+            "chunking": {"size": 128, "overlap": 16, "window": 2},
+            "storage": {"size": "20Gi", "className": "fast"},
+            "resources": {"cpu": "500m"},
+        },
+        engines=[
+            {
+                "name": "main",
+                "replicas": 2,
+                "device": "cpu",
+                "kvMemory": 4294967296,
+                "args": ["--max-num-seqs", "8"],
+                "resources": {"memory": "12Gi"},
+                "autoscaling": {"maxReplicas": 3, "queueDepth": 2},
+            },
+            {"name": "small"},
+        ],
+        cacheStore={"shards": 3, "memory": "2Gi", "disk": {"size": "40Gi"}},
+        scheduling={
+            "priorityClassName": "high",
+            "nodeSelector": {"disk": "ssd", "example.com/pool": "rag"},
+            "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "imagePullSecrets": [{"name": "registry"}],
+        },
+        dataPolicy="Delete",
+        networkPolicy={
+            "enabled": True,
+            "clients": [
+                {"namespaceSelector": {"matchLabels": {"team": "a"}}},
+                {
+                    "podSelector": {
+                        "matchExpressions": [{"key": "app", "operator": "In", "values": ["chat"]}]
+                    }
+                },
+            ],
+        },
+    ),
+    cache(
+        gateway={
+            "httpRoute": {
+                "gateway": "public",
+                "gatewayNamespace": "edge",
+                "hostnames": ["rag.example.com"],
+            }
+        },
+        model={"source": "pvc:models/llama-8b"},
+    ),
+    collection(
+        collection="manual",
+        chunking={"size": 96, "overlap": 16, "window": 2},
+        prune=False,
+        sync={"interval": "1h30m"},
+        sources=[
+            {"configMap": {"name": "pages"}},
+            {"volume": {"claimName": "docs", "path": "handbook"}},
+            {"http": {"url": "https://e.com/a.zip?v=1", "bearerSecret": {"name": "s"}}},
+            {"git": {"url": "https://e.com/a.git", "ref": "v1.2", "path": "docs"}},
+        ],
+    ),
+    cache(),
+    source(http={"url": "http://files/handbook.md"}),
+    *examples(),
+]
+
+
+@pytest.mark.parametrize("manifest", FULL, ids=range(len(FULL)))
+def test_nothing_is_lost_and_defaults_are_the_parsers(server: Server, manifest: Object) -> None:
+    reply = server.create(manifest)
+    assert reply.status_code == 201, reply.text
+    stored = reply.json()
+    assert covers(stored["spec"], manifest["spec"])
+    manifest = {**manifest, "metadata": {"name": manifest["metadata"]["name"]}}
+    assert parse(stored).spec == parse(manifest).spec
+
+
+def covers(stored: Any, given: Any) -> bool:
+    """Whether stored holds all of what was given."""
+    if isinstance(given, dict):
+        return all(key in stored and covers(stored[key], item) for key, item in given.items())
+    if isinstance(given, list):
+        return len(stored) == len(given) and all(map(covers, stored, given))
+    return bool(stored == given)
+
+
+def test_status_and_scale_are_subresources(server: Server) -> None:
+    manifest = cache("scaled")
+    server.create(manifest, keep=True).raise_for_status()
+    condition = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "Answering",
+        "message": "the gateway answers questions",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+        "observedGeneration": 1,
+    }
+    status = {
+        "observedGeneration": 1,
+        "phase": "Ready",
+        "conditions": [condition],
+        "progress": "gateway: 0 of 1 replicas are ready",
+        "model": "tinyrag",
+        "endpoints": {"gateway": "http://scaled-gateway.default.svc:8080"},
+        "gateway": {"replicas": 1, "readyReplicas": 1, "selector": "app=gateway"},
+        "engines": [{"name": "main", "replicas": 1, "readyReplicas": 1}],
+        "enginesReady": "1/1",
+        "cacheStore": {"shards": 1, "readyShards": 1},
+        "cache": {"hitRate": "0.83", "bytes": 1 << 40},
+    }
+    path = server.path(manifest, "scaled")
+    merge = {"Content-Type": "application/merge-patch+json"}
+    content = json.dumps({"status": status})
+    kept = server.http.patch(f"{path}/status", content=content, headers=merge)
+    assert kept.is_success, kept.text
+    assert kept.json()["status"] == status
+    assert kept.json()["metadata"]["generation"] == 1
+    server.kubectl("scale", "ragcaches/scaled", "--replicas=3")
+    scaled = server.http.get(path).json()
+    assert scaled["spec"]["gateway"]["replicas"] == 3
+    scale = server.http.get(f"{path}/scale").json()
+    assert scale["status"] == {"replicas": 1, "selector": "app=gateway"}
+    printed = server.kubectl("get", "rgc", "scaled").splitlines()
+    assert printed[0].split() == ["NAME", "READY", "PHASE", "ENGINES", "HIT", "RATE", "AGE"]
+    assert printed[1].split()[:5] == ["scaled", "True", "Ready", "1/1", "0.83"]
+    wide = server.kubectl("get", "rgc", "scaled", "-o", "wide")
+    assert "tinyrag" in wide
+    assert "http://scaled-gateway.default.svc:8080" in wide
+    server.delete(manifest)
+
+
+def test_names_and_categories_find_both_kinds(server: Server) -> None:
+    made = [cache("listed"), collection("listed")]
+    for manifest in made:
+        server.create(manifest, keep=True).raise_for_status()
+    names = {"ragcache.ragcache.dev/listed", "ragcollection.ragcache.dev/listed"}
+    for category in ("rag", "all"):
+        assert names <= set(server.kubectl("get", category, "-o", "name").split())
+    assert "listed" in server.kubectl("get", "rgcol")
+    for manifest in made:
+        server.delete(manifest)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("ragcaches", "A platform that answers questions about documents"),
+        ("ragcaches.spec.engines", "Groups of vLLM engines"),
+        ("ragcaches.spec.engines.kvMemory", "paged KV cache, rounded up to whole GiB"),
+        ("ragcaches.status.cache.hitRate", "Share of reads that found their chunk-cache"),
+        ("ragcollections.spec.sources", "Where the documents come from"),
+        ("ragcollections.spec.sources.git.ref", "Branch, tag or commit to read"),
+    ],
+)
+def test_explain_reads_well(server: Server, path: str, words: str) -> None:
+    said = " ".join(server.kubectl("explain", path).split())
+    assert words in said
+    assert "<no description>" not in said
+
+
+def test_explain_lists_every_field_with_its_words(server: Server) -> None:
+    said = " ".join(server.kubectl("explain", "ragcaches.spec.engines").split())
+    for name in (
+        "args",
+        "autoscaling",
+        "device",
+        "hostTier",
+        "kvMemory",
+        "name",
+        "replicas",
+        "resources",
+    ):
+        assert re.search(rf"{name} <[^>]*>", said), name
+    assert "Further arguments of vLLM's server" in said

@@ -1,0 +1,238 @@
+"""The operator as a process against a real API server. No pods run; controllers make objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.processes import free_port
+from tests.cluster import packages
+from tests.cluster.availability import Unavailable, skip
+from tests.cluster.control_plane import ControlPlane, start_control_plane
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMESPACE = "default"
+_LIMIT_S = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """An API server as kubectl sees it."""
+
+    plane: ControlPlane
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        argv = [packages.command("kubectl"), f"--kubeconfig={self.plane.kubeconfig}", *words]
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def apply(self, obj: dict[str, Any]) -> None:
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(obj))
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
+        return found
+
+    def knows(self, kind: str) -> bool:
+        """Whether objects of a kind can be asked for yet."""
+        argv = [packages.command("kubectl"), f"--kubeconfig={self.plane.kubeconfig}", "get", kind]
+        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+    def names(self, kinds: str, cache: str) -> set[str]:
+        labels = f"--selector=app.kubernetes.io/instance={cache}"
+        return set(self.kubectl("get", kinds, labels, "-o", "name").split())
+
+    def condition(self, cache: str, name: str) -> dict[str, Any]:
+        status = self.get("ragcache", cache).get("status", {})
+        return next((c for c in status.get("conditions", []) if c["type"] == name), {})
+
+    def reasons(self, cache: str) -> set[str]:
+        events = json.loads(self.kubectl("get", "events", "-o", "json"))["items"]
+        return {e["reason"] for e in events if e["involvedObject"]["name"] == cache}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An API server with our kinds, and an operator at work on it."""
+    folder = tmp_path_factory.mktemp("plane")
+    try:
+        running = start_control_plane(folder, controllers=True)
+        plane = running.__enter__()
+    except Unavailable as reason:
+        skip(reason)
+    try:
+        server = Server(plane)
+        # What 1.20 does not know of CEL it drops, but kubectl's own check refuses.
+        server.kubectl("apply", "--validate=false", "-f", str(ROOT / "crds"))
+        eventually(lambda: server.knows("ragcaches"), "the kinds are served")
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(plane.kubeconfig),
+            "RAGCACHE_LISTEN_PORT": str(free_port()),
+        }
+        with (folder / "operator.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ragcache_operator"],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        assert "Traceback" not in (folder / "operator.log").read_text()
+    finally:
+        running.__exit__(None, None, None)
+
+
+def cache(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCache",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": spec,
+    }
+
+
+def eventually(check: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not check():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def observed(server: Server, name: str) -> Callable[[], bool]:
+    def is_observed() -> bool:
+        found = server.get("ragcache", name)
+        seen = found.get("status", {}).get("observedGeneration")
+        return bool(seen == found["metadata"]["generation"])
+
+    return is_observed
+
+
+def test_children_are_made_owned_and_reported(server: Server) -> None:
+    server.apply(cache("docs"))
+    eventually(observed(server, "docs"), "status")
+    assert server.condition("docs", "Accepted")["status"] == "True"
+    assert server.condition("docs", "Ready")["status"] == "False"
+    uid = server.get("ragcache", "docs")["metadata"]["uid"]
+    for name in ("docs-gateway", "docs-engine-main"):
+        child = server.get("deployment", name)
+        assert [o["uid"] for o in child["metadata"]["ownerReferences"]] == [uid]
+    # There is no node: what the scheduler says is handed on, as a condition and an Event.
+    eventually(lambda: "Unschedulable" in server.reasons("docs"), "an Event")
+    assert "nodes" in server.condition("docs", "Ready")["message"]
+
+
+def test_what_others_change_is_put_right_and_told(server: Server) -> None:
+    server.apply(cache("drift"))
+    eventually(observed(server, "drift"), "status")
+    image = server.get("deployment", "drift-gateway")["spec"]["template"]["spec"]["containers"][0]
+    server.kubectl("set", "image", "deployment/drift-gateway", "gateway=example.invalid/other:1")
+    server.kubectl("delete", "configmap", "drift-members")
+
+    def restored() -> bool:
+        now = server.get("deployment", "drift-gateway")["spec"]["template"]["spec"]["containers"]
+        return bool(now[0]["image"] == image["image"]) and (
+            "configmap/drift-members" in server.names("configmaps", "drift")
+        )
+
+    eventually(restored, "drift corrected")
+    eventually(lambda: "DriftCorrected" in server.reasons("drift"), "an Event")
+
+
+def test_a_network_that_others_opened_is_closed_again(server: Server) -> None:
+    server.apply(cache("closed"))
+    eventually(observed(server, "closed"), "status")
+    policy, service = "closed-default-deny", "closed-gateway"
+    before = server.get("networkpolicy", policy)["spec"]
+    selector = server.get("service", service)["spec"]["selector"]
+    opened = json.dumps({"spec": {"ingress": [{}], "egress": [{}]}})
+    server.kubectl("patch", "networkpolicy", policy, "--type=merge", "-p", opened)
+    lost = json.dumps({"spec": {"selector": {"and": "nobody"}}})
+    server.kubectl("patch", "service", service, "--type=merge", "-p", lost)
+    eventually(lambda: server.get("networkpolicy", policy)["spec"] == before, "a closed network")
+    eventually(lambda: server.get("service", service)["spec"]["selector"] == selector, "a selector")
+
+
+def test_what_is_asked_for_no_more_is_removed(server: Server) -> None:
+    gateway = {"ingress": {"host": "docs.example.com"}}
+    server.apply(cache("routed", gateway=gateway))
+    eventually(lambda: bool(server.names("ingresses", "routed")), "an Ingress")
+    server.kubectl("patch", "ragcache", "routed", "--type=merge", "-p", _spec(ingress=None))
+    eventually(lambda: not server.names("ingresses", "routed"), "no Ingress")
+
+
+def test_an_object_of_somebody_else_is_left_alone_and_told_of(server: Server) -> None:
+    server.kubectl("create", "configmap", "taken-members", "--from-literal=theirs=1")
+    server.apply(cache("taken"))
+    eventually(
+        lambda: server.condition("taken", "Accepted").get("reason") == "ObjectTaken", "a refusal"
+    )
+    assert "ConfigMap default/taken-members" in server.condition("taken", "Accepted")["message"]
+    assert server.get("configmap", "taken-members")["data"] == {"theirs": "1"}
+    server.kubectl("delete", "configmap", "taken-members")
+    server.kubectl("annotate", "ragcache", "taken", "look=again")
+    eventually(lambda: server.condition("taken", "Accepted").get("reason") == "Valid", "acceptance")
+
+
+def test_a_spec_that_breaks_a_rule_is_refused_in_its_status_without_a_webhook(
+    server: Server,
+) -> None:
+    server.apply(cache("wrong", retriever={"chunking": {"size": 64, "overlap": 40}}))
+    eventually(lambda: server.get("ragcache", "wrong").get("status") is not None, "status")
+    condition = server.condition("wrong", "Accepted")
+    assert (condition["status"], condition["reason"]) == ("False", "Invalid")
+    assert "spec.retriever.chunking.overlap" in condition["message"]
+    assert not server.names("deployments,statefulsets", "wrong")
+    server.apply(cache("wrong"))
+    eventually(lambda: bool(server.names("deployments", "wrong")), "children")
+
+
+def test_what_the_cluster_does_not_serve_is_told_and_the_rest_runs(server: Server) -> None:
+    engine = {"name": "main", "autoscaling": {"maxReplicas": 4}}
+    server.apply(cache("scaled", engines=[engine]))
+    eventually(lambda: "QueueMetricsNotServed" in server.reasons("scaled"), "an Event")
+    eventually(lambda: bool(server.names("deployments", "scaled")), "children")
+
+
+@pytest.mark.parametrize("policy", ["Retain", "Delete"])
+def test_a_deletion_takes_the_children_and_what_the_policy_says(
+    server: Server, policy: str
+) -> None:
+    name = f"gone-{policy.lower()}"
+    server.apply(cache(name, dataPolicy=policy))
+    eventually(lambda: len(server.names("persistentvolumeclaims", name)) == 2, "claims")
+    [key] = server.names("secrets", name)
+    server.kubectl("delete", "ragcache", name, "--wait=false")
+    # No kubelet ends the pods here.
+    deadline = time.monotonic() + _LIMIT_S
+    while server.names("pods", name) and time.monotonic() < deadline:
+        labels = f"--selector=app.kubernetes.io/instance={name}"
+        server.kubectl("delete", "pods", labels, "--grace-period=0", "--force")
+    kinds = "deployments,statefulsets,services,configmaps,networkpolicies,serviceaccounts"
+    eventually(lambda: not server.names(kinds, name), "no children")
+    eventually(lambda: name not in server.kubectl("get", "ragcaches"), "no RagCache")
+    # Its owner's, as the operator may not delete it.
+    eventually(lambda: not server.names("secrets", name), f"no {key}")
+    kept = 2 if policy == "Retain" else 0
+    eventually(lambda: len(server.names("persistentvolumeclaims", name)) == kept, "claims")
+
+
+def _spec(**gateway: Any) -> str:
+    return json.dumps({"spec": {"gateway": gateway}})

@@ -1,0 +1,341 @@
+"""The retriever as its clients see it: real gRPC, SQLite and faiss; a small embedder."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from ragcache_core.errors import InvalidInput, NotFound, TooLarge
+from ragcache_retriever import service
+from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.v1 import retriever_pb2 as pb
+from tests.helpers.retriever_parts import counter_of, make_knowledge_base, serving
+
+
+def document(document_id: str, text: str, **fields: object) -> pb.Document:
+    defaults = {"collection": "default", "content_type": pb.CONTENT_TYPE_MARKDOWN}
+    return pb.Document(id=document_id, text=text, **(defaults | fields))  # type: ignore[arg-type]
+
+
+def service_page(name: str, region: str) -> str:
+    paragraphs = [
+        f"The {name} service runs in region {region}. It is owned by the team that answers alerts.",
+        "It keeps its records in a database. The database is copied every night. "
+        "Copies are kept for thirty days and then removed.",
+        "Alerts go to the pager of whoever is on duty. Duty changes every Monday at noon.",
+    ]
+    return f"# {name}\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+@pytest_asyncio.fixture
+async def client(tmp_path: Path, tiny_model: Path) -> AsyncIterator[RetrieverClient]:
+    async with serving(make_knowledge_base(tmp_path, counter_of(tiny_model))) as client:
+        yield client
+
+
+async def search(
+    client: RetrieverClient, query: str, top_k: int = 3, collection: str = "default"
+) -> list[pb.SearchStage]:
+    return [stage async for stage in client.search(collection, query, top_k)]
+
+
+def ids(stage: pb.SearchStage) -> list[str]:
+    return [hit.chunk.id for hit in stage.hits]
+
+
+async def test_a_document_is_found_as_soon_as_it_is_acknowledged(client: RetrieverClient) -> None:
+    reply = await client.upsert_document(document("billing", service_page("billing", "north")))
+    assert reply.changed
+    assert reply.document.title == "billing"
+    assert reply.document.num_chunks > 1
+    assert reply.document.text == ""
+    stages = await search(client, "billing service region north")
+    assert len(stages) >= 2
+    assert [stage.final for stage in stages] == [False] * (len(stages) - 1) + [True]
+    assert [s.progress for s in stages] == sorted(s.progress for s in stages)
+    best = stages[-1].hits[0]
+    assert best.chunk.id == "billing#0"
+    assert best.chunk.text.startswith("# billing\n\nThe billing service runs in region north.")
+    assert list(best.chunk.heading_path) == ["billing"]
+    assert [chunk.ordinal for chunk in best.after] == [1]
+    assert not best.before
+
+
+async def test_an_unchanged_document_is_left_alone(client: RetrieverClient) -> None:
+    first = await client.upsert_document(document("d", service_page("d", "north")))
+    again = await client.upsert_document(document("d", service_page("d", "north")))
+    assert not again.changed
+    assert again.document == first.document
+    assert not again.removed_chunks
+    retitled = await client.upsert_document(
+        document("d", service_page("d", "north"), title="Other", metadata={"k": "v"})
+    )
+    assert retitled.changed
+    assert retitled.document.content_hash != first.document.content_hash
+    assert not retitled.removed_chunks
+
+
+async def test_a_changed_document_is_found_by_what_it_says_now(client: RetrieverClient) -> None:
+    await client.upsert_document(document("a", service_page("a", "north")))
+    await client.upsert_document(document("b", service_page("b", "north")))
+    old = (await client.get_document("default", "a")).text
+    reply = await client.upsert_document(document("a", old.replace("north", "zanzibar")))
+    assert len(reply.removed_chunks) == 1
+    assert "region north" in reply.removed_chunks[0]
+    final = (await search(client, "region zanzibar", 1))[-1]
+    assert ids(final) == ["a#0"]
+    assert "zanzibar" in final.hits[0].chunk.text
+
+
+async def test_a_deleted_document_is_gone(client: RetrieverClient) -> None:
+    # The pages differ in their first chunk only: the rest is still held by the other.
+    await client.upsert_document(document("a", service_page("a", "north")))
+    await client.upsert_document(document("b", service_page("b", "south")))
+    reply = await client.delete_document("default", "a")
+    assert len(reply.removed_chunks) == 1
+    assert reply.removed_chunks[0].startswith("# a")
+    final = (await search(client, "a north", 100))[-1]
+    assert {hit.chunk.document_id for hit in final.hits} == {"b"}
+    for call in (client.get_document("default", "a"), client.delete_document("default", "a")):
+        with pytest.raises(NotFound) as caught:
+            await call
+        assert (caught.value.kind, caught.value.name) == ("document", "a")
+
+
+async def test_a_reply_names_no_more_removed_chunks_than_it_can_hold(
+    client: RetrieverClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await client.upsert_document(document("a", service_page("a", "north")))
+    assert reply.document.num_chunks == len(reply.chunks) > 1
+    first = (await search(client, "a north", 1))[-1].hits[0].chunk.text
+    monkeypatch.setattr(service, "MAX_TEXTS_BYTES", len(first) + 1)
+    deleted = await client.delete_document("default", "a")
+    assert list(deleted.removed_chunks) == [first]
+
+
+async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:
+    text = service_page("x", "north")
+    for i in range(5):
+        await client.upsert_document(document(f"d{i}", text, metadata={"n": str(i)}))
+    stored = await client.get_document("default", "d3")
+    assert (stored.text, dict(stored.metadata)) == (text, {"n": "3"})
+    assert stored.updated_unix_ms == 1_700_000_000_000
+    seen = []
+    token = ""
+    while True:
+        page = await client.list_documents("default", page_size=2, page_token=token)
+        seen += [(d.id, d.text) for d in page.documents]
+        if not (token := page.next_page_token):
+            break
+    assert seen == [(f"d{i}", "") for i in range(5)]
+    info = await client.get_collection("default")
+    assert info.documents == 5
+    assert info.chunks == 5 * stored.num_chunks
+
+
+async def test_titles(client: RetrieverClient) -> None:
+    async def title(**fields: object) -> str:
+        reply = await client.upsert_document(document("the-id", "# Heading\n\ntext", **fields))
+        return reply.document.title
+
+    assert await title(title="  Own\ntitle ") == "Own title"
+    assert await title() == "Heading"
+    assert await title(content_type=pb.CONTENT_TYPE_TEXT) == "the-id"
+
+
+async def test_settings_of_collections(client: RetrieverClient) -> None:
+    created = await client.put_collection(pb.Collection(name="team"))
+    assert (created.chunking.size_tokens, created.chunking.overlap_tokens) == (64, 16)
+    assert created.window == 1
+    own = pb.Collection(name="team", chunking=pb.Chunking(size_tokens=32), window=0)
+    assert (await client.put_collection(own)).window == 0
+    found = await client.list_collections()
+    assert [c.name for c in found] == ["default", "team"]
+    assert found[1].chunking == pb.Chunking(size_tokens=32, overlap_tokens=0)
+    assert (await client.put_collection(pb.Collection(name="team"))).window == 1
+
+
+async def test_changed_chunking_cuts_documents_anew(client: RetrieverClient, tiny_model) -> None:
+    count = counter_of(tiny_model)
+    await client.put_collection(pb.Collection(name="team"))
+    for name in ("a", "b"):
+        page = document(name, service_page(name, "north"), collection="team")
+        await client.upsert_document(page)
+    before = await client.get_collection("team")
+    after = await client.put_collection(
+        pb.Collection(name="team", chunking=pb.Chunking(size_tokens=24, overlap_tokens=0), window=0)
+    )
+    assert after.documents == before.documents == 2
+    assert after.chunks > before.chunks
+    final = (await search(client, "region", 100, "team"))[-1]
+    assert len(final.hits) == after.chunks
+    assert max(count(hit.chunk.text) for hit in final.hits) <= 24
+    assert not any(hit.before or hit.after for hit in final.hits)
+
+
+async def test_collections_do_not_see_each_other(client: RetrieverClient) -> None:
+    await client.put_collection(pb.Collection(name="other"))
+    await client.upsert_document(document("d", "# A\n\nin default"))
+    await client.upsert_document(document("d", "# A\n\nin other", collection="other"))
+    await client.delete_document("default", "d")
+    assert ids((await search(client, "in", 5))[-1]) == []
+    assert ids((await search(client, "in", 5, "other"))[-1]) == ["d#0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"collection": "Team"}, InvalidInput, "document.collection"),
+        ({"id": ""}, InvalidInput, "document.id"),
+        ({"id": "x" * 513}, InvalidInput, "document.id"),
+        ({"id": "a\nb"}, InvalidInput, "document.id"),
+        ({"text": " \n"}, InvalidInput, "document.text"),
+        ({"text": "a\0b"}, InvalidInput, "document.text"),
+        ({"text": "x" * (8 * 2**20 + 1)}, TooLarge, "document.text"),
+        ({"title": "x" * 1025}, InvalidInput, "document.title"),
+        ({"title": "a\0"}, InvalidInput, "document.title"),
+        ({"content_type": 9}, InvalidInput, "document.content_type"),
+        ({"metadata": {"k": "x" * 20_000}}, TooLarge, "document.metadata"),
+        ({"metadata": {"k": "\0"}}, InvalidInput, "document.metadata"),
+    ],
+)
+async def test_documents_that_are_refused(
+    client: RetrieverClient, fields: dict[str, object], error: type[InvalidInput], field: str
+) -> None:
+    values: dict[str, object] = {"collection": "default", "id": "d", "text": "text"}
+    with pytest.raises(error) as caught:
+        await client.upsert_document(pb.Document(**(values | fields)))  # type: ignore[arg-type]
+    assert type(caught.value) is error
+    assert caught.value.field == field
+    assert caught.value.fix
+    assert (await client.get_collection("default")).documents == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "top_k", "error", "field"),
+    [
+        ("", 1, InvalidInput, "query"),
+        ("  \n", 1, InvalidInput, "query"),
+        ("a\0", 1, InvalidInput, "query"),
+        ("x" * 8193, 1, TooLarge, "query"),
+        ("x", 0, InvalidInput, "top_k"),
+        ("x", 1001, InvalidInput, "top_k"),
+        ("x", 10_000, InvalidInput, "top_k"),
+    ],
+)
+async def test_searches_that_are_refused(
+    client: RetrieverClient, query: str, top_k: int, error: type[InvalidInput], field: str
+) -> None:
+    with pytest.raises(error) as caught:
+        await search(client, query, top_k)
+    assert type(caught.value) is error
+    assert caught.value.field == field
+
+
+async def test_an_unknown_collection_is_not_found(client: RetrieverClient) -> None:
+    for call in (
+        search(client, "x", 1, "nowhere"),
+        client.upsert_document(document("d", "text", collection="nowhere")),
+        client.delete_document("nowhere", "d"),
+        client.get_document("nowhere", "d"),
+        client.list_documents("nowhere"),
+        client.get_collection("nowhere"),
+    ):
+        with pytest.raises(NotFound, match="PutCollection") as caught:
+            await call
+        assert (caught.value.kind, caught.value.name) == ("collection", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("collection", "field"),
+    [
+        (pb.Collection(name=""), "collection.name"),
+        (pb.Collection(name="a", window=9), "collection.window"),
+        (
+            pb.Collection(name="a", chunking=pb.Chunking(size_tokens=8)),
+            "collection.chunking.size_tokens",
+        ),
+        (
+            pb.Collection(name="a", chunking=pb.Chunking(size_tokens=64, overlap_tokens=32)),
+            "collection.chunking.overlap_tokens",
+        ),
+    ],
+)
+async def test_collections_that_are_refused(
+    client: RetrieverClient, collection: pb.Collection, field: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await client.put_collection(collection)
+    assert caught.value.field == field
+    assert len(await client.list_collections()) == 1
+
+
+@pytest.mark.parametrize(("size", "token"), [(1001, ""), (1, "!"), (1, "/w==")])
+async def test_pages_that_are_refused(client: RetrieverClient, size: int, token: str) -> None:
+    with pytest.raises(InvalidInput):
+        await client.list_documents("default", size, token)
+
+
+async def test_hits_that_outgrow_a_message_are_refused(client: RetrieverClient) -> None:
+    long = pb.Chunking(size_tokens=4096, overlap_tokens=0)
+    await client.put_collection(pb.Collection(name="long", chunking=long, window=8))
+    text = "\n\n".join("the service runs in region north " * 30 for _ in range(1200))
+    await client.upsert_document(document("d", text, collection="long"))
+    assert (await search(client, "north", 5, "long"))[-1].final
+    with pytest.raises(TooLarge) as caught:
+        await search(client, "north", 1000, "long")
+    assert caught.value.field == "top_k"
+
+
+async def test_searches_during_writes_see_whole_documents(client: RetrieverClient) -> None:
+    """Whatever is read is of one version, and the final stage has all of it."""
+    done = asyncio.Event()
+
+    async def write() -> None:
+        try:
+            for version in range(20):
+                await client.upsert_document(document("d", service_page("d", f"north{version}")))
+        finally:
+            done.set()
+
+    async def read() -> int:
+        count = 0
+        while not done.is_set():
+            for stage in await search(client, "region", 100):
+                versions = set(re.findall(r"north\d+", str(stage.hits)))
+                assert len(versions) == 1
+                assert not stage.final or len(stage.hits) == num_chunks
+            count += 1
+        return count
+
+    reply = await client.upsert_document(document("d", service_page("d", "north")))
+    await client.upsert_document(document("d", service_page("d", "north0")))
+    num_chunks = reply.document.num_chunks
+    *counts, _ = await asyncio.gather(read(), read(), write())
+    assert min(counts) > 0
+
+
+async def test_concurrent_writes_of_one_document_leave_one_version(
+    client: RetrieverClient,
+) -> None:
+    pages = [document("d", service_page("d", f"north{i}")) for i in range(8)]
+    await asyncio.gather(*map(client.upsert_document, pages))
+    stored = await client.get_document("default", "d")
+    final = (await search(client, "region", 100))[-1]
+    assert len(final.hits) == stored.num_chunks
+    (version,) = set(re.findall(r"north\d", str(final.hits)))
+    assert version in stored.text
+
+
+async def test_a_search_that_nobody_reads_any_more_ends(client: RetrieverClient) -> None:
+    await client.upsert_document(document("d", service_page("d", "north")))
+    for _ in range(20):
+        stages = client.search("default", "north", 1)
+        assert not (await anext(stages)).final
+        await stages.aclose()
+    assert (await client.upsert_document(document("d", "new"))).changed

@@ -1,0 +1,151 @@
+"""What is held, found in every way that a delete names it; and which value replaces which."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_cachestore.state.catalog import HALF_LIFE_S, MAX_IN_VAIN, Catalog, Holding, replaces
+from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
+from ragcache_core.store_api import Deletion
+from tests.helpers.cachestore_parts import key, parts_of
+
+LOSSY = Precision(Codec.INT8)
+
+
+def about(*, exact: bool, lossless: bool, num_bytes: int = 10) -> VariantInfo:
+    return VariantInfo(256, num_bytes, 0, Provenance(exact), Precision() if lossless else LOSSY)
+
+
+def holding(number: int, origin: Origin | None = None, **kind: bool) -> Holding:
+    return Holding(
+        key=key(number),
+        identity=number,
+        info=about(**({"exact": True, "lossless": True} | kind)),
+        parts=parts_of(b"0123456789"),
+        origin=origin or Origin(),
+        shape=None,
+        value_format=1,
+        delete_sequence=0,
+        put_at=100.0,
+    )
+
+
+@pytest.mark.parametrize(("exact", "lossless"), [*product([False, True], repeat=2)])
+def test_only_what_is_better_and_in_nothing_worse_replaces(exact: bool, lossless: bool) -> None:
+    new = about(exact=exact, lossless=lossless)
+    held = {(e, p): holding(1, exact=e, lossless=p) for e, p in product([False, True], repeat=2)}
+    given_way = {kind for kind, one in held.items() if replaces(new, one)}
+    assert given_way == {
+        (e, p) for e, p in held if e <= exact and p <= lossless and (e, p) != (exact, lossless)
+    }
+
+
+def test_one_that_deserves_better_gives_way_to_more_bytes_of_its_kind() -> None:
+    held = holding(1, lossless=False)
+    more = about(exact=True, lossless=False, num_bytes=20)
+    assert not replaces(more, held)
+    held.wanted_better = True
+    assert replaces(more, held)
+    assert not replaces(about(exact=True, lossless=False, num_bytes=10), held)
+    assert not replaces(about(exact=False, lossless=False, num_bytes=20), held)
+
+
+def test_a_score_is_saved_seconds_per_byte_and_halves() -> None:
+    one = holding(1, Origin(cost_s=5.0))
+    assert one.score(100.0) == pytest.approx(0.5)
+    assert one.score(100.0 + HALF_LIFE_S) == pytest.approx(0.25)
+    one.note_read(100.0 + HALF_LIFE_S)
+    assert one.score(100.0 + HALF_LIFE_S) == pytest.approx(0.75)
+    assert one.reads == 1
+    heir = holding(1, Origin(cost_s=5.0))
+    heir.continues(one)
+    assert (heir.reads, heir.score(2000.0)) == (1, one.score(2000.0))
+
+
+def test_bringing_a_value_in_vain_takes_twice_as_many_reads_each_time() -> None:
+    one = holding(1)
+    brought_at = []
+    for _ in range(100):
+        one.note_read(0.0)
+        if one.deserves_memory:
+            brought_at.append(one.reads)
+            one.note_brought()
+            one.note_taken()
+    assert brought_at == [2, 4, 8, 16, 32, 64]
+    for _ in range(3000):
+        one.note_read(0.0)
+        if one.deserves_memory:
+            one.note_brought()
+            one.note_taken()
+    waited = one.reads
+    while not one.deserves_memory:
+        one.note_read(0.0)
+    assert one.reads - waited <= 1 << MAX_IN_VAIN
+
+
+def test_bringing_a_value_that_is_then_read_from_memory_is_not_in_vain() -> None:
+    one = holding(1)
+    for _ in range(10):
+        while not one.deserves_memory:
+            one.note_read(0.0)
+        one.note_brought()
+        one.note_read(0.0)
+        one.note_taken()
+        assert not one.deserves_memory
+        one.note_read(0.0)
+        assert one.deserves_memory
+
+
+def test_what_was_put_into_memory_and_went_unread_is_brought_back_as_ever() -> None:
+    one = holding(1)
+    one.note_taken()
+    one.note_read(0.0)
+    assert not one.deserves_memory
+    one.note_read(0.0)
+    assert one.deserves_memory
+
+
+origins = st.builds(
+    Origin,
+    prefix_chunks=st.lists(st.integers(0, 5).map(lambda n: key(n).chunk), max_size=3).map(tuple),
+    domain=st.sampled_from(["public", "acme"]),
+    document=st.sampled_from(["", "a", "b"]),
+)
+
+
+@given(
+    held=st.dictionaries(st.integers(0, 5), origins),
+    gone=st.sets(st.integers(0, 5)),
+    deletion=st.builds(
+        Deletion,
+        id=st.just(b""),
+        chunks=st.sets(st.integers(0, 5).map(lambda n: key(n).chunk)).map(tuple),
+        variants=st.sets(st.integers(0, 5).map(key)).map(tuple),
+        documents=st.sets(st.sampled_from(["a", "b"])).map(tuple),
+        domain=st.sampled_from(["", "public", "acme"]),
+    ),
+)
+def test_a_delete_covers_what_it_says_and_no_more(
+    held: dict[int, Origin], gone: set[int], deletion: Deletion
+) -> None:
+    catalog = Catalog()
+    holdings = {number: holding(number, origin) for number, origin in held.items()}
+    for one in holdings.values():
+        catalog.add(one)
+    for number in gone & held.keys():
+        catalog.remove(holdings.pop(number))
+    catalog.check()
+    expected = {
+        one.key
+        for one in holdings.values()
+        if {one.key.chunk, *one.origin.prefix_chunks} & set(deletion.chunks)
+        or one.key in deletion.variants
+        or (one.origin.domain == deletion.domain and one.origin.document in deletion.documents)
+        or (one.origin.domain == deletion.domain and not deletion.documents)
+    }
+    assert {one.key for one in catalog.covered(deletion)} == expected
+    assert catalog.bytes_by_precision.total() == 10 * len(holdings)

@@ -1,0 +1,52 @@
+"""Checksums of parts, however their bytes are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_cachestore.storage.checksums import SLICE_BYTES, first_wrong_part, read_slices
+from ragcache_cachestore.storage.disk_tier import ValueFile
+from ragcache_core.tiering.extents import Extent
+from tests.helpers.cachestore_parts import MIB, parts_of, value
+
+
+@given(
+    raw=st.binary(max_size=200),
+    num_parts=st.integers(1, 6),
+    cuts=st.lists(st.integers(0, 200)),
+    flip=st.integers(0, 199) | st.none(),
+)
+def test_the_first_part_that_changed_is_found(
+    raw: bytes, num_parts: int, cuts: list[int], flip: int | None
+) -> None:
+    parts = parts_of(raw, num_parts)
+    spoilt = bytearray(raw)
+    wrong = None
+    if flip is not None and flip < len(raw):
+        spoilt[flip] ^= 1
+        ends = [len(raw) * n // num_parts for n in range(1, num_parts + 1)]
+        wrong = next(index for index, end in enumerate(ends) if flip < end)
+    edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    pieces = [memoryview(spoilt)[a:b] for a, b in pairwise(edges)]
+    assert first_wrong_part(parts, pieces) == wrong
+
+
+@given(raw=st.binary(min_size=1, max_size=50), num_parts=st.integers(1, 4))
+def test_a_value_that_ends_too_early_is_wrong(raw: bytes, num_parts: int) -> None:
+    parts = parts_of(raw, num_parts)
+    assert first_wrong_part(parts, [memoryview(raw)[:-1]]) is not None
+
+
+def test_extents_of_a_file_are_read_in_slices_and_end_where_the_file_does(tmp_path: Path) -> None:
+    file = ValueFile(tmp_path / "values", 8 * MIB)
+    raw = value(3 * SLICE_BYTES + 5)
+    extents = [Extent(0, 2 * MIB), Extent(4 * MIB, len(raw) - 2 * MIB)]
+    file.write(extents, [memoryview(raw)])
+    assert b"".join(map(bytes, read_slices(file, extents))) == raw
+    beyond = [Extent(0, 2 * MIB), Extent(6 * MIB, 10)]
+    assert b"".join(map(bytes, read_slices(file, beyond))) == raw[: 2 * MIB]
+    file.close()

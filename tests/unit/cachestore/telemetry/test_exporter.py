@@ -1,0 +1,239 @@
+"""Telemetry: figures and spans as a collector gets them, and nothing where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Levels, Telemetry
+from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.store_api import Ack, PutOutcome
+from ragcache_wire.tracing import ExportingTracer
+from tests.helpers.otlp import collector
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+METADATA = [
+    ("user-agent", "grpc-python"),
+    ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),
+    ("blob-bin", b"\0"),
+]
+LEVELS = Levels(
+    variants=3,
+    memory_bytes=10,
+    memory_capacity_bytes=100,
+    disk_bytes=20,
+    disk_capacity_bytes=200,
+    leases=1,
+    tombstones=2,
+    unwritten=4,
+    bytes_by_precision={"native": 15, "int8/int4": 5},
+    score_histogram=[0, 2, 1],
+)
+
+Point = tuple[str, frozenset[tuple[str, Any]]]
+
+
+@dataclass
+class Kept:
+    """Telemetry with a backend that keeps what it is told."""
+
+    reader: InMemoryMetricReader = field(default_factory=InMemoryMetricReader)
+    spans: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+
+    def __post_init__(self) -> None:
+        tracers = TracerProvider(shutdown_on_exit=False)
+        tracers.add_span_processor(SimpleSpanProcessor(self.spans))
+        meters = MeterProvider([self.reader], shutdown_on_exit=False)
+        self.telemetry = ExportingTelemetry(
+            meters, ExportingTracer(tracers, "test", tells_errors=True)
+        )
+
+    def points(self) -> dict[Point, Any]:
+        data = self.reader.get_metrics_data()
+        return {
+            (metric.name, frozenset(point.attributes.items())): point
+            for of_resource in (data.resource_metrics if data else ())
+            for of_scope in of_resource.scope_metrics
+            for metric in of_scope.metrics
+            for point in metric.data.data_points
+        }
+
+    def value(self, name: str, **attributes: Any) -> float:
+        value: float = self.points()[f"ragcache.store.{name}", frozenset(attributes.items())].value
+        return value
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    kept = Kept()
+    yield kept
+    kept.telemetry.close()
+
+
+def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
+    telemetry = kept.telemetry
+    telemetry.hit(Tier.MEMORY, "shared", 100, 0.001)
+    telemetry.hit(Tier.MEMORY, "shared", 50, 0.003)
+    telemetry.hit(Tier.DISK, "socket", 7, 0.1)
+    telemetry.miss(Miss.EVICTED)
+    telemetry.miss(Miss.NEVER_STORED)
+    telemetry.miss(Miss.EVICTED)
+    telemetry.put(PutOutcome.STORED, Ack.DURABLE, "grpc", 11, 0.2)
+    telemetry.put(PutOutcome.DELETED, Ack.ACCEPTED, "grpc", 12, 0.01)
+    telemetry.evicted(Tier.MEMORY, "pgdsf", 13)
+    telemetry.deleted(4)
+    assert kept.value("hits", tier="memory", lane="shared") == 2
+    assert kept.value("read.size", tier="memory", lane="shared") == 150
+    assert kept.value("hits", tier="disk", lane="socket") == 1
+    assert kept.value("misses", reason="evicted") == 2
+    assert kept.value("misses", reason="never_stored") == 1
+    assert kept.value("puts", outcome="stored", ack="durable", lane="grpc") == 1
+    assert kept.value("write.size", outcome="deleted", lane="grpc") == 12
+    assert kept.value("evictions", tier="memory", policy="pgdsf") == 1
+    assert kept.value("evictions.size", tier="memory", policy="pgdsf") == 13
+    assert kept.value("deletions") == 4
+
+
+def test_durations_tell_microseconds_from_seconds(kept: Kept) -> None:
+    for seconds in (0.00002, 0.0003, 5.0):
+        kept.telemetry.hit(Tier.MEMORY, "shared", 1, seconds)
+    where = frozenset({("tier", "memory"), ("lane", "shared")})
+    point = kept.points()["ragcache.store.read.duration", where]
+    assert point.count == 3
+    assert point.sum == pytest.approx(5.00032)
+    assert sum(1 for count in point.bucket_counts if count) == 3
+
+
+def test_levels_are_asked_for_when_they_are_exported(kept: Kept) -> None:
+    asked = []
+
+    def read() -> Levels:
+        asked.append(1)
+        return LEVELS
+
+    kept.telemetry.observe(read)
+    assert not asked
+    assert kept.value("used", tier="disk") == 20
+    # Once for all gauges.
+    assert len(asked) == 1
+    assert kept.value("capacity", tier="memory") == 100
+    assert kept.value("variants") == 3
+    assert kept.value("leases") == 1
+    assert kept.value("tombstones") == 2
+    assert kept.value("unwritten") == 4
+    assert kept.value("precision", precision="int8/int4") == 5
+    assert [kept.value("score", decade=decade) for decade in range(3)] == [0, 2, 1]
+
+
+def test_a_span_lies_below_the_callers(kept: Kept) -> None:
+    with kept.telemetry.span("get", METADATA, keys=3):
+        pass
+    [span] = kept.spans.get_finished_spans()
+    assert span.name == "get"
+    assert dict(span.attributes or {}) == {"keys": 3}
+    assert f"{span.context.trace_id:032x}" == TRACE_ID
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT_ID
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [],
+        [("user-agent", "grpc-python")],
+        # Sampled is the last field: whoever asks decides.
+        [("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00")],
+    ],
+)
+def test_who_is_not_traced_makes_no_span(kept: Kept, metadata: list[tuple[str, str]]) -> None:
+    with kept.telemetry.span("get", metadata):
+        pass
+    assert kept.spans.get_finished_spans() == ()
+
+
+@pytest.mark.parametrize("nonsense", ["", "x", f"00-{'0' * 32}-{PARENT_ID}-01", "00-a-b-c-d" * 99])
+def test_a_broken_context_is_no_context(kept: Kept, nonsense: str) -> None:
+    with kept.telemetry.span("get", [("traceparent", nonsense)]):
+        pass
+    assert kept.spans.get_finished_spans() == ()
+
+
+def test_an_error_is_on_the_span_and_goes_on(kept: Kept) -> None:
+    with pytest.raises(ValueError, match="no"), kept.telemetry.span("put", METADATA):
+        raise ValueError("no")
+    [span] = kept.spans.get_finished_spans()
+    assert not span.status.is_ok
+    assert [event.name for event in span.events] == ["exception"]
+
+
+def test_telemetry_that_goes_nowhere_takes_everything() -> None:
+    telemetry = Telemetry()
+    telemetry.hit(Tier.MEMORY, "shared", 1, 0.1)
+    telemetry.miss(Miss.LATE)
+    telemetry.put(PutOutcome.STORED, Ack.ACCEPTED, "shared", 1, 0.1)
+    telemetry.evicted(Tier.DISK, "lru", 1)
+    telemetry.deleted(1)
+    telemetry.observe(lambda: pytest.fail("nobody asks"))
+    with telemetry.span("get", METADATA, keys=1):
+        pass
+    telemetry.close()
+
+
+def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
+    code = (
+        "import sys, ragcache_cachestore.telemetry.exporter as t; t.Telemetry().close(); "
+        "print(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_collector_gets_metrics_and_spans_by_the_end_at_the_latest() -> None:
+    with collector() as receiver:
+        telemetry = ExportingTelemetry.to(f"{receiver.url}/", "store-0")
+        telemetry.observe(lambda: LEVELS)
+        telemetry.hit(Tier.DISK, "socket", 1024, 0.02)
+        with telemetry.span("get", METADATA):
+            pass
+        telemetry.close()
+    assert receiver.bodies.keys() == {"/v1/metrics", "/v1/traces"}
+    [of_resource] = receiver.metrics()[-1].resource_metrics
+    resource = {a.key: a.value.string_value for a in of_resource.resource.attributes}
+    assert resource["service.name"] == "ragcache-cachestore"
+    assert resource["service.instance.id"] == "store-0"
+    [of_scope] = of_resource.scope_metrics
+    by_name = {metric.name: metric for metric in of_scope.metrics}
+    [hits] = by_name["ragcache.store.hits"].sum.data_points
+    assert hits.as_int == 1
+    assert {a.key: a.value.string_value for a in hits.attributes} == {
+        "tier": "disk",
+        "lane": "socket",
+    }
+    assert len(by_name["ragcache.store.used"].gauge.data_points) == 2
+    [span] = receiver.spans()
+    assert (span.name, span.trace_id.hex()) == ("get", TRACE_ID)
+
+
+def test_a_collector_that_is_away_keeps_nobody_waiting() -> None:
+    with collector() as receiver:
+        url = receiver.url
+    telemetry = ExportingTelemetry.to(url, "store-0")
+    telemetry.hit(Tier.DISK, "socket", 1024, 0.02)
+    with telemetry.span("get", METADATA):
+        pass
+    closing = threading.Thread(target=telemetry.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()

@@ -1,0 +1,1196 @@
+"""The store on real files: what its calls promise, also against each other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.store_state import CLOCKS_DIFFER_MS
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Tier
+from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, PutOutcome, Want
+from tests.helpers.cachestore_parts import (
+    MIB,
+    TIMEOUT_S,
+    checksum,
+    completion,
+    fill,
+    get,
+    key,
+    opened,
+    parts_of,
+    put,
+    value,
+    variant,
+)
+
+PAGE = 65536
+LOSSY = Precision(Codec.INT8, Codec.INT8)
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    """Wait until claim holds."""
+    give_up = time.monotonic() + TIMEOUT_S
+    while not claim():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def lease_of(store: Store, variant: VariantKey) -> Lease:
+    (lease,) = opened = store.open([variant])
+    store.note_opened(opened)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def bytes_of(store: Store, lease: Lease) -> bytes:
+    raw = bytearray(lease.info.num_bytes)
+    if lease.on_disk:
+        assert store.value_file.read_into(lease.extents, [memoryview(raw)])
+        return bytes(raw)
+    return b"".join(store.arena.views(lease.extents))
+
+
+def tier_of(store: Store, variant: VariantKey) -> Tier | None:
+    (answer,) = store.lookup([Want.of(variant)]).variants
+    return answer.held[0].tier if answer.held else None
+
+
+def deletion(*chunks: int) -> Deletion:
+    return Deletion(id=b"", chunks=tuple(key(chunk).chunk for chunk in chunks))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path) as store:
+        yield store
+
+
+# Values in and out
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE, PAGE + 1, 3 * MIB + 17])
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_what_was_put_is_found(store: Store, num_bytes: int, num_parts: int) -> None:
+    raw = value(num_bytes)
+    assert put(store, key(1), raw, num_parts=num_parts) is PutOutcome.STORED
+    assert get(store, key(1)) == raw
+    assert get(store, key(2)) is Miss.NEVER_STORED
+
+
+def test_a_value_is_not_seen_before_it_is_whole(store: Store) -> None:
+    arrival = store.begin_put(variant(key(1), b"abc"))
+    assert not isinstance(arrival, PutOutcome)
+    assert get(store, key(1)) is Miss.NEVER_STORED
+    fill(arrival.views, b"abc")
+    assert get(store, key(1)) is Miss.NEVER_STORED
+    assert arrival.commit(completion(arrival.new, b"abc")) is PutOutcome.STORED
+    assert get(store, key(1)) == b"abc"
+
+
+def test_a_put_left_halfway_leaves_nothing(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError), store.begin_put(variant(key(1), value(10))):  # type: ignore[union-attr]
+        raise ZeroDivisionError
+    assert get(store, key(1)) is Miss.NEVER_STORED
+    assert store.stats().memory_bytes == 0
+    assert put(store, key(1), value(10)) is PutOutcome.STORED
+
+
+def test_bytes_that_do_not_match_their_checksum_are_refused_by_part(store: Store) -> None:
+    raw = bytearray(value(1000))
+    new = variant(key(1), bytes(raw), num_parts=4)
+    right = completion(new, bytes(raw))
+    raw[600] ^= 1
+    arrival = store.begin_put(new)
+    assert not isinstance(arrival, PutOutcome)
+    fill(arrival.views, bytes(raw))
+    with pytest.raises(InvalidInput, match=r"completion.checksums\[2\]"):
+        arrival.commit(right)
+    assert store.stats().memory_bytes == 0
+
+
+def test_the_first_value_of_a_key_stays(store: Store) -> None:
+    assert put(store, key(1), b"first") is PutOutcome.STORED
+    assert put(store, key(1), b"second") is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"inexact", exact=False) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"lossy", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    assert get(store, key(1)) == b"first"
+
+
+@pytest.mark.parametrize("worse", [{"exact": False}, {"precision": LOSSY}])
+def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, object]) -> None:
+    with opened(tmp_path) as store:
+        assert put(store, key(1), b"worse", ack=Ack.DURABLE, **worse) is PutOutcome.STORED
+        assert put(store, key(1), b"worse again", **worse) is PutOutcome.HELD_ALREADY
+        assert put(store, key(1), b"better") is PutOutcome.STORED
+        assert get(store, key(1)) == b"better"
+    with opened(tmp_path) as store:
+        assert get(store, key(1), exact=True) == b"better"
+
+
+def test_what_deserves_better_gives_way_to_more_bytes(store: Store) -> None:
+    put(store, key(1), b"12345678", precision=LOSSY)
+    assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    store.want_better(key(1), True)
+    (found,) = store.lookup([Want.of(key(1))]).variants
+    assert found.held[0].wanted_better
+    assert put(store, key(1), b"1234", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.STORED
+
+
+def test_of_puts_at_once_one_is_stored(store: Store) -> None:
+    arrivals = [store.begin_put(variant(key(1), value(50, n))) for n in range(5)]
+    outcomes = []
+    for n, arrival in enumerate(arrivals):
+        assert not isinstance(arrival, PutOutcome)
+        fill(arrival.views, value(50, n))
+        outcomes.append(arrival.commit(completion(arrival.new, value(50, n))))
+    assert outcomes == [PutOutcome.STORED] + [PutOutcome.HELD_ALREADY] * 4
+    assert get(store, key(1)) == value(50, 0)
+
+
+def test_exact_gets_and_domains_are_minded(store: Store) -> None:
+    put(store, key(1), b"tainted", exact=False)
+    put(store, key(2), b"lossy", precision=LOSSY)
+    put(store, key(3), b"private", origin=Origin(domain="acme"))
+    assert get(store, key(1), exact=True) is Miss.TAINTED
+    assert get(store, key(2), exact=True) is Miss.OTHER_PRECISION
+    assert get(store, key(3), domain="public") is Miss.OTHER_DOMAIN
+    assert get(store, key(3), domain="acme") == b"private"
+    wants = [Want.of(key(n)) for n in (1, 2, 3)]
+    answers = store.lookup(wants, exact=True, domain="public").variants
+    assert [answer.miss for answer in answers] == [
+        Miss.TAINTED,
+        Miss.OTHER_PRECISION,
+        Miss.OTHER_DOMAIN,
+    ]
+
+
+def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
+    before = (key(7).chunk, key(8).chunk)
+    put(store, key(1, 1), value(100), origin=Origin(prefix_chunks=before))
+    put(store, key(1, 2), value(200), exact=False)
+    every, one, none = store.lookup(
+        [Want(key(1).chunk), Want.of(key(1, 1)), Want(key(9).chunk)]
+    ).variants
+    assert {held.key: held.prefix_chunks for held in every.held} == {
+        key(1, 1): before,
+        key(1, 2): (),
+    }
+    assert one.held[0].prefix_chunks == ()
+    assert one.held[0].load_s > 0
+    assert none.miss is Miss.NEVER_STORED
+    (exact,) = store.lookup([Want(key(1).chunk)], exact=True).variants
+    assert [held.key for held in exact.held] == [key(1, 1)]
+
+
+# Tiers
+
+
+def test_memory_is_bounded_and_what_left_it_is_served_from_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        for number in range(10):
+            put(store, key(number), value(PAGE, number))
+            assert store.stats().memory_bytes <= 4 * PAGE
+        store.flush()
+        assert [get(store, key(n)) for n in range(10)] == [value(PAGE, n) for n in range(10)]
+        assert store.stats().evictions[Tier.MEMORY] >= 6
+        assert store.stats().hits_disk >= 6
+
+
+def test_a_demotion_moves_nothing_twice(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE) as store:
+        written = 0
+        write = store.value_file.write
+
+        def counted(*args: object) -> None:
+            nonlocal written
+            written += 1
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = counted  # type: ignore[method-assign]
+        for number in range(4):
+            put(store, key(number), value(PAGE, number))
+        store.flush()
+        for _ in range(3):
+            for number in range(4):
+                store.prefetch([key(number)])
+                eventually(lambda n=number: tier_of(store, key(n)) is Tier.MEMORY)  # type: ignore[misc]
+        assert written == 4
+
+
+def test_the_disk_is_bounded_and_the_least_recently_used_goes_for_good(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=40 * PAGE) as store:
+        for number in range(38):
+            put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+        get(store, key(0))
+        for number in range(38, 42):
+            put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+            assert store.stats().disk_bytes <= 40 * PAGE
+        store.sweep()
+        assert get(store, key(1)) is Miss.EVICTED
+        held = [n for n in range(42) if tier_of(store, key(n)) is not None]
+        assert {0, *range(38, 42)} <= set(held)
+        assert len(held) <= 40
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=40 * PAGE) as store:
+        assert [n for n in range(42) if tier_of(store, key(n)) is not None] == held
+
+
+def test_past_the_high_watermark_a_sweep_goes_down_to_the_low_one(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=100 * PAGE, disk_bytes=400 * PAGE) as store:
+        store._sweeper.close()  # it would sweep while there is nothing on disk yet
+        for number in range(96):
+            put(store, key(number), value(PAGE, number))
+        store.flush()
+        store.sweep()
+        assert store.stats().memory_bytes == 90 * PAGE
+        assert len(store) == 96
+
+
+def test_a_smaller_limit_holds_from_the_start(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for number in range(4):
+            put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+    with opened(tmp_path, disk_bytes=2 * PAGE) as store:
+        assert store.stats().disk_bytes <= 2 * PAGE
+        for number in range(4):
+            assert get(store, key(number)) in {value(PAGE, number), Miss.NEVER_STORED}
+
+
+def test_values_larger_than_a_tier_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=PAGE) as store:
+        with pytest.raises(TooLarge, match="RAGCACHE_MEMORY_BYTES"):
+            put(store, key(1), value(5 * PAGE))
+        with pytest.raises(TooLarge, match="RAGCACHE_DISK_BYTES"):
+            put(store, key(1), value(2 * PAGE), ack=Ack.DURABLE)
+        assert put(store, key(1), value(2 * PAGE)) is PutOutcome.STORED
+        assert get(store, key(1)) == value(2 * PAGE)
+
+
+def test_a_value_read_twice_from_disk_comes_into_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(1000))
+    with opened(tmp_path) as store:
+        assert tier_of(store, key(1)) is Tier.DISK
+        assert get(store, key(1)) == value(1000)
+        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        assert get(store, key(1)) == value(1000)
+        assert (store.stats().hits_disk, store.stats().hits_memory) == (1, 1)
+
+
+def test_a_prefetch_brings_values_into_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(1000))
+    with opened(tmp_path) as store:
+        assert store.prefetch([key(1), key(1), key(2)]) == 1
+        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        assert store.prefetch([key(1)]) == 0
+        assert store.stats().hits_disk == 0
+
+
+def test_what_is_never_asked_again_is_not_written(tmp_path: Path) -> None:
+    with opened(tmp_path, admission="second-touch") as store:
+        put(store, key(1), value(100))
+        put(store, key(2), value(100))
+        put(store, key(3), value(100), ack=Ack.DURABLE)
+        get(store, key(1))
+        store.flush()
+    with opened(tmp_path) as store:
+        assert [get(store, key(n)) for n in (1, 2, 3)] == [
+            value(100),
+            Miss.NEVER_STORED,
+            value(100),
+        ]
+
+
+def test_a_parent_outlives_its_children_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, leaves_only=True) as store:
+        put(store, key(1), value(PAGE, 1))
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
+        put(store, key(3), value(PAGE, 3), origin=Origin(parent=key(2)))
+        store.flush()
+        for number in range(10, 13):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+            where = [tier_of(store, key(n)) for n in (1, 2, 3)]
+            assert where == sorted(where, key=lambda tier: tier is Tier.DISK)
+        assert tier_of(store, key(3)) is Tier.DISK
+
+
+def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
+    with opened(tmp_path, leaves_only=True) as store:
+        put(store, key(1), value(100, 1))
+        put(store, key(2), value(100, 2), origin=Origin(parent=key(1)))
+        put(store, key(3), value(100, 3), origin=Origin(parent=key(2)))
+    with opened(tmp_path, leaves_only=True) as store:
+        begin = store.snapshot()[0]
+        store.prefetch([key(3)])
+        eventually(lambda: tier_of(store, key(3)) is Tier.MEMORY)
+        moved = [event.key for event in store.events_after(begin) or []]
+        assert moved == [key(1), key(2), key(3)]
+
+
+# Leases and pins
+
+
+def test_what_is_read_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1))
+        lease = lease_of(store, key(1))
+        for number in range(10, 30):
+            put(store, key(number), value(PAGE, number))
+        assert bytes_of(store, lease) == value(PAGE, 1)
+        assert tier_of(store, key(1)) is Tier.MEMORY
+        store.release([lease.id])
+        for number in range(30, 40):
+            put(store, key(number), value(PAGE, number))
+        assert tier_of(store, key(1)) is Tier.DISK
+
+
+def test_a_deleted_value_keeps_its_bytes_while_it_is_read(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=2 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
+        put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
+        in_memory = lease_of(store, key(1))
+        store.delete(deletion(1))
+        assert get(store, key(1)) is Miss.DELETED
+        assert store.stats().memory_bytes == 2 * PAGE
+        put(store, key(3), value(PAGE, 3))
+        assert bytes_of(store, in_memory) == value(PAGE, 1)
+        store.release([in_memory.id])
+        assert put(store, key(4), value(PAGE, 4)) is PutOutcome.STORED
+
+
+def test_what_is_read_from_disk_keeps_its_place(tmp_path: Path) -> None:
+    with opened(tmp_path, disk_bytes=2 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=2 * PAGE) as store:
+        put(store, key(9), value(PAGE, 9))  # memory is taken: nothing is promoted
+        store.flush()
+        lease = lease_of(store, key(1))
+        assert lease.on_disk
+        store.delete(deletion(1))
+        for number in range(2, 6):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+        assert bytes_of(store, lease) == value(PAGE, 1)
+        assert store.stats().disk_bytes == 2 * PAGE
+        store.release([lease.id])
+        store.sweep()
+        assert store.stats().disk_bytes <= PAGE
+
+
+def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, memory_bytes=PAGE, clock=clock) as store:
+        put(store, key(1), value(PAGE, 1))
+        lease = lease_of(store, key(1))
+        store.flush()
+        clock.now += LEASE_S - 1
+        assert store.is_leased(lease.id)
+        clock.now += 2
+        assert not store.is_leased(lease.id)
+        assert put(store, key(2), value(PAGE, 2)) is PutOutcome.STORED
+        store.release([lease.id])  # too late to matter
+        assert get(store, key(2)) == value(PAGE, 2)
+
+
+def test_when_everything_is_read_a_put_may_try_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.ROOM_WAIT_S", 0.0)
+    with opened(tmp_path, memory_bytes=2 * PAGE) as store:
+        put(store, key(1), value(2 * PAGE))
+        lease = lease_of(store, key(1))
+        with pytest.raises(Unavailable) as refused:
+            put(store, key(2), value(PAGE))
+        assert refused.value.retry_after_s > 0
+        store.release([lease.id])
+        store.flush()
+        assert put(store, key(2), value(PAGE)) is PutOutcome.STORED
+
+
+def test_what_arrives_at_once_is_bounded(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=8 * PAGE) as store:
+        first = store.begin_put(variant(key(1), value(3 * PAGE)))
+        with pytest.raises(Unavailable, match="arriving"):
+            store.begin_put(variant(key(2), value(2 * PAGE)))
+        second = store.begin_put(variant(key(2), value(PAGE)))
+        assert not isinstance(first, PutOutcome)
+        assert not isinstance(second, PutOutcome)
+        first.abort()
+        second.abort()
+        assert put(store, key(3), value(8 * PAGE)) is PutOutcome.STORED
+
+
+def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, memory_bytes=2 * PAGE, clock=clock) as store:
+        arrival = store.begin_put(variant(key(1), value(PAGE)))
+        assert not isinstance(arrival, PutOutcome)
+        arrival.abort(quiet_s=LEASE_S)
+        assert store.stats().memory_bytes == PAGE
+        put(store, key(2), value(PAGE, 2))
+        fill(store.arena.views(arrival.extents), value(PAGE))
+        assert get(store, key(2)) == value(PAGE, 2)
+        clock.now += LEASE_S
+        store.sweep()
+        assert store.stats().memory_bytes == PAGE
+
+
+def test_a_pin_keeps_a_value_until_it_ends(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, memory_bytes=4 * PAGE, clock=clock) as store:
+        put(store, key(1), value(PAGE, 1))
+        assert store.pin([key(1), key(1), key(2)], 60.0) == 1
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+        assert tier_of(store, key(1)) is Tier.MEMORY
+        clock.now += 61
+        for number in range(20, 30):
+            put(store, key(number), value(PAGE, number))
+        assert tier_of(store, key(1)) is Tier.DISK
+        assert store.unpin([key(1)]) == 0
+
+
+def test_pins_are_bounded_and_can_be_ended(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        for number in range(3):
+            put(store, key(number), value(PAGE, number))
+        assert store.pin([key(n) for n in range(3)], 60.0) == 2
+        assert store.unpin([key(0)]) == 1
+        assert store.pin([key(2)], 60.0) == 1
+
+
+# Durability
+
+
+def test_a_durable_put_survives_a_kill_and_an_accepted_one_a_stop(tmp_path: Path) -> None:
+    with opened(tmp_path, flush=False) as store:
+        assert put(store, key(1), value(100, 1), ack=Ack.DURABLE) is PutOutcome.STORED
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == value(100, 1)
+        put(store, key(2), value(100, 2))
+    with opened(tmp_path) as store:
+        assert get(store, key(2)) == value(100, 2)
+
+
+def test_a_durable_put_of_what_is_held_waits_until_it_is_on_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, admission="second-touch", flush=False) as store:
+        put(store, key(1), value(100))
+        assert put(store, key(1), value(100), ack=Ack.DURABLE) is PutOutcome.HELD_ALREADY
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == value(100)
+
+
+def test_a_durable_put_that_is_replaced_meanwhile_waits_for_the_better_one(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, flush=False) as store:
+        entered, gate, write = threading.Event(), threading.Event(), store.value_file.write
+
+        def slow(*args: object) -> None:
+            entered.set()
+            assert gate.wait(TIMEOUT_S)
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = slow  # type: ignore[method-assign]
+        outcomes: list[PutOutcome] = []
+        putting = threading.Thread(
+            target=lambda: outcomes.append(
+                put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
+            )
+        )
+        putting.start()
+        assert entered.wait(TIMEOUT_S)
+        assert put(store, key(1), b"better") is PutOutcome.STORED
+        gate.set()
+        putting.join(TIMEOUT_S)
+        assert outcomes == [PutOutcome.STORED]
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == b"better"
+
+
+def test_a_replaced_value_stays_on_disk_until_the_better_one_is_there(tmp_path: Path) -> None:
+    with opened(tmp_path, flush=False) as store:
+        put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
+        gate, write = threading.Event(), store.value_file.write
+
+        def slow(*args: object) -> None:
+            assert gate.wait(TIMEOUT_S)
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = slow  # type: ignore[method-assign]
+        assert put(store, key(1), b"better") is PutOutcome.STORED
+        assert get(store, key(1)) == b"better"
+        for number in range(2, 20):  # nobody else gets the place of the old one
+            put(store, key(number), value(PAGE, number))
+        copied = tmp_path.parent / "as-if-killed"
+        shutil.copytree(tmp_path, copied)
+        gate.set()
+    with opened(copied) as store:
+        assert get(store, key(1)) == b"worse"
+
+
+def test_on_a_full_disk_puts_are_accepted_and_durable_ones_refused(tmp_path: Path) -> None:
+    free = 0
+    with opened(tmp_path, free_bytes=lambda: free) as store:
+        assert put(store, key(1), value(1000)) is PutOutcome.STORED
+        with pytest.raises(Unavailable, match="disk is full"):
+            put(store, key(2), value(1000), ack=Ack.DURABLE)
+        store.flush()
+        assert get(store, key(1)) == value(1000)
+        assert get(store, key(2)) == value(1000)  # accepted all the same
+        free = 1 << 40
+        assert put(store, key(2), value(1000), ack=Ack.DURABLE) is PutOutcome.HELD_ALREADY
+    with opened(tmp_path) as store:
+        assert get(store, key(2)) == value(1000)
+
+
+def test_a_value_that_rotted_on_disk_is_dropped_when_that_is_found(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(3000))
+        put(store, key(2), value(3000, 2))
+        store.flush()
+    with opened(tmp_path, memory_bytes=PAGE) as store:
+        put(store, key(3), value(10))
+        busy = lease_of(store, key(3))  # which leaves no room in memory for a promotion
+        lease = lease_of(store, key(1))
+        assert lease.on_disk
+        store.release([lease.id], corrupt=[lease.id])  # a false alarm
+        assert store.stats().corrupt == 0
+        lease = lease_of(store, key(1))
+        os.pwrite(store.value_file.fd, b"rot", lease.extents[0].offset + 1000)
+        store.release([lease.id], corrupt=[lease.id])
+        assert store.stats().corrupt == 1
+        assert get(store, key(1)) is Miss.CORRUPT
+        assert get(store, key(2)) == value(3000, 2)
+        store.release([busy.id])
+        assert put(store, key(1), value(3000)) is PutOutcome.STORED
+
+
+def test_a_promotion_never_brings_rot_into_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(3000))
+        store.flush()
+    with opened(tmp_path) as store:
+        lease = lease_of(store, key(1))
+        os.pwrite(store.value_file.fd, b"rot", lease.extents[0].offset)
+        store.release([lease.id])
+        store.prefetch([key(1)])
+        eventually(lambda: tier_of(store, key(1)) is not Tier.DISK)
+        # The read above may have promoted it right before it rotted.
+        assert get(store, key(1)) in {Miss.CORRUPT, value(3000)}
+
+
+def test_a_copy_in_memory_that_was_spoilt_gives_way_to_the_one_on_disk(store: Store) -> None:
+    put(store, key(1), value(3000), ack=Ack.DURABLE)
+    lease = lease_of(store, key(1))
+    store.arena.views(lease.extents)[0][:3] = b"rot"
+    store.release([lease.id], corrupt=[lease.id])
+    assert store.stats().corrupt == 1
+    assert get(store, key(1)) == value(3000)
+
+
+# Deletes
+
+
+def test_a_delete_takes_a_chunk_and_all_that_was_computed_after_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), b"one")
+        put(store, key(1, 5), b"one elsewhere")
+        put(store, key(2), b"after one", origin=Origin(prefix_chunks=(key(1).chunk,)))
+        put(store, key(3), b"three")
+        assert store.delete(deletion(1)) == 3
+        assert [get(store, key(n)) for n in (1, 2, 3)] == [Miss.DELETED, Miss.DELETED, b"three"]
+    with opened(tmp_path) as store:
+        assert [get(store, key(n)) for n in (2, 3)] == [Miss.NEVER_STORED, b"three"]
+        assert get(store, key(1)) is Miss.DELETED
+
+
+def test_deletes_by_variant_document_and_domain(store: Store) -> None:
+    for number in range(4):
+        domain, document = ("acme", "public")[number // 2], f"doc{number % 2}"
+        put(store, key(number), b"x", origin=Origin(domain=domain, document=document))
+    put(store, key(9, 1), b"x")
+    put(store, key(9, 2), b"x")
+    assert store.delete(Deletion(id=b"", variants=(key(9, 1),))) == 1
+    assert store.delete(Deletion(id=b"", documents=("doc0",), domain="public")) == 1
+    assert store.delete(Deletion(id=b"", domain="acme")) == 2
+    assert [n for n in range(4) if tier_of(store, key(n))] == [3]
+    assert tier_of(store, key(9, 2)) is not None
+
+
+def test_an_id_is_applied_once(tmp_path: Path) -> None:
+    once = Deletion(id=bytes(16), chunks=(key(1).chunk,))
+    with opened(tmp_path) as store:
+        put(store, key(1), b"x")
+        assert store.delete(once) == 1
+        put(store, key(1), b"x")
+        assert store.delete(once) == 0
+        assert get(store, key(1)) == b"x"
+    with opened(tmp_path) as store:
+        assert store.delete(once) == 0
+        assert get(store, key(1)) == b"x"
+
+
+def test_a_put_planned_before_a_delete_leaves_nothing(store: Store) -> None:
+    put(store, key(7), b"x")
+    before = store.lookup([]).as_of
+    store.delete(deletion(1))
+    assert put(store, key(1), b"late", as_of=before) is PutOutcome.DELETED
+    later = Origin(prefix_chunks=(key(1).chunk,))
+    assert put(store, key(2), b"late", as_of=before, origin=later) is PutOutcome.DELETED
+    assert put(store, key(3), b"another", as_of=before) is PutOutcome.STORED
+    assert put(store, key(1), b"unknown", as_of=AsOf()) is PutOutcome.DELETED
+    assert put(store, key(1), b"of another", as_of=AsOf(bytes(16), 99)) is PutOutcome.DELETED
+    assert put(store, key(1), b"new") is PutOutcome.STORED
+
+
+def test_an_arrival_is_overtaken_by_a_delete(store: Store) -> None:
+    arrival = store.begin_put(variant(key(1), b"abc", as_of=store.lookup([]).as_of))
+    assert not isinstance(arrival, PutOutcome)
+    fill(arrival.views, b"abc")
+    store.delete(deletion(1))
+    assert arrival.commit(completion(arrival.new, b"abc")) is PutOutcome.DELETED
+    assert get(store, key(1)) is Miss.DELETED
+    assert store.stats().memory_bytes == 0
+
+
+def test_a_put_being_written_is_overtaken_by_a_delete(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        entered, gate, write = threading.Event(), threading.Event(), store.value_file.write
+
+        def slow(*args: object) -> None:
+            entered.set()
+            assert gate.wait(TIMEOUT_S)
+            write(*args)  # type: ignore[arg-type]
+
+        store.value_file.write = slow  # type: ignore[method-assign]
+        outcomes: list[PutOutcome] = []
+        putting = threading.Thread(
+            target=lambda: outcomes.append(put(store, key(1), b"abc", ack=Ack.DURABLE))
+        )
+        putting.start()
+        assert entered.wait(TIMEOUT_S)
+        assert store.delete(deletion(1)) == 1
+        gate.set()
+        putting.join(TIMEOUT_S)
+        assert outcomes == [PutOutcome.DELETED]
+        store.flush()
+        assert store.stats().disk_bytes == 0
+    with opened(tmp_path) as store:
+        assert len(store) == 0
+
+
+def test_a_delete_killed_before_it_removed_anything_is_finished_at_the_start(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, flush=False) as store:
+        put(store, key(1), b"x", ack=Ack.DURABLE)
+        put(store, key(2), b"y", ack=Ack.DURABLE)
+        store._records.remove = lambda _: None  # type: ignore[method-assign]
+        store.delete(deletion(1))
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) is Miss.DELETED
+        assert get(store, key(2)) == b"y"
+        assert store.stats().disk_bytes == 1
+
+
+def test_what_was_put_after_a_delete_survives_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), b"old")
+        store.delete(deletion(1))
+        put(store, key(1), b"new")
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == b"new"
+        assert put(store, key(1), b"late", as_of=AsOf()) is PutOutcome.DELETED
+
+
+def test_tombstones_are_told_and_live_for_a_day(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        store.delete(deletion(1))
+        now_ms += 1000
+        store.delete(deletion(2))
+        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=now_ms + 99))  # astray
+        told = store.tombstones_since(now_ms - 500)
+        assert [d.chunks for d in told] == [(key(2).chunk,), (key(3).chunk,)]
+        assert [d.made_at_ms for d in told] == [now_ms, now_ms]
+        assert len(store.tombstones_since(0)) == 3
+    now_ms += 12 * 3600 * 1000
+    opened(tmp_path, wall_ms=lambda: now_ms).__enter__().close()
+    now_ms += 12 * 3600 * 1000 - 1
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert store.stats().tombstones == 3
+        assert len(store.tombstones_since(0)) == 2  # who is told of the first had it back young
+        assert len(store.tombstones_since(now_ms)) == 2  # learnt again at the start
+        store.forget_tombstones()
+        assert store.stats().tombstones == 2
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert store.lookup([]).as_of.sequence == 3
+
+
+def test_a_delete_relayed_late_is_told_to_who_asks_what_is_new(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        late = Deletion(bytes([7]) * 16, chunks=(key(1).chunk,), made_at_ms=now_ms - 3_600_000)
+        store.delete(late)
+        assert store.tombstones_since(now_ms - 600_000) == [late]
+        assert store.tombstones_since(now_ms + 1) == []
+
+
+def test_a_delete_too_old_to_be_known_again_is_ignored(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        put(store, key(1), b"x")
+        old = now_ms - 24 * 3600 * 1000
+        assert store.delete(Deletion(b"", chunks=(key(1).chunk,), made_at_ms=old)) == 0
+        assert get(store, key(1)) == b"x"
+        assert store.stats().tombstones == 0
+
+
+def test_many_deletes_wait_for_the_disk_once(store: Store) -> None:
+    for number in range(4):
+        put(store, key(number), b"x")
+    known = Deletion(bytes([9]) * 16, chunks=(key(0).chunk,))
+    assert store.delete(known) == 1
+    synced, sync = 0, store._records.sync
+
+    def counted() -> None:
+        nonlocal synced
+        synced += 1
+        sync()
+
+    store._records.sync = counted  # type: ignore[method-assign]
+    assert store.delete_many([known, deletion(1), deletion(2, 3), known]) == 3
+    assert synced == 1
+    assert store.delete_many([known]) == store.delete_many([]) == 0
+    assert synced == 1
+    assert store.lookup([]).as_of.sequence == 3
+
+
+def test_a_put_whose_chunks_were_chosen_before_a_delete_is_refused(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        store.delete(deletion(1))
+        seen = store.lookup([]).as_of  # after the delete, for a plan from before
+        for planned_at_ms, outcome in (
+            (now_ms - 1, PutOutcome.DELETED),
+            (now_ms + CLOCKS_DIFFER_MS - 1, PutOutcome.DELETED),
+            (now_ms + CLOCKS_DIFFER_MS, PutOutcome.STORED),
+        ):
+            as_of = AsOf(seen.store, seen.sequence, planned_at_ms)
+            assert put(store, key(1), b"x", as_of=as_of) is outcome
+            assert put(store, key(2), b"y", as_of=as_of) is not PutOutcome.DELETED
+
+
+def test_a_folder_that_was_away_for_longer_starts_empty(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        put(store, key(1), b"x")
+        store_id = store.store_id
+    now_ms += 24 * 3600 * 1000 + 1
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert len(store) == 0
+        assert store.store_id == store_id
+        assert store.stats().disk_bytes == 0
+
+
+def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
+    put(store, key(1), b"x")
+
+    def refuse(_: object) -> None:
+        raise Unavailable("cachestore", "its disk refuses")
+
+    store._records.put_tombstones = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(Unavailable):
+        store.delete(deletion(1))
+    assert get(store, key(1)) == b"x"
+    assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.HELD_ALREADY
+
+
+# Events, replicas, what the keeper does
+
+
+def test_events_are_numbered_and_tell_what_happened(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE) as store:
+        sequence, held = store.snapshot()
+        assert (sequence, held) == (0, [])
+        woken = threading.Event()
+        store.watch(woken.set)
+        put(store, key(1), value(PAGE), exact=False)
+        assert woken.is_set()
+        put(store, key(1), value(PAGE))
+        store.flush()
+        put(store, key(2), value(2 * PAGE))
+        store.delete(deletion(1))
+        store.unwatch(woken.set)
+        events = store.events_after(0)
+        assert events is not None
+        assert [(event.kind, event.key) for event in events] == [
+            (EventKind.STORED, key(1)),
+            (EventKind.REPLACED, key(1)),
+            (EventKind.MOVED, key(1)),
+            (EventKind.STORED, key(2)),
+            (EventKind.DROPPED, key(1)),
+        ]
+        assert [event.sequence for event in events] == [1, 2, 3, 4, 5]
+        assert store.events_after(5) == []
+        assert store.events_after(6) is None
+        _, held = store.snapshot()
+        assert [(event.kind, event.key) for event in held] == [(EventKind.STORED, key(2))]
+
+
+def test_replicas_are_told_until_the_variant_goes(store: Store) -> None:
+    put(store, key(1), b"x")
+    store.set_replicas(key(1), ("b:1",))
+    store.set_replicas(key(2), ("b:1",))
+    (found,) = store.lookup([Want.of(key(1))]).variants
+    assert found.held[0].replicas == ("b:1",)
+    assert store.discard(key(1))
+    assert not store.discard(key(1))
+    put(store, key(1), b"x")
+    put(store, key(2), b"x")
+    for answer in store.lookup([Want.of(key(1)), Want.of(key(2))]).variants:
+        assert answer.held[0].replicas == ()
+
+
+def test_served_bytes_are_taken_once(store: Store) -> None:
+    put(store, key(1), value(10))
+    get(store, key(1))
+    get(store, key(1))
+    assert store.take_served() == {key(1): 20}
+    assert store.take_served() == {}
+
+
+def test_an_export_is_all_that_a_put_needs(store: Store, tmp_path: Path) -> None:
+    origin = Origin((key(4).chunk,), key(4), "acme", "doc", 1.5)
+    put(store, key(1), value(3000), origin=origin, num_parts=3)
+    exported = store.export(key(1))
+    assert exported is not None
+    new, outgoing = exported
+    assert outgoing.raw == value(3000)
+    told = replace(origin, cost_s=0.0)  # which goes with the completion
+    assert new == variant(key(1), value(3000), origin=told, num_parts=3)
+    assert outgoing.wait(0, 0.0) == tuple(part.checksum for part in parts_of(value(3000), 3))
+    assert outgoing.finished(0.0) == 1.5
+    assert store.export(key(2)) is None
+    assert store.stats().hits_memory == 0
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_swap_changes_the_encoding_and_nothing_else(tmp_path: Path, on_disk: bool) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(300_000), origin=Origin(cost_s=2.0), num_parts=2)
+        if not on_disk:
+            small = swapped(store)
+    with opened(tmp_path) as store:
+        if on_disk:
+            small = swapped(store)
+            assert tier_of(store, key(1)) is Tier.DISK
+        assert get(store, key(1)) == small
+        assert get(store, key(1), exact=True) is Miss.OTHER_PRECISION
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == small
+        assert store.stats().disk_bytes == len(small)
+
+
+def swapped(store: Store) -> bytes:
+    """Swap key 1 for a lossy encoding; its bytes."""
+    (candidate,) = store.candidates(time.monotonic())
+    small = value(100_000, 7)
+    views = [memoryview(small)[:40_000], memoryview(small)[40_000:]]
+    parts = [*parts_of(small[:40_000]), *parts_of(small[40_000:])]
+    store.flush()
+    assert store.read(key(1), candidate.identity) == value(300_000)
+    assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
+    assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)  # another record now
+    assert store.read(key(1), candidate.identity) is None
+    (after,) = store.candidates(time.monotonic())
+    assert after.info.precision == LOSSY
+    assert after.score > candidate.score
+    assert checksum(small[:40_000]) == after.parts[0].checksum
+    return small
+
+
+def test_what_is_read_is_not_swapped(store: Store) -> None:
+    put(store, key(1), value(100))
+    store.flush()
+    (candidate,) = store.candidates(0.0)
+    lease = lease_of(store, key(1))
+    parts, views = parts_of(b"small"), [memoryview(b"small")]
+    assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)
+    store.release([lease.id])
+    assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
+
+
+# A disk that refuses
+
+
+def refuse(*_: object) -> None:
+    raise Unavailable("cachestore", "its disk refuses")
+
+
+def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=100 * PAGE) as store:
+        for number in range(95):
+            put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+        remove = store._records.remove
+        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        put(store, key(99), value(PAGE, 99), ack=Ack.DURABLE)
+        for _ in range(20):
+            with pytest.raises(Unavailable):
+                store.sweep()
+        assert store.stats().evictions[Tier.DISK] <= 6  # down to the low watermark, once
+        for number in range(100, 104):
+            put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+        for number in range(104, 110):
+            with pytest.raises(Unavailable):
+                put(store, key(number), value(PAGE), ack=Ack.DURABLE)
+        assert store.stats().evictions[Tier.DISK] <= 6
+        store._records.remove = remove  # type: ignore[method-assign]
+        store.sweep()
+        assert store.stats().disk_bytes == 94 * PAGE
+
+
+def test_a_start_on_a_disk_that_refuses_serves_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, flush=False) as store:
+        put(store, key(1), b"x", ack=Ack.DURABLE)
+        put(store, key(2), b"y", ack=Ack.DURABLE)
+        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        store.delete(deletion(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("ragcache_cachestore.storage.metadata_db.Records.remove", refuse)
+        with opened(tmp_path) as store:
+            assert get(store, key(1)) is Miss.DELETED
+            assert get(store, key(2)) == b"y"
+
+
+def test_a_delete_is_remembered_until_what_it_covered_is_gone(tmp_path: Path) -> None:
+    now_ms = 1_700_000_000_000
+    with opened(tmp_path, wall_ms=lambda: now_ms, flush=False) as store:
+        put(store, key(1), b"x", ack=Ack.DURABLE)
+        remove = store._records.remove
+        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        store.delete(deletion(1))
+        now_ms += 25 * 3600 * 1000
+        with pytest.raises(Unavailable):
+            store.forget_tombstones()
+        assert store.stats().tombstones == 1
+        store._records.remove = remove  # type: ignore[method-assign]
+        store.forget_tombstones()
+        assert store.stats().tombstones == 0
+        store._records.note_alive(now_ms)
+    with opened(tmp_path, wall_ms=lambda: now_ms) as store:
+        assert len(store) == 0
+
+
+def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE), ack=Ack.DURABLE)
+        (candidate,) = store.candidates(0.0)
+        write = store.value_file.write
+        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        small = value(100, 7)
+        assert not store.swap(
+            key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)]
+        )
+        assert get(store, key(1)) == value(PAGE)
+        assert store.stats().memory_bytes == store.stats().disk_bytes == PAGE
+        store.value_file.write = write  # type: ignore[method-assign]
+        assert store.swap(key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)])
+        assert (store.stats().memory_bytes, store.stats().disk_bytes) == (100, 100)
+        assert tier_of(store, key(1)) is Tier.MEMORY
+
+
+def test_a_durable_value_outlives_a_better_one_that_is_never_written(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
+        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        put(store, key(1), value(PAGE, 2))
+        store.flush()
+        assert get(store, key(1)) == value(PAGE, 2)
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+        assert get(store, key(1)) == value(PAGE, 1)
+        assert get(store, key(1), exact=True) is Miss.TAINTED
+        store.check()
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) == value(PAGE, 1)
+
+
+def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        old = Origin(domain="acme", document="old")
+        put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE, origin=old)
+        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        put(store, key(1), value(PAGE, 2), origin=Origin(domain="acme", document="new"))
+        store.flush()
+        store.delete(Deletion(b"", documents=("old",), domain="acme"))
+        assert get(store, key(1)) == value(PAGE, 2)
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+            store.flush()
+        assert get(store, key(1)) is Miss.EVICTED
+        store.check()
+    with opened(tmp_path) as store:
+        assert get(store, key(1)) in set(Miss)
+
+
+def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_cachestore.store.FLUSH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.END_TIMEOUT_S", 0.05)
+    store = Store(tmp_path, 4 * PAGE, 4 * PAGE)
+    entered, gate = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+
+    store.value_file.write = hang  # type: ignore[method-assign,assignment]
+    put(store, key(1), value(PAGE))
+    assert entered.wait(TIMEOUT_S)
+    store.close()
+    os.fstat(store.value_file.fd)  # whoever is stuck must not write to another's file
+    gate.set()
+    eventually(store._mover.close)
+    store._files.close()
+
+
+# Chains
+
+
+def test_a_parent_is_not_lost_while_its_child_is_on_disk(tmp_path: Path) -> None:
+    with opened(
+        tmp_path, memory_bytes=4 * PAGE, leaves_only=True, admission="second-touch"
+    ) as store:
+        put(store, key(1), value(PAGE, 1))
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
+        store.flush()  # and with it, its parent
+        for number in range(10, 20):
+            put(store, key(number), value(PAGE, number))
+        assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.DISK, Tier.DISK)
+
+
+def test_a_parent_without_a_place_on_disk_stays_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=PAGE, leaves_only=True) as store:
+        put(store, key(1), value(2 * PAGE, 1))  # more than the disk holds
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
+        for number in range(10, 20):
+            put(store, key(number), value(2 * PAGE, number))
+        assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
+
+
+def test_a_promotion_keeps_the_parent_that_is_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, leaves_only=True) as store:
+        put(store, key(1), value(PAGE, 1))
+        put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
+    with opened(tmp_path, memory_bytes=PAGE, leaves_only=True) as store:
+        store.prefetch([key(1)])
+        eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
+        store._mover.promote(next(one for one in store._books.catalog if one.key == key(2)))
+        assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
+
+
+def test_a_value_larger_than_the_disk_takes_no_room_there(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=2 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
+        put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
+        put(store, key(1), value(3 * PAGE, 1))
+        store.flush()
+        assert Tier.DISK not in store.stats().evictions
+        assert get(store, key(1)) == value(3 * PAGE, 1)
+    with opened(tmp_path, disk_bytes=2 * PAGE) as store:
+        assert get(store, key(1)) == value(PAGE, 1)
+        assert get(store, key(2)) == value(PAGE, 2)
+
+
+def test_nothing_is_its_own_parent(store: Store) -> None:
+    with pytest.raises(InvalidInput, match=r"origin\.parent"):
+        put(store, key(1), b"x", origin=Origin(parent=key(1)))
+
+
+def test_lookups_count_what_is_not_there(store: Store) -> None:
+    put(store, key(1), b"tainted", exact=False)
+    store.lookup([Want.of(key(1)), Want.of(key(2)), Want(key(3).chunk)])
+    assert store.stats().misses_by_reason == {"never_stored": 2}
+    store.lookup([Want.of(key(1))], exact=True)
+    assert store.stats().misses_by_reason == {"never_stored": 2, "tainted": 1}
+    assert store.stats().hits_memory == 0
+
+
+def test_stats_count(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, key(1), value(1000), origin=Origin(cost_s=1.0))
+        put(store, key(2), value(500), precision=LOSSY)
+        get(store, key(1))
+        get(store, key(3))
+        get(store, key(2), exact=True)
+        store.note_sent(Tier.MEMORY, "socket", 1000, 0.001)
+        store.delete(deletion(8))
+        lease_of(store, key(1))
+        stats = store.stats()
+        assert stats.variants == 2
+        assert stats.memory_bytes == 1500
+        assert stats.puts == 2
+        assert stats.hits_memory == 2
+        assert stats.misses_by_reason == {"never_stored": 1, "other_precision": 1}
+        assert stats.bytes_by_precision == {"native": 1000, "int8": 500}
+        assert stats.bytes_by_lane == {"socket": 1000}
+        assert (stats.leases, stats.tombstones) == (1, 1)
+        assert sum(stats.score_histogram) == 1
+
+
+def test_many_threads_at_once(tmp_path: Path) -> None:
+    """Each value names its key, so a reader sees at once what it should not."""
+    errors: list[BaseException] = []
+
+    def work(store: Store, seed: int) -> None:
+        try:
+            for step in range(60):
+                number = (seed * 7 + step * 5) % 12
+                if step % 4 == 3:
+                    store.delete(deletion(number))
+                elif step % 2:
+                    put(store, key(number), value(PAGE + number, number))
+                else:
+                    assert get(store, key(number)) in {value(PAGE + number, number), *Miss}
+        except BaseException as error:
+            errors.append(error)
+
+    with opened(tmp_path, memory_bytes=12 * PAGE, disk_bytes=16 * PAGE) as store:
+        threads = [threading.Thread(target=work, args=(store, seed)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store.flush()
+        store.sweep()
+        assert errors == []
+    with opened(tmp_path, memory_bytes=12 * PAGE, disk_bytes=16 * PAGE) as store:
+        for number in range(12):
+            assert get(store, key(number)) in {value(PAGE + number, number), *Miss}

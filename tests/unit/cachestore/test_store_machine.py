@@ -1,0 +1,260 @@
+"""The store against a model of what it may say, under random calls, restarts and kills.
+
+A cache may forget what it likes, so the model says what a read may give: exactly the bytes put last
+under that key, a miss, and never anything deleted. Durable values may be missing only where the
+disk tier had to evict. What is leased must read the same until it is released.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.store import Store
+from ragcache_core.errors import Unavailable
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Origin, Tier
+from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
+from tests.helpers.cachestore_parts import completion, fill, get, key, parts_of, put, value, variant
+
+PAGE = 65536
+NUM_KEYS = 6
+
+keys = st.integers(0, NUM_KEYS - 1)
+sizes = st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
+
+
+@dataclass
+class Arriving:
+    key: VariantKey
+    raw: bytes
+    arrival: object
+    deletes: int
+
+
+class StoreMachine(RuleBasedStateMachine):
+    @initialize(
+        leaves_only=st.booleans(),
+        admission=st.sampled_from(["always", "second-touch"]),
+        memory_pages=st.integers(4, 8),
+        disk_pages=st.sampled_from([4, 8, 64]),
+    )
+    def open(self, leaves_only: bool, admission: str, memory_pages: int, disk_pages: int) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.settings = {
+            "memory_bytes": memory_pages * PAGE,
+            "disk_bytes": disk_pages * PAGE,
+            "admission": admission,
+            "leaves_only": leaves_only,
+            "policy": "lru",
+        }
+        self.store = Store(self.folder, **self.settings)  # type: ignore[arg-type]
+        self.seed = 0
+        self.deletes = 0
+        self.may: dict[VariantKey, set[bytes]] = {}
+        self.durable: set[VariantKey] = set()
+        self.evicted = False
+        self.leases: dict[int, tuple[Lease, bytes]] = {}
+        self.arriving: list[Arriving] = []
+        self.seen: list[AsOf] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self._end()
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+    def _end(self) -> None:
+        for arriving in self.arriving:
+            arriving.arrival.abort()  # type: ignore[attr-defined]
+        self.arriving.clear()
+        self.store.release(self.leases)
+        self.leases.clear()
+
+    def _raw(self, size: int) -> bytes:
+        self.seed += 1
+        return value(size, self.seed)
+
+    @staticmethod
+    def _origin(number: int) -> Origin:
+        """Every key is computed after the one before it, but for two chains."""
+        if number % 3 == 0:
+            return Origin()
+        parent = key(number - 1)
+        before = tuple(key(n).chunk for n in range(number - number % 3, number))
+        return Origin(prefix_chunks=before, parent=parent)
+
+    @rule(number=keys, size=sizes, ack=st.sampled_from(Ack), exact=st.booleans())
+    def put(self, number: int, size: int, ack: Ack, exact: bool) -> None:
+        raw = self._raw(size)
+        try:
+            outcome = put(
+                self.store, key(number), raw, ack=ack, exact=exact, origin=self._origin(number)
+            )
+        except Unavailable:
+            # Accepted or not: durable ones may have been accepted before the disk refused.
+            self.may.setdefault(key(number), set()).add(raw)
+            return
+        assert outcome in {PutOutcome.STORED, PutOutcome.HELD_ALREADY}
+        if ack is Ack.DURABLE:
+            self.durable.add(key(number))
+        if outcome is PutOutcome.STORED:
+            self.may.setdefault(key(number), set()).add(raw)
+
+    @rule(number=keys, size=sizes)
+    def begin(self, number: int, size: int) -> None:
+        raw = self._raw(size)
+        new = variant(
+            key(number), raw, origin=self._origin(number), as_of=self.store.lookup([]).as_of
+        )
+        try:
+            arrival = self.store.begin_put(new)
+        except Unavailable:
+            return
+        if not isinstance(arrival, PutOutcome):
+            self.arriving.append(Arriving(key(number), raw, arrival, self.deletes))
+
+    @precondition(lambda self: self.arriving)
+    @rule(whole=st.booleans())
+    def end(self, whole: bool) -> None:
+        one = self.arriving.pop()
+        if not whole:
+            one.arrival.abort()  # type: ignore[attr-defined]
+            return
+        fill(one.arrival.views, one.raw)  # type: ignore[attr-defined]
+        if one.arrival.commit(completion(one.arrival.new, one.raw)) is PutOutcome.STORED:  # type: ignore[attr-defined]
+            self.may.setdefault(one.key, set()).add(one.raw)
+
+    @rule(number=keys)
+    def get(self, number: int) -> None:
+        found = get(self.store, key(number))
+        assert isinstance(found, Miss) or found in self.may.get(key(number), ())
+
+    @rule(number=keys)
+    def lease(self, number: int) -> None:
+        (lease,) = self.store.open([key(number)])
+        if isinstance(lease, Lease) and len(self.leases) < 3:
+            raw = self._read(lease)
+            assert raw in self.may[key(number)]
+            self.leases[lease.id] = (lease, raw)
+        elif isinstance(lease, Lease):
+            self.store.release([lease.id])
+
+    @precondition(lambda self: self.leases)
+    @rule(alarm=st.booleans())
+    def release(self, alarm: bool) -> None:
+        lease_id = next(iter(self.leases))
+        lease, _ = self.leases.pop(lease_id)
+        self.store.note_opened([lease])  # late: it may be deleted or replaced by now
+        self.store.release([lease_id], [lease_id] if alarm else [])
+        assert self.store.stats().corrupt == 0
+
+    @rule(numbers=st.sets(keys, min_size=1, max_size=2))
+    def delete(self, numbers: set[int]) -> None:
+        self.seen.append(self.store.lookup([]).as_of)
+        self.deletes += 1
+        self.store.delete(Deletion(b"", chunks=tuple(key(n).chunk for n in numbers)))
+        for number in range(NUM_KEYS):
+            before = {number, *range(number - number % 3, number)}
+            if before & numbers:
+                self.may.pop(key(number), None)
+                self.durable.discard(key(number))
+                assert get(self.store, key(number)) is Miss.DELETED or not numbers & {number}
+                # A put that was planned before leaves nothing.
+                late = put(
+                    self.store,
+                    key(number),
+                    self._raw(1),
+                    origin=self._origin(number),
+                    as_of=self.seen[-1],
+                )
+                assert late is PutOutcome.DELETED
+
+    @rule(number=keys)
+    def prefetch(self, number: int) -> None:
+        self.store.prefetch([key(number)])
+
+    @rule(number=keys, pinned=st.booleans())
+    def pin(self, number: int, pinned: bool) -> None:
+        if pinned:
+            self.store.pin([key(number)], 60.0)
+        else:
+            self.store.unpin([key(number)])
+
+    @rule()
+    def sweep(self) -> None:
+        self.store.flush()
+        self.store.sweep()
+
+    @rule(number=keys)
+    def swap(self, number: int) -> None:
+        for candidate in self.store.candidates(0.0):
+            if candidate.key == key(number):
+                raw = self._raw(max(1, candidate.info.num_bytes // 2))
+                if self.store.swap(
+                    candidate.key,
+                    candidate.identity,
+                    candidate.info.precision,
+                    parts_of(raw),
+                    [memoryview(raw)],
+                ):
+                    self.may[key(number)].add(raw)
+
+    @rule(flush=st.booleans())
+    def restart(self, flush: bool) -> None:
+        """A stop, or as good as a kill: what was not written is lost."""
+        self._end()
+        if flush:
+            self.store.flush()
+        self.store.close(flush=flush)
+        self.evicted |= Tier.DISK in self.store.stats().evictions  # up to the very end
+        self.store = Store(self.folder, **self.settings)  # type: ignore[arg-type]
+        for durable in self.durable:
+            assert self.evicted or isinstance(get(self.store, durable), bytes)
+
+    def _read(self, lease: Lease) -> bytes:
+        raw = bytearray(lease.info.num_bytes)
+        if lease.on_disk:
+            assert self.store.value_file.read_into(lease.extents, [memoryview(raw)])
+            return bytes(raw)
+        return b"".join(self.store.arena.views(lease.extents))
+
+    @invariant()
+    def what_is_leased_stays(self) -> None:
+        for lease, raw in getattr(self, "leases", {}).values():
+            assert self._read(lease) == raw
+
+    @invariant()
+    def capacities_hold(self) -> None:
+        if hasattr(self, "store"):
+            stats = self.store.stats()
+            assert stats.memory_bytes <= self.settings["memory_bytes"]  # type: ignore[operator]
+            assert stats.disk_bytes <= self.settings["disk_bytes"]  # type: ignore[operator]
+            for tier in Tier:
+                allocator = (
+                    self.store.arena if tier is Tier.MEMORY else self.store.value_file
+                ).allocator
+                assert allocator.used_pages <= allocator.num_pages
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        if hasattr(self, "store"):
+            self.store.check()
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+class TestStoreMachine(StoreMachine.TestCase):  # type: ignore[misc]
+    pass

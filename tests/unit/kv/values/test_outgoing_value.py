@@ -1,0 +1,118 @@
+"""Values that go out while they are computed, whoever carries them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.store_api import LEASE_S
+from ragcache_kv.values.outgoing_value import ANSWER_S, Outgoing, Runs, Unfinished, Whole
+from tests.helpers.cachestore_parts import key, value, variant, whole
+
+
+class Scripted(Outgoing):
+    """Gives as many parts at a time as was said, and notes until when it was waited for."""
+
+    def __init__(self, raw: bytes, came: Sequence[Sequence[int]], delay_s: float = 0.0) -> None:
+        super().__init__(memoryview(raw))
+        self._came = iter(came)
+        self._delay_s = delay_s
+        self.deadlines: list[float] = []
+
+    def wait(self, done: int, deadline: float) -> Sequence[int]:
+        self.deadlines.append(deadline)
+        time.sleep(self._delay_s)
+        return next(self._came)
+
+    def finished(self, deadline: float) -> float:
+        self.deadlines.append(deadline)
+        return 2.5
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8), data=st.data())
+def test_runs_are_the_value_however_its_parts_come(sizes: list[int], data: st.DataObject) -> None:
+    raw = value(sum(sizes))
+    new = replace(variant(key(1), raw), part_bytes=tuple(sizes))
+    sums = list(whole(new, raw).wait(0, 0.0))
+    came, done = [], 0
+    while done < len(sizes):
+        count = data.draw(st.integers(1, len(sizes) - done))
+        came.append(sums[done : done + count])
+        done += count
+    runs = Runs(new, Scripted(raw, came), time.monotonic() + 60)
+    assert b"".join(runs) == raw
+    assert runs.are_over
+    assert runs.completion().checksums == tuple(sums)
+    assert runs.completion().cost_s == 2.5
+
+
+def test_what_is_whole_is_one_run() -> None:
+    raw = value(100)
+    new = replace(variant(key(1), raw), part_bytes=(30, 70))
+    outgoing = Whole.summed_up(memoryview(raw), (30, 70), 1.5)
+    runs = Runs(new, outgoing, time.monotonic() + 60)
+    assert [bytes(run) for run in runs] == [raw]
+    assert (runs.completion().checksums, runs.completion().cost_s) == (
+        tuple(outgoing.wait(0, 0.0)),
+        1.5,
+    )
+
+
+def test_a_store_has_time_left_to_answer_in_and_keeps_room_for_no_longer_than_a_lease() -> None:
+    new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
+    for left_s, latest in ((10.0, 10 - ANSWER_S), (1.0, 0.8), (300.0, 300 - ANSWER_S)):
+        outgoing = Scripted(b"abcd", [[1], [2]])
+        deadline = time.monotonic() + left_s
+        runs = Runs(new, outgoing, deadline)
+        list(runs)
+        runs.completion()
+        first, second, last = outgoing.deadlines
+        assert first == pytest.approx(deadline - left_s + latest, abs=0.1)
+        assert second == last <= min(first, time.monotonic() + LEASE_S - ANSWER_S)
+
+
+def test_a_store_that_was_slow_is_not_taken_for_a_value_that_is() -> None:
+    new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
+    runs = Runs(new, Scripted(b"abcd", [[1], [2]]), time.monotonic() + 0.02)
+    assert next(runs) == b"ab"
+    time.sleep(0.03)  # until the store has taken it
+    assert next(runs) == b"cd"
+    assert runs.completion().checksums == (1, 2)
+
+
+def test_what_comes_too_late_does_not_go_out() -> None:
+    new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
+    runs = Runs(new, Scripted(b"abcd", [[1], [2]], delay_s=0.03), time.monotonic() + 0.02)
+    with pytest.raises(Unfinished):
+        next(runs)
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "came", "field"),
+    [
+        ((), [], "variant.part_bytes"),
+        ((2, 3), [], "variant.part_bytes"),
+        ((2, 2), [[]], "value"),
+        ((2, 2), [[1, 2, 3]], "value"),
+        ((2, 2), [[1], []], "value"),
+        ((2, 2), [[1], [2, 3]], "value"),
+    ],
+)
+def test_parts_that_are_not_the_variants_are_refused(
+    part_bytes: tuple[int, ...], came: list[list[int]], field: str
+) -> None:
+    new = replace(variant(key(1), b"abcd"), part_bytes=part_bytes)
+    with pytest.raises(InvalidInput) as refused:
+        list(Runs(new, Scripted(b"abcd", came), time.monotonic() + 60))
+    assert refused.value.field == field
+
+
+def test_a_value_of_another_size_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="value: has 3 bytes"):
+        Runs(variant(key(1), b"abcd"), Scripted(b"abc", []), time.monotonic() + 60)

@@ -1,0 +1,590 @@
+"""Builders: what each part is told, given and allowed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import kubernetes_validate
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_cachestore.config import Config
+from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES
+from ragcache_core.errors import InvalidInput
+from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES
+from ragcache_core.identity.variant import Precision
+from ragcache_core.plan.signature import parse_keys
+from ragcache_gateway.config import read_config
+from ragcache_operator.builders import build_children
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.objects import signing_key
+from ragcache_operator.builders.objects.autoscaling import BOUNDS, with_replicas
+from ragcache_operator.builders.refusals import refusals
+from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.spec import CacheStoreSpec
+from ragcache_operator.spec.manifest import load_manifest
+from ragcache_operator.spec.quantity import parse_quantity
+from tests.helpers.children_parts import (
+    UID,
+    Object,
+    build,
+    children_of,
+    container_of,
+    env_of,
+    kinds_of,
+    make_cache,
+    of,
+    pod_of,
+    secrets_of,
+    specs,
+    workloads_of,
+)
+
+ROOT = Path(__file__).parents[4]
+LATEST = Capabilities.latest()
+
+
+@given(specs)
+def test_the_store_understands_what_it_is_told(spec: Object) -> None:
+    cache = make_cache(**spec)
+    env = env_of(children_of(cache), "cachestore")
+    own = env["RAGCACHE_SELF"].replace("$(RAGCACHE_POD)", "docs-cachestore-0")
+    told = Config.from_environment({**env, "RAGCACHE_SELF": own})
+    store = cache.spec.cache_store
+    assert told.memory_bytes == store.memory_bytes
+    assert told.disk_bytes + FREE_RESERVE_BYTES < store.disk.size_bytes
+    assert told.policy == store.policy
+    assert told.replication == store.replication.enabled
+    assert told.leaves_only == (cache.spec.reuse.mode == "exact")
+    assert told.lane_listen == "0.0.0.0:50052"
+    precise = store.precision
+    given_precision = Precision.parse(f"{precise.key}/{precise.value}")
+    assert given_precision.lossless
+    assert told.precision == given_precision
+
+
+def test_policies_are_those_of_core() -> None:
+    policy = CacheStoreSpec.model_fields["policy"]
+    assert get_args(policy.annotation) == POLICY_NAMES
+    assert policy.default == DEFAULT_POLICY
+
+
+def without_mounts(env: dict[str, str]) -> dict[str, str]:
+    """Without what is read from a volume as soon as it is named."""
+    return {name: value for name, value in env.items() if name != "RAGCACHE_PLAN_KEY_FILE"}
+
+
+@given(specs)
+def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
+    cache = make_cache(**spec)
+    told = read_config(without_mounts(env_of(children_of(cache), "gateway")))
+    assert (told.reuse, told.max_recompute) == (
+        cache.spec.reuse.mode,
+        cache.spec.reuse.max_recompute,
+    )
+    assert told.max_model_len == cache.spec.model.max_length
+
+
+def test_the_gateway_reuses_as_the_spec_says() -> None:
+    env = env_of(build(), "gateway")
+    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("exact", "0.2")
+    env = env_of(build(reuse={"mode": "blend", "maxRecompute": 1}), "gateway")
+    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("blend", "1.0")
+    # Without either, it does as it would by an empty spec.
+    del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]
+    reuse, told = make_cache().spec.reuse, read_config(without_mounts(env))
+    assert (told.reuse, told.max_recompute) == (reuse.mode, reuse.max_recompute)
+
+
+@given(specs)
+def test_parts_agree_on_the_model(spec: Object) -> None:
+    cache = make_cache(**spec)
+    children = children_of(cache)
+    gateway, retriever = env_of(children, "gateway"), env_of(children, "retriever")
+    for engine in cache.spec.engines:
+        arguments = container_of(children, f"engine-{engine.name}")["args"]
+        told = {name: arguments[arguments.index(name) + 1] for name in arguments[:10:2]}
+        assert gateway["RAGCACHE_MODEL"] == retriever["RAGCACHE_MODEL"] == told["--model"]
+        assert gateway["RAGCACHE_MODEL_NAME"] == told["--served-model-name"]
+        assert gateway["RAGCACHE_MODEL_DTYPE"] == told["--dtype"]
+    assert gateway["RAGCACHE_MAX_MODEL_LEN"] == str(cache.spec.model.max_length)
+
+
+@pytest.mark.parametrize("example", ["quickstart.yaml", "huggingface.yaml"])
+def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
+    cache = load_manifest(ROOT / "examples" / example)
+    for child in build_children(cache, ClusterSite.of(cache, tag="1")):
+        kubernetes_validate.validate(child, "1.37", strict=True)
+
+
+def test_the_engine_is_vllms_server_with_our_connector() -> None:
+    children = build(engines=[{"kvMemory": "1500Mi", "args": ["--max-num-seqs", "4"]}])
+    container = container_of(children, "engine-main")
+    assert container["command"] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = container["args"]
+    connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert connector == {
+        "kv_connector": "RagCacheConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert arguments[-2:] == ["--max-num-seqs", "4"]
+    assert "--otlp-traces-endpoint" not in arguments
+    assert env_of(children, "engine-main")["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert container["resources"]["requests"]["memory"] == "5Gi"
+    assert "RAGCACHE_HOST_TIER_BYTES" not in env_of(children, "engine-main")
+
+
+def test_an_engine_has_memory_for_its_host_tier_and_for_what_waits_to_go_there() -> None:
+    children = build(engines=[{"kvMemory": "2Gi", "hostTier": "4Gi"}])
+    assert env_of(children, "engine-main")["RAGCACHE_HOST_TIER_BYTES"] == str(4 << 30)
+    container = container_of(children, "engine-main")
+    assert container["resources"]["requests"]["memory"] == "10Gi"
+
+
+def test_vllm_sends_its_spans_where_the_connector_does_and_begins_no_trace() -> None:
+    children = build(telemetry={"otlp": {"endpoint": "http://collector:4318/"}})
+    arguments = container_of(children, "engine-main")["args"]
+    at = arguments.index("--otlp-traces-endpoint")
+    assert arguments[at + 1] == "http://collector:4318/v1/traces"
+    env = env_of(children, "engine-main")
+    assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    assert env["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"
+
+
+@pytest.mark.parametrize(
+    ("engine", "surge"),
+    [
+        ({}, 1),
+        ({"replicas": 2}, 0),
+        ({"autoscaling": {"maxReplicas": 3}}, 0),
+    ],
+)
+def test_only_an_engine_that_is_alone_is_followed_before_it_goes(
+    engine: Object, surge: int
+) -> None:
+    deployment = of(build(engines=[engine]), "Deployment", "docs-engine-main")
+    rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+    assert rolling == {"maxSurge": surge, "maxUnavailable": 1 - surge}
+
+
+def test_engines_are_reached_one_by_one_and_only_when_ready() -> None:
+    service = of(build(), "Service", "docs-engine-main")
+    assert service["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in service["spec"]
+
+
+def test_the_gateway_knows_every_engine() -> None:
+    env = env_of(build(engines=[{"name": "a"}, {"name": "b"}]), "gateway")
+    assert env["RAGCACHE_ENGINES"] == (
+        "http://docs-engine-a.team.svc:8000,http://docs-engine-b.team.svc:8000"
+    )
+    assert env["RAGCACHE_ENGINE_RECORDS"] == (
+        "docs-engine-a.team.svc:50051,docs-engine-b.team.svc:50051"
+    )
+
+
+def test_shards_have_names_while_they_are_not_ready_and_start_side_by_side() -> None:
+    children = build(cacheStore={"shards": 3})
+    service = of(children, "Service", "docs-cachestore-shards")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    store = of(children, "StatefulSet", "docs-cachestore")
+    assert store["spec"]["serviceName"] == "docs-cachestore-shards"
+    assert store["spec"]["podManagementPolicy"] == "Parallel"
+    assert store["spec"]["replicas"] == 3
+
+
+def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports() -> None:
+    children = build(cacheStore={"shards": 2})
+    store = of(children, "StatefulSet", "docs-cachestore")
+    listed = container_of(children, "cachestore")["env"]
+    [pod] = [variable for variable in listed if variable["name"] == "RAGCACHE_POD"]
+    assert pod["valueFrom"]["fieldRef"] == {"apiVersion": "v1", "fieldPath": "metadata.name"}
+    [own] = [variable for variable in listed if variable["name"] == "RAGCACHE_SELF"]
+    # The kubelet fills in only what stands before.
+    assert listed.index(pod) < listed.index(own)
+    members = of(children, "ConfigMap", "docs-members")
+    names = [f"{store['metadata']['name']}-{shard}" for shard in range(2)]
+    assert json.loads(members["data"]["cachestore.json"])["members"] == [
+        own["value"].replace("$(RAGCACHE_POD)", name) for name in names
+    ]
+    mounted = {mount["name"] for mount in container_of(children, "cachestore")["volumeMounts"]}
+    assert "members" in mounted
+    env, service = env_of(children, "cachestore"), of(children, "Service", "docs-cachestore-shards")
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    assert env["RAGCACHE_LISTEN"] == f"0.0.0.0:{ports['grpc']}"
+    assert env["RAGCACHE_LANE_LISTEN"] == f"0.0.0.0:{ports['lane']}"
+    assert "RAGCACHE_LANE_SOCKET" not in env
+
+
+def test_an_engine_tells_what_its_cache_holds_to_gateways_alone() -> None:
+    children = build()
+    container = container_of(children, "engine-main")
+    arguments = container["args"]
+    events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
+    assert events["enable_kv_cache_events"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert events["endpoint"] == f"tcp://*:{ports['events']}"
+    assert events["replay_endpoint"] == f"tcp://*:{ports['replay']}"
+    policy = of(children, "NetworkPolicy", "docs-engine")
+    [rule] = [
+        rule
+        for rule in policy["spec"]["ingress"]
+        if {"port": ports["events"], "protocol": "TCP"} in rule["ports"]
+    ]
+    [peer] = rule["from"]
+    assert "gateway" in peer["podSelector"]["matchLabels"].values()
+
+
+def test_the_store_keeps_what_the_spec_says() -> None:
+    env = env_of(build(), "cachestore")
+    assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("score", "always")
+    assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native", "on")
+    assert "RAGCACHE_OTLP_ENDPOINT" not in env
+    children = build(
+        cacheStore={
+            "policy": "pgdsf",
+            "admission": "secondTouch",
+            "precision": {"value": "packed"},
+            "replication": {"enabled": False},
+        },
+        telemetry={"otlp": {"endpoint": "http://collector:4318"}},
+    )
+    env = env_of(children, "cachestore")
+    assert (env["RAGCACHE_POLICY"], env["RAGCACHE_ADMISSION"]) == ("pgdsf", "second-touch")
+    assert (env["RAGCACHE_PRECISION"], env["RAGCACHE_REPLICATION"]) == ("native/packed", "off")
+    told = {
+        name: env_of(children, name).get("RAGCACHE_OTLP_ENDPOINT")
+        for name in ("cachestore", "gateway", "retriever", "engine-main")
+    }
+    assert told == dict.fromkeys(told, "http://collector:4318")
+
+
+@pytest.mark.parametrize("size", ["64Mi", "100Mi", "255Mi"])
+def test_a_small_volume_of_an_older_release_still_makes_a_store(size: str) -> None:
+    """Its size cannot change any more, so that nothing could be done about a refusal."""
+    env = env_of(build(cacheStore={"disk": {"size": size}}), "cachestore")
+    assert int(env["RAGCACHE_DISK_BYTES"]) >= 65536
+
+
+def test_the_store_fits_its_volume_and_its_memory() -> None:
+    children = build(cacheStore={"memory": "2Gi", "disk": {"size": "10Gi", "className": "fast"}})
+    store = of(children, "StatefulSet", "docs-cachestore")
+    [claim] = store["spec"]["volumeClaimTemplates"]
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "10Gi"}},
+    }
+    env, container = env_of(children, "cachestore"), container_of(children, "cachestore")
+    # Nearly all of it: a file system's own share and a reserve for records remain.
+    assert 0.85 * (10 << 30) < int(env["RAGCACHE_DISK_BYTES"]) < 0.9 * (10 << 30)
+    limit = parse_quantity(container["resources"]["limits"]["memory"])
+    assert limit > int(env["RAGCACHE_MEMORY_BYTES"]) == 2 << 30
+    assert {"name": "data", "mountPath": env["RAGCACHE_DATA_DIR"]} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "rendered"),
+    [
+        ({}, {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "1832Mi"}}),
+        # A part that bounds its own memory keeps a limit, at what is requested.
+        (
+            {"cpu": "0.5", "memory": "4096Mi"},
+            {"requests": {"cpu": "500m", "memory": "4Gi"}, "limits": {"memory": "4Gi"}},
+        ),
+        (
+            {"memoryLimit": "3Gi"},
+            {"requests": {"cpu": "100m", "memory": "1832Mi"}, "limits": {"memory": "3Gi"}},
+        ),
+        # No server takes a request above the limit.
+        (
+            {"memoryLimit": "1Gi"},
+            {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+        ),
+    ],
+)
+def test_resources_are_derived_and_may_be_overridden(resources: Object, rendered: Object) -> None:
+    children = build(cacheStore={"memory": "1Gi", "resources": resources})
+    assert container_of(children, "cachestore")["resources"] == rendered
+
+
+def test_the_gateway_listens_high_and_its_service_where_asked() -> None:
+    service = of(build(gateway={"port": 80}), "Service", "docs-gateway")
+    assert service["spec"]["ports"] == [
+        {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}
+    ]
+    cache = make_cache(gateway={"port": 80})
+    assert ClusterSite.of(cache, tag="1").gateway_url == "http://docs-gateway.team.svc:80"
+
+
+@pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
+def test_a_hub_model_may_ask_the_hub_with_the_users_token(part: str) -> None:
+    children = build(model={"source": "hf:Qwen/Qwen3-0.6B", "tokenSecret": {"name": "hub"}})
+    assert "HF_HUB_OFFLINE" not in env_of(children, part)
+    assert ("HF_TOKEN", "hub", "token") in secrets_of(container_of(children, part))
+    assert env_of(children, "gateway")["RAGCACHE_MODEL"] == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("part", ["gateway", "retriever", "engine-main"])
+@pytest.mark.parametrize(
+    ("source", "volume", "folder"),
+    [
+        (
+            "pvc:models/llama/8b",
+            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+            "/model/llama/8b",
+        ),
+        (
+            "pvc:models",
+            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+            "/model",
+        ),
+        (
+            "image:registry.example.com/llama:1",
+            {
+                "image": {
+                    "reference": "registry.example.com/llama:1",
+                    "pullPolicy": "IfNotPresent",
+                }
+            },
+            "/model",
+        ),
+    ],
+)
+def test_a_model_on_a_volume_is_mounted_read_only(
+    part: str, source: str, volume: Object, folder: str
+) -> None:
+    children = build(model={"source": source})
+    assert {"name": "model", **volume} in pod_of(children, part)["volumes"]
+    mount = {"name": "model", "mountPath": "/model", "readOnly": True}
+    assert mount in container_of(children, part)["volumeMounts"]
+    assert env_of(children, part)["HF_HUB_OFFLINE"] == "1"
+    assert env_of(children, "gateway")["RAGCACHE_MODEL"] == folder
+
+
+def test_the_store_has_no_model() -> None:
+    children = build(model={"source": "pvc:models"})
+    assert "model" not in {volume["name"] for volume in pod_of(children, "cachestore")["volumes"]}
+
+
+def test_a_folder_of_this_machine_is_refused_in_a_cluster() -> None:
+    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: path:/m is a folder of this"):
+        build(model={"source": "path:/m"})
+
+
+def test_an_image_as_a_model_needs_a_cluster_that_mounts_images() -> None:
+    cache = make_cache(model={"source": "image:a/b:1"})
+    children_of(cache, replace(LATEST, minor=35))
+    with pytest.raises(InvalidInput, match=r"^spec\.model\.source: Kubernetes 1\.34 does not let"):
+        children_of(cache, replace(LATEST, minor=34))
+
+
+def test_an_endpoints_key_stays_in_its_secret() -> None:
+    children = build(
+        retriever={
+            "embedder": {
+                "source": "https://api.example.com/v1",
+                "model": "e",
+                "keySecret": {"name": "keys", "key": "embeddings"},
+            }
+        }
+    )
+    [secret] = secrets_of(container_of(children, "retriever"))
+    assert secret == ("RAGCACHE_EMBEDDER_API_KEY", "keys", "embeddings")
+
+
+def test_scheduling_reaches_every_pod() -> None:
+    toleration = {"key": "rag", "operator": "Exists", "effect": "NoSchedule"}
+    children = build(
+        scheduling={
+            "priorityClassName": "high",
+            "nodeSelector": {"pool": "rag"},
+            "tolerations": [toleration],
+            "imagePullSecrets": [{"name": "registry"}],
+        }
+    )
+    for workload in workloads_of(children):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["priorityClassName"] == "high"
+        assert pod["nodeSelector"] == {"pool": "rag"}
+        assert pod["tolerations"] == [toleration]
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_replicas_spread_over_nodes_and_zones_but_never_wait_for_it() -> None:
+    children = build()
+    for part in ("gateway", "engine-main", "cachestore"):
+        constraints = pod_of(children, part)["topologySpreadConstraints"]
+        assert [c["topologyKey"] for c in constraints] == [
+            "kubernetes.io/hostname",
+            "topology.kubernetes.io/zone",
+        ]
+        assert {c["whenUnsatisfiable"] for c in constraints} == {"ScheduleAnyway"}
+    # It is always one, and adding a constraint with a second pod would roll the first.
+    assert "topologySpreadConstraints" not in pod_of(children, "retriever")
+
+
+def test_a_drain_takes_one_pod_of_a_part_at_a_time_and_never_waits_for_a_single_one() -> None:
+    children = build(cacheStore={"shards": 3})
+    budgets = kinds_of(children, "PodDisruptionBudget")
+    assert len(budgets) == 4
+    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets)
+
+
+def test_an_ingress_leads_to_the_gateway() -> None:
+    children = build(
+        gateway={"ingress": {"host": "a.example.com", "className": "nginx", "tlsSecret": "tls"}}
+    )
+    [ingress] = kinds_of(children, "Ingress")
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert ingress["spec"]["tls"] == [{"hosts": ["a.example.com"], "secretName": "tls"}]
+    assert ingress["spec"]["rules"][0]["host"] == "a.example.com"
+
+
+@pytest.mark.parametrize("version", ["v2", "v2beta2"])
+def test_the_gateway_scales_by_cpu_and_engines_by_their_queues(version: str) -> None:
+    cache = make_cache(
+        gateway={"replicas": 2, "autoscaling": {"maxReplicas": 5, "cpuPercent": 60}},
+        engines=[{"autoscaling": {"maxReplicas": 3, "queueDepth": 8}}],
+    )
+    children = children_of(cache, replace(LATEST, autoscaling=version))
+    gateway = of(children, "HorizontalPodAutoscaler", "docs-gateway")
+    assert gateway["apiVersion"] == f"autoscaling/{version}"
+    assert (gateway["spec"]["minReplicas"], gateway["spec"]["maxReplicas"]) == (2, 5)
+    [metric] = gateway["spec"]["metrics"]
+    assert metric["resource"] == {
+        "name": "cpu",
+        "target": {"type": "Utilization", "averageUtilization": 60},
+    }
+    engine = of(children, "HorizontalPodAutoscaler", "docs-engine-main")
+    [metric] = engine["spec"]["metrics"]
+    assert metric["pods"] == {
+        "metric": {"name": "vllm_num_requests_waiting"},
+        "target": {"type": "AverageValue", "averageValue": "8"},
+    }
+
+
+def scaled() -> list[Object]:
+    """A gateway of two to five replicas."""
+    return build(gateway={"replicas": 2, "autoscaling": {"maxReplicas": 5}})
+
+
+@given(st.integers(0, 10))
+def test_who_scales_a_deployment_is_not_corrected(replicas: int) -> None:
+    desired = of(scaled(), "Deployment", "docs-gateway")
+    assert "replicas" not in desired["spec"]
+    live = {**desired, "spec": {**desired["spec"], "replicas": replicas}}
+    assert with_replicas(desired, live)["spec"]["replicas"] == min(max(replicas, 2), 5)
+
+
+def test_a_scaled_deployment_begins_with_the_fewest() -> None:
+    desired = of(scaled(), "Deployment", "docs-gateway")
+    assert desired["metadata"]["annotations"][BOUNDS] == "2-5"
+    assert with_replicas(desired, None)["spec"]["replicas"] == 2
+
+
+def test_without_autoscaling_the_spec_says_how_many() -> None:
+    for child in build(gateway={"replicas": 3}, engines=[{"replicas": 2}]):
+        assert with_replicas(child, None) == child
+    assert of(build(gateway={"replicas": 3}), "Deployment", "docs-gateway")["spec"]["replicas"] == 3
+
+
+def test_what_the_cluster_does_not_serve_is_left_out_and_said() -> None:
+    cache = make_cache(
+        gateway={"autoscaling": {"maxReplicas": 2}, "httpRoute": {"gateway": "public"}},
+        engines=[{"name": "a"}, {"name": "b", "autoscaling": {"maxReplicas": 2}}],
+    )
+    nothing = Capabilities(20, None, None, http_route=False, custom_metrics=False)
+    found = refusals(cache, nothing)
+    assert {refusal.reason for refusal in found} == {
+        *("AutoscalingNotServed", "QueueMetricsNotServed"),
+        *("HTTPRouteNotServed", "DisruptionBudgetsNotServed"),
+    }
+    [queue] = [refusal for refusal in found if refusal.reason == "QueueMetricsNotServed"]
+    assert queue.message.startswith("spec.engines[1].autoscaling: ")
+    assert all("; " in refusal.message for refusal in found)
+    kinds = {child["kind"] for child in children_of(cache, nothing)}
+    assert not kinds & {"HorizontalPodAutoscaler", "HTTPRoute", "PodDisruptionBudget"}
+    assert refusals(cache, LATEST) == []
+
+
+@given(specs)
+def test_nothing_is_refused_that_is_not_asked_for(spec: Object) -> None:
+    cache = make_cache(**spec)
+    served = Capabilities.kubernetes_1_20()
+    for refusal in refusals(cache, served):
+        assert refusal.message.startswith("spec.")
+    kinds = [child["kind"] for child in children_of(cache, served)]
+    wanted = sum(engine.autoscaling is not None for engine in cache.spec.engines)
+    refused = [r for r in refusals(cache, served) if r.reason == "QueueMetricsNotServed"]
+    assert len(refused) == wanted
+    assert kinds.count("HorizontalPodAutoscaler") == (cache.spec.gateway.autoscaling is not None)
+
+
+def test_old_clusters_get_the_versions_they_know() -> None:
+    cache = make_cache(gateway={"autoscaling": {"maxReplicas": 2}})
+    versions = {
+        child["kind"]: child["apiVersion"]
+        for child in children_of(cache, Capabilities.kubernetes_1_20())
+    }
+    assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
+    assert versions["PodDisruptionBudget"] == "policy/v1beta1"
+
+
+def plan_key_volume(children: list[Object], part: str) -> Object | None:
+    """Volume of the file that a part is told to read its keys from."""
+    path = env_of(children, part).get("RAGCACHE_PLAN_KEY_FILE")
+    if path is None:
+        return None
+    folder, _, _ = path.rpartition("/")
+    [mount] = [m for m in container_of(children, part)["volumeMounts"] if m["mountPath"] == folder]
+    # The whole folder: a file that is mounted by itself never changes.
+    assert mount["readOnly"] is True
+    assert "subPath" not in mount
+    [volume] = [v for v in pod_of(children, part)["volumes"] if v["name"] == mount["name"]]
+    found: Object = volume
+    return found
+
+
+def test_the_gateway_and_its_engines_alone_have_the_key() -> None:
+    cache = make_cache(engines=[{"name": "one"}, {"name": "two"}])
+    children = children_of(cache)
+    site = ClusterSite.of(cache, tag="1", owner=UID)
+    made = signing_key.secret(cache, site, bytes(range(32)))
+    volumes = {
+        plan_key_volume(children, part)["secret"]["secretName"]  # type: ignore[index]
+        for part in ("gateway", "engine-one", "engine-two")
+    }
+    assert volumes == {made["metadata"]["name"]}
+    for part in ("retriever", "cachestore"):
+        assert plan_key_volume(children, part) is None
+        assert not [v for v in pod_of(children, part)["volumes"] if "secret" in v]
+    path = env_of(children, "gateway")["RAGCACHE_PLAN_KEY_FILE"]
+    [(file, content)] = made["stringData"].items()
+    assert path.endswith(f"/{file}")
+    assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
+
+
+def test_the_key_goes_with_its_own_object_and_is_no_other_objects() -> None:
+    cache = make_cache()
+
+    def of_uid(uid: str) -> Object:
+        return signing_key.secret(cache, ClusterSite.of(cache, tag="1", owner=uid), bytes(32))
+
+    one, other = of_uid(UID), of_uid("f" + UID[1:])
+    [owner] = one["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("RagCache", "docs", UID)
+    assert one["metadata"]["name"] != other["metadata"]["name"]
+    assert one == of_uid(UID)
+    assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "docs"
+
+
+@given(specs)
+def test_no_object_that_a_builder_makes_holds_a_secret(spec: Object) -> None:
+    assert not kinds_of(children_of(make_cache(**spec)), "Secret")

@@ -1,0 +1,418 @@
+"""Children: what holds for the objects of every RagCache on every cluster, checked statically."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_operator.builders.canonical import canonical
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.labels import (
+    component_of,
+    instance_selector,
+    selector_text,
+    selectors,
+)
+from ragcache_operator.builders.objects import signing_key
+from ragcache_operator.builders.objects.ownership import SPEC_HASH
+from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.spec import COMPONENTS
+from ragcache_operator.spec.quantity import parse_quantity
+from tests.helpers import pod_security
+from tests.helpers.children_parts import (
+    NAMESPACE,
+    UID,
+    Object,
+    build,
+    capabilities,
+    children_of,
+    kinds_of,
+    make_cache,
+    names,
+    secrets_of,
+    selects,
+    specs,
+    specs_of_today,
+    workloads_of,
+)
+
+KUBERNETES_1_25 = Capabilities(25, "v2", "v1", http_route=False, custom_metrics=True)
+"""The oldest whose schemas the validator carries; 1.20's server judges in tests/cluster."""
+
+SCHEMALESS = ("HTTPRoute",)
+
+
+@settings(max_examples=15)
+@given(specs_of_today)
+def test_current_schemas_know_every_field(spec: Object) -> None:
+    for child in build(**spec):
+        if child["kind"] not in SCHEMALESS:
+            kubernetes_validate.validate(child, "1.37", strict=True)
+
+
+@settings(max_examples=15)
+@given(specs)
+def test_old_schemas_know_every_field(spec: Object) -> None:
+    for child in children_of(make_cache(**spec), KUBERNETES_1_25):
+        kubernetes_validate.validate(child, "1.25", strict=True)
+
+
+def test_routes_are_those_of_the_gateway_api() -> None:
+    [route] = kinds_of(
+        build(
+            gateway={
+                "port": 80,
+                "httpRoute": {
+                    "gateway": "public",
+                    "gatewayNamespace": "edge",
+                    "hostnames": ["a.b"],
+                },
+            }
+        ),
+        "HTTPRoute",
+    )
+    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
+    assert route["spec"] == {
+        "parentRefs": [{"name": "public", "namespace": "edge"}],
+        "hostnames": ["a.b"],
+        "rules": [{"backendRefs": [{"name": "docs-gateway", "port": 80}]}],
+    }
+
+
+@given(specs_of_today)
+def test_every_pod_is_restricted(spec: Object) -> None:
+    for workload in workloads_of(build(**spec)):
+        template = workload["spec"]["template"]
+        annotations = template["metadata"].get("annotations", {})
+        assert pod_security.violations(template["spec"], annotations) == []
+        assert template["spec"]["automountServiceAccountToken"] is False
+        for container in template["spec"]["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert all(port["containerPort"] >= 1024 for port in container["ports"])
+
+
+@given(specs, names, capabilities)
+def test_every_object_is_named_labelled_and_owned(
+    spec: Object, name: str, served: Capabilities
+) -> None:
+    children = children_of(make_cache(name, **spec), served)
+    identities = Counter((c["kind"], c["metadata"]["name"]) for c in children)
+    assert max(identities.values()) == 1
+    for child in children:
+        meta = child["metadata"]
+        assert len(meta["name"]) <= 63
+        assert meta["name"].startswith(f"{name}-")
+        assert meta["namespace"] == NAMESPACE
+        assert (
+            meta["labels"].items()
+            >= {
+                "app.kubernetes.io/name": "ragcache",
+                "app.kubernetes.io/instance": name,
+                "app.kubernetes.io/part-of": "ragcache",
+                "app.kubernetes.io/managed-by": "ragcache-operator",
+            }.items()
+        )
+        [owner] = meta["ownerReferences"]
+        assert owner == {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "name": name,
+            "uid": UID,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+def test_without_a_live_object_nothing_is_owned() -> None:
+    for child in children_of(make_cache(), owner=""):
+        assert "ownerReferences" not in child["metadata"]
+
+
+@given(specs)
+def test_volume_claims_are_found_by_label_and_have_no_owner(spec: Object) -> None:
+    cache = make_cache(**spec)
+    claims = [
+        claim
+        for stateful_set in kinds_of(children_of(cache), "StatefulSet")
+        for claim in stateful_set["spec"]["volumeClaimTemplates"]
+    ]
+    assert len(claims) == 2
+    wanted = instance_selector(cache.metadata.name)
+    for claim in claims:
+        assert "ownerReferences" not in claim["metadata"]
+        assert wanted.items() <= claim["metadata"]["labels"].items()
+
+
+@given(specs)
+def test_services_budgets_and_workloads_select_the_pods_of_exactly_one_workload(
+    spec: Object,
+) -> None:
+    children = build(**spec)
+    workloads = workloads_of(children)
+
+    def selected(selector: Object) -> list[str]:
+        return [
+            w["metadata"]["name"]
+            for w in workloads
+            if selects(selector, w["spec"]["template"]["metadata"]["labels"])
+        ]
+
+    for workload in workloads:
+        assert selected(workload["spec"]["selector"]) == [workload["metadata"]["name"]]
+        for constraint in workload["spec"]["template"]["spec"].get("topologySpreadConstraints", ()):
+            assert selected(constraint["labelSelector"]) == [workload["metadata"]["name"]]
+    for service in kinds_of(children, "Service"):
+        [target] = selected({"matchLabels": service["spec"]["selector"]})
+        assert service["metadata"]["name"].startswith(target)
+    for budget in kinds_of(children, "PodDisruptionBudget"):
+        assert selected(budget["spec"]["selector"]) == [budget["metadata"]["name"]]
+
+
+@given(specs)
+def test_components_are_found_by_selector_and_by_label(spec: Object) -> None:
+    cache = make_cache(**spec)
+    children = children_of(cache)
+    for component, text in selectors(cache).items():
+        terms = dict(term.split("=") for term in text.split(","))
+        assert selector_text(terms) == text
+        found = [
+            w
+            for w in workloads_of(children)
+            if terms.items() <= w["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert found == [w for w in workloads_of(children) if component_of(w) == component]
+        assert len(found) == (len(cache.spec.engines) if component == "engine" else 1)
+    assert set(selectors(cache)) == set(COMPONENTS)
+
+
+@given(specs_of_today)
+def test_whatever_an_object_names_is_there_or_the_users_own(spec: Object) -> None:
+    cache = make_cache(**spec)
+    children = children_of(cache)
+    made = {(c["kind"], c["metadata"]["name"]) for c in children}
+    for workload in workloads_of(children):
+        pod = workload["spec"]["template"]["spec"]
+        assert ("ServiceAccount", pod["serviceAccountName"]) in made
+        for volume in pod["volumes"]:
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in made
+            if "secret" in volume:
+                # The operator makes it, since what is in it is no matter of builders.
+                site = ClusterSite.of(cache, tag="1", owner=UID)
+                assert volume["secret"]["secretName"] == signing_key.secret_name(cache, site)
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                assert claim == cache.spec.model.parsed_source.claim
+        claimed = {c["metadata"]["name"] for c in workload["spec"].get("volumeClaimTemplates", ())}
+        available = {volume["name"] for volume in pod["volumes"]} | claimed
+        [container] = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == available
+        if workload["kind"] == "StatefulSet":
+            assert ("Service", workload["spec"]["serviceName"]) in made
+        for _, secret, _ in secrets_of(container):
+            assert secret in _users_secrets(spec)
+    for autoscaler in kinds_of(children, "HorizontalPodAutoscaler"):
+        target = autoscaler["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in made
+        assert target["apiVersion"] == "apps/v1"
+    for ingress in kinds_of(children, "Ingress"):
+        [rule] = ingress["spec"]["rules"]
+        [path] = rule["http"]["paths"]
+        backend = path["backend"]["service"]
+        [service] = [
+            c
+            for c in children
+            if (c["kind"], c["metadata"]["name"]) == ("Service", backend["name"])
+        ]
+        assert backend["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def _users_secrets(spec: Object) -> set[str]:
+    embedder = spec.get("retriever", {}).get("embedder", {})
+    given = (spec.get("model", {}).get("tokenSecret"), embedder.get("keySecret"))
+    return {reference["name"] for reference in given if reference}
+
+
+@given(specs)
+def test_addresses_lead_to_ports_that_pods_listen_on(spec: Object) -> None:
+    children = build(**spec)
+    served = {}
+    for service in kinds_of(children, "Service"):
+        host = f"{service['metadata']['name']}.{NAMESPACE}.svc"
+        [workload] = [
+            w
+            for w in workloads_of(children)
+            if selects(
+                {"matchLabels": service["spec"]["selector"]},
+                w["spec"]["template"]["metadata"]["labels"],
+            )
+        ]
+        [container] = workload["spec"]["template"]["spec"]["containers"]
+        listening = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for port in service["spec"]["ports"]:
+            number = listening[port["targetPort"]]
+            if service["spec"].get("clusterIP") == "None":
+                # Clients reach the pods themselves, past the Service's own numbers.
+                assert port["port"] == number
+            served[f"{host}:{port['port']}"] = workload
+    for workload in workloads_of(children):
+        [container] = workload["spec"]["template"]["spec"]["containers"]
+        env = {v["name"]: v["value"] for v in container["env"] if "value" in v}
+        asked = [
+            *filter(None, [env.get("RAGCACHE_RETRIEVER")]),
+            *(url.removeprefix("http://") for url in _listed(env, "RAGCACHE_ENGINES")),
+            *_listed(env, "RAGCACHE_ENGINE_RECORDS"),
+        ]
+        assert set(asked) <= served.keys()
+        engines, records = _listed(env, "RAGCACHE_ENGINES"), _listed(env, "RAGCACHE_ENGINE_RECORDS")
+        hosts = [url.removeprefix("http://").split(":")[0] for url in engines]
+        assert hosts == [address.split(":")[0] for address in records]
+
+
+def _listed(env: dict[str, str], name: str) -> list[str]:
+    return env[name].split(",") if name in env else []
+
+
+@given(specs)
+def test_members_are_the_pods_of_the_store(spec: Object) -> None:
+    children = build(**spec)
+    [config] = kinds_of(children, "ConfigMap")
+    [store] = [w for w in workloads_of(children) if component_of(w) == "cachestore"]
+    name, service = store["metadata"]["name"], store["spec"]["serviceName"]
+    [container] = store["spec"]["template"]["spec"]["containers"]
+    [port] = [p["containerPort"] for p in container["ports"] if p["name"] == "grpc"]
+    pods = [
+        f"{name}-{i}.{service}.{NAMESPACE}.svc:{port}" for i in range(store["spec"]["replicas"])
+    ]
+    assert json.loads(config["data"]["cachestore.json"]) == {"members": pods}
+    for workload in workloads_of(children):
+        if component_of(workload) in ("gateway", "engine"):
+            pod = workload["spec"]["template"]["spec"]
+            [container] = pod["containers"]
+            env = {v["name"]: v.get("value") for v in container["env"]}
+            [mount] = [m for m in container["volumeMounts"] if m["name"] == "members"]
+            assert env["RAGCACHE_CACHESTORE"] == f"file:{mount['mountPath']}/cachestore.json"
+            # A file mounted by its own path would never change.
+            assert "subPath" not in mount
+
+
+@given(specs)
+def test_every_probe_asks_a_port_of_its_container_over_http(spec: Object) -> None:
+    for workload in workloads_of(build(**spec)):
+        [container] = workload["spec"]["template"]["spec"]["containers"]
+        ports = {port["containerPort"] for port in container["ports"]}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[kind]["httpGet"]["port"] in ports
+            assert container[kind]["httpGet"]["path"].startswith("/")
+
+
+@given(specs)
+def test_no_request_is_above_its_limit(spec: Object) -> None:
+    for workload in workloads_of(build(**spec)):
+        [container] = workload["spec"]["template"]["spec"]["containers"]
+        request = parse_quantity(container["resources"]["requests"]["memory"])
+        for limit in container["resources"].get("limits", {}).values():
+            assert request <= parse_quantity(limit)
+
+
+@given(specs)
+def test_grace_covers_the_drain(spec: Object) -> None:
+    children = build(**spec)
+    for workload in workloads_of(children):
+        pod = workload["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        drains = "lifecycle" in container
+        assert drains == (component_of(workload) in ("gateway", "engine"))
+        if drains:
+            command = container["lifecycle"]["preStop"]["exec"]["command"]
+            env = {v["name"]: v.get("value", "") for v in container["env"]}
+            busy_s = int(command[-1]) + int(env.get("RAGCACHE_STOP_GRACE_S", "0"))
+            assert busy_s < pod["terminationGracePeriodSeconds"]
+
+
+@given(specs_of_today, capabilities)
+def test_values_are_as_the_api_server_keeps_them(spec: Object, served: Capabilities) -> None:
+    if spec.get("model", {}).get("source", "").startswith("image:"):
+        served = Capabilities.latest()
+    for child in children_of(make_cache(**spec), served):
+        json.dumps(child)
+        _check_canonical(child)
+
+
+_MEANINGFUL = ("emptyDir", "podSelector", "namespaceSelector", "egress[0]")
+"""Where an empty mapping says something."""
+
+
+def _check_canonical(value: Any, path: str = "") -> None:
+    assert value is not None, path
+    if isinstance(value, dict):
+        assert value or path.endswith(_MEANINGFUL), path
+        for key, item in value.items():
+            _check_canonical(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        assert value, path
+        for index, item in enumerate(value):
+            _check_canonical(item, f"{path}[{index}]")
+    elif path.endswith((".cpu", ".memory", ".storage", ".sizeLimit", ".averageValue")):
+        assert canonical(value) == value, path
+
+
+@given(specs, specs)
+def test_a_hash_changes_exactly_when_its_object_does(one: Object, other: Object) -> None:
+    def content(child: Object) -> Object:
+        meta = child["metadata"]
+        others = {k: v for k, v in meta["annotations"].items() if k != SPEC_HASH}
+        return {**child, "metadata": {**meta, "annotations": others}}
+
+    mine, theirs = (
+        {(c["kind"], c["metadata"]["name"]): c for c in build(**spec)} for spec in (one, other)
+    )
+    for identity in mine.keys() & theirs.keys():
+        hashes = [c[identity]["metadata"]["annotations"][SPEC_HASH] for c in (mine, theirs)]
+        assert (hashes[0] == hashes[1]) == (content(mine[identity]) == content(theirs[identity]))
+
+
+@given(specs)
+def test_what_a_pod_needs_comes_before_it(spec: Object) -> None:
+    order = [(c["kind"], c["metadata"]["name"]) for c in build(**spec)]
+    kinds = [kind for kind, _ in order]
+    last_policy = max((i for i, k in enumerate(kinds) if k == "NetworkPolicy"), default=-1)
+    for index, (kind, name) in enumerate(order):
+        if kind in ("Deployment", "StatefulSet"):
+            assert index > order.index(("ServiceAccount", name))
+            assert index > kinds.index("ConfigMap")
+            assert index > last_policy
+
+
+@pytest.mark.parametrize(
+    ("given_", "kept"),
+    [
+        *(("0.5", "500m"), ("1", "1"), ("1.0", "1"), ("1000m", "1"), ("1500m", "1500m")),
+        *(("1024Mi", "1Gi"), ("1.5Gi", "1536Mi"), ("512Mi", "512Mi"), ("0.5Ki", "512")),
+        *(("1Ki", "1Ki"), ("1000", "1k"), ("1e9", "1e9"), ("1500000", "1500k"), ("2G", "2G")),
+        *(("1000M", "1G"), ("3221225472", "3221225472"), ("1e3", "1e3"), ("1.5e3", "1500")),
+        *(
+            (".5", "500m"),
+            ("2.", "2"),
+            ("0.0000000001", "1m"),
+            ("7u", "1m"),
+            ("1e-3", "1e-3"),
+            ("0", "0"),
+        ),
+    ],
+)
+def test_quantities_are_written_as_the_server_writes_them(given_: str, kept: str) -> None:
+    assert canonical(given_) == kept
+    assert canonical(kept) == kept
+
+
+@given(st.sampled_from(["nine", "", "1Zi", "1 Gi"]))
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity"):
+        canonical(text)

@@ -1,0 +1,253 @@
+"""NetworkPolicies: the edges that a RagCache needs are open, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.labels import SYNC, labels
+from ragcache_operator.builders.objects.autoscaling import BOUNDS
+from tests.helpers.children_parts import (
+    NAMESPACE,
+    OPERATOR_NAMESPACE,
+    Object,
+    build,
+    capabilities,
+    children_of,
+    kinds_of,
+    make_cache,
+    specs,
+    workloads_of,
+)
+from tests.helpers.network import Endpoint, Outside, Pod, may_talk
+
+KEDA = Path(__file__).parents[4] / "examples" / "kubernetes" / "keda-scaledobject.yaml"
+PORTS = (8000, 50051, 50052, 8081, 53, 443, 80, 22)
+OPERATOR = Pod("operator", OPERATOR_NAMESPACE, {"app.kubernetes.io/name": "ragcache-operator"})
+IMPOSTOR = Pod("impostor", "elsewhere", OPERATOR.labels)
+STRANGER = Pod("stranger", "elsewhere", {"app": "x"})
+NEIGHBOUR = Pod("neighbour", NAMESPACE, {"app": "x"})
+DNS = Pod("dns", "kube-system", {"k8s-app": "kube-dns"})
+WORLD = Outside("world", "203.0.113.7")
+SYNC_POD = Pod("sync", NAMESPACE, labels("docs", SYNC))
+OTHER_SYNC = Pod("other-sync", NAMESPACE, labels("other", SYNC))
+OTHERS: tuple[Endpoint, ...] = (OPERATOR, IMPOSTOR, STRANGER, NEIGHBOUR, DNS, WORLD, OTHER_SYNC)
+READERS = ("gateway", "retriever", "engine-a", "engine-b")
+SHARDS = ("cachestore", "shard")
+
+INSIDE = {
+    ("gateway", "retriever", 50051),
+    ("gateway", "engine-a", 8000),
+    ("gateway", "engine-a", 50051),
+    ("gateway", "engine-b", 8000),
+    ("gateway", "engine-b", 50051),
+    *(("gateway", shard, 50051) for shard in SHARDS),
+    *((f"engine-{e}", shard, port) for e in "ab" for shard in SHARDS for port in (50051, 50052)),
+    # Each other: for deletes that one missed, and to hold copies.
+    *((*pair, port) for pair in permutations(SHARDS) for port in (50051, 50052)),
+    ("sync", "gateway", 8000),
+    ("operator", "gateway", 8000),
+    ("operator", "retriever", 8081),
+    ("operator", "engine-a", 8000),
+    ("operator", "engine-b", 8000),
+    *(("operator", shard, 8081) for shard in SHARDS),
+}
+"""Who may ask whom on which port, whatever else the spec says."""
+DNS_EDGES = {(part, other.name, 53) for part in (*READERS, *SHARDS) for other in OTHERS}
+"""A resolver may be a pod, or a cache on the node."""
+
+
+def pods_of(children: list[Object], name: str = "docs") -> list[Pod]:
+    return [
+        Pod(
+            workload["metadata"]["name"].removeprefix(f"{name}-"),
+            NAMESPACE,
+            workload["spec"]["template"]["metadata"]["labels"],
+        )
+        for workload in workloads_of(children)
+    ]
+
+
+def edges(children: list[Object]) -> set[tuple[str, str, int]]:
+    """Every connection that somebody may open, as (source, target, port)."""
+    policies = kinds_of(children, "NetworkPolicy")
+    pods = pods_of(children)
+    shards = [Pod("shard", pod.namespace, pod.labels) for pod in pods if pod.name == "cachestore"]
+    ours = [*pods, *shards, SYNC_POD]
+    everybody: list[Endpoint] = [*ours, *OTHERS]
+    return {
+        (source.name, target.name, port)
+        for source, target, port in product(everybody, everybody, PORTS)
+        # Among others our policies say nothing, and nobody asks itself over the network.
+        if source is not target and (source in ours or target in ours)
+        if may_talk(policies, source, target, port)
+    }
+
+
+def expected(*also: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
+    # What a collection's pods ask outside is theirs to say, as far as the other side lets them in.
+    sources = {("sync", other.name, port) for other in OTHERS for port in PORTS}
+    return INSIDE.union(DNS_EDGES, sources, *also)
+
+
+EVERYONE = {(other.name, "gateway", 8000) for other in OTHERS}
+ENGINES = [{"name": "a"}, {"name": "b"}]
+
+
+def test_by_default_everyone_may_ask_the_gateway_and_nobody_else() -> None:
+    assert edges(build(engines=ENGINES)) == expected(EVERYONE)
+
+
+def test_only_the_named_clients_may_ask_the_gateway() -> None:
+    clients = [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}},
+            "podSelector": {"matchLabels": {"app": "x"}},
+        },
+    ]
+    open_ = edges(build(engines=ENGINES, networkPolicy={"clients": clients}))
+    assert open_ == expected({("stranger", "gateway", 8000)})
+
+
+def test_a_pod_selector_alone_is_of_the_own_namespace() -> None:
+    clients = [{"podSelector": {"matchLabels": {"app": "x"}}}]
+    open_ = edges(build(engines=ENGINES, networkPolicy={"clients": clients}))
+    assert open_ == expected({("neighbour", "gateway", 8000)})
+
+
+def test_the_hub_is_open_to_those_who_read_models() -> None:
+    open_ = edges(build(engines=ENGINES, model={"source": "hf:a/b"}))
+    hub = {(part, other.name, 443) for part in READERS for other in OTHERS}
+    # Addresses of the hub are not known, so that port is open to everywhere that lets it in.
+    assert open_ == expected(EVERYONE, hub)
+
+
+def embedder(url: str) -> Object:
+    return {"embedder": {"source": url, "model": "e"}}
+
+
+@pytest.mark.parametrize(
+    ("url", "reached", "missed"),
+    [
+        ("http://203.0.113.7/v1", (WORLD, 80), (STRANGER, 80)),
+        ("http://203.0.113.7:443/v1", (WORLD, 443), (WORLD, 80)),
+        ("https://api.example.com/v1", (WORLD, 443), (WORLD, 80)),
+        # A Service's pods listen where they like.
+        ("http://embeddings/v1", (NEIGHBOUR, 22), (STRANGER, 80)),
+        ("http://embeddings.elsewhere.svc/v1", (STRANGER, 22), (NEIGHBOUR, 80)),
+        ("http://embeddings.elsewhere.svc.cluster.local/v1", (STRANGER, 22), (WORLD, 80)),
+        # Two words are a Service and its namespace, or a name of the world.
+        ("http://embeddings.elsewhere/v1", (STRANGER, 22), (NEIGHBOUR, 22)),
+        ("https://example.com/v1", (WORLD, 443), (WORLD, 80)),
+    ],
+)
+def test_only_the_retriever_reaches_the_embedder(
+    url: str, reached: tuple[Endpoint, int], missed: tuple[Endpoint, int]
+) -> None:
+    children = build(retriever=embedder(url))
+    policies = kinds_of(children, "NetworkPolicy")
+    for pod in pods_of(children):
+        is_retriever = pod.name == "retriever"
+        assert may_talk(policies, pod, *reached) == is_retriever
+        assert not may_talk(policies, pod, *missed)
+
+
+def test_an_embedder_with_an_ipv6_address() -> None:
+    children = build(retriever=embedder("http://[2001:db8::7]:8080/v1"))
+    policies = kinds_of(children, "NetworkPolicy")
+    [retriever] = [pod for pod in pods_of(children) if pod.name == "retriever"]
+    assert may_talk(policies, retriever, Outside("there", "2001:db8::7"), 8080)
+    assert not may_talk(policies, retriever, Outside("beside", "2001:db8::8"), 8080)
+
+
+def test_every_part_reaches_the_collector() -> None:
+    children = build(telemetry={"otlp": {"endpoint": "http://collector.elsewhere.svc:4318"}})
+    policies = kinds_of(children, "NetworkPolicy")
+    for pod in pods_of(children):
+        # A Service's pods listen where they like.
+        assert may_talk(policies, pod, STRANGER, 22)
+        assert not may_talk(policies, pod, NEIGHBOUR, 22)
+        assert not may_talk(policies, pod, WORLD, 4318)
+
+
+def test_platforms_of_one_namespace_stay_apart() -> None:
+    mine, theirs = build(engines=ENGINES), build("other", engines=ENGINES)
+    policies = kinds_of([*mine, *theirs], "NetworkPolicy")
+    ours, others = pods_of(mine), pods_of(theirs, "other")
+    open_ = {
+        (source.name, target.name, port)
+        for source, target, port in product(ours, others, PORTS)
+        if may_talk(policies, source, target, port)
+    }
+    assert open_ == set()
+
+
+def test_where_namespaces_have_no_name_label_the_operator_is_found_in_any() -> None:
+    children = children_of(make_cache(), Capabilities.kubernetes_1_20())
+    policies = kinds_of(children, "NetworkPolicy")
+    unlabelled = Pod("operator", OPERATOR_NAMESPACE, OPERATOR.labels)
+    [retriever] = [pod for pod in pods_of(children) if pod.name == "retriever"]
+    assert may_talk(policies, unlabelled, retriever, 8081)
+    assert not may_talk(policies, STRANGER, retriever, 8081)
+
+
+def test_without_policies_nothing_is_closed() -> None:
+    assert kinds_of(build(networkPolicy={"enabled": False}), "NetworkPolicy") == []
+
+
+@given(specs, capabilities)
+def test_what_parts_need_is_open_in_every_spec(spec: Object, served: Capabilities) -> None:
+    children = children_of(make_cache(**spec), served)
+    policies = kinds_of(children, "NetworkPolicy")
+    pods = {pod.name: pod for pod in pods_of(children)}
+    engines = [pod for name, pod in pods.items() if name.startswith("engine-")]
+    gateway, retriever, store = pods["gateway"], pods["retriever"], pods["cachestore"]
+    needed = [
+        *((gateway, engine, port) for engine in engines for port in (8000, 50051)),
+        *((engine, store, port) for engine in engines for port in (50051, 50052)),
+        *((OPERATOR, engine, 8000) for engine in engines),
+        *((gateway, retriever, 50051), (gateway, store, 50051), (SYNC_POD, gateway, 8000)),
+        *((OPERATOR, gateway, 8000), (OPERATOR, retriever, 8081), (OPERATOR, store, 8081)),
+    ]
+    for source, target, port in needed:
+        assert may_talk(policies, source, target, port)
+    if policies:
+        for pod in pods.values():
+            assert not may_talk(policies, pod, STRANGER, 22)
+            assert may_talk(policies, pod, DNS, 53, "UDP")
+        for inner in (retriever, store, *engines):
+            for port in PORTS:
+                assert not may_talk(policies, STRANGER, inner, port)
+
+
+def test_the_keda_example_lets_prometheus_read_what_engines_count() -> None:
+    documents = list(yaml.safe_load_all(KEDA.read_text()))
+    [scaled] = [d for d in documents if d["kind"] == "ScaledObject"]
+    [added] = [d for d in documents if d["kind"] == "NetworkPolicy"]
+    bounds = {"replicas": 1, "autoscaling": {"maxReplicas": 4}}
+    cache = make_cache("quickstart", "default", engines=[{"name": "main", **bounds}])
+    without_adapter = replace(Capabilities.latest(), custom_metrics=False)
+    children = children_of(cache, without_adapter)
+    [target] = [
+        c
+        for c in children
+        if c["metadata"]["name"] == "quickstart-engine-main" and c["kind"] == "Deployment"
+    ]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == target["metadata"]["name"]
+    limits = scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]
+    assert target["metadata"]["annotations"][BOUNDS] == "{}-{}".format(*limits)
+    labels_ = target["spec"]["template"]["metadata"]["labels"]
+    engine = Pod("engine", "default", labels_)
+    prometheus = Pod("prometheus", "monitoring", {"app": "prometheus"})
+    policies = kinds_of(children, "NetworkPolicy")
+    assert not may_talk(policies, prometheus, engine, 8000)
+    assert may_talk([*policies, added], prometheus, engine, 8000)
+    assert not may_talk([*policies, added], prometheus, engine, 50051)
+    [monitor] = [d for d in documents if d["kind"] == "PodMonitor"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels_.items()

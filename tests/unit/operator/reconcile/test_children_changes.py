@@ -1,0 +1,204 @@
+"""Children: what a change of each field of the spec touches, and what it makes roll."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from types import NoneType
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from ragcache_operator.spec import RagCacheSpec
+from tests.helpers.children_parts import Object, build, workloads_of
+
+WHOLE: Object = {
+    "model": {"source": "hf:a/b", "tokenSecret": {"name": "one"}},
+    "gateway": {
+        "autoscaling": {"maxReplicas": 4},
+        "ingress": {"host": "a.example.com"},
+    },
+    "retriever": {
+        "embedder": {"source": "http://one/v1", "model": "one", "keySecret": {"name": "one"}}
+    },
+    "engines": [{"name": "main", "autoscaling": {"maxReplicas": 4}}],
+    "telemetry": {"otlp": {"endpoint": "http://one.obs.svc:4318"}},
+}
+"""A spec in which every field has somewhere to be."""
+
+STORE, RETRIEVER = "StatefulSet/cachestore", "StatefulSet/retriever"
+ENGINE, GATEWAY = "Deployment/engine-main", "Deployment/gateway"
+WORKLOADS = f"{STORE} {RETRIEVER} {ENGINE} {GATEWAY}"
+MODEL_READERS = f"{RETRIEVER} {ENGINE} {GATEWAY}"
+GATEWAY_SCALER, ENGINE_SCALER = (
+    f"HorizontalPodAutoscaler/{part}" for part in ("gateway", "engine-main")
+)
+ENGINE_OBJECTS = " ".join(
+    f"{kind}/engine-{name}"
+    for name in ("main", "other")
+    for kind in (
+        *("Service", "ServiceAccount", "PodDisruptionBudget"),
+        *("Deployment", "HorizontalPodAutoscaler"),
+    )
+)
+POLICIES = " ".join(
+    f"NetworkPolicy/{part}"
+    for part in ("default-deny", "gateway", "retriever", "engine", "cachestore", "sync")
+)
+PART_POLICIES = " ".join(
+    f"NetworkPolicy/{part}" for part in ("gateway", "retriever", "engine", "cachestore")
+)
+HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
+
+# Field: its new value, the workloads whose pods are made anew, what else is touched.
+CHANGES: dict[str, tuple[Any, str, str]] = {
+    "model.source": ("hf:c/d", MODEL_READERS, ""),
+    "model.tokenSecret.name": ("two", MODEL_READERS, ""),
+    "model.tokenSecret.key": ("two", MODEL_READERS, ""),
+    "model.name": ("two", f"{ENGINE} {GATEWAY}", ""),
+    "model.maxLength": (1024, f"{ENGINE} {GATEWAY}", ""),
+    "model.dtype": ("float16", f"{ENGINE} {GATEWAY}", ""),
+    "gateway.port": (80, "", "Service/gateway"),
+    "gateway.replicas": (2, "", f"{GATEWAY} {GATEWAY_SCALER}"),
+    "gateway.autoscaling.maxReplicas": (5, "", f"{GATEWAY} {GATEWAY_SCALER}"),
+    "gateway.autoscaling.cpuPercent": (50, "", GATEWAY_SCALER),
+    "gateway.resources.cpu": ("2", GATEWAY, ""),
+    "gateway.resources.memory": ("2Gi", GATEWAY, ""),
+    "gateway.resources.memoryLimit": ("2Gi", GATEWAY, ""),
+    "gateway.ingress.host": ("b.example.com", "", "Ingress/gateway"),
+    "gateway.ingress.className": ("two", "", "Ingress/gateway"),
+    "gateway.ingress.tlsSecret": ("two", "", "Ingress/gateway"),
+    "gateway.httpRoute.gateway": ("two", "", "HTTPRoute/gateway"),
+    "gateway.httpRoute.gatewayNamespace": ("two", "", "HTTPRoute/gateway"),
+    "gateway.httpRoute.hostnames": (["b.example.com"], "", "HTTPRoute/gateway"),
+    "retriever.embedder.source": ("http://two.ml.svc/v1", RETRIEVER, "NetworkPolicy/retriever"),
+    "retriever.embedder.model": ("two", RETRIEVER, ""),
+    "retriever.embedder.keySecret.name": ("two", RETRIEVER, ""),
+    "retriever.embedder.keySecret.key": ("two", RETRIEVER, ""),
+    "retriever.chunking.size": (128, RETRIEVER, ""),
+    "retriever.chunking.overlap": (16, RETRIEVER, ""),
+    "retriever.chunking.window": (2, RETRIEVER, ""),
+    "retriever.storage.size": ("1Gi", "", RETRIEVER),
+    "retriever.storage.className": ("two", "", RETRIEVER),
+    "retriever.resources.cpu": ("2", RETRIEVER, ""),
+    "retriever.resources.memory": ("2Gi", RETRIEVER, ""),
+    "retriever.resources.memoryLimit": ("2Gi", RETRIEVER, ""),
+    "engines.name": ("other", GATEWAY, ENGINE_OBJECTS),
+    "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
+    "engines.kvMemory": ("1Gi", ENGINE, ""),
+    "engines.hostTier": ("1Gi", ENGINE, ""),
+    "engines.args": (["--seed=1"], ENGINE, ""),
+    "engines.resources.cpu": ("2", ENGINE, ""),
+    "engines.resources.memory": ("4Gi", ENGINE, ""),
+    "engines.resources.memoryLimit": ("8Gi", ENGINE, ""),
+    "engines.autoscaling.maxReplicas": (5, "", f"{ENGINE} {ENGINE_SCALER}"),
+    "engines.autoscaling.queueDepth": (5, "", ENGINE_SCALER),
+    "cacheStore.shards": (2, "", f"{STORE} ConfigMap/members"),
+    "cacheStore.memory": ("2Gi", STORE, ""),
+    "cacheStore.disk.size": ("2Gi", STORE, ""),
+    "cacheStore.disk.className": ("two", "", STORE),
+    "cacheStore.policy": ("lru", STORE, ""),
+    "cacheStore.admission": ("secondTouch", STORE, ""),
+    "cacheStore.precision.key": ("packed", STORE, ""),
+    "cacheStore.precision.value": ("packed", STORE, ""),
+    "cacheStore.replication.enabled": (False, STORE, ""),
+    "cacheStore.resources.cpu": ("2", STORE, ""),
+    "cacheStore.resources.memory": ("3Gi", STORE, ""),
+    "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
+    "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
+    "reuse.maxRecompute": (0.5, GATEWAY, ""),
+    "reuse.quality": (0.95, f"{ENGINE} {GATEWAY}", ""),
+    "reuse.precompute": (True, f"{ENGINE} {GATEWAY}", ""),
+    "scheduling.priorityClassName": ("two", WORKLOADS, ""),
+    "scheduling.nodeSelector": ({"a": "b"}, WORKLOADS, ""),
+    "scheduling.tolerations": ([{"operator": "Exists"}], WORKLOADS, ""),
+    "scheduling.imagePullSecrets": ([{"name": "two"}], WORKLOADS, ""),
+    "dataPolicy": ("Delete", "", ""),
+    "networkPolicy.enabled": (False, "", POLICIES),
+    "networkPolicy.clients": ([{"podSelector": {}}], "", "NetworkPolicy/gateway"),
+    "telemetry.otlp.endpoint": ("http://two.ml.svc:4318", WORKLOADS, PART_POLICIES),
+}
+ONLY_ONE_VALUE = {"engines.device"}
+
+
+def base_of(path: str) -> Object:
+    spec = deepcopy(WHOLE)
+    if path.startswith("gateway.httpRoute"):
+        del spec["gateway"]["ingress"]
+        spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    return spec
+
+
+def with_value(spec: Object, path: str, value: Any) -> Object:
+    changed = deepcopy(spec)
+    at = changed
+    *outer, last = path.split(".")
+    for name in outer:
+        at = at.setdefault(name, {})
+        at = at[0] if isinstance(at, list) else at
+    at[last] = value
+    return changed
+
+
+def by_name(children: list[Object]) -> dict[str, Object]:
+    return {f"{c['kind']}/{c['metadata']['name'].removeprefix('docs-')}": c for c in children}
+
+
+def differing(before: dict[str, Object], after: dict[str, Object]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_a_change_touches_and_rolls_only_what_it_must(path: str) -> None:
+    value, rolled, also = CHANGES[path]
+    before = build(**base_of(path))
+    after = build(**with_value(base_of(path), path, value))
+    touched = differing(by_name(before), by_name(after))
+    assert touched == {*rolled.split(), *also.split()}
+
+    def templates(children: list[Object]) -> dict[str, Object]:
+        workloads = by_name(workloads_of(children))
+        return {name: workload["spec"]["template"] for name, workload in workloads.items()}
+
+    old, new = templates(before), templates(after)
+    assert {name for name in old.keys() & new.keys() if old[name] != new[name]} == set(
+        rolled.split()
+    )
+
+
+def leaves(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Path of every field of a model that holds no further fields."""
+    for name, field in model.model_fields.items():
+        path = f"{above}{field.alias or name}"
+        within = list(_models(field.annotation))
+        if not within:
+            yield path
+        for inner in within:
+            yield from leaves(inner, f"{path}.")
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif annotation is not NoneType:
+        for argument in get_args(annotation):
+            yield from _models(argument)
+
+
+def test_every_field_is_looked_at() -> None:
+    known = CHANGES.keys() | ONLY_ONE_VALUE
+    for path in leaves(RagCacheSpec):
+        # A list of small values changes as one.
+        assert (
+            path in known
+            or path.rsplit(".", 1)[0] in known
+            or path.startswith("networkPolicy.clients.")
+        ), path
+
+
+def test_leaving_the_hub_closes_the_way_to_it() -> None:
+    before, after = (
+        by_name(build(model={"source": source})) for source in ("hf:a/b", "bundled:tinyrag")
+    )
+    assert differing(before, after) == {*MODEL_READERS.split(), *HUB_POLICIES.split()}

@@ -1,0 +1,308 @@
+"""Manifests: defaults, and every mistake named by path and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.spec import ModelSource, parse_duration
+from ragcache_operator.spec.manifest import (
+    InvalidManifest,
+    load_manifest,
+    parse,
+    parse_collection,
+    parse_manifest,
+)
+from tests.helpers.operator_manifests import collection, examples
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "ragcache.dev/v1alpha1",
+        "kind": "RagCache",
+        "metadata": {"name": "docs"},
+        "spec": spec,
+    }
+
+
+def test_an_empty_spec_is_a_whole_platform() -> None:
+    spec = parse_manifest(manifest()).spec
+    assert spec.model.served_name == "tinyrag"
+    assert spec.gateway.port == 8080
+    assert [engine.name for engine in spec.engines] == ["main"]
+    assert spec.engines[0].kv_memory_gib == 2
+    assert spec.cache_store.memory_bytes == 1 << 30
+    assert (spec.reuse.mode, spec.reuse.max_recompute) == ("exact", 0.2)
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda one: one["metadata"]["name"])
+def test_examples_are_valid(example: dict[str, Any]) -> None:
+    parse(example)
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "huggingface.yaml"])
+def test_examples_that_run_on_one_machine_hold_one_ragcache(name: str) -> None:
+    load_manifest(EXAMPLES / name)
+
+
+def test_nulls_and_status_are_left_aside() -> None:
+    given = manifest(model=None, gateway={"port": None}) | {"status": {"conditions": []}}
+    assert parse_manifest(given) == parse_manifest(manifest())
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("bundled:tinyrag", "tinyrag"),
+        ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("path:/models/llama", "llama"),
+        ("path:/models/llama/", "llama"),
+        ("path:.", "model"),
+        ("pvc:models", "models"),
+        ("pvc:models/llama-8b/", "llama-8b"),
+        ("image:registry.example.com:5000/models/llama:8b", "llama"),
+        ("image:models/llama@sha256:0123", "llama"),
+    ],
+)
+def test_served_name_follows_the_source(source: str, name: str) -> None:
+    assert parse_manifest(manifest(model={"source": source})).spec.model.served_name == name
+
+
+@pytest.mark.parametrize(
+    ("source", "claim", "folder"),
+    [
+        ("pvc:models", "models", ""),
+        ("pvc:team.models/llama-8b/", "team.models", "llama-8b"),
+        ("pvc:models/.cache/llama", "models", ".cache/llama"),
+    ],
+)
+def test_a_claim_and_a_folder_in_it(source: str, claim: str, folder: str) -> None:
+    parsed = ModelSource.parse(source)
+    assert (parsed.claim, parsed.folder) == (claim, folder)
+
+
+def test_a_collection_is_named_as_its_object_unless_it_says_so() -> None:
+    assert parse_collection(collection("handbook")).collection_name == "handbook"
+    assert parse_collection(collection(collection="manual")).collection_name == "manual"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"configMap": {"name": "c"}}, "configMap"),
+        ({"volume": {"claimName": "c"}}, "volume"),
+        ({"http": {"url": "https://example.com/a.zip"}}, "http"),
+        ({"git": {"url": "https://example.com/a.git"}}, "git"),
+    ],
+)
+def test_a_source_is_of_one_kind(given: dict[str, Any], kind: str) -> None:
+    [source] = parse_collection(collection(sources=[given])).spec.sources
+    assert source.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("1h1s", 3601), ("0m", 0)]
+)
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "5 m", "30m1h", "1d", "1.5h", "-5m", "5M"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration(text)
+
+
+BAD_SPECS = {
+    "spec.gateway.prot: unknown field; did you mean port?": {"gateway": {"prot": 1}},
+    "spec.model.max_length: unknown field; did you mean maxLength?": {"model": {"max_length": 9}},
+    "spec.cachestore: unknown field; did you mean cacheStore?": {"cachestore": {}},
+    "spec.engines[0].kvmemory: unknown field; did you mean kvMemory?": {
+        "engines": [{"kvmemory": "1Gi"}]
+    },
+    "spec.gateway.zebra: unknown field; the fields here are port, replicas, autoscaling, "
+    "resources, ingress, httpRoute": {"gateway": {"zebra": True}},
+    "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
+        "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
+    },
+    "spec.networkPolicy.clients[0].podSelector.matchLabel: unknown field; "
+    "did you mean matchLabels?": {
+        "networkPolicy": {"clients": [{"podSelector": {"matchLabel": {}}}]}
+    },
+    "spec.scheduling.nodeSelector: [] is not a mapping; write a mapping": {
+        "scheduling": {"nodeSelector": []}
+    },
+    "spec.scheduling.nodeSelector.disk: 1 is not a string; write a string": {
+        "scheduling": {"nodeSelector": {"disk": 1}}
+    },
+    "spec.gateway.port: '80' is not a whole number; write a whole number, without quotes": {
+        "gateway": {"port": "80"}
+    },
+    "spec.gateway.port: True is not a whole number; write a whole number, without quotes": {
+        "gateway": {"port": True}
+    },
+    "spec.gateway.port: 0 is too small; use at least 1": {"gateway": {"port": 0}},
+    "spec.gateway.port: 65536 is too large; use at most 65535": {"gateway": {"port": 65536}},
+    "spec.gateway.replicas: 65 is too large; use at most 64": {"gateway": {"replicas": 65}},
+    "spec.gateway: [] is not a mapping; write a mapping": {"gateway": []},
+    "spec.model.source: no bundled model is named 'gpt'; use one of bundled:tinyrag": {
+        "model": {"source": "bundled:gpt"}
+    },
+    "spec.model.source: 'a b' is no Hugging Face name; "
+    "write it like hf:meta-llama/Llama-3.1-8B-Instruct": {"model": {"source": "hf:a b"}},
+    "spec.model.source: 'llama' names no model; "
+    "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
+    "or path:FOLDER": {"model": {"source": "llama"}},
+    "spec.model.dtype: 'int8' is not allowed; use 'auto', 'bfloat16', 'float16' or 'float32'": {
+        "model": {"dtype": "int8"}
+    },
+    "spec.model.name: is empty; give one, or leave the field out": {"model": {"name": ""}},
+    "spec.model.maxLength: 5000 is over the 4096 tokens that bundled:tinyrag knows; "
+    "use 4096 or less": {"model": {"maxLength": 5000}},
+    "spec.retriever.embedder.source: 'ftp://x' is no embedder; "
+    "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
+    "like http://embeddings:8080/v1": {"retriever": {"embedder": {"source": "ftp://x"}}},
+    "spec.retriever.embedder.model: is missing: an endpoint serves many models; "
+    "name the one to ask for": {"retriever": {"embedder": {"source": "http://e/v1"}}},
+    "spec.retriever.embedder.model: is given, but the bundled embedder has only one; "
+    "leave it out, or name an endpoint's URL as source": {
+        "retriever": {"embedder": {"model": "x"}}
+    },
+    "spec.retriever.chunking.overlap: 64 is not less than half of size 128; "
+    "use about an eighth of the size": {"retriever": {"chunking": {"size": 128, "overlap": 64}}},
+    "spec.retriever.storage.size: '10GB' is no quantity; "
+    "write bytes as Kubernetes does, like 512Mi or 2Gi": {
+        "retriever": {"storage": {"size": "10GB"}}
+    },
+    "spec.cacheStore.memory: 0 is not above zero; write a value like 512Mi or 2Gi": {
+        "cacheStore": {"memory": 0}
+    },
+    "spec.cacheStore.disk.size: '[]' is no quantity; "
+    "write bytes as Kubernetes does, like 512Mi or 2Gi": {"cacheStore": {"disk": {"size": []}}},
+    "spec.reuse.max_recompute: unknown field; did you mean maxRecompute?": {
+        "reuse": {"max_recompute": 0.1}
+    },
+    "spec.reuse.maxRecompute: True is not a number; write a number, without quotes": {
+        "reuse": {"maxRecompute": True}
+    },
+    "spec.reuse.maxRecompute: nan is not a number; write a number, without quotes": {
+        "reuse": {"maxRecompute": float("nan")}
+    },
+    "spec.engines: is empty; give one, or leave the field out": {"engines": []},
+    "spec.engines[1].name: 'a' is there already; give each its own": {
+        "engines": [{"name": "a"}, {"name": "a"}]
+    },
+    "spec.engines: {} is not a list; write a list": {"engines": {}},
+    "spec.engines[0].name: 'Main' is no DNS label; use lower-case letters, digits and '-', "
+    "with a letter or digit at both ends": {"engines": [{"name": "Main"}]},
+    "spec.engines[0].device: 'cuda' is not allowed; use 'cpu'": {"engines": [{"device": "cuda"}]},
+    "spec.engines[0].args: '--x' is not a list; write a list": {"engines": [{"args": "--x"}]},
+    "spec.engines[0].args[1]: 8 is not a string; write a string": {
+        "engines": [{"args": ["--max-num-seqs", 8]}]
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "spec"), BAD_SPECS.items(), ids=range(len(BAD_SPECS)))
+def test_a_mistake_is_named_by_path_and_fix(message: str, spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifest) as refusal:
+        parse_manifest(manifest(**spec))
+    assert str(refusal.value) == message
+    [problem] = refusal.value.problems
+    assert (problem.field, problem.fix) == (refusal.value.field, refusal.value.fix)
+
+
+def test_all_mistakes_come_at_once() -> None:
+    with pytest.raises(InvalidManifest) as refusal:
+        parse_manifest({"kind": "RagCash", "metadata": {"name": "Docs"}, "spec": {"gatway": {}}})
+    assert [problem.field for problem in refusal.value.problems] == [
+        "apiVersion",
+        "kind",
+        "metadata.name",
+        "spec.gatway",
+    ]
+
+
+def test_the_version_has_to_be_the_one_there_is() -> None:
+    with pytest.raises(
+        InvalidManifest, match=r"^apiVersion: 'ragcache.dev/v1' is not allowed; use"
+    ):
+        parse_manifest(manifest() | {"apiVersion": "ragcache.dev/v1"})
+
+
+YAML_HEAD = "apiVersion: ragcache.dev/v1alpha1\nkind: RagCache\nmetadata: {name: docs}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind: [", r"docs.yaml:1: is no YAML"),
+        (YAML_HEAD + "spec:\n\tgateway: {}", r"docs.yaml:5: is no YAML: found character"),
+        (
+            YAML_HEAD + "spec:\n  gateway: {port: 1}\n  gateway: {port: 2}\n",
+            r"docs.yaml:6: is no YAML: the key 'gateway' is given twice",
+        ),
+        ("", r"docs.yaml: holds no RagCache; see examples/quickstart.yaml"),
+        ("- a", r"docs.yaml: is no mapping"),
+        ("kind: ConfigMap", r"apiVersion: is missing"),
+        (f"{YAML_HEAD}---\n{YAML_HEAD}", r"holds 2 RagCache objects; put each into a file"),
+        (
+            f"{YAML_HEAD}---\nkind: ConfigMap\n",
+            r"holds a ConfigMap beside the RagCache; move it to a file of its own",
+        ),
+        ("kind: A\n---\nkind: B\n", r"holds no RagCache"),
+        ("a: &a [*a]", r"docs.yaml:1: is no YAML: the alias \*a is not read here"),
+        ("a: !!python/object:os.system {}", r"docs.yaml:1: is no YAML: could not determine"),
+        ("? [a]\n: b", r"docs.yaml:1: is no YAML: found unhashable key"),
+        ("\ud800", r"docs.yaml: is no YAML"),
+        ("\x00", r"docs.yaml: is no YAML"),
+        ("1: 2", r"apiVersion: is missing"),
+        ("[" * 5000, r"docs.yaml: is nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_manifest_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "docs.yaml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(InvalidInput, match=message):
+        load_manifest(path)
+
+
+def test_empty_documents_beside_it_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "docs.yaml"
+    path.write_text(f"---\n---\n{YAML_HEAD}---\n")
+    assert load_manifest(path).metadata.name == "docs"
+
+
+def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot be read: No such file"):
+        load_manifest(tmp_path / "missing.yaml")
+    with pytest.raises(InvalidInput, match="cannot be read: Is a directory"):
+        load_manifest(tmp_path)
+    (tmp_path / "large.yaml").write_bytes(b"#" * (2 << 20))
+    with pytest.raises(InvalidInput, match="is over 1 MiB"):
+        load_manifest(tmp_path / "large.yaml")
+
+
+def test_a_manifest_is_of_the_kind_that_it_names() -> None:
+    assert parse(manifest()) == parse_manifest(manifest())
+    assert parse(collection()) == parse_collection(collection())
+    with pytest.raises(InvalidManifest, match=r"^kind: 'RagCollection' is not allowed; use"):
+        parse_manifest(collection())
+
+
+def test_what_a_collection_lacks_is_shown_by_example() -> None:
+    with pytest.raises(InvalidManifest) as refusal:
+        parse_collection({"kind": "RagCollection", "spec": {}})
+    assert [str(problem) for problem in refusal.value.problems] == [
+        "apiVersion: is missing; write apiVersion: ragcache.dev/v1alpha1",
+        "metadata: is missing; write metadata: {name: my-name}",
+        "spec.cacheRef: is missing; write cacheRef: {name: my-cache}, the RagCache that keeps "
+        "the documents",
+        "spec.sources: is missing; write sources: [{configMap: {name: my-documents}}], or another "
+        "source",
+    ]

@@ -1,0 +1,435 @@
+"""The chart, by Helm itself: what it renders, what it refuses, what it allows the operator."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart, HelmError
+
+from ragcache_operator.builders.labels import OPERATOR_PODS
+from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.config import OperatorConfig, own_tag
+from ragcache_operator.kube import resources
+from ragcache_operator.spec.manifest import parse_manifest
+from tests.helpers.chart import CHART, NAMESPACE, RELEASE, Object, of, render
+
+ROOT = Path(__file__).parents[3]
+
+EVERYTHING: Object = {
+    "fullnameOverride": "rag",
+    "commonLabels": {"team": "search"},
+    "replicas": 3,
+    "image": {
+        "registry": "registry.example:5000",
+        "repository": "mirror/ragcache",
+        "tag": "1.2.3",
+        "digest": f"sha256:{'0' * 64}",
+        "pullPolicy": "Always",
+    },
+    "imagePullSecrets": [{"name": "pull"}],
+    "watch": {"namespaces": ["team-a", "team-b"]},
+    "serviceAccount": {"name": "robot", "annotations": {"a": "b"}},
+    "lease": {"name": "one"},
+    "logLevel": "debug",
+    "extraEnv": [
+        {"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"},
+        {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+    ],
+    "metrics": {
+        "service": {"annotations": {"scrape": "true"}},
+        "serviceMonitor": {"enabled": True, "interval": "1m", "labels": {"prometheus": "main"}},
+    },
+    "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]},
+    "resources": {"requests": {"cpu": 1}, "limits": {"memory": "1Gi"}},
+    "priorityClassName": "system-cluster-critical",
+    "nodeSelector": {"kubernetes.io/os": "linux"},
+    "tolerations": [{"key": "a", "operator": "Exists", "effect": "NoExecute"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [
+                    {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+                ]
+            }
+        }
+    },
+    "podAnnotations": {"note": "yes"},
+    "podLabels": {"team": "other", "tier": "control"},
+}
+
+VALUE_SETS: dict[str, Object] = {
+    "default": {},
+    "namespaced": {"watch": {"namespaces": ["team-a", "team-b"]}},
+    "own namespace": {"watch": {"namespaces": [NAMESPACE]}},
+    "no webhook": {"webhook": {"enabled": False}},
+    "monitored": {"metrics": {"serviceMonitor": {"enabled": True}}},
+    "bare": {
+        "replicas": 1,
+        "crds": {"install": False},
+        "rbac": {"create": False, "userRoles": False},
+        "serviceAccount": {"create": False, "name": "given"},
+        "webhook": {"enabled": False},
+        "metrics": {"service": {"enabled": False}},
+        "networkPolicy": {"enabled": False},
+        "podDisruptionBudget": {"enabled": False},
+    },
+    "everything": EVERYTHING,
+}
+
+every_set = pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS.keys())
+
+
+def pod(objects: list[Object]) -> Object:
+    spec = of(objects, "Deployment")["spec"]["template"]["spec"]
+    assert isinstance(spec, dict)
+    return spec
+
+
+def env(objects: list[Object]) -> Object:
+    """Value of every variable; where it comes from another place, that."""
+    [container] = pod(objects)["containers"]
+    return {v["name"]: v.get("value", v.get("valueFrom")) for v in container["env"]}
+
+
+def rules(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
+    """Every rule of the operator's own roles, with its role."""
+    bound = {b["roleRef"]["name"] for b in objects if b["kind"].endswith("RoleBinding")}
+    for role in objects:
+        if role["kind"] in {"Role", "ClusterRole"} and role["metadata"]["name"] in bound:
+            for rule in role["rules"]:
+                yield role, rule
+
+
+@every_set
+@pytest.mark.parametrize("kube_version", ["v1.20.2", "v1.37.0"])
+def test_helm_finds_nothing_to_say_against_it(values: Object, kube_version: str) -> None:
+    report = helm_python.lint(
+        CHART, values, strict=True, namespace=NAMESPACE, kube_version=kube_version
+    )
+    assert report["errors"] == []
+    assert [m["error"] for m in report["messages"]] == ["icon is recommended"]
+
+
+@every_set
+def test_objects_are_what_todays_kubernetes_takes(values: Object) -> None:
+    foreign = {"CustomResourceDefinition", "ServiceMonitor"}
+    for obj in render(values):
+        for version in ("1.25", "1.31", "1.37"):
+            if obj["kind"] not in foreign:
+                kubernetes_validate.validate(obj, version, strict=True)
+
+
+@every_set
+def test_objects_have_names_and_labels_of_their_own(values: Object) -> None:
+    objects = render(values)
+    names = [(o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"]) for o in objects]
+    assert len(set(names)) == len(names)
+    for obj in objects:
+        labels = obj["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == RELEASE
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert labels["app.kubernetes.io/part-of"] == "ragcache"
+        assert all(
+            re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", v) for v in labels.values()
+        )
+
+
+@every_set
+def test_everything_that_selects_finds_the_operators_pods(values: Object) -> None:
+    objects = render(values)
+    labels = of(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    # The policies of a RagCache's parts let these in.
+    assert OPERATOR_PODS.items() <= labels.items()
+    ports = {port["name"] for port in pod(objects)["containers"][0]["ports"]}
+    for obj in objects:
+        spec = obj.get("spec", {})
+        if obj["kind"] == "Service":
+            assert spec["selector"].items() <= labels.items()
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+        if obj["kind"] in {"Deployment", "PodDisruptionBudget"}:
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+        if obj["kind"] == "NetworkPolicy":
+            assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+            assert {p["port"] for rule in spec["ingress"] for p in rule["ports"]} == ports
+        if obj["kind"] == "ServiceMonitor":
+            service = of(objects, "Service", f"{obj['metadata']['name']}-metrics")
+            assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+            assert {e["port"] for e in spec["endpoints"]} == {
+                port["name"] for port in service["spec"]["ports"]
+            }
+
+
+def test_two_releases_of_one_name_share_nothing_but_the_kinds() -> None:
+    without_kinds: Object = {"crds": {"install": False}}
+    here, there = (render(without_kinds, namespace=n) for n in ("team-a", "team-b"))
+    names = [
+        {(o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"]) for o in objects}
+        for objects in (here, there)
+    ]
+    assert not names[0] & names[1]
+
+
+def test_a_release_of_another_name_carries_it() -> None:
+    assert of(render(release="docs"), "Deployment")["metadata"]["name"] == "docs-ragcache-operator"
+    longest = "a" * 53
+    for obj in render(release=longest):
+        assert len(obj["metadata"]["name"]) <= 63 or obj["kind"] not in {"Service", "Deployment"}
+
+
+@every_set
+def test_the_operators_pod_is_restricted(values: Object) -> None:
+    spec = pod(render(values))
+    security = spec["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["runAsUser"] > 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert [list(volume) for volume in spec["volumes"]] == [["name", "emptyDir"]]
+    [container] = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert all(port["containerPort"] >= 1024 for port in container["ports"])
+
+
+def test_the_operator_is_told_everything_by_its_environment() -> None:
+    assert env(render()) == {
+        "RAGCACHE_NAMESPACES": "",
+        "RAGCACHE_IMAGES": "ragcache",
+        "RAGCACHE_IMAGE_TAG": own_tag(),
+        "RAGCACHE_OPERATOR_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
+        "POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
+        "RAGCACHE_WEBHOOK_SERVICE": "ragcache-operator-webhook",
+        "RAGCACHE_LEASE": "ragcache-operator",
+        "RAGCACHE_LOG_LEVEL": "info",
+    }
+    told = env(render(EVERYTHING))
+    assert told["RAGCACHE_NAMESPACES"] == "team-a,team-b"
+    assert told["RAGCACHE_IMAGES"] == "registry.example:5000/mirror/ragcache"
+    assert told["RAGCACHE_IMAGE_TAG"] == "1.2.3"
+    assert told["RAGCACHE_WEBHOOK_SERVICE"] == "rag-webhook"
+    assert told["RAGCACHE_LEASE"] == "one"
+    assert told["HTTPS_PROXY"] == "http://proxy.example:3128"
+    assert env(render({"webhook": {"enabled": False}}))["RAGCACHE_WEBHOOK_SERVICE"] == ""
+
+
+@every_set
+def test_the_operator_understands_what_it_is_told(values: Object) -> None:
+    told = {name: value for name, value in env(render(values)).items() if isinstance(value, str)}
+    told["RAGCACHE_OPERATOR_NAMESPACE"] = NAMESPACE
+    config = OperatorConfig.from_environment(told)
+    assert config.namespaces == tuple(values.get("watch", {}).get("namespaces", ()))
+    assert bool(config.webhook_service) == values.get("webhook", {}).get("enabled", True)
+    assert config.lease
+    assert config.tag == values.get("image", {}).get("tag", told["RAGCACHE_IMAGE_TAG"])
+
+
+def test_the_operators_image_comes_from_where_the_parts_images_do() -> None:
+    cache = parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "docs"},
+        }
+    )
+    [container] = pod(render())["containers"]
+    version = Chart.load(CHART).metadata["appVersion"]
+    assert container["image"] == ClusterSite.of(cache, tag=version).image("operator")
+    [container] = pod(render(EVERYTHING))["containers"]
+    assert container["image"] == (
+        f"registry.example:5000/mirror/ragcache/operator@sha256:{'0' * 64}"
+    )
+    [container] = pod(render({"image": {"tag": "7"}}))["containers"]
+    assert container["image"] == "ragcache/operator:7"
+
+
+def test_no_right_is_a_wildcard() -> None:
+    for values in VALUE_SETS.values():
+        for _, rule in rules(render(values)):
+            assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
+            assert not {"escalate", "bind", "impersonate", "deletecollection"} & {*rule["verbs"]}
+            assert not {"roles", "rolebindings", "clusterroles"} & {*rule["resources"]}
+            assert not {"pods/exec", "pods/attach", "serviceaccounts/token"} & {*rule["resources"]}
+
+
+@every_set
+def test_the_only_secret_that_is_read_is_the_webhooks_own(values: Object) -> None:
+    objects = render(values)
+    about_secrets = [
+        (role, rule) for role, rule in rules(objects) if "secrets" in rule["resources"]
+    ]
+    named = [(role, rule) for role, rule in about_secrets if "resourceNames" in rule]
+    for role, rule in about_secrets:
+        assert rule["resources"] == ["secrets"]
+        # Of all others, which no rule can name in advance, none can be looked at or changed.
+        assert (role, rule) in named or rule["verbs"] == ["create"]
+    if not env(objects)["RAGCACHE_WEBHOOK_SERVICE"] or not about_secrets:
+        assert named == []
+        return
+    [(role, rule)] = named
+    assert (role["kind"], role["metadata"]["namespace"]) == ("Role", NAMESPACE)
+    assert rule["resourceNames"] == [of(objects, "Secret")["metadata"]["name"]]
+    assert "list" not in rule["verbs"]
+
+
+def test_with_namespaces_named_nothing_else_can_be_written() -> None:
+    objects = render({"watch": {"namespaces": ["team-a", "team-b"]}})
+    roles = [role for role in objects if role["kind"] == "Role"]
+    assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b", NAMESPACE}
+    [of_no_namespace] = [rule for role, rule in rules(objects) if role["kind"] == "ClusterRole"]
+    assert of_no_namespace["apiGroups"] == ["admissionregistration.k8s.io"]
+    assert of_no_namespace["resourceNames"] == [
+        of(objects, "ValidatingWebhookConfiguration")["metadata"]["name"]
+    ]
+    without_webhook = render({**VALUE_SETS["namespaced"], "webhook": {"enabled": False}})
+    assert {role["kind"] for role, _ in rules(without_webhook)} == {"Role"}
+    assert not [o for o in without_webhook if o["kind"] == "ClusterRoleBinding"]
+    everywhere = {
+        _without_name(rule) for role, rule in rules(render()) if role["kind"] == "ClusterRole"
+    }
+    for namespace in ("team-a", "team-b"):
+        named = {
+            _without_name(rule)
+            for role, rule in rules(objects)
+            if role["metadata"].get("namespace") == namespace
+        }
+        assert named <= everywhere
+        assert len(everywhere - named) == 1  # the webhook configurations
+
+
+def _without_name(rule: Object) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(rule[key]) for key in ("apiGroups", "resources", "verbs"))
+
+
+def test_every_kind_of_child_can_be_applied_and_deleted() -> None:
+    allowed = {
+        (group, resource): {*rule["verbs"]}
+        for role, rule in rules(render())
+        if role["kind"] == "ClusterRole"
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    children = (
+        *(resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
+        *(resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
+        *(resources.NETWORK_POLICIES, resources.INGRESSES, resources.HTTP_ROUTES),
+        *(resources.DISRUPTION_BUDGETS["v1"], resources.AUTOSCALERS["v2"]),
+    )
+    for child in children:
+        needed = {"get", "list", "watch", "create", "patch", "delete"}
+        assert allowed[child.group, child.plural] == needed
+    assert allowed["", "persistentvolumeclaims"] == {"get", "list", "watch", "delete"}
+    assert allowed["", "pods"] == {"get", "list", "watch"}
+
+
+def test_users_roles_reach_both_kinds_and_no_further() -> None:
+    objects = render()
+    view, edit = (
+        of(objects, "ClusterRole", f"{RELEASE}.{NAMESPACE}.{name}") for name in ("view", "edit")
+    )
+    for role in (view, edit):
+        assert {group for rule in role["rules"] for group in rule["apiGroups"]} == {"ragcache.dev"}
+    assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    assert "rbac.authorization.k8s.io/aggregate-to-view" not in edit["metadata"]["labels"]
+
+
+def test_the_kinds_are_as_generated_and_outlive_the_release() -> None:
+    files = sorted((CHART / "files" / "crds").glob("*.yaml"))
+    given = {d["metadata"]["name"]: d for f in files for d in yaml.safe_load_all(f.read_text())}
+    assert {*given} == {"ragcaches.ragcache.dev", "ragcollections.ragcache.dev"}
+    for_older = CHART / "files" / "crds" / "before-1.28"
+    assert [f.name for f in files] == sorted(f.name for f in for_older.glob("*.yaml"))
+    rendered = [o for o in render() if o["kind"] == "CustomResourceDefinition"]
+    assert {o["metadata"]["name"] for o in rendered} == {*given}
+    for crd in rendered:
+        assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+        assert crd["spec"] == given[crd["metadata"]["name"]]["spec"]
+    assert not [
+        o for o in render({"crds": {"install": False}}) if o["kind"] == "CustomResourceDefinition"
+    ]
+
+
+def test_its_versions_are_the_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    with Chart.load(CHART) as chart:
+        assert chart.metadata["appVersion"] == project["version"]
+        assert project["version"].startswith(chart.version)
+
+
+BAD_VALUES: list[tuple[Object, str]] = [
+    ({"replica": 3}, "additional properties 'replica' not allowed"),
+    ({"replicas": 0}, "at '/replicas': minimum: got 0, want 1"),
+    ({"replicas": "two"}, "at '/replicas': got string, want integer"),
+    ({"image": {"name": "x"}}, "at '/image': additional properties 'name' not allowed"),
+    ({"image": {"tag": "a b"}}, "at '/image/tag': 'a b' does not match pattern"),
+    ({"image": {"registry": "host/path"}}, "at '/image/registry'"),
+    ({"image": {"digest": "sha256:1"}}, "at '/image/digest'"),
+    ({"image": {"pullPolicy": "Sometimes"}}, "'Always', 'IfNotPresent', 'Never'"),
+    ({"imagePullSecrets": ["pull"]}, "at '/imagePullSecrets/0': got string, want object"),
+    ({"watch": {"namespaces": ["Team"]}}, "at '/watch/namespaces/0': 'Team' does not match"),
+    ({"watch": {"namespaces": "team"}}, "at '/watch/namespaces': got string, want array"),
+    ({"watch": {"namespaces": ["a", "a"]}}, "at '/watch/namespaces': items at 0 and 1 are equal"),
+    ({"webhook": {"enabled": "yes"}}, "at '/webhook/enabled': got string, want boolean"),
+    ({"logLevel": "loud"}, "at '/logLevel': value must be one of 'debug', 'info'"),
+    ({"lease": {"name": "A"}}, "at '/lease/name'"),
+    ({"extraEnv": [{"value": "1"}]}, "at '/extraEnv/0': missing property 'name'"),
+    ({"extraEnv": [{"name": "RAGCACHE_LEASE"}]}, "extraEnv: RAGCACHE_LEASE is set by the chart"),
+    ({"resources": {"requests": {"cpu": "much"}}}, "at '/resources/requests/cpu'"),
+    ({"tolerations": [{"effect": "Never"}]}, "at '/tolerations/0/effect': value must be one of"),
+    ({"affinity": {"node": {}}}, "at '/affinity': additional properties 'node' not allowed"),
+    ({"nodeSelector": {"a": 1}}, "at '/nodeSelector/a': got number, want string"),
+    (
+        {"metrics": {"service": {"enabled": False}, "serviceMonitor": {"enabled": True}}},
+        "metrics.serviceMonitor.enabled: a ServiceMonitor reads a Service",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=[m for _, m in BAD_VALUES])
+def test_values_that_mean_nothing_are_refused(values: Object, message: str) -> None:
+    with pytest.raises(HelmError) as refusal:
+        render(values)
+    assert message in str(refusal.value)
+
+
+def test_it_may_be_a_part_of_another_chart() -> None:
+    render({"global": {"shared": "with all of them"}})
+
+
+def test_every_value_is_described() -> None:
+    def undescribed(schema: Object, path: str) -> Iterator[str]:
+        for name, value in schema.get("properties", {}).items():
+            if not value.get("description", "").endswith("."):
+                yield f"{path}.{name}"
+            yield from undescribed(value, f"{path}.{name}")
+
+    def loose(schema: Any, path: str) -> Iterator[str]:
+        if isinstance(schema, dict):
+            if "properties" in schema and schema.get("additionalProperties") is not False:
+                yield path
+            for name, value in schema.items():
+                yield from loose(value, f"{path}.{name}")
+
+    with Chart.load(CHART) as chart:
+        schema = chart.schema
+        assert schema is not None
+        assert list(undescribed(schema, "")) == []
+        assert list(loose(schema["properties"], "")) == []
+        chart.validate_schema({})
+
+
+def test_defaults_and_their_table_are_fresh() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "generate_chart.py"), "--check"]
+    subprocess.run(command, check=True)

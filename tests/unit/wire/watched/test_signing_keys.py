@@ -1,0 +1,66 @@
+"""Keys of plans, in a file that may change under whoever asks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import InvalidInput
+from ragcache_wire.watched.signing_keys import VARIABLE, PlanKeys, plan_keys_from
+from ragcache_wire.watched.watched_file import CHECK_EVERY_S
+from tests.unit.wire.watched.test_members import Clock
+
+ONE, TWO = bytes([1] * 32), bytes([2] * 32)
+
+
+def write(path: Path, *keys: bytes) -> Path:
+    path.write_text("".join(f"{key.hex()}\n" for key in keys))
+    return path
+
+
+def test_a_rotation_is_seen_within_a_second(tmp_path: Path) -> None:
+    clock = Clock()
+    keys = PlanKeys(write(tmp_path / "keys", ONE), clock)
+    for now in ((ONE, TWO), (TWO, ONE), (TWO,)):
+        write(tmp_path / "keys.next", *now).replace(tmp_path / "keys")
+        clock.tick()
+        assert keys.current() == now
+    assert CHECK_EVERY_S <= 1
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short", b"ab" * 31])
+def test_a_file_that_is_spoilt_leaves_the_keys_as_they_were(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    path = write(tmp_path / "keys", ONE)
+    keys = PlanKeys(path, clock)
+    assert keys.current() == (ONE,)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(3):
+            clock.tick()
+            assert keys.current() == (ONE,)
+    [line] = caplog.messages
+    assert line.startswith("plan keys stay 1 of them: ")
+    assert ONE.hex() not in line
+    write(path, TWO)
+    clock.tick()
+    assert keys.current() == (TWO,)
+
+
+def test_what_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
+    assert plan_keys_from({}) is None
+    assert plan_keys_from({VARIABLE: " "}) is None
+    bad = tmp_path / "bad"
+    bad.write_text("secret\n")
+    for setting in (str(tmp_path / "none"), str(tmp_path), str(bad), "keys"):
+        with pytest.raises(InvalidInput, match=r"^RAGCACHE_PLAN_KEY_FILE: "):
+            plan_keys_from({VARIABLE: setting})
+    found = plan_keys_from({VARIABLE: str(write(tmp_path / "good", ONE, TWO))})
+    assert found is not None
+    assert found.current() == (ONE, TWO)
