@@ -240,7 +240,7 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
             name: launch_engine(folder, model, store.address, settings=usual | own)
             for name, own in {
                 "budgeted": {},
-                "unbudgeted": {"RAGCACHE_REPAIR_SLICE_TOKENS": UNBUDGETED},
+                "unbudgeted": {"RAGCACHE_RECOMPUTE_SLICE_TOKENS": UNBUDGETED},
             }.items()
         }
         for engine in engines.values():

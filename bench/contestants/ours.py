@@ -36,8 +36,8 @@ class RagCache(Contestant):
         environment = {
             **os.environ,
             "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
-            "RAGCACHE_LANE_LISTEN": f"127.0.0.1:{lane_port}",
-            "RAGCACHE_LANE_SOCKET": str(folder / "lane.sock"),
+            "RAGCACHE_DATA_LISTEN": f"127.0.0.1:{lane_port}",
+            "RAGCACHE_DATA_SOCKET": str(folder / "lane.sock"),
             "RAGCACHE_DATA_DIR": str(folder / "data"),
             "RAGCACHE_MEMORY_BYTES": str(self.memory_bytes),
             "RAGCACHE_DISK_BYTES": str(self.disk_bytes),

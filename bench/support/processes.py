@@ -189,14 +189,14 @@ def launch_cachestore(
     address = f"127.0.0.1:{port or free_port()}"
     settings = {
         "RAGCACHE_LISTEN": address,
-        "RAGCACHE_LANE_LISTEN": f"127.0.0.1:{free_port()}",
+        "RAGCACHE_DATA_LISTEN": f"127.0.0.1:{free_port()}",
         "RAGCACHE_DATA_DIR": str(folder / "data"),
         "RAGCACHE_MEMORY_BYTES": str(memory_bytes),
         "RAGCACHE_DISK_BYTES": str(disk_bytes),
     }
     lane_socket = folder.resolve() / "lane"
     if shared and len(os.fsencode(lane_socket)) <= MAX_SOCKET_PATH_BYTES:
-        settings["RAGCACHE_LANE_SOCKET"] = str(lane_socket)
+        settings["RAGCACHE_DATA_SOCKET"] = str(lane_socket)
     if members:
         settings |= {"RAGCACHE_CACHESTORE": members, "RAGCACHE_SELF": address}
     command = [sys.executable, "-m", "ragcache_cachestore"]

@@ -108,7 +108,7 @@ class EngineConfig:
             env.get("RAGCACHE_RECORDS_LISTEN") or None,
             plan_keys_from(env),
             load_always=_load(env.get("RAGCACHE_LOAD", "faster")) == "always",
-            repair_slice_tokens=_tokens("RAGCACHE_REPAIR_SLICE_TOKENS", env, REPAIR_SLICE_TOKENS),
+            repair_slice_tokens=_tokens("RAGCACHE_RECOMPUTE_SLICE_TOKENS", env, REPAIR_SLICE_TOKENS),
             repair_run_tokens=_tokens("RAGCACHE_REPAIR_RUN_TOKENS", env, REPAIR_RUN_TOKENS),
             plain_prefixes=_is_on(
                 "RAGCACHE_PLAIN_PREFIXES", env.get("RAGCACHE_PLAIN_PREFIXES", "on")

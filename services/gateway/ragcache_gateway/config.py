@@ -105,7 +105,7 @@ def read_config(environment: Mapping[str, str]) -> Config:
         model_name=_text(environment, "RAGCACHE_MODEL_NAME"),
         model_dtype=dtype,  # type: ignore[arg-type]  # checked against the literal above
         reuse=reuse,  # type: ignore[arg-type]  # likewise
-        max_recompute=_share(environment, "RAGCACHE_MAX_RECOMPUTE", 0.2),
+        max_recompute=_share(environment, "RAGCACHE_MAX_RECOMPUTE_SHARE", 0.2),
         quality=_quality(environment, "RAGCACHE_QUALITY"),
         precompute=_choice(environment, "RAGCACHE_PRECOMPUTE", ("off", "on")) == "on",
         plan_keys=plan_keys_from(environment),

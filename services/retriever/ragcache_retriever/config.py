@@ -61,11 +61,11 @@ class Config:
             defaults=Defaults(
                 chunking=checked_chunking(
                     "RAGCACHE_CHUNK_TOKENS",
-                    "RAGCACHE_CHUNK_OVERLAP",
+                    "RAGCACHE_CHUNK_OVERLAP_TOKENS",
                     _integer(environ, "RAGCACHE_CHUNK_TOKENS", 256),
-                    _integer(environ, "RAGCACHE_CHUNK_OVERLAP", 32),
+                    _integer(environ, "RAGCACHE_CHUNK_OVERLAP_TOKENS", 32),
                 ),
-                window=checked_window("RAGCACHE_WINDOW", _integer(environ, "RAGCACHE_WINDOW", 1)),
+                window=checked_window("RAGCACHE_WINDOW_CHUNKS", _integer(environ, "RAGCACHE_WINDOW_CHUNKS", 1)),
             ),
             log_level=_log_level(environ),
             health_listen=_address(environ, "RAGCACHE_HEALTH_LISTEN")

@@ -28,8 +28,8 @@ def environment(folder: Path, port: int) -> dict[str, str]:
         "RAGCACHE_DATA_DIR": str(folder),
         "RAGCACHE_MEMORY_BYTES": "8000000",
         "RAGCACHE_DISK_BYTES": "1000000000",
-        "RAGCACHE_LANE_LISTEN": "127.0.0.1:0",
-        "RAGCACHE_LANE_SOCKET": str(folder.parent / f"{port}.sock"),
+        "RAGCACHE_DATA_LISTEN": "127.0.0.1:0",
+        "RAGCACHE_DATA_SOCKET": str(folder.parent / f"{port}.sock"),
     }
 
 
@@ -189,8 +189,8 @@ def test_a_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
     with running(tmp_path / "a", port):
         taken = environment(tmp_path / "b", port)
         # Its lane is the other's, too, and is not taken from it.
-        assert "RAGCACHE_LANE_SOCKET" in started_in_vain(taken)
-        taken |= {"RAGCACHE_LANE_SOCKET": str(tmp_path / "b.sock")}
+        assert "RAGCACHE_DATA_SOCKET" in started_in_vain(taken)
+        taken |= {"RAGCACHE_DATA_SOCKET": str(tmp_path / "b.sock")}
         assert f"RAGCACHE_LISTEN: 127.0.0.1:{port}" in started_in_vain(taken)
 
 

@@ -47,7 +47,7 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
     with collector() as receiver:
         environment = {
             "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
-            "RAGCACHE_LANE_SOCKET": str(tmp_path / "lane.sock"),
+            "RAGCACHE_DATA_SOCKET": str(tmp_path / "lane.sock"),
             "RAGCACHE_DATA_DIR": str(tmp_path / "data"),
             "RAGCACHE_MEMORY_BYTES": str(16 << 20),
             "RAGCACHE_DISK_BYTES": str(64 << 20),

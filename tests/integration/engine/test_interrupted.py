@@ -127,7 +127,7 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 *(folder, tiny_model, line.address, "--max-num-batched-tokens", "384"),
                 settings={
                     **COMPUTES_PLAIN,
-                    "RAGCACHE_REPAIR_SLICE_TOKENS": "1",
+                    "RAGCACHE_RECOMPUTE_SLICE_TOKENS": "1",
                     "RAGCACHE_LOAD_DEADLINE_S": str(WAIT_S),
                 },
             )

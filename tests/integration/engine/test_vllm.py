@@ -197,7 +197,7 @@ class Platform:
         self.engine.service.stop()
         keys = self.folder / "keys"
         keys.write_text(f"{OLD_KEY.hex()}\n{KEY.hex()}\n")
-        settings = {"RAGCACHE_PLAN_KEY_FILE": str(keys), "RAGCACHE_LAYERWISE": "on"}
+        settings = {"RAGCACHE_SIGNING_KEY_FILE": str(keys), "RAGCACHE_LAYERWISE": "on"}
         self.engine = launch(self.folder, self.model, self.store, settings)
         wait_for_engine(self.engine)
 

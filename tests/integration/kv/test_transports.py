@@ -877,8 +877,8 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         "RAGCACHE_DATA_DIR": str(folder / "data"),
         "RAGCACHE_MEMORY_BYTES": str(128 * MIB),
         "RAGCACHE_DISK_BYTES": str(512 * MIB),
-        "RAGCACHE_LANE_LISTEN": "127.0.0.1:0",
-        "RAGCACHE_LANE_SOCKET": str(folder / "lane.sock"),
+        "RAGCACHE_DATA_LISTEN": "127.0.0.1:0",
+        "RAGCACHE_DATA_SOCKET": str(folder / "lane.sock"),
         "RAGCACHE_LOG_LEVEL": "warning",
     }
     running = subprocess.Popen([sys.executable, "-m", "ragcache_cachestore"], env=environment)
@@ -1044,12 +1044,12 @@ def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     with contextlib.closing(store):
         path = tmp_path / "lane.sock"
         path.write_text("precious")
-        with pytest.raises(InvalidInput, match="RAGCACHE_LANE_SOCKET"):
+        with pytest.raises(InvalidInput, match="RAGCACHE_DATA_SOCKET"):
             LaneServer(store, path, None)
         assert path.read_text() == "precious"
         path.unlink()
         first = LaneServer(store, path, None)
-        with pytest.raises(InvalidInput, match="RAGCACHE_LANE_SOCKET"):
+        with pytest.raises(InvalidInput, match="RAGCACHE_DATA_SOCKET"):
             LaneServer(store, path, None)
         path.unlink()
         second = LaneServer(store, path, None)

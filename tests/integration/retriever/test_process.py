@@ -33,7 +33,7 @@ def environment(folder: Path, model: Path, **variables: str) -> dict[str, str]:
         "RAGCACHE_DATA_DIR": str(folder),
         "RAGCACHE_MODEL": str(model),
         "RAGCACHE_CHUNK_TOKENS": "96",
-        "RAGCACHE_CHUNK_OVERLAP": "16",
+        "RAGCACHE_CHUNK_OVERLAP_TOKENS": "16",
         "OMP_NUM_THREADS": "1",
         **variables,
     }

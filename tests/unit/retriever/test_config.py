@@ -64,8 +64,8 @@ def test_an_endpoint() -> None:
         ("RAGCACHE_CHUNK_TOKENS", "15"),
         ("RAGCACHE_CHUNK_TOKENS", "4097"),
         ("RAGCACHE_CHUNK_TOKENS", "-1"),
-        ("RAGCACHE_CHUNK_OVERLAP", "128"),
-        ("RAGCACHE_WINDOW", "9"),
+        ("RAGCACHE_CHUNK_OVERLAP_TOKENS", "128"),
+        ("RAGCACHE_WINDOW_CHUNKS", "9"),
         ("RAGCACHE_LOG_LEVEL", "loud"),
     ],
 )

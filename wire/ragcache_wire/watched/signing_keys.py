@@ -13,7 +13,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
 from ragcache_wire.watched.watched_file import WatchedFile
 
-VARIABLE: Final = "RAGCACHE_PLAN_KEY_FILE"
+VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
 
 
 class PlanKeys(WatchedFile[tuple[bytes, ...]]):

@@ -87,8 +87,8 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
     socket = site.lane_socket()
     return {
         "RAGCACHE_LISTEN": str(site.listen(GRPC)),
-        "RAGCACHE_LANE_LISTEN": str(site.listen(LANE)),
-        **({"RAGCACHE_LANE_SOCKET": socket} if socket else {}),
+        "RAGCACHE_DATA_LISTEN": str(site.listen(LANE)),
+        **({"RAGCACHE_DATA_SOCKET": socket} if socket else {}),
         "RAGCACHE_HEALTH_LISTEN": str(site.listen(HEALTH)),
         # Shards ask each other: for deletes they missed, and to hold copies.
         "RAGCACHE_CACHESTORE": site.stores(),

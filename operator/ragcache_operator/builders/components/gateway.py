@@ -83,7 +83,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         "RAGCACHE_MODEL_DTYPE": model.dtype,
         "RAGCACHE_MAX_MODEL_LEN": str(model.max_length),
         "RAGCACHE_REUSE": reuse.mode,
-        "RAGCACHE_MAX_RECOMPUTE": str(reuse.max_recompute),
+        "RAGCACHE_MAX_RECOMPUTE_SHARE": str(reuse.max_recompute),
         **({} if reuse.quality is None else {"RAGCACHE_QUALITY": str(reuse.quality)}),
         "RAGCACHE_PRECOMPUTE": "on" if reuse.precompute else "off",
         "RAGCACHE_STOP_GRACE_S": str(_STOP_GRACE_S),

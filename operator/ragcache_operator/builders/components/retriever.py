@@ -58,8 +58,8 @@ def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
         "RAGCACHE_MODEL": site.model(cache.spec.model.parsed_source),
         "RAGCACHE_EMBEDDER": retriever.embedder.source,
         "RAGCACHE_CHUNK_TOKENS": str(retriever.chunking.size),
-        "RAGCACHE_CHUNK_OVERLAP": str(retriever.chunking.overlap),
-        "RAGCACHE_WINDOW": str(retriever.chunking.window),
+        "RAGCACHE_CHUNK_OVERLAP_TOKENS": str(retriever.chunking.overlap),
+        "RAGCACHE_WINDOW_CHUNKS": str(retriever.chunking.window),
         **telemetry_environment(cache),
     }
     if retriever.embedder.model is not None:

@@ -14,7 +14,7 @@ from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.site import PLAN_KEY_FILE, PLAN_KEY_FOLDER, Site
 from ragcache_operator.spec import RagCache
 
-VARIABLE: Final = "RAGCACHE_PLAN_KEY_FILE"
+VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
 
 _PART: Final = "plan-key"
 _UID_CHARS: Final = 8

@@ -518,7 +518,7 @@ def _listen_unix(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         raise InvalidInput(
-            "RAGCACHE_LANE_SOCKET", f"{path}: {error}", "name a free path of up to 107 bytes"
+            "RAGCACHE_DATA_SOCKET", f"{path}: {error}", "name a free path of up to 107 bytes"
         ) from error
     return listener
 
@@ -559,6 +559,6 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise InvalidInput(
-            "RAGCACHE_LANE_LISTEN", f"{host}:{port}: {error}", "name an address of this machine"
+            "RAGCACHE_DATA_LISTEN", f"{host}:{port}: {error}", "name an address of this machine"
         ) from error
     return listener

@@ -43,7 +43,7 @@ class Board:
                 os.close(fd)
         except OSError as error:
             raise InvalidInput(
-                "RAGCACHE_LANE_SOCKET",
+                "RAGCACHE_DATA_SOCKET",
                 f"cannot be served, for there is no shared memory: {error}",
                 "run on Linux 3.17 or later with /proc mounted and memfd_create allowed",
             ) from error

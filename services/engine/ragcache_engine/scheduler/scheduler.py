@@ -81,7 +81,7 @@ class SchedulerSide:
         if config.plan_keys is None:
             log.warning(
                 "plans are acted on whoever sends them, with whatever access domain they name:"
-                " RAGCACHE_PLAN_KEY_FILE is not set"
+                " RAGCACHE_SIGNING_KEY_FILE is not set"
             )
 
     def bind(self, blocks: BlockPool, block_size: int) -> None:

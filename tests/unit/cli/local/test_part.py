@@ -58,9 +58,9 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert store.env["RAGCACHE_DATA_DIR"] == str(tmp_path / "data" / "cachestore")
     assert store.env["RAGCACHE_LISTEN"] == str(store.ports["grpc"])
     assert store.env["RAGCACHE_HEALTH_LISTEN"] == str(store.ports["health"])
-    assert store.env["RAGCACHE_LANE_LISTEN"] == str(store.ports["lane"])
+    assert store.env["RAGCACHE_DATA_LISTEN"] == str(store.ports["lane"])
     # Engines of this machine share memory with it.
-    assert store.env["RAGCACHE_LANE_SOCKET"] == str(tmp_path / "data" / "run" / "cachestore.sock")
+    assert store.env["RAGCACHE_DATA_SOCKET"] == str(tmp_path / "data" / "run" / "cachestore.sock")
     assert (
         store.env["RAGCACHE_SELF"]
         == store.env["RAGCACHE_CACHESTORE"]
@@ -76,8 +76,8 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == engine.env["RAGCACHE_RECORDS_LISTEN"]
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     keys = str(tmp_path / "data" / "run" / "plan.keys")
-    assert gateway.env["RAGCACHE_PLAN_KEY_FILE"] == engine.env["RAGCACHE_PLAN_KEY_FILE"] == keys
-    assert "RAGCACHE_PLAN_KEY_FILE" not in store.env
+    assert gateway.env["RAGCACHE_SIGNING_KEY_FILE"] == engine.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
+    assert "RAGCACHE_SIGNING_KEY_FILE" not in store.env
 
 
 def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ def test_keys_are_read_in_the_order_of_their_lines(
 )
 def test_a_file_of_keys_that_is_wrong_is_refused_in_words(content: bytes, problem: str) -> None:
     with pytest.raises(InvalidInput, match=problem) as error:
-        parse_keys("RAGCACHE_PLAN_KEY_FILE", content)
-    assert str(error.value).startswith("RAGCACHE_PLAN_KEY_FILE: ")
+        parse_keys("RAGCACHE_SIGNING_KEY_FILE", content)
+    assert str(error.value).startswith("RAGCACHE_SIGNING_KEY_FILE: ")
 
 
 @given(st.binary(max_size=31).map(bytes.hex) | st.text(alphabet="xyz +/=", max_size=40))

@@ -809,7 +809,7 @@ def test_without_keys_any_plan_is_acted_on_and_that_is_said_once(
 ) -> None:
     with caplog.at_level(logging.WARNING, "vllm.ragcache"):
         Engine()
-        assert [m for m in caplog.messages if "RAGCACHE_PLAN_KEY_FILE is not set" in m]
+        assert [m for m in caplog.messages if "RAGCACHE_SIGNING_KEY_FILE is not set" in m]
         caplog.clear()
         for name in ("a", "b"):
             warm.arrive(name)

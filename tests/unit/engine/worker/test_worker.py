@@ -991,8 +991,8 @@ def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) 
         ("RAGCACHE_HOST_TIER_BYTES", "-1"),
         ("RAGCACHE_DEVICE_POOL_BYTES", "1.5Gi"),
         ("RAGCACHE_TIER_POLICY", "lru"),
-        ("RAGCACHE_REPAIR_SLICE_TOKENS", "0"),
-        ("RAGCACHE_REPAIR_SLICE_TOKENS", "many"),
+        ("RAGCACHE_RECOMPUTE_SLICE_TOKENS", "0"),
+        ("RAGCACHE_RECOMPUTE_SLICE_TOKENS", "many"),
         ("RAGCACHE_REPAIR_RUN_TOKENS", "0"),
         ("RAGCACHE_REPAIR_RUN_TOKENS", "1.5"),
         ("RAGCACHE_PLAIN_PREFIXES", "yes"),
@@ -1020,7 +1020,7 @@ def test_settings_are_read() -> None:
     assert EngineConfig.from_env(env).plain_prefixes
     given = {
         "RAGCACHE_LOAD": "always",
-        "RAGCACHE_REPAIR_SLICE_TOKENS": "64",
+        "RAGCACHE_RECOMPUTE_SLICE_TOKENS": "64",
         "RAGCACHE_REPAIR_RUN_TOKENS": "8",
         "RAGCACHE_PLAIN_PREFIXES": "off",
         "RAGCACHE_HANDOFF_WAIT_S": "1.5",

@@ -323,7 +323,7 @@ def test_config_comes_from_the_environment() -> None:
     assert read_config({**GOOD, "RAGCACHE_STOP_GRACE_S": "300"}).stop_grace_s == 300
     assert (config.model_dtype, config.max_model_len) == ("auto", 2048)
     assert (config.reuse, config.max_recompute) == ("exact", 0.2)
-    blending = read_config({**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE": " 1 "})
+    blending = read_config({**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE_SHARE": " 1 "})
     assert (blending.reuse, blending.max_recompute) == ("blend", 1.0)
     assert (config.quality, read_config({**GOOD, "RAGCACHE_QUALITY": "0.95"}).quality) == (
         None,
@@ -335,7 +335,7 @@ def test_plans_are_sealed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
     assert read_config(GOOD).plan_keys is None
     path = tmp_path / "keys"
     path.write_text("ab" * 32 + "\n")
-    keys = read_config({**GOOD, "RAGCACHE_PLAN_KEY_FILE": str(path)}).plan_keys
+    keys = read_config({**GOOD, "RAGCACHE_SIGNING_KEY_FILE": str(path)}).plan_keys
     assert keys is not None
     params = transfer_params(PLAN, (1, 2), keys)
     assert params["ragcache"] == PLAN.to_json()
@@ -353,8 +353,8 @@ def test_a_missing_variable_is_named(name: str) -> None:
     ("name", "value"),
     [
         ("RAGCACHE_LISTEN", "8080"),
-        ("RAGCACHE_PLAN_KEY_FILE", "keys"),
-        ("RAGCACHE_PLAN_KEY_FILE", "/does/not/exist"),
+        ("RAGCACHE_SIGNING_KEY_FILE", "keys"),
+        ("RAGCACHE_SIGNING_KEY_FILE", "/does/not/exist"),
         ("RAGCACHE_LISTEN", "host:99999"),
         ("RAGCACHE_RETRIEVER", "retriever:port"),
         ("RAGCACHE_ENGINES", "engine:8000"),
@@ -371,10 +371,10 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_MAX_MODEL_LEN", "3"),
         ("RAGCACHE_REUSE", "off"),
         ("RAGCACHE_REUSE", ""),
-        ("RAGCACHE_MAX_RECOMPUTE", "20%"),
-        ("RAGCACHE_MAX_RECOMPUTE", "1.01"),
-        ("RAGCACHE_MAX_RECOMPUTE", "-0.1"),
-        ("RAGCACHE_MAX_RECOMPUTE", "nan"),
+        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "20%"),
+        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "1.01"),
+        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "-0.1"),
+        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "nan"),
         ("RAGCACHE_QUALITY", "95"),
         ("RAGCACHE_QUALITY", "high"),
         ("RAGCACHE_QUALITY", "nan"),

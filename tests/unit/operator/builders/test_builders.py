@@ -75,7 +75,7 @@ def test_policies_are_those_of_core() -> None:
 
 def without_mounts(env: dict[str, str]) -> dict[str, str]:
     """Without what is read from a volume as soon as it is named."""
-    return {name: value for name, value in env.items() if name != "RAGCACHE_PLAN_KEY_FILE"}
+    return {name: value for name, value in env.items() if name != "RAGCACHE_SIGNING_KEY_FILE"}
 
 
 @given(specs)
@@ -91,11 +91,11 @@ def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
 
 def test_the_gateway_reuses_as_the_spec_says() -> None:
     env = env_of(build(), "gateway")
-    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("exact", "0.2")
+    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]) == ("exact", "0.2")
     env = env_of(build(reuse={"mode": "blend", "maxRecompute": 1}), "gateway")
-    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]) == ("blend", "1.0")
+    assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]) == ("blend", "1.0")
     # Without either, it does as it would by an empty spec.
-    del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE"]
+    del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]
     reuse, told = make_cache().spec.reuse, read_config(without_mounts(env))
     assert (told.reuse, told.max_recompute) == (reuse.mode, reuse.max_recompute)
 
@@ -218,8 +218,8 @@ def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports
     env, service = env_of(children, "cachestore"), of(children, "Service", "docs-cachestore-shards")
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     assert env["RAGCACHE_LISTEN"] == f"0.0.0.0:{ports['grpc']}"
-    assert env["RAGCACHE_LANE_LISTEN"] == f"0.0.0.0:{ports['lane']}"
-    assert "RAGCACHE_LANE_SOCKET" not in env
+    assert env["RAGCACHE_DATA_LISTEN"] == f"0.0.0.0:{ports['lane']}"
+    assert "RAGCACHE_DATA_SOCKET" not in env
 
 
 def test_an_engine_tells_what_its_cache_holds_to_gateways_alone() -> None:
@@ -539,7 +539,7 @@ def test_old_clusters_get_the_versions_they_know() -> None:
 
 def plan_key_volume(children: list[Object], part: str) -> Object | None:
     """Volume of the file that a part is told to read its keys from."""
-    path = env_of(children, part).get("RAGCACHE_PLAN_KEY_FILE")
+    path = env_of(children, part).get("RAGCACHE_SIGNING_KEY_FILE")
     if path is None:
         return None
     folder, _, _ = path.rpartition("/")
@@ -565,7 +565,7 @@ def test_the_gateway_and_its_engines_alone_have_the_key() -> None:
     for part in ("retriever", "cachestore"):
         assert plan_key_volume(children, part) is None
         assert not [v for v in pod_of(children, part)["volumes"] if "secret" in v]
-    path = env_of(children, "gateway")["RAGCACHE_PLAN_KEY_FILE"]
+    path = env_of(children, "gateway")["RAGCACHE_SIGNING_KEY_FILE"]
     [(file, content)] = made["stringData"].items()
     assert path.endswith(f"/{file}")
     assert parse_keys("keys", content.encode()) == (bytes(range(32)),)

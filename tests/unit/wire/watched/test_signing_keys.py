@@ -59,7 +59,7 @@ def test_what_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("secret\n")
     for setting in (str(tmp_path / "none"), str(tmp_path), str(bad), "keys"):
-        with pytest.raises(InvalidInput, match=r"^RAGCACHE_PLAN_KEY_FILE: "):
+        with pytest.raises(InvalidInput, match=r"^RAGCACHE_SIGNING_KEY_FILE: "):
             plan_keys_from({VARIABLE: setting})
     found = plan_keys_from({VARIABLE: str(write(tmp_path / "good", ONE, TWO))})
     assert found is not None
