@@ -12,7 +12,7 @@ largest gap; the share recomputed says what that saves. Full recomputation is wh
 with. To see what the question looks at, its tokens are computed once more, before anything is
 repaired; they are not among the recomputed ones that are counted.
 
-"Runs of" so many tokens are ours laid in runs of that length or longer (``first_of``), in the
+"Runs of" so many tokens are ours laid in runs of that length or longer (``select_tokens``), in the
 result by_run_tokens. ``bench/repair_runs.py`` has what that saves.
 
 Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full recomputation, KL
@@ -22,7 +22,7 @@ how many runs.
 "First": the same questions where each chunk was captured first in its prompt, right behind the
 template, as chunks are that were computed ahead. Nothing is known of what other chunks would do to
 such a chunk, so all of its tokens count alike, as in the engine (``core/blend/blending``), and ours
-goes by the question's regard alone. The first chunk of the prompt asked is exact then and is left
+goes by the question's question_attention alone. The first chunk of the prompt asked is exact then and is left
 as it is; shares are of all others' tokens. In the result: captured_first.
 
 The result is ``void`` where there is nothing to mend: where answers with nothing recomputed are
@@ -60,15 +60,15 @@ from ragcache_core.blend.fix_overhead import VariantFit
 from ragcache_core.blend.focused_chunks import Cut, FocusedChunks, entropy_cut, largest_gap_cut
 from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
-from ragcache_core.blend.recomputation import (
-    RepairChunk,
+from ragcache_core.blend.slices import split_into_passes
+from ragcache_core.blend.token_ranking import InfluencedChunk, rank_tokens
+from ragcache_core.blend.token_selection import (
+    RankedChunk,
     budget_tokens,
-    first_of,
     ranking,
     recomputation,
+    select_tokens,
 )
-from ragcache_core.blend.slices import slices
-from ragcache_core.blend.token_ranking import InfluencedChunk, by_need
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.quality.rouge import rouge_l
 from ragcache_engine.config import REPAIR_RUN_TOKENS
@@ -223,10 +223,12 @@ class Lab:
         slots = self.cache.slots(table, start, start + value.shape[2])
         self.cache.write(value, slots)
 
-    def regard(self, token_ids: Sequence[int], table: Sequence[int], first: int) -> list[float]:
+    def question_attention(
+        self, token_ids: Sequence[int], table: Sequence[int], first: int
+    ) -> list[float]:
         """What the tokens from position first on look at, by position."""
         question = range(first, len(token_ids))
-        seen: list[float] = self._observer.regard(token_ids, table, question).tolist()
+        seen: list[float] = self._observer.question_attention(token_ids, table, question).tolist()
         return seen
 
     def attention_by_layer(
@@ -235,7 +237,7 @@ class Lab:
         """What all tokens behind the chunks attend to each chunk: by layer, by chunk (eq. 15)."""
         question = range(chunks[-1].stop, len(token_ids))
         paid = self._observer.paid(table, question, chunks)
-        self._observer.regard(token_ids, table, question, paid)
+        self._observer.question_attention(token_ids, table, question, paid)
         return paid.by_layer
 
     def answer(
@@ -298,7 +300,7 @@ class Trial:
     exact_end: int = 0
     starts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    regard: list[float] = field(default_factory=list)
+    question_attention: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.case.head)
@@ -311,7 +313,9 @@ class Trial:
                 self.exact_end = len(self.token_ids)
         self.end = len(self.token_ids)
         self.token_ids += self.case.tail
-        self.regard = self.lab.regard(self.token_ids, self._placed(), self.end)
+        self.question_attention = self.lab.question_attention(
+            self.token_ids, self._placed(), self.end
+        )
 
     end: int = 0
 
@@ -339,7 +343,7 @@ class Trial:
         """The head computed, chunks placed, runs recomputed."""
         table = self._placed()
         passes = self.lab.recomputer
-        for one in slices(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
+        for one in split_into_passes(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
             passes.recompute(self.token_ids, table, one)
         return self.lab.answer(self.token_ids, table, self.end, self.most)
 
@@ -353,12 +357,12 @@ class Trial:
 
     def ours(self, budget: int, run_tokens: int = REPAIR_RUN_TOKENS) -> tuple[range, ...]:
         """Those under the most influence that the question looks at."""
-        order = by_need(self._influenced, self.regard)
-        return first_of(order, budget, run_tokens=run_tokens).runs
+        order = rank_tokens(self._influenced, self.question_attention)
+        return select_tokens(order, budget, run_tokens=run_tokens).runs
 
     def influence(self, budget: int) -> tuple[range, ...]:
         """Those under the most influence."""
-        return first_of(by_need(self._influenced), budget).runs
+        return select_tokens(rank_tokens(self._influenced), budget).runs
 
     @property
     def _influenced(self) -> list[InfluencedChunk]:
@@ -377,19 +381,21 @@ class Trial:
         state = FocusedChunks.at_start(len(spans), window=WINDOW, cut=cut)
         for layer in self.lab.attention_by_layer(self.token_ids, self._placed(), spans):
             state = state.after_layer(layer)
-        order = first_of(by_need(self._influenced, self.regard), budget).positions()
+        order = select_tokens(
+            rank_tokens(self._influenced, self.question_attention), budget
+        ).positions()
         kept = [p for p in order if any(p in spans[chunk] for chunk in state.focused)]
-        return first_of(kept, budget).runs
+        return select_tokens(kept, budget).runs
 
     def cache_craft(self, budget: int) -> tuple[range, ...]:
         """The highest inter-attention of each chunk, as many as its fix overhead asks for."""
-        chunks: list[RepairChunk] = []
+        chunks: list[RankedChunk] = []
         before: list[PrefixChunk] = []
         for captured, start, ids in zip(self.captured, self.starts, self.case.chunks, strict=True):
             overlap = prefix_overlap(captured.prefix, before).adjusted
             fit = VariantFit(VariantKey(key_of(ids), bytes(KEY_BYTES)), captured.cci, overlap)
             limit = len(captured.ranking)
-            chunks.append(RepairChunk(start, captured.ranking, fit.fix_overhead(1.0), limit))
+            chunks.append(RankedChunk(start, captured.ranking, fit.fix_overhead(1.0), limit))
             before.append(PrefixChunk(key_of(ids), len(ids)))
         return recomputation(chunks, budget).runs
 
@@ -397,7 +403,7 @@ class Trial:
         """Positions at random."""
         order = list(range(self.exact_end, self.end))
         self.rng.shuffle(order)
-        return first_of(order, budget).runs
+        return select_tokens(order, budget).runs
 
     def heavy(self, budget: int) -> tuple[range, ...]:
         """Those that were paid the most attention by their own chunk."""
@@ -406,7 +412,7 @@ class Trial:
             for captured, start in zip(self.captured, self.starts, strict=True)
             for i, weight in enumerate(captured.received)
         }
-        return first_of(sorted(paid, key=lambda p: -paid[p]), budget).runs
+        return select_tokens(sorted(paid, key=lambda p: -paid[p]), budget).runs
 
 
 def draw(rng: Random, tokenizer: Any, count: int) -> tuple[list[Case], list[list[int]]]:

@@ -2,7 +2,7 @@
 
 A Llama of random weights in plain torch (``bench/plain_llama.py``) over a paged cache in vLLM's
 layout; no vLLM, but the plugin's own code on the way: ``writing``, ``layering``, ``tiers`` over
-``chunk_pool``, ``arriving.Encoded``, ``attention``, ``repairing`` and the rotation of keys. On a
+``chunk_pool``, ``arriving.EncodedValue``, ``attention``, ``repairing`` and the rotation of keys. On a
 GPU it has the shape of a Llama of 1 B parameters; without one it is small, all memories are the
 host's, codecs decode as they do in an engine there (``decoded_by``), and what it prints says
 nothing of GPUs (``gpu`` is null, ``ran_on`` is cpu).
@@ -12,7 +12,7 @@ all of it computed; ``exact``, all chunks written from pinned memory and then th
 ``layerwise``, the same with the first L_p layers written and the others beside the pass (eq. 16);
 ``host_tier``, ``device_pool``: exact, out of the engine's own tiers, and ``layerwise_`` of these;
 ``moved``, chunks that stand elsewhere than they were computed, keys turned on the device;
-``blend15``, the same, then mended by the engine's ``Repairer``: the question looks, and 15 % of the
+``blend15``, the same, then mended by the engine's ``RecomputationQueue``: the question looks, and 15 % of the
 tokens are computed anew, those that need it most wherever they are; ``blend15_device_pool``, out of
 the device pool. What chunks took from others is drawn at random, as the weights are: it decides
 which tokens that is, and what mending is worth is not to be seen here (``bench/blend_quality.py``).
@@ -51,22 +51,34 @@ from bench.support.plain_llama import (
     Passes,
     Shape,
 )
-from ragcache_core.blend.recomputation import budget_tokens
 from ragcache_core.blend.token_ranking import InfluencedChunk
+from ragcache_core.blend.token_selection import budget_tokens
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Codec, Part, Precision, Provenance, Tier, VariantInfo
+from ragcache_core.identity.variant import (
+    Codec,
+    Precision,
+    Provenance,
+    Tier,
+    ValuePart,
+    VariantInfo,
+)
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import DEFAULT_TIER_POLICY
 from ragcache_engine.blend.attention import AttentionObserver
-from ragcache_engine.blend.recomputation import Repairer
+from ragcache_engine.blend.recomputation_queue import RecomputationQueue
 from ragcache_engine.config import REPAIR_RUN_TOKENS, REPAIR_SLICE_TOKENS
-from ragcache_engine.handoff.layerwise_loading import Layering
+from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
+from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.chunk_pool import ChunkPool
-from ragcache_engine.kv_cache.incoming_value import Arrival, Encoded, Native, Source
-from ragcache_engine.kv_cache.value_tensors import decode, shape_of
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair, Span
-from ragcache_engine.tiers.local_tiers import WAITING_SHARE, Offer, Tiers
-from ragcache_engine.worker.writer import Writer
+from ragcache_engine.kv_cache.incoming_value import (
+    EncodedValue,
+    IncomingValue,
+    NativeValue,
+    ValueSource,
+)
+from ragcache_engine.kv_cache.value_tensors import decode, value_shape
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
+from ragcache_engine.tiers.local_tiers import WAITING_SHARE, LocalTiers, OfferedValue
 from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.layout import FORMAT, checksum
@@ -84,7 +96,7 @@ FILLED_S = 60.0
 PINNED, HOST_TIER, DEVICE_POOL = "pinned", "host_tier", "device_pool"
 SOURCES = (PINNED, HOST_TIER, DEVICE_POOL)
 
-Write = Callable[[LoadJob, Arrival, int, int], None]
+Write = Callable[[LoadJob, IncomingValue, int, int], None]
 
 
 class Held:
@@ -110,22 +122,22 @@ class Held:
         values = [rotation.rotate_part(value.clone(), -MOVED_BY) for value in self.values]
         return Held(self.shape, self.device, values)
 
-    def source(self, name: str, number: int) -> Source:
+    def source(self, name: str, number: int) -> ValueSource:
         """A chunk, to be read once."""
         if name == PINNED:
-            return Native(self.values[number])
+            return NativeValue(self.values[number])
         size = self.shape.chunk_tokens
         reading = self._tiers[name].read(self.keys[number], size, 0, DOMAIN, exact=True)
         if reading is None:
             raise RuntimeError(f"a chunk is not in the {name}")
         return reading
 
-    def encoded(self, codec: Codec, number: int) -> Source:
+    def encoded(self, codec: Codec, number: int) -> ValueSource:
         """A chunk held with a loss, as it comes in an engine: decoded on a GPU, or before."""
         stored = self.stored[codec][number]
         if self.device.type == "cuda":
-            return Encoded(stored, self.shape.space, self.device)
-        return Native(self.decoded_here(codec, number))
+            return EncodedValue(stored, self.shape.space, self.device)
+        return NativeValue(self.decoded_here(codec, number))
 
     def decoded_here(self, codec: Codec, number: int) -> torch.Tensor:
         """A chunk decoded by the processor."""
@@ -137,11 +149,11 @@ class Held:
     def _pinned(self, value: torch.Tensor) -> torch.Tensor:
         return value.pin_memory() if self.device.type == "cuda" else value
 
-    def _tier(self, memory: Placement, device: torch.device) -> Tiers:
+    def _tier(self, memory: Placement, device: torch.device) -> LocalTiers:
         """A tier that holds all chunks, filled as an engine fills it."""
         limit = 2 * WAITING_SHARE * self.num_bytes  # all of them may wait at once
         pool = ChunkPool(self.shape.space, limit, device)
-        tiers = Tiers({memory: pool}, DEFAULT_TIER_POLICY)
+        tiers = LocalTiers({memory: pool}, DEFAULT_TIER_POLICY)
         tiers.offer(self._offer(number) for number in range(len(self.keys)))
         tiers.settle()
         wanted = sum(pool.bytes_for(self.shape.chunk_tokens) for _ in self.keys)
@@ -152,10 +164,10 @@ class Held:
             time.sleep(0.01)
         return tiers
 
-    def _offer(self, number: int) -> Offer:
+    def _offer(self, number: int) -> OfferedValue:
         value = self.values[number]
         info = VariantInfo(value.shape[2], value.nbytes, 0, Provenance(exact=True))
-        return Offer.of(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
+        return OfferedValue.of(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
 
 
 _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
@@ -163,12 +175,12 @@ _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
 
 def _stored(shape: Shape, value: torch.Tensor, codec: Codec) -> StoredValue:
     """A value as a store holds it, with a loss."""
-    space = shape_of(shape.space)
+    space = value_shape(shape.space)
     native = value.contiguous().view(torch.uint8).numpy().reshape(-1)
     precision = Precision(codec, codec)
     parts = encode_value(native, space, shape.chunk_tokens, precision)
     raw = bytearray(b"".join(part.tobytes() for part in parts))
-    described = tuple(Part(part.nbytes, checksum(part.data)) for part in parts)
+    described = tuple(ValuePart(part.nbytes, checksum(part.data)) for part in parts)
     info = VariantInfo(shape.chunk_tokens, len(raw), 0, Provenance(exact=True), precision)
     return StoredValue(info, described, space, FORMAT, memoryview(raw), Tier.MEMORY)
 
@@ -192,12 +204,12 @@ class Bench:
         rope = Rope(shape.head_dim, shape.head_dim, Pairing.HALVES, self.model.frequencies)
         rotation = KeyRotation(rope, "bfloat16")
         cache = self.model.cache
-        self.writer = Writer(cache, rotation)
+        self.writer = BlockWriter(cache, rotation)
         # Each learns what writing takes out of one memory.
-        self.layerings = {source: Layering(cache, self.writer) for source in SOURCES}
+        self.layerings = {source: LayerwiseLoader(cache, self.writer) for source in SOURCES}
         self.passes = Passes(self.model)
         recomputer = cast("Any", self.passes)
-        self.repairer = Repairer(
+        self.repairer = RecomputationQueue(
             cache,
             recomputer,
             AttentionObserver(cache, recomputer),
@@ -254,7 +266,7 @@ class Bench:
 
     def blend15(self, source: str = PINNED) -> torch.Tensor:
         """Moved and mended."""
-        job = replace(self._move(source), repair=self._repair(SHARE))
+        job = replace(self._move(source), recompute=self._repair(SHARE))
         self.repairer.start(job, LoadOutcome("r", self.context, 0, 0.0, None, ""))
         ended: list[tuple[LoadJob, LoadOutcome]] = []
         while not ended:
@@ -282,39 +294,39 @@ class Bench:
         self.writer.let_go()
         return job
 
-    def _elsewhere(self, source: str, number: int) -> Source:
+    def _elsewhere(self, source: str, number: int) -> ValueSource:
         found = self.elsewhere.source(source, number)
         # Keys are turned in a copy of the writer's own, but one that lies here alone in place.
-        if isinstance(found, Native) and self.device.type == "cpu":
-            return Native(found.value.clone())
+        if isinstance(found, NativeValue) and self.device.type == "cpu":
+            return NativeValue(found.value.clone())
         return found
 
     def _write(
-        self, write: Write, source_of: Callable[[int], Source], moved_by: int = 0
+        self, write: Write, source_of: Callable[[int], ValueSource], position_shift: int = 0
     ) -> LoadJob:
         """Everything has come from where it is held, and is written."""
         size = self.shape.chunk_tokens
         spans = tuple(
-            Span(key, start, start + size, start - moved_by if moved_by else None)
+            VariantSpan(key, start, start + size, start - position_shift if position_shift else None)
             for key, start in zip(self.here.keys, self._starts(), strict=True)
         )
         job = LoadJob(
             *("r", spans, 0, self.context, self.model.blocks[:-SPARE_BLOCKS], DOMAIN),
-            repair=self._repair(0.0) if moved_by else None,
+            recompute=self._repair(0.0) if position_shift else None,
             compute_s=self.compute_s,
         )
         for number, span in enumerate(spans):
-            write(job, Arrival(span, source_of(number), turn=moved_by), span.start, span.end)
+            write(job, IncomingValue(span, source_of(number), turn=position_shift), span.start, span.end)
         return job
 
-    def _repair(self, share: float) -> Repair:
+    def _repair(self, share: float) -> RecomputeJob:
         chunks = tuple(
             InfluencedChunk(start, influence)
             for start, influence in zip(self._starts(), self.influence, strict=True)
         )
         budget = budget_tokens(share, self.context)
         scratch = self.model.blocks[-SPARE_BLOCKS:]
-        return Repair(0, self.token_ids, chunks, (), budget, scratch)
+        return RecomputeJob(0, self.token_ids, chunks, (), budget, scratch)
 
 
 class Decoders:
@@ -357,7 +369,7 @@ class Decoders:
         # Only a GPU's machine has Triton for sure.
         from ragcache_kv.codecs.device import decode_part  # noqa: PLC0415
 
-        space, begin = shape_of(self._bench.shape.space), 0
+        space, begin = value_shape(self._bench.shape.space), 0
         for part in stored.parts:
             encoded = raw[begin : begin + part.num_bytes]
             decode_part(encoded, space, stored.info.num_tokens, stored.info.precision)

@@ -31,12 +31,12 @@ from bench.support.processes import running_cachestore
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant
-from ragcache_engine.blend.blender import Blender
+from ragcache_engine.blend.components import BlendComponents
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_engine.kv_cache.value_tensors import native_bytes, shape_of
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair, Span, StepJobs
-from ragcache_engine.worker.worker import WorkerSide
+from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan, StepJobs
+from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
@@ -105,8 +105,8 @@ class Worker:
         self.blocks = tuple(random.sample(range(num_blocks), num_blocks))
         layers = {f"layer.{n}": Layer(num_blocks) for n in range(SPACE.num_layers)}
         self.cache = PagedCache(layers, torch.device("cpu"))
-        blender = Blender(ROTATION, cast("Any", NoModel()), cast("Any", None))
-        self.side = WorkerSide(config, SPACE, self.cache, ShardedStore(members), blender)
+        blender = BlendComponents(ROTATION, cast("Any", NoModel()), cast("Any", None))
+        self.side = ConnectorWorker(config, SPACE, self.cache, ShardedStore(members), blender)
 
     def load(self, case: str, keys: list[VariantKey]) -> tuple[int, int]:
         """Load all chunks, one after the other; which tokens of the blocks they are then in."""
@@ -114,21 +114,21 @@ class Worker:
         spans, start = [], 0
         for key, tokens in zip(keys, CHUNK_TOKENS, strict=True):
             base = start if shift else None
-            spans.append(Span(key, start + shift, start + shift + tokens, base))
+            spans.append(VariantSpan(key, start + shift, start + shift + tokens, base))
             start += tokens
         end = start + shift
         # A blend of which nothing is mended ends with its load.
-        repair = Repair(shift, (), (), (), 0, ()) if shift else None
+        recompute = RecomputeJob(shift, (), (), (), 0, ()) if shift else None
         name, deadline_s = uuid.uuid4().hex, TIMEOUT_S
         job = LoadJob(
-            *(name, tuple(spans), shift, end, self.blocks, DOMAIN, repair), deadline_s=deadline_s
+            *(name, tuple(spans), shift, end, self.blocks, DOMAIN, recompute), deadline_s=deadline_s
         )
         began = time.perf_counter()
         outcome = self._until_loaded(job)
         self.times_s[case].append(time.perf_counter() - began)
         if outcome.reason:
             raise RuntimeError(f"a load failed: {outcome.reason}")
-        self.came_from[case] += outcome.values_from
+        self.came_from[case] += outcome.values_by_tier
         return shift, end
 
     def _until_loaded(self, job: LoadJob) -> LoadOutcome:
@@ -158,7 +158,7 @@ def put_all(address: str) -> list[VariantKey]:
         raw = native_bytes(torch.randn(dims).bfloat16())
         info = VariantInfo(tokens, len(raw), start, Provenance(exact=True))
         sizes, origin = value_parts(SPACE, tokens), Origin(domain=DOMAIN)
-        new = NewVariant(key, info, origin, shape_of(SPACE), sizes, FORMAT)
+        new = NewVariant(key, info, origin, value_shape(SPACE), sizes, FORMAT)
         client.put(new, Whole.summed_up(raw, sizes), TIMEOUT_S)
         keys.append(key)
         start += tokens

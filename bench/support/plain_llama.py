@@ -2,7 +2,7 @@
 
 Weights are random. To the plugin's own code its layers look like vLLM's: ``PagedCache`` writes and
 reads them, ``AttentionObserver`` sees their queries, and ``Passes`` stands for ``Recomputer``, so
-that ``Repairer`` does with it what it does in an engine.
+that ``RecomputationQueue`` does with it what it does in an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from ragcache_core.identity.keys import KVSpace
-from ragcache_engine.blend.prompt_slice import PromptPart
+from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 DTYPE = torch.bfloat16
@@ -193,9 +193,9 @@ class Passes:
         writes: bool = True,
     ) -> torch.Tensor:
         """Compute the KV of runs of a prompt's positions anew, in place."""
-        return self.recompute_parts([PromptPart(token_ids, blocks, runs)], writes=writes)
+        return self.recompute_slices([PromptSlice(token_ids, blocks, runs)], writes=writes)
 
-    def recompute_parts(self, parts: Sequence[PromptPart], *, writes: bool = True) -> torch.Tensor:
+    def recompute_slices(self, parts: Sequence[PromptSlice], *, writes: bool = True) -> torch.Tensor:
         """The same of one prompt, which is all that is asked for here."""
         [part] = parts
         positions = [position for run in part.runs for position in run]

@@ -83,10 +83,10 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     found["influence"] = observation.influence.tolist()
     alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
     found["influence_of_nothing"] = float(alone.influence.max())
-    found["regard"] = observer.regard(token_ids, table(1), QUESTION).tolist()
+    found["question_attention"] = observer.question_attention(token_ids, table(1), QUESTION).tolist()
     paid = observer.paid(table(1), QUESTION, [range(41), range(41, 301), range(301, 480)])
-    beside_it = observer.regard(token_ids, table(1), QUESTION, paid).tolist()
-    found["regard_beside_paid"] = beside_it == found["regard"]
+    beside_it = observer.question_attention(token_ids, table(1), QUESTION, paid).tolist()
+    found["regard_beside_paid"] = beside_it == found["question_attention"]
     found["paid"] = paid.by_layer
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
@@ -126,7 +126,7 @@ def beside(
 
     Returns how far the latter is from where it was computed alone.
     """
-    from ragcache_engine.blend.prompt_slice import PromptPart
+    from ragcache_engine.blend.prompt_slice import PromptSlice
 
     other, part = list(reversed(token_ids))[:300], range(100, 200)
     blocks = table(4)[: -(-len(other) // cache.shape.block_size)]
@@ -135,8 +135,8 @@ def beside(
     spoiled = alone.clone()
     spoiled[:, :, part.start : part.stop] = 7.0
     cache.write(spoiled, cache.slots(blocks, 0, len(other)))
-    recomputer.recompute_parts(
-        [PromptPart(token_ids, table(3), runs), PromptPart(other, blocks, [part])]
+    recomputer.recompute_slices(
+        [PromptSlice(token_ids, table(3), runs), PromptSlice(other, blocks, [part])]
     )
     found = cache.read(blocks, 0, len(other)).float()
     return float((found - alone.float()).norm() / alone.float().norm())
@@ -165,11 +165,11 @@ def reference(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     later = weights[-(len(weights) // 2) :]
     asked = later[:, :, QUESTION.start - 301 :, : QUESTION.start] ** (1 / TEMPERATURE)
     asked /= asked.sum(-1, keepdim=True)
-    regard = (asked.amax(2) - asked.mean(2)).amax((0, 1))
+    question_attention = (asked.amax(2) - asked.mean(2)).amax((0, 1))
     return {
         "observed": torch.stack(sums, dim=1).tolist(),
         "influence": influence.tolist(),
-        "regard": regard.tolist(),
+        "question_attention": question_attention.tolist(),
     }
 
 

@@ -14,15 +14,15 @@ from ragcache_core.blend.fix_overhead import VariantFit, best_variant
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
-from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
 from ragcache_core.blend.token_ranking import InfluencedChunk
+from ragcache_core.blend.token_selection import budget_tokens, wanted_tokens
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import VariantInfo
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.plan.segments import NamedSegment
 
 ALPHA = 3.0
-"""Recomputation factor (eq. 12), where nobody has calibrated one: the highest of the paper's own
+"""TokenSelection factor (eq. 12), where nobody has calibrated one: the highest of the paper's own
 (§6), at which it found most quality. Only a chunk much of whose prefix is back wants less than the
 budget then."""
 
@@ -31,7 +31,7 @@ UNKNOWN_CCI = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class VariantCandidate:
     """A variant of a chunk that is held, and what it was seen to take from its prefix, if known."""
 
     key: VariantKey
@@ -44,7 +44,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BlendSource:
     """Where the KV of prompt tokens [start, end) comes from.
 
     variant: None where nothing is held and all of it is computed. base_position: of its first token
@@ -74,7 +74,7 @@ class Blend:
     which nothing is held, behind the last source, too.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[BlendSource, ...]
     exact_end: int
     budget: float
     unknown: frozenset[int] = frozenset()
@@ -114,7 +114,7 @@ class Blend:
         Those of what is exact, and of what may only be exact, are none of these.
         """
         sources = [
-            Source(None, source.start, source.end, source.start)
+            BlendSource(None, source.start, source.end, source.start)
             if source.start in starts
             else source
             for source in self.sources
@@ -139,7 +139,7 @@ class Blend:
 def blend(
     segments: Sequence[NamedSegment],
     exact: int,
-    candidates: Mapping[int, Sequence[Candidate]],
+    candidates: Mapping[int, Sequence[VariantCandidate]],
     budget: float,
     alpha: float = ALPHA,
 ) -> Blend:
@@ -151,7 +151,7 @@ def blend(
     its CFO (eq. 12). It ends with the last segment of which something is held, and before a
     segment that may only be exact and is not.
     """
-    sources: list[Source] = []
+    sources: list[BlendSource] = []
     unknown: set[int] = set()
     whole = 0  # sources up to the last of which something is held
     before: list[PrefixChunk] = []
@@ -159,7 +159,7 @@ def blend(
         segment = named.segment
         length = segment.end - segment.start
         if place < exact:
-            sources.append(Source(named.variant, segment.start, segment.end, segment.start))
+            sources.append(BlendSource(named.variant, segment.start, segment.end, segment.start))
             whole = len(sources)
         elif segment.action is Action.BLEND:
             source = _source(named, before, candidates.get(place, ()), alpha)
@@ -179,14 +179,14 @@ def blend(
 def _source(
     named: NamedSegment,
     before: Sequence[PrefixChunk],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[VariantCandidate],
     alpha: float,
-) -> Source:
+) -> BlendSource:
     start, end = named.segment.start, named.segment.end
     fitting = {c.key: c for c in candidates if c.info.num_tokens == end - start}
     fit = best_variant(_fit(candidate, named, before) for candidate in fitting.values())
     if fit is None:
-        return Source(None, start, end, start)
+        return BlendSource(None, start, end, start)
     best = fitting[fit.key]
     influence: tuple[float, ...] | None = None
     if fit.mismatch > 0:
@@ -194,10 +194,12 @@ def _source(
         # One that stood first has looked at no other chunk; what it would take is not known.
         influence = tuple(gone * i for i in seen.influence) if seen and seen.attended else ()
     wanted = wanted_tokens(fit.fix_overhead(alpha), end - start)
-    return Source(best.key, start, end, best.info.base_position, influence, wanted)
+    return BlendSource(best.key, start, end, best.info.base_position, influence, wanted)
 
 
-def _fit(candidate: Candidate, named: NamedSegment, before: Sequence[PrefixChunk]) -> VariantFit:
+def _fit(
+    candidate: VariantCandidate, named: NamedSegment, before: Sequence[PrefixChunk]
+) -> VariantFit:
     seen = candidate.observation
     if candidate.key == named.variant and candidate.info.provenance.exact:
         overlap = 1.0  # text between chunks included
@@ -206,7 +208,7 @@ def _fit(candidate: Candidate, named: NamedSegment, before: Sequence[PrefixChunk
     return VariantFit(candidate.key, seen.cci if seen else UNKNOWN_CCI, overlap)
 
 
-def _comparable(sources: Sequence[Source]) -> tuple[Source, ...]:
+def _comparable(sources: Sequence[BlendSource]) -> tuple[BlendSource, ...]:
     """Sources of which no influence is known get that of the others on average."""
     known = [i for source in sources for i in source.influence or ()]
     usual = sum(known) / len(known) if known and sum(known) > 0 else 1.0

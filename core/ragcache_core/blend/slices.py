@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 Runs = tuple[range, ...]
 
 
-def split(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> tuple[Runs, Runs]:
+def split_first_pass(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> tuple[Runs, Runs]:
     """The first of runs, as many as one pass takes, and the rest.
 
-    runs: ascending, apart from each other, none empty (``Recomputation.runs``). A pass has at most
+    runs: ascending, apart from each other, none empty (``TokenSelection.runs``). A pass has at most
     max_tokens tokens and max_runs runs, 1 or more each, and is as full as it can be; a run that
     does not fit is cut.
     """
@@ -27,18 +27,18 @@ def split(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> tuple[Run
     return tuple(runs), ()
 
 
-def slices(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> Iterator[Runs]:
-    """Runs of positions as passes (``split``) of at most max_tokens tokens and max_runs runs.
+def split_into_passes(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> Iterator[Runs]:
+    """Runs of positions as passes (``split_first_pass``) of at most max_tokens tokens and max_runs runs.
 
     Passes are ascending. Made one after another they come to what one pass would: a token looks
     only at those before it, which are as they will be by then.
     """
     while runs:
-        taken, runs = split(runs, max_tokens=max_tokens, max_runs=max_runs)
+        taken, runs = split_first_pass(runs, max_tokens=max_tokens, max_runs=max_runs)
         yield taken
 
 
-def merged(runs: Sequence[range]) -> Runs:
+def merge_runs(runs: Sequence[range]) -> Runs:
     """The positions of all runs, which may overlap, as ascending runs apart from each other."""
     joined: list[range] = []
     for run in sorted((run for run in runs if run), key=lambda run: (run.start, run.stop)):

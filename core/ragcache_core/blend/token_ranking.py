@@ -55,7 +55,9 @@ class InfluencedChunk:
             raise ValueError("influence is finite and 0 or more")
 
 
-def by_need(chunks: Sequence[InfluencedChunk], regard: Sequence[float] | None = None) -> list[int]:
+def rank_tokens(
+    chunks: Sequence[InfluencedChunk], regard: Sequence[float] | None = None
+) -> list[int]:
     """Positions of all chunks' tokens, those that need recomputation most first.
 
     regard: by position, up to the last chunk's end at least, 0 or more: what the question looks

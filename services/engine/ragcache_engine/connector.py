@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragcache_engine.plugin import refuse_other_vllm
+from ragcache_engine.plugin import require_supported_vllm
 
-refuse_other_vllm()  # rather than an ImportError of what it does not have
+require_supported_vllm()  # rather than an ImportError of what it does not have
 
 import torch
 from vllm import envs
@@ -37,7 +37,7 @@ from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
-from ragcache_engine.blend.blender import Blender, blender
+from ragcache_engine.blend.components import BlendComponents, blender
 from ragcache_engine.blend.model_access import loaded_model
 from ragcache_engine.blend.recomputer import Recomputer
 from ragcache_engine.config import EngineConfig, is_layerwise
@@ -45,15 +45,15 @@ from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import vllm_version, worker
 from ragcache_engine.protocol.messages import StepJobs, StepReport
 from ragcache_engine.protocol.roles import Role
-from ragcache_engine.scheduler.salting import salt
-from ragcache_engine.scheduler.scheduler import SchedulerSide
+from ragcache_engine.scheduler.salting import salt_block_hashes
+from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.telemetry.machine import machine
 from ragcache_engine.telemetry.metrics import LoadMetrics, LoadStats
-from ragcache_engine.telemetry.profiling import keep_profile, kept_profile, measure, profile_path
-from ragcache_engine.telemetry.request_records import RecordBook, serve
-from ragcache_engine.threads import side_pool
-from ragcache_engine.worker.worker import WorkerSide
+from ragcache_engine.telemetry.profiling import write_profile, read_saved_profile, measure, profile_path
+from ragcache_engine.telemetry.request_records import RequestRecords, serve
+from ragcache_engine.threads import unpinned_pool
+from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.trace_context import TRACEPARENT
@@ -117,15 +117,15 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._config = replace(EngineConfig.from_env(os.environ), role=role_of_engine)
         self._space = _kv_space(vllm_config)
         self._tracer = _tracer(self._config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         self._handled: BaseException | None = None  # by whoever runs the engine
         self._cache: PagedCache | None = None
         self._recomputer: Recomputer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            book, costs = RecordBook(), ReuseCosts()
+            book, costs = RequestRecords(), ReuseCosts()
             client = ShardedStore(self._config.cachestore)
-            self._scheduler = SchedulerSide(
+            self._scheduler = ConnectorScheduler(
                 self._config, self._space, book, client, costs, self._tracer
             )
             listen = self._config.records_listen
@@ -173,7 +173,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Connects on the worker side's own threads, which are bound to no core (``threads``).
         client = ShardedStore(self._config.cachestore)
         self._cache, self._recomputer = cache, self._reach_model()
-        self._worker = WorkerSide(
+        self._worker = ConnectorWorker(
             self._config, self._space, cache, client, self._blender(cache), self._tracer
         )
 
@@ -288,7 +288,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         first = self._scheduler.approximate_from(request.request_id)
         if num_external_tokens and first is not None:
             # vLLM makes blocks known by their hashes when what is loaded into them has come.
-            salt(request, first // self._vllm_config.cache_config.block_size)
+            salt_block_hashes(request, first // self._vllm_config.cache_config.block_size)
         self._scheduler.on_allocated(
             request.request_id, blocks.get_block_ids()[0], num_external_tokens
         )
@@ -353,7 +353,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
             return None
 
-    def _blender(self, cache: PagedCache) -> Blender | None:
+    def _blender(self, cache: PagedCache) -> BlendComponents | None:
         """None where this model cannot be blended, which is no reason not to serve it."""
         if self._recomputer is None:
             return None
@@ -380,7 +380,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             max_length=config.model_config.max_model_len,
             compiled=str(config.compilation_config.mode),
         )
-        profile = kept_profile(path)
+        profile = read_saved_profile(path)
         if profile is None:
             profile = measure(
                 self._cache,
@@ -389,7 +389,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 max_length=config.model_config.max_model_len,
                 budget_s=_PROFILE_BUDGET_S,
             )
-            keep_profile(path, profile)
+            write_profile(path, profile)
         longest = profile.computed[-1]
         log.info(
             "a pass over %d tokens takes %.3f s here, behind %d tokens %.3f s",
@@ -497,7 +497,7 @@ def _tracer(config: EngineConfig) -> Tracer:
     if config.otlp_endpoint is None:
         return Tracer()
     # What exports runs on the cores of who starts it, and is to stay off those vLLM computes on.
-    with side_pool(1, "ragcache-trace") as pool:
+    with unpinned_pool(1, "ragcache-trace") as pool:
         return pool.submit(tracer, config.otlp_endpoint, "engine", platform.node()).result()
 
 

@@ -86,10 +86,10 @@ def test_influence_is_that_of_another_implementation(found: dict[str, Any]) -> N
 
 
 def test_what_a_question_looks_at_is_that_of_another_implementation(found: dict[str, Any]) -> None:
-    regard, wanted = np.array(found["regard"]), np.array(found["reference"]["regard"])
-    assert regard.shape == (480,)
+    question_attention, wanted = np.array(found["question_attention"]), np.array(found["reference"]["question_attention"])
+    assert question_attention.shape == (480,)
     assert wanted.std() > 0.1 * wanted.mean()
-    assert np.abs(regard - wanted).mean() < 0.1 * wanted.std()
+    assert np.abs(question_attention - wanted).mean() < 0.1 * wanted.std()
 
 
 def test_the_first_chunk_is_under_no_influence(found: dict[str, Any]) -> None:

@@ -17,13 +17,13 @@ from ragcache_core.errors import Unavailable  # noqa: E402
 from ragcache_core.identity.keys import VariantKey  # noqa: E402
 from ragcache_core.identity.variant import Miss, Origin  # noqa: E402
 from ragcache_core.plan.prompt import plan_exact  # noqa: E402
-from ragcache_core.store_api import Want  # noqa: E402
+from ragcache_core.store_api import LookupKey  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
 from ragcache_engine.protocol.messages import LoadJob, SaveJob, StepJobs  # noqa: E402
-from ragcache_engine.scheduler.scheduler import SchedulerSide  # noqa: E402
-from ragcache_engine.telemetry.request_records import RecordBook  # noqa: E402
-from ragcache_engine.worker.worker import WorkerSide  # noqa: E402
+from ragcache_engine.scheduler.scheduler import ConnectorScheduler  # noqa: E402
+from ragcache_engine.telemetry.request_records import RequestRecords  # noqa: E402
+from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.trace_context import traceparent  # noqa: E402
@@ -57,7 +57,7 @@ class AskedStore(working.FakeStore):
 class Worker(working.Worker):
     def __init__(self, kept: Kept) -> None:
         self.cache, self.store = working.FakeCache(), AskedStore()
-        self.side = WorkerSide(
+        self.side = ConnectorWorker(
             EngineConfig(FixedMembers(())),
             working.SPACE,
             cast("PagedCache", self.cache),
@@ -163,18 +163,18 @@ def test_a_save_is_traced_with_what_became_of_it(kept: Kept, worker: Worker) -> 
 class LookedUp(scheduling.FakeStore):
     asked_below = ""
 
-    def lookup(self, wants: Sequence[Want], *given: Any, **options: Any) -> ShardedAnswer:
+    def lookup(self, wants: Sequence[LookupKey], *given: Any, **options: Any) -> ShardedAnswer:
         self.asked_below = traceparent()
         return super().lookup(wants, *given, **options)
 
 
-def scheduler(kept: Kept, store: LookedUp) -> SchedulerSide:
+def scheduler(kept: Kept, store: LookedUp) -> ConnectorScheduler:
     config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
     client = cast("ShardedStore", store)
-    return SchedulerSide(config, scheduling.SPACE, RecordBook(), client, ReuseCosts(), kept.tracer)
+    return ConnectorScheduler(config, scheduling.SPACE, RequestRecords(), client, ReuseCosts(), kept.tracer)
 
 
-def arrive(side: SchedulerSide, request: str, caller: str) -> int | None:
+def arrive(side: ConnectorScheduler, request: str, caller: str) -> int | None:
     plan = plan_exact(scheduling.PROMPT, scheduling.SPACE, "public", request).to_json()
     side.on_new_request(
         request, scheduling.PROMPT.token_ids, {"ragcache": plan}, traceparent=caller

@@ -5,7 +5,7 @@ Cache-Craft's impact is made of sums of attention (§3.1, eq. 3, 4). Its ranking
 (eq. 14), and on a model whose answers need another chunk that ranks little better than chance
 (``bench/blend_quality.py``): sums over heads that all look back a little hide the one head which
 fetches something, and much of what tokens look back at is the same for all of them. Hence
-``Observation.influence``.
+``AttentionObservation.influence``.
 
 A pass over the chunk's tokens through the model gives their queries, layer by layer; their keys,
 and those of all before them, lie in the paged cache.
@@ -38,7 +38,7 @@ _SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class AttentionObservation:
     """What one chunk's tokens made of what was before them.
 
     mass: float32 [num_tokens, num_segments], of each token the sum of its attention weights on a
@@ -74,7 +74,7 @@ class AttentionObserver:
         blocks: Sequence[int],
         chunk: range,
         segments: Sequence[range],
-    ) -> Observation:
+    ) -> AttentionObservation:
         """Look at a chunk's tokens.
 
         chunk: positions, as many as one pass takes; the KV up to its end is in place. segments:
@@ -85,9 +85,9 @@ class AttentionObserver:
         with watch.watching():
             # Other requests may share these blocks: not a bit of them may change.
             self._recomputer.recompute(token_ids, blocks, [chunk], writes=False)
-        return Observation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
+        return AttentionObservation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
 
-    def regard(
+    def question_attention(
         self,
         token_ids: Sequence[int],
         blocks: Sequence[int],
@@ -112,7 +112,7 @@ class AttentionObserver:
         return watch.most
 
     def paid(self, blocks: Sequence[int], question: range, chunks: Sequence[range]) -> Paid:
-        """To see what a question pays to each chunk, layer by layer; see ``regard``."""
+        """To see what a question pays to each chunk, layer by layer; see ``question_attention``."""
         return Paid(self._cache, blocks, question, chunks)
 
 
@@ -125,7 +125,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """What backends call other ways of weighing keys, and the values that mean: not at all."""
 
 
-class Watch(ABC):
+class AttentionHook(ABC):
     """Sees the attention of one pass over the tokens at positions, in some layers.
 
     To be used around ``Recomputer.recompute``; a subclass says what is kept of it.
@@ -194,7 +194,7 @@ class Watch(ABC):
         """Take a layer's attention: [kv heads, group, rows, keys] of some tokens after another."""
 
 
-class _Influence(Watch):
+class _Influence(AttentionHook):
     """Adds up what a chunk's tokens look at, and what that does to them."""
 
     def __init__(
@@ -225,7 +225,7 @@ class _Influence(Watch):
         self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
 
 
-class _Regard(Watch):
+class _Regard(AttentionHook):
     """Finds what stands out among what a question's tokens look at, in the later half of layers."""
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
@@ -246,7 +246,7 @@ class _Regard(Watch):
         self.most = torch.maximum(self.most, lifted.cpu())
 
 
-class Paid(Watch):
+class Paid(AttentionHook):
     """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
 
     by_layer: of each layer, in their order, the sum over the question's tokens and each chunk's, as

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPart:
+class PromptSlice:
     """Runs of one prompt's positions.
 
     token_ids: the prompt. blocks: its block table. runs: ascending, of maximal length. The KV of

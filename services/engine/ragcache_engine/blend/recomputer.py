@@ -15,7 +15,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ragcache_engine.blend.model_access import LoadedModel
-from ragcache_engine.blend.prompt_slice import PromptPart
+from ragcache_engine.blend.prompt_slice import PromptSlice
 
 _NOWHERE = -1
 """What vLLM pads slots with; its kernels write nothing there."""
@@ -42,10 +42,10 @@ class Recomputer:
         *,
         writes: bool = True,
     ) -> torch.Tensor:
-        """Compute the KV of runs of one prompt's positions anew; see ``recompute_parts``."""
-        return self.recompute_parts([PromptPart(token_ids, blocks, runs)], writes=writes)
+        """Compute the KV of runs of one prompt's positions anew; see ``recompute_slices``."""
+        return self.recompute_slices([PromptSlice(token_ids, blocks, runs)], writes=writes)
 
-    def recompute_parts(self, parts: Sequence[PromptPart], *, writes: bool = True) -> torch.Tensor:
+    def recompute_slices(self, parts: Sequence[PromptSlice], *, writes: bool = True) -> torch.Tensor:
         """Compute the KV of parts of some prompts anew, in place, in one pass.
 
         parts: within max_tokens and max_runs together, of prompts with blocks of their own. Where a
@@ -107,7 +107,7 @@ class Recomputer:
             )
         return output
 
-    def _tables(self, parts: Sequence[PromptPart]) -> torch.Tensor:
+    def _tables(self, parts: Sequence[PromptSlice]) -> torch.Tensor:
         """A block table for each run, as wide as the widest: int32 [runs, blocks]."""
         tables = [self._model.kernel_table(part.blocks) for part in parts]
         wide = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)

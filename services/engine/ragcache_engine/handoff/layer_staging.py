@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_engine.kv_cache.device_event import Moment
+from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes
 from ragcache_engine.protocol.messages import SaveJob
-from ragcache_engine.threads import side_pool
+from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.values.layout import checksum
 from ragcache_kv.values.outgoing_value import Outgoing, Unfinished
 
@@ -25,7 +25,7 @@ _LONGEST_COPY_S = 60.0
 """How long to wait for the copies of a pass that has ended."""
 
 
-class Filling(Outgoing):
+class StagedValue(Outgoing):
     """A value that layers are copied to, and that goes out meanwhile. Safe for several threads.
 
     value: [num_layers, 2, T, num_kv_heads, head_dim], contiguous, CPU.
@@ -86,29 +86,29 @@ class Filling(Outgoing):
     def _wait(self, deadline: float, layer: int | None) -> None:
         """Wait for a layer, or for the end of the pass. Raises Unfinished."""
 
-        def has_come() -> bool:
+        def is_complete() -> bool:
             return self._cost_s is not None if layer is None else layer in self._sums
 
         left_s = max(0.0, deadline - time.monotonic())
-        self._changed.wait_for(lambda: has_come() or self._given_up, left_s)
-        if not has_come():
+        self._changed.wait_for(lambda: is_complete() or self._given_up, left_s)
+        if not is_complete():
             why = "it was given up" if self._given_up else "it was not computed in time"
             raise Unfinished(f"a value did not become whole: {why}")
 
 
-class Staging:
+class LayerStaging:
     """Values of the forward pass that runs. Called on the worker's main thread."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
-        self._pool = side_pool(1, "ragcache-stage")
-        self._filling: dict[VariantKey, tuple[SaveJob, Filling, set[int]]] = {}
-        self._begun: weakref.WeakSet[Filling] = weakref.WeakSet()
+        self._pool = unpinned_pool(1, "ragcache-stage")
+        self._filling: dict[VariantKey, tuple[SaveJob, StagedValue, set[int]]] = {}
+        self._begun: weakref.WeakSet[StagedValue] = weakref.WeakSet()
         self._broken = False
 
-    def begin(self, job: SaveJob) -> Filling:
+    def begin(self, job: SaveJob) -> StagedValue:
         """The pass that begins completes what a job is to save, which no other of its jobs does."""
-        filling = Filling(self._cache.empty(job.span.end - job.span.start))
+        filling = StagedValue(self._cache.empty(job.span.end - job.span.start))
         self._filling[job.span.variant] = job, filling, set()
         self._begun.add(filling)
         return filling
@@ -125,7 +125,7 @@ class Staging:
             log.exception("layers are copied out after the pass")
             self._broken = True
 
-    def take(self, job: SaveJob) -> Filling | None:
+    def take(self, job: SaveJob) -> StagedValue | None:
         """The value of one of the pass's jobs, once; None: not begun, or taken. To be finished.
 
         Layers that nobody has told of are copied now: of a pass that was replayed as one CUDA graph
@@ -158,13 +158,13 @@ class Staging:
             filling.give_up()
         self._filling = {}
 
-    def _copy(self, job: SaveJob, filling: Filling, layer: int) -> None:
+    def _copy(self, job: SaveJob, filling: StagedValue, layer: int) -> None:
         span, out = job.span, filling.value[layer]
         self._cache.read_layer(layer, job.blocks, span.start, span.end, out)
-        self._pool.submit(_sum_up, filling, layer, self._cache.moment())
+        self._pool.submit(_sum_up, filling, layer, self._cache.record_event())
 
 
-def _sum_up(filling: Filling, layer: int, copied: Moment) -> None:
+def _sum_up(filling: StagedValue, layer: int, copied: DeviceEvent) -> None:
     """Tell a value's checksum of a layer, when that has been copied."""
     try:
         copied.wait()

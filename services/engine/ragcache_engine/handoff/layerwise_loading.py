@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 
 from ragcache_core.blend.preload_depth import preload_depth
-from ragcache_core.cost.linear_fit import Line
+from ragcache_core.cost.linear_fit import LinearFit
 from ragcache_core.cost.load_or_compute import MIN_WEIGHT
-from ragcache_engine.kv_cache.device_event import Moment
-from ragcache_engine.kv_cache.incoming_value import Arrival
+from ragcache_engine.kv_cache.block_writer import BlockWriter
+from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.kv_cache.incoming_value import IncomingValue
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import LoadJob
-from ragcache_engine.worker.writer import Writer
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -35,13 +35,13 @@ class _Rest:
     """Prompt tokens [start, end) of an arrival, of which the layers from ``first`` on are due."""
 
     job: LoadJob
-    arrival: Arrival
+    arrival: IncomingValue
     start: int
     end: int
     first: int
 
 
-class Layering:
+class LayerwiseLoader:
     """For the worker's main thread only. depth: L_p for a job, by default of eq. 16.
 
     What writing takes is learned from what is written between passes.
@@ -50,15 +50,15 @@ class Layering:
     def __init__(
         self,
         cache: PagedCache,
-        writer: Writer,
+        writer: BlockWriter,
         depth: Callable[[LoadJob], int] | None = None,
     ) -> None:
         self._num_layers = cache.num_layers
-        self._moment = cache.moment
+        self._moment = cache.record_event
         self._writer = writer
         self._depth = depth or self._preload_depth
-        self._writing = Line()  # by tokens times layers
-        self._written: list[tuple[int, Moment, Moment]] = []
+        self._writing = LinearFit()  # by tokens times layers
+        self._written: list[tuple[int, DeviceEvent, DeviceEvent]] = []
         self._rests: dict[str, list[_Rest]] = {}
         self._in_pass: dict[str, list[_Rest]] = {}  # those that the pass under way completes
         self._side = _SideStream(cache.device) if cache.device.type == "cuda" else None
@@ -66,7 +66,7 @@ class Layering:
         self._failed = False  # a layer of it could not be written
         self._is_off = self._told = False
 
-    def write(self, job: LoadJob, arrival: Arrival, start: int, end: int) -> None:
+    def write(self, job: LoadJob, arrival: IncomingValue, start: int, end: int) -> None:
         """Write prompt tokens [start, end) of an arrival: as many layers as must be there."""
         self._learn()
         depth = self._num_layers
@@ -134,9 +134,9 @@ class Layering:
             self._side.join()
         return [job for job, _ in self._complete(rests)]
 
-    def _may_wait(self, job: LoadJob, arrival: Arrival) -> bool:
+    def _may_wait(self, job: LoadJob, arrival: IncomingValue) -> bool:
         """Whether layers may be put off: exact, in its place, and where a device can fetch it."""
-        if self._is_off or job.repair is not None or arrival.turn or arrival.source is None:
+        if self._is_off or job.recompute is not None or arrival.turn or arrival.source is None:
             return False
         if self._side is None:
             return True
@@ -180,7 +180,7 @@ class Layering:
             log.info("a request is taken up with %d of %d layers in place", depth, self._num_layers)
 
     def _learn(self) -> None:
-        while self._written and self._written[0][2].has_come:
+        while self._written and self._written[0][2].is_complete:
             size, began, ended = self._written.pop(0)
             self._writing.observe(size, ended.seconds_since(began))
 

@@ -17,7 +17,7 @@ Loops = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class BlockPacking:
     """The keys, or the values, of one (block, head).
 
     first: where token 0 has its dimension 0, in elements from the start of both. tokens, dims: how
@@ -29,7 +29,7 @@ class Packing:
     dims: Loops
 
     @classmethod
-    def found(cls, places: torch.Tensor) -> Packing:
+    def found(cls, places: torch.Tensor) -> BlockPacking:
         """Read off where each element lies: int64 [block_size, head_dim].
 
         Raises ValueError where that is no nest of loops.

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 from ragcache_engine.kv_cache.value_tensors import DTYPES
 from ragcache_kv.values.layout import value_bytes
 
@@ -26,7 +26,7 @@ PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PoolAllocation:
     """Places of one value's tokens. extents: of the allocator, whose page is PAGE_TOKENS here."""
 
     extents: tuple[Extent, ...]
@@ -87,16 +87,16 @@ class ChunkPool:
         """Bytes of the pages that a value of so many tokens takes."""
         return -(-num_tokens // PAGE_TOKENS) * self._page_bytes
 
-    def allocate(self, num_tokens: int) -> Room | None:
-        """Room for a value, or None if too little is free."""
+    def allocate(self, num_tokens: int) -> PoolAllocation | None:
+        """PoolAllocation for a value, or None if too little is free."""
         extents = self._allocator.allocate(-(-num_tokens // PAGE_TOKENS) * PAGE_BYTES)
-        return None if extents is None else Room(extents, num_tokens)
+        return None if extents is None else PoolAllocation(extents, num_tokens)
 
-    def free(self, room: Room) -> None:
+    def free(self, room: PoolAllocation) -> None:
         """Take back what allocate gave. Raises ValueError for what is free already."""
         self._allocator.free(room.extents)
 
-    def views(self, room: Room, start: int, end: int) -> list[torch.Tensor]:
+    def views(self, room: PoolAllocation, start: int, end: int) -> list[torch.Tensor]:
         """Tokens [start, end) of a value where they lie, piece by piece.
 
         Each is [num_layers, 2, T, num_kv_heads, head_dim], contiguous within a layer's keys and
@@ -104,7 +104,7 @@ class ChunkPool:
         """
         return [self._kv[:, :, run.start : run.stop] for run in room.runs(start, end)]
 
-    def fill(self, room: Room, pieces: Iterable[torch.Tensor]) -> None:
+    def fill(self, room: PoolAllocation, pieces: Iterable[torch.Tensor]) -> None:
         """Copy a value in, and return when it is there. pieces: its tokens in order."""
         start = 0
         for piece in pieces:
@@ -126,7 +126,7 @@ class ChunkPool:
         self._allocator.check()
 
 
-def joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def concatenate_pieces(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Pieces of a value as one contiguous tensor on a device, which shares no memory with them.
 
     A GPU is told to copy what is pinned, and not waited for.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 
-class Moment:
+class DeviceEvent:
     """When the device has done all that it was told to until now.
 
     To make one waits for nothing: a GPU works while the next step is prepared, and must not stand
@@ -27,7 +27,7 @@ class Moment:
             self._at = clock()
 
     @property
-    def has_come(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it is over, so that nobody need wait for it."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
@@ -36,7 +36,7 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Seconds from an earlier moment of the same device; waits until this one has come."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at

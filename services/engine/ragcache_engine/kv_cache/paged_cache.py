@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ragcache_engine.kv_cache.block_packing import Packing
-from ragcache_engine.kv_cache.device_event import Moment
+from ragcache_engine.kv_cache.block_packing import BlockPacking
+from ragcache_engine.kv_cache.device_event import DeviceEvent
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -70,9 +70,9 @@ class PagedCache:
         """Number of attention layers."""
         return len(self.layers)
 
-    def moment(self) -> Moment:
+    def record_event(self) -> DeviceEvent:
         """When the device has done all that it was told to until now; waits for nothing."""
-        return Moment(self.device)
+        return DeviceEvent(self.device)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slot of each token in [start, end) of a request with this block table; int64 [T]."""
@@ -115,7 +115,7 @@ class PagedCache:
     ) -> None:
         """Copy tokens [start, end) of one layer to out, [2, T, num_kv_heads, head_dim] on the CPU.
 
-        From a device to pinned memory (``empty``) the copy has ended when the next ``moment`` has
+        From a device to pinned memory (``empty``) the copy has ended when the next ``record_event`` has
         come, else on return.
         """
         if self._packings is not None:
@@ -189,7 +189,7 @@ def _shape(kv_cache: torch.Tensor) -> CacheShape:
     return CacheShape(heads, block_size, both // 2, kv_cache.dtype)
 
 
-def _probe(layer: Any, shape: CacheShape) -> tuple[Packing, Packing]:
+def _probe(layer: Any, shape: CacheShape) -> tuple[BlockPacking, BlockPacking]:
     """How the backend packs the keys and the values of a block."""
     pattern_dtype = _PATTERN_DTYPE[shape.dtype.itemsize]
     elements = shape.block_size * shape.head_dim
@@ -215,7 +215,7 @@ def _probe(layer: Any, shape: CacheShape) -> tuple[Packing, Packing]:
     places[found] = torch.arange(2 * elements)
     try:
         keys, values = (
-            Packing.found(half) for half in places.view(2, shape.block_size, shape.head_dim)
+            BlockPacking.found(half) for half in places.view(2, shape.block_size, shape.head_dim)
         )
     except ValueError as error:
         raise ValueError(f"{not_understood} ({error})") from error

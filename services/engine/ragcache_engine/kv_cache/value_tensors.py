@@ -18,7 +18,7 @@ log = logging.getLogger("vllm.ragcache")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def shape_of(space: KVSpace) -> ValueShape:
+def value_shape(space: KVSpace) -> ValueShape:
     """Shape of one token's KV."""
     return ValueShape(space.num_layers, space.num_kv_heads, space.head_dim, space.dtype)
 
@@ -28,14 +28,14 @@ def native_bytes(value: torch.Tensor) -> memoryview:
     return _bytes(value).data.cast("B")
 
 
-def dims_of(space: KVSpace, num_tokens: int) -> tuple[int, int, int, int, int]:
+def value_dims(space: KVSpace, num_tokens: int) -> tuple[int, int, int, int, int]:
     """[num_layers, 2, num_tokens, num_kv_heads, head_dim]."""
     return (space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
 
 
-def is_of(stored: StoredValue, num_tokens: int, space: KVSpace) -> bool:
+def matches_space(stored: StoredValue, num_tokens: int, space: KVSpace) -> bool:
     """Whether a value says that it is of so many tokens of a space, in the format known here."""
-    if stored.value_format != FORMAT or stored.shape != shape_of(space):
+    if stored.value_format != FORMAT or stored.shape != value_shape(space):
         return False
     return stored.info.num_tokens == num_tokens and len(stored.parts) == space.num_layers
 
@@ -45,11 +45,11 @@ def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor
 
     Its checksums have been verified where its bytes came in. A native value is used where it lies.
     """
-    if not is_of(stored, num_tokens, space):
+    if not matches_space(stored, num_tokens, space):
         return None
-    dims = dims_of(space, num_tokens)
+    dims = value_dims(space, num_tokens)
     if stored.info.precision != Precision():
-        return _decoded(stored, shape_of(space), dims)
+        return _decoded(stored, value_shape(space), dims)
     if len(stored.value) != value_bytes(space, num_tokens):
         return None
     return torch.frombuffer(stored.value, dtype=DTYPES[space.dtype]).view(dims)

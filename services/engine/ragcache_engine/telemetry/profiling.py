@@ -18,7 +18,7 @@ from ragcache_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.recomputer import Recomputer
-    from ragcache_engine.kv_cache.device_event import Moment
+    from ragcache_engine.kv_cache.device_event import DeviceEvent
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 log = logging.getLogger("vllm.ragcache")
@@ -66,7 +66,7 @@ def measure(
     return PrefillProfile(tuple(cached), tuple(column), tuple(rows), recomputer.max_tokens)
 
 
-def kept_profile(path: Path) -> PrefillProfile | None:
+def read_saved_profile(path: Path) -> PrefillProfile | None:
     """The profile that an earlier start has left at path; None where there is none to be read."""
     try:
         return PrefillProfile.from_json(json.loads(path.read_bytes()))
@@ -77,7 +77,7 @@ def kept_profile(path: Path) -> PrefillProfile | None:
         return None
 
 
-def keep_profile(path: Path, profile: PrefillProfile) -> None:
+def write_profile(path: Path, profile: PrefillProfile) -> None:
     """Leave it for the next start, where the folder can be written to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,9 +117,9 @@ class _Clock:
         table = self._blocks[: -(-run.stop // self._cache.shape.block_size)]
         quickest = float("inf")
         for _ in range(_TIMES):
-            began: Moment = self._cache.moment()
+            began: DeviceEvent = self._cache.record_event()
             self._recomputer.recompute(self._token_ids, table, [run])
-            seconds = self._cache.moment().seconds_since(began)
+            seconds = self._cache.record_event().seconds_since(began)
             self.spent_s += seconds
             quickest = min(quickest, seconds)
         return quickest

@@ -2,7 +2,7 @@
 
 The store's lookup decides what may be loaded; what is here saves the way. A value never changes and
 is named by its variant, so that what a lookup found is what is here, unless it says otherwise
-(``Tiers.read``). Whoever reads one keeps its room until the read is over, evicted or not.
+(``LocalTiers.read``). Whoever reads one keeps its room until the read is over, evicted or not.
 
 Nobody waits for a tier to be filled: what loads have brought, and what the worker has computed, is
 copied in by a thread of its own, and so is what moves between the tiers.
@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import VariantInfo
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import make_tier_policy
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.kv_cache.chunk_pool import ChunkPool, Room
+from ragcache_engine.kv_cache.chunk_pool import ChunkPool, PoolAllocation
 from ragcache_engine.telemetry.load_counts import TierCounts
-from ragcache_engine.threads import side_pool
+from ragcache_engine.threads import unpinned_pool
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -45,7 +45,7 @@ _SWAP_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedValue:
     """A value that could be kept.
 
     base_position, serves_exact: as ``VariantInfo`` has them. native: makes or has the value,
@@ -69,7 +69,7 @@ class Offer:
         num_bytes: int,
         domain: str,
         native: Callable[[], torch.Tensor | None],
-    ) -> Offer:
+    ) -> OfferedValue:
         """Of a variant as a store holds it, or as it was computed."""
         base, exact = info.base_position, info.serves_exact
         return cls(key, info.num_tokens, num_bytes, base, exact, domain, native)
@@ -79,14 +79,14 @@ class Offer:
 class _Entry:
     """A value in a tier. readers: who keep its room. retired: it is not to be found any more."""
 
-    offer: Offer
+    offer: OfferedValue
     memory: Placement
-    room: Room
+    room: PoolAllocation
     readers: int = 0
     retired: bool = False
 
 
-class Reading:
+class TierRead:
     """A value that is being read: its bytes stay as they are until this is closed or forgotten.
 
     What a device was told to do with them has to be done by then.
@@ -112,7 +112,7 @@ class Reading:
         self._finalizer()
 
 
-class Tiers:
+class LocalTiers:
     """A worker's tiers. Safe for threads.
 
     pools: by memory, of ``hotness.placement.MEMORIES``; none: nothing is kept. policy: its name.
@@ -137,7 +137,7 @@ class Tiers:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
-        self._offers: list[Offer] = []
+        self._offers: list[OfferedValue] = []
         self._waiting_bytes = 0
         self._reads: list[VariantKey] = []
         self._evicted: Counter[str] = Counter()
@@ -145,7 +145,7 @@ class Tiers:
         self._changed: dict[VariantKey, str | None] = {}
         # Reads may end anywhere, also in a collector that interrupts whoever has the lock.
         self._left: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
-        self._mover = side_pool(1, "ragcache-tier")
+        self._mover = unpinned_pool(1, "ragcache-tier")
         self._moving = False
 
     @property
@@ -155,7 +155,7 @@ class Tiers:
 
     def read(
         self, key: VariantKey, num_tokens: int, base_position: int, domain: str, *, exact: bool
-    ) -> Reading | None:
+    ) -> TierRead | None:
         """A value as it is wanted, or None: the store is to be asked.
 
         base_position: where its first token stood when it was computed. exact: it is to stand for a
@@ -172,9 +172,9 @@ class Tiers:
                 return None
             entry.readers += 1
             self._reads.append(key)
-        return Reading(self._pools[entry.memory], entry, self._left.put)
+        return TierRead(self._pools[entry.memory], entry, self._left.put)
 
-    def offer(self, offers: Iterable[Offer]) -> None:
+    def offer(self, offers: Iterable[OfferedValue]) -> None:
         """Take note of values that could be kept; returns at once, ``settle`` sees to them."""
         with self._lock:
             for offer in offers:
@@ -228,7 +228,7 @@ class Tiers:
                 assert used <= pool.used_bytes
                 assert any(e.readers for e in held) or used == pool.used_bytes
 
-    def _is_news(self, offer: Offer) -> bool:
+    def _is_news(self, offer: OfferedValue) -> bool:
         """Whether an offer is better than what is held. Under the lock."""
         entry = self._entries.get(offer.key.to_bytes())
         if entry is None:
@@ -258,16 +258,18 @@ class Tiers:
             with self._lock:
                 self._moving = False
 
-    def _see_to(self, offers: Sequence[Offer], reads: Sequence[VariantKey]) -> None:
+    def _see_to(self, offers: Sequence[OfferedValue], reads: Sequence[VariantKey]) -> None:
         now = self._clock()
         for key in reads:
             self._policy.use(key.to_bytes(), now)
         largest = max(self._pools.values(), key=lambda pool: pool.capacity_bytes)
-        fresh: dict[bytes, Offer] = {}
+        fresh: dict[bytes, OfferedValue] = {}
         for offer in offers:
             size = largest.bytes_for(offer.num_tokens)
             if size <= largest.capacity_bytes:
-                candidate: Candidate[bytes] = Candidate(size, offer.num_tokens, cost_s=0.0)
+                candidate: EvictionCandidate[bytes] = EvictionCandidate(
+                    size, offer.num_tokens, cost_s=0.0
+                )
                 self._policy.add(offer.key.to_bytes(), candidate, now)
                 fresh[offer.key.to_bytes()] = offer
         fastest = self._pools.get(Placement.GPU) or self._pools[Placement.PINNED]
@@ -276,7 +278,7 @@ class Tiers:
         if reads:
             self._used(reads)
 
-    def _place(self, placed: Mapping[bytes, Placement], fresh: dict[bytes, Offer]) -> None:
+    def _place(self, placed: Mapping[bytes, Placement], fresh: dict[bytes, OfferedValue]) -> None:
         """Bring every value to its place. fresh: those that are in none, or are to be replaced."""
         wanted: dict[bytes, Placement] = {}
         for name, memory in placed.items():
@@ -308,7 +310,7 @@ class Tiers:
             if name not in self._entries:  # else it stays where it is until the next time
                 self._policy.remove(name)
 
-    def _bring(self, name: bytes, memory: Placement, fresh: Mapping[bytes, Offer]) -> bool:
+    def _bring(self, name: bytes, memory: Placement, fresh: Mapping[bytes, OfferedValue]) -> bool:
         """Copy a value to a memory; False if that has no room. One that cannot be made is gone."""
         pool, entry = self._pools[memory], self._entries.get(name)
         offer = fresh[name] if entry is None else entry.offer
@@ -363,12 +365,12 @@ class Tiers:
                 self._pools[entry.memory].free(entry.room)
 
 
-def make_tiers(
+def make_local_tiers(
     config: EngineConfig,
     space: KVSpace,
     device: torch.device,
     used: Callable[[Sequence[VariantKey]], None],
-) -> Tiers:
+) -> LocalTiers:
     """The tiers that a worker is given. Memory that is not there is done without, with a word."""
     wanted = {
         Placement.GPU: (config.device_pool_bytes, device),
@@ -381,4 +383,4 @@ def make_tiers(
                 pools[memory] = ChunkPool(space, limit_bytes, where)
             except (RuntimeError, MemoryError) as error:
                 log.warning("the %s tier is off: %s", TIER_NAMES[memory], error)
-    return Tiers(pools, config.tier_policy, used)
+    return LocalTiers(pools, config.tier_policy, used)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from ragcache_engine.kv_cache.device_event import Moment
-from ragcache_engine.protocol.messages import Computing, Span
+from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.protocol.messages import ComputedRange, VariantSpan
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """A forward pass over num_tokens tokens."""
 
-    began: Moment
-    ended: Moment
+    began: DeviceEvent
+    ended: DeviceEvent
     num_tokens: int
 
     def token_s(self) -> float:
@@ -43,7 +43,7 @@ class ComputeCosts:
         self._computed: dict[str, list[_Computed]] = {}
 
     def add(
-        self, computing: Iterable[Computing], num_tokens: int, began: Moment, ended: Moment
+        self, computing: Iterable[ComputedRange], num_tokens: int, began: DeviceEvent, ended: DeviceEvent
     ) -> None:
         """A forward pass over num_tokens tokens of all requests began and ended."""
         by = _Pass(began, ended, num_tokens)
@@ -51,7 +51,7 @@ class ComputeCosts:
             computed = _Computed(one.first, one.end, by)
             self._computed.setdefault(one.request_id, []).append(computed)
 
-    def of(self, request_id: str, span: Span) -> Callable[[], float]:
+    def of(self, request_id: str, span: VariantSpan) -> Callable[[], float]:
         """Tells the seconds that span took, or would have if no token of it had been at hand.
 
         0: unknown. It waits until the passes that computed it have ended, on whatever thread.
@@ -63,7 +63,7 @@ class ComputeCosts:
         self._computed.pop(request_id, None)
 
 
-def _cost_s(computed: Iterable[_Computed], span: Span) -> float:
+def _cost_s(computed: Iterable[_Computed], span: VariantSpan) -> float:
     tokens, seconds = 0, 0.0
     for one in computed:
         overlap = min(one.end, span.end) - max(one.first, span.start)

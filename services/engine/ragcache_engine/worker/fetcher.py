@@ -12,12 +12,12 @@ import torch
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Codec, Miss
-from ragcache_engine.kv_cache.chunk_pool import joined
-from ragcache_engine.kv_cache.incoming_value import Arrival, Encoded, Native, Source
-from ragcache_engine.kv_cache.value_tensors import decode, is_of
-from ragcache_engine.protocol.messages import LoadJob, Span
+from ragcache_engine.kv_cache.chunk_pool import concatenate_pieces
+from ragcache_engine.kv_cache.incoming_value import IncomingValue, EncodedValue, NativeValue, ValueSource
+from ragcache_engine.kv_cache.value_tensors import decode, matches_space
+from ragcache_engine.protocol.messages import LoadJob, VariantSpan
 from ragcache_engine.telemetry.request_records import reason
-from ragcache_engine.tiers.local_tiers import Offer, Reading, Tiers
+from ragcache_engine.tiers.local_tiers import OfferedValue, TierRead, LocalTiers
 from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import value_bytes
@@ -67,9 +67,9 @@ class _Answers:
         return True
 
 
-def go_together(one: LoadJob, other: LoadJob) -> bool:
+def share_values(one: LoadJob, other: LoadJob) -> bool:
     """Whether two jobs want some of the same values, in the same way."""
-    alike = one.domain == other.domain and (one.repair is None) == (other.repair is None)
+    alike = one.domain == other.domain and (one.recompute is None) == (other.recompute is None)
     return alike and not {s.variant for s in one.spans}.isdisjoint(s.variant for s in other.spans)
 
 
@@ -85,7 +85,7 @@ class Fetcher:
         self,
         client: ShardedStore,
         space: KVSpace,
-        tiers: Tiers,
+        tiers: LocalTiers,
         rotation: KeyRotation | None,
         device: torch.device,
     ) -> None:
@@ -95,10 +95,10 @@ class Fetcher:
         self._rotation = rotation
         self._device = device
 
-    def fetch(self, jobs: Sequence[LoadJob], timeout_s: float) -> Iterator[tuple[int, Arrival]]:
+    def fetch(self, jobs: Sequence[LoadJob], timeout_s: float) -> Iterator[tuple[int, IncomingValue]]:
         """Arrivals of one job after another, with the job's place: one for each of its spans.
 
-        Fewer if one that did not come cannot be mended. jobs: that go together (``go_together``).
+        Fewer if one that did not come cannot be mended. jobs: that go together (``share_values``).
         The store is asked for what no tier has, once for each value; where that is nothing, it is
         not asked. Raises RagCacheError, as the store does.
         """
@@ -113,7 +113,7 @@ class Fetcher:
         answers = _Answers(
             wanted,
             self._client.get(
-                list(wanted), timeout_s, exact=jobs[0].repair is None, domain=jobs[0].domain
+                list(wanted), timeout_s, exact=jobs[0].recompute is None, domain=jobs[0].domain
             )
             if wanted
             else iter(()),
@@ -123,8 +123,8 @@ class Fetcher:
                 yield place, arrival
 
     def _arrivals(
-        self, job: LoadJob, readings: list[Reading | None], answers: _Answers
-    ) -> Iterator[Arrival]:
+        self, job: LoadJob, readings: list[TierRead | None], answers: _Answers
+    ) -> Iterator[IncomingValue]:
         for place, span in enumerate(job.spans):
             reading, readings[place] = readings[place], None
             if reading is not None:
@@ -132,9 +132,9 @@ class Fetcher:
                 continue
             stored, shared = answers.take(span.variant)
             if stored is None:
-                yield Arrival(span, None, reason="store ended early")
+                yield IncomingValue(span, None, reason="store ended early")
                 return
-            if stored is Miss.CORRUPT and not job.may_lack(span):
+            if stored is Miss.CORRUPT and not job.can_recompute(span):
                 # This is the last that is read. It is computed and put anew, which a store that has
                 # not heard of the damage would not take; it hears of it at the end.
                 with contextlib.suppress(RagCacheError):
@@ -144,53 +144,53 @@ class Fetcher:
             if arrival.source is None and not arrival.mended:
                 return
 
-    def _in_tier(self, job: LoadJob, span: Span) -> Reading | None:
+    def _in_tier(self, job: LoadJob, span: VariantSpan) -> TierRead | None:
         # Behind its own prefix a chunk is where it was computed.
         base = span.start if span.base_position is None else span.base_position
-        exact = not job.may_lack(span)
+        exact = not job.can_recompute(span)
         return self._tiers.read(span.variant, span.end - span.start, base, job.domain, exact=exact)
 
-    def _from_tier(self, span: Span, reading: Reading) -> Arrival:
+    def _from_tier(self, span: VariantSpan, reading: TierRead) -> IncomingValue:
         num_tokens = span.end - span.start
-        source: Source = reading
-        turn = span.moved_by
+        source: ValueSource = reading
+        turn = span.position_shift
         if turn and self._device == _CPU:
-            value = joined(reading.pieces(0, num_tokens), _CPU)
+            value = concatenate_pieces(reading.pieces(0, num_tokens), _CPU)
             reading.close()
-            source, turn = Native(self._turned(value, turn)), 0
+            source, turn = NativeValue(self._turned(value, turn)), 0
         size = value_bytes(self._space, num_tokens)
-        return Arrival(span, source, num_bytes=size, came_from=reading.tier, turn=turn)
+        return IncomingValue(span, source, num_bytes=size, came_from=reading.tier, turn=turn)
 
     def _from_store(
-        self, job: LoadJob, span: Span, stored: StoredValue | Miss, *, shared: bool
-    ) -> Arrival:
-        mended = job.may_lack(span)
+        self, job: LoadJob, span: VariantSpan, stored: StoredValue | Miss, *, shared: bool
+    ) -> IncomingValue:
+        mended = job.can_recompute(span)
         if isinstance(stored, Miss):
-            return Arrival(span, None, reason=reason(stored), mended=mended)
+            return IncomingValue(span, None, reason=reason(stored), mended=mended)
         if not (mended or stored.info.serves_exact):
             # It was when it was looked up; since then it has been held with a loss.
-            return Arrival(span, None, reason=reason(Miss.OTHER_PRECISION))
+            return IncomingValue(span, None, reason=reason(Miss.OTHER_PRECISION))
         if span.base_position not in (None, stored.info.base_position):
-            return Arrival(span, None, reason="other position", mended=mended)
+            return IncomingValue(span, None, reason="other position", mended=mended)
         num_tokens, size = span.end - span.start, len(stored.value)
-        if self._is_for_device(stored) and is_of(stored, num_tokens, self._space):
+        if self._is_for_device(stored) and matches_space(stored, num_tokens, self._space):
             native = partial(decode, stored, num_tokens, self._space)
-            source = Encoded(stored, self._space, self._device)
-            offer = Offer.of(span.variant, stored.info, size, job.domain, native)
-            return Arrival(
-                span, source, mended=mended, num_bytes=size, turn=span.moved_by, offer=offer
+            source = EncodedValue(stored, self._space, self._device)
+            offer = OfferedValue.of(span.variant, stored.info, size, job.domain, native)
+            return IncomingValue(
+                span, source, mended=mended, num_bytes=size, turn=span.position_shift, offer=offer
             )
         value = decode(stored, num_tokens, self._space)
         if value is None:
-            return Arrival(span, None, reason="other layout", mended=mended)
-        kept = Offer.of(span.variant, stored.info, value.nbytes, job.domain, lambda: value)
-        turn = span.moved_by
+            return IncomingValue(span, None, reason="other layout", mended=mended)
+        kept = OfferedValue.of(span.variant, stored.info, value.nbytes, job.domain, lambda: value)
+        turn = span.position_shift
         turned = value
         if turn and self._device == _CPU:
             # What others use stays as it was computed: turned twice, it would be rounded twice.
             turned = self._turned(value, turn, apart=self._tiers.keeps or shared)
             turn = 0
-        return Arrival(span, Native(turned), mended=mended, num_bytes=size, turn=turn, offer=kept)
+        return IncomingValue(span, NativeValue(turned), mended=mended, num_bytes=size, turn=turn, offer=kept)
 
     def _turned(self, value: torch.Tensor, turn: int, *, apart: bool = False) -> torch.Tensor:
         assert self._rotation is not None

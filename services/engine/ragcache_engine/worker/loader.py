@@ -12,21 +12,21 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import RagCacheError
-from ragcache_engine.kv_cache.incoming_value import Arrival
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Span
-from ragcache_engine.threads import side_pool
-from ragcache_engine.tiers.local_tiers import Offer, Tiers
-from ragcache_engine.worker.fetcher import Fetcher, go_together
+from ragcache_engine.kv_cache.incoming_value import IncomingValue
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, VariantSpan
+from ragcache_engine.threads import unpinned_pool
+from ragcache_engine.tiers.local_tiers import OfferedValue, LocalTiers
+from ragcache_engine.worker.fetcher import Fetcher, share_values
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import NO_SPAN, Kind, Tracer
-from ragcache_wire.tracing import Span as TraceSpan
+from ragcache_wire.tracing import VariantSpan as TraceSpan
 
 log = logging.getLogger("vllm.ragcache")
 
 _LATE = 0.9
 """Of its time: a store that is asked ends a little earlier than who waits for it."""
 
-Write = Callable[[LoadJob, Arrival, int, int], None]
+Write = Callable[[LoadJob, IncomingValue, int, int], None]
 
 
 @dataclass(slots=True)
@@ -34,16 +34,16 @@ class _Load:
     job: LoadJob
     started: float
     cancelled: threading.Event = field(default_factory=threading.Event)
-    arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
+    arrivals: queue.SimpleQueue[IncomingValue] = field(default_factory=queue.SimpleQueue)
     spans_done: int = 0
     tokens: int = 0
     num_bytes: int = 0
     lost: list[range] = field(default_factory=list)
-    why_lost: Counter[str] = field(default_factory=Counter)
+    missing_reasons: Counter[str] = field(default_factory=Counter)
     trace: TraceSpan = NO_SPAN
-    values_from: Counter[str] = field(default_factory=Counter)
-    bytes_from: Counter[str] = field(default_factory=Counter)
-    offers: list[Offer] = field(default_factory=list)
+    values_by_tier: Counter[str] = field(default_factory=Counter)
+    bytes_by_tier: Counter[str] = field(default_factory=Counter)
+    offers: list[OfferedValue] = field(default_factory=list)
     came: int = 0  # spans of which the fetching thread has said something
 
     @property
@@ -56,7 +56,7 @@ class _Load:
         """Seconds before it is late."""
         return self.job.deadline_s - (time.monotonic() - self.started)
 
-    def take(self, arrival: Arrival) -> None:
+    def take(self, arrival: IncomingValue) -> None:
         """The next span has come, or has not; for the fetching thread."""
         self.came += 1
         self.arrivals.put(arrival)
@@ -64,12 +64,12 @@ class _Load:
     def fail(self, reason: str) -> None:
         """Nothing more comes; for the fetching thread."""
         if self.came < len(self.job.spans):
-            self.take(Arrival(self.job.spans[self.came], None, reason=reason))
+            self.take(IncomingValue(self.job.spans[self.came], None, reason=reason))
 
-    def lose(self, span: Span, reason: str) -> None:
+    def lose(self, span: VariantSpan, reason: str) -> None:
         """The next span has not come, and is to be mended."""
         self.lost.append(range(*self.job.part(span)))
-        self.why_lost[reason] += 1
+        self.missing_reasons[reason] += 1
         self.spans_done += 1
 
 
@@ -86,14 +86,14 @@ class Loader:
     def __init__(
         self,
         fetcher: Fetcher,
-        tiers: Tiers,
+        tiers: LocalTiers,
         first: Sequence[Callable[[], None]],
         tracer: Tracer | None = None,
     ) -> None:
         self._fetcher = fetcher
         self._tiers = tiers
         self._tracer = tracer or Tracer()
-        self._pool = side_pool(2, "ragcache-load")
+        self._pool = unpinned_pool(2, "ragcache-load")
         self._loads: dict[str, _Load] = {}
         self._first = [self._pool.submit(step) for step in first]
 
@@ -121,7 +121,7 @@ class Loader:
             load = _Load(job, time.monotonic())
             load.trace = self._tracer.below("load", metadata(job.traceparent), Kind.INTERNAL)
             self._loads[job.request_id] = load
-            alike = (group for group in groups if go_together(group[0].job, job))
+            alike = (group for group in groups if share_values(group[0].job, job))
             if (group := next(alike, None)) is not None:
                 group.append(load)
             else:
@@ -191,8 +191,8 @@ class Loader:
             load.spans_done += 1
             load.tokens += end - start
             load.num_bytes += arrival.num_bytes
-            load.values_from[arrival.came_from] += 1
-            load.bytes_from[arrival.came_from] += arrival.num_bytes
+            load.values_by_tier[arrival.came_from] += 1
+            load.bytes_by_tier[arrival.came_from] += arrival.num_bytes
             if arrival.offer is not None:
                 load.offers.append(arrival.offer)
         return self._outcome(load, None, "")
@@ -204,16 +204,16 @@ class Loader:
         and exact.
         """
         job, left = load.job, load.job.spans[load.spans_done :]
-        approximate = [span for span in job.spans[: load.spans_done] if job.may_lack(span)]
+        approximate = [span for span in job.spans[: load.spans_done] if job.can_recompute(span)]
         came = sum(len(range(*job.part(span))) for span in approximate) - sum(map(len, load.lost))
-        if came <= 0 or not all(job.may_lack(span) for span in left):
+        if came <= 0 or not all(job.can_recompute(span) for span in left):
             return self._outcome(load, left[0], reason)
         for span in left:
             load.lose(span, reason)
         return self._outcome(load, None, "")
 
     @staticmethod
-    def _outcome(load: _Load, missing: Span | None, reason: str) -> LoadOutcome:
+    def _outcome(load: _Load, missing: VariantSpan | None, reason: str) -> LoadOutcome:
         load.trace.set(tokens=load.tokens, bytes=load.num_bytes, miss=reason)
         load.trace.end()
         seconds = time.monotonic() - load.started
@@ -225,10 +225,10 @@ class Loader:
             missing.variant if missing else None,
             reason,
             tuple(load.lost),
-            why_lost=load.why_lost,
+            missing_reasons=load.missing_reasons,
             late=bool(reason or load.lost) and seconds > _LATE * load.job.deadline_s,
-            values_from=load.values_from,
-            bytes_from=load.bytes_from,
+            values_by_tier=load.values_by_tier,
+            bytes_by_tier=load.bytes_by_tier,
         )
 
     def _traced_fetch(self, loads: Sequence[_Load]) -> None:

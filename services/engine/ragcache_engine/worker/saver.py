@@ -15,9 +15,9 @@ from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant, PutOutcome
-from ragcache_engine.kv_cache.value_tensors import native_bytes, shape_of
+from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
 from ragcache_engine.protocol.messages import SaveJob
-from ragcache_engine.threads import side_pool
+from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_parts
 from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
@@ -57,7 +57,7 @@ class Saver:
         self._queue_bytes = queue_bytes
         self._head_start_s = head_start_s
         self._tracer = tracer or Tracer()
-        self._pool = side_pool(at_once, "ragcache-save")
+        self._pool = unpinned_pool(at_once, "ragcache-save")
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
 
@@ -118,7 +118,7 @@ class Saver:
             key=job.span.variant,
             info=job.info,
             origin=job.origin,
-            shape=shape_of(self._space),
+            shape=value_shape(self._space),
             part_bytes=value_parts(self._space, job.info.num_tokens),
             value_format=FORMAT,
         )

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ragcache_core.identity.keys import KVSpace, VariantKey
-from ragcache_engine.blend.observer import Observing
-from ragcache_engine.blend.recomputation import REPAIR_FAILED, Repairer
+from ragcache_engine.blend.chunk_observer import ChunkObserver
+from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.handoff.layer_staging import Staging
-from ragcache_engine.handoff.layerwise_loading import Layering
-from ragcache_engine.kv_cache.device_event import Moment
+from ragcache_engine.handoff.layer_staging import LayerStaging
+from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
+from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import (
-    NO_BLEND,
+    BLEND_UNSUPPORTED,
     LoadJob,
     LoadOutcome,
     SaveJob,
@@ -28,17 +28,17 @@ from ragcache_engine.protocol.messages import (
 )
 from ragcache_engine.protocol.roles import Role
 from ragcache_engine.telemetry.load_counts import LoadCounts
-from ragcache_engine.tiers.local_tiers import Offer, make_tiers
+from ragcache_engine.tiers.local_tiers import OfferedValue, make_local_tiers
 from ragcache_engine.worker.compute_costs import ComputeCosts
 from ragcache_engine.worker.fetcher import Fetcher
 from ragcache_engine.worker.loader import Loader
 from ragcache_engine.worker.saver import Saver
-from ragcache_engine.worker.writer import Writer
+from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.tracing import Tracer
 
 if TYPE_CHECKING:
-    from ragcache_engine.blend.blender import Blender
+    from ragcache_engine.blend.components import BlendComponents
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -68,7 +68,7 @@ def _focus_window(num_layers: int) -> int:
     return max(2, num_layers // 8)
 
 
-class WorkerSide:
+class ConnectorWorker:
     """One per worker. Called on the worker's main thread only, around and within forward passes.
 
     No exception leaves its methods: vLLM ends the engine on one. What cannot be loaded is reported
@@ -81,37 +81,37 @@ class WorkerSide:
         space: KVSpace,
         cache: PagedCache,
         client: ShardedStore,
-        blender: Blender | None = None,
+        blender: BlendComponents | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._costs = ComputeCosts()
-        self._pass_began: Moment | None = None
-        self._passes: list[tuple[float, Moment, Moment]] = []
+        self._pass_began: DeviceEvent | None = None
+        self._passes: list[tuple[float, DeviceEvent, DeviceEvent]] = []
         self._cache = cache
         self._client = client
         rotation = blender.rotation if blender else None
-        self._tiers = make_tiers(config, space, cache.device, self._note_reads)
+        self._tiers = make_local_tiers(config, space, cache.device, self._note_reads)
         fetcher = Fetcher(client, space, self._tiers, rotation, cache.device)
 
         def connect() -> None:
             client.connect(config.load_deadline_s)  # an outage delays the start by no more
-            lanes = client.lanes()
-            for shard, lane in lanes.items():
-                log.info("values of shard %s come over the %s lane", shard, lane)
-            if not lanes:
+            transports = client.transports()
+            for shard, transport in transports.items():
+                log.info("values of shard %s come over the %s transport", shard, transport)
+            if not transports:
                 log.info("the store does not answer yet; all is computed until it does")
 
         first: list[Callable[[], None]] = [connect]
         if rotation is not None and cache.device.type == "cpu":  # a GPU turns keys by itself
             first.append(rotation.warm_up)
         self._loader = Loader(fetcher, self._tiers, first, tracer)
-        self._writer = Writer(cache, rotation)
-        self._layering: Layering | None = None
+        self._writer = BlockWriter(cache, rotation)
+        self._layering: LayerwiseLoader | None = None
         if config.layerwise:
-            self._layering = Layering(cache, self._writer)
+            self._layering = LayerwiseLoader(cache, self._writer)
         # Of an engine for whose prompts somebody waits, values go out as they are computed.
         hands_over = config.role is Role.PREFILL
-        self._staging = Staging(cache) if hands_over else None
+        self._staging = LayerStaging(cache) if hands_over else None
         self._saver = Saver(
             self._client,
             space,
@@ -121,11 +121,11 @@ class WorkerSide:
             0.0 if hands_over else _HEAD_START_S,
             tracer,
         )
-        self._repairer: Repairer | None = None
-        self._observing: Observing | None = None
+        self._repairer: RecomputationQueue | None = None
+        self._observing: ChunkObserver | None = None
         if blender is not None:
             recomputer, observer = blender.recomputer, blender.observer
-            self._repairer = Repairer(
+            self._repairer = RecomputationQueue(
                 cache,
                 recomputer,
                 observer,
@@ -135,7 +135,7 @@ class WorkerSide:
                 tracer,
                 focus_window=_focus_window(cache.num_layers) if config.focused_chunks else 0,
             )
-            self._observing = Observing(
+            self._observing = ChunkObserver(
                 observer,
                 recomputer.max_tokens,
                 self._saver.save_observation,
@@ -191,8 +191,8 @@ class WorkerSide:
             self._jobs[job.request_id] = job
             if not job.spans:
                 self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, "load failed"))
-            elif job.repair is not None and self._repairer is None:
-                self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, NO_BLEND))
+            elif job.recompute is not None and self._repairer is None:
+                self._end(job, LoadOutcome(job.request_id, 0, 0, 0.0, None, BLEND_UNSUPPORTED))
             else:
                 starting.append(job)
         self._loader.start(starting)
@@ -269,7 +269,7 @@ class WorkerSide:
 
     def take_report(self) -> StepReport | None:
         """What ended since the last call, for the scheduler side."""
-        while self._passes and self._passes[0][2].has_come:
+        while self._passes and self._passes[0][2].is_complete:
             work, began, ended = self._passes.pop(0)
             self._report.passes.append((work, ended.seconds_since(began)))
         self._report.kept = self._tiers.take_changes()
@@ -301,14 +301,14 @@ class WorkerSide:
             and self._layering.settle((job.request_id,))
         ):
             outcome = replace(outcome, tokens=0)
-        if job.repair is None or self._repairer is None or outcome.reason:
+        if job.recompute is None or self._repairer is None or outcome.reason:
             self._end(job, outcome)
             return
         try:
             self._repairer.start(job, outcome)
         except Exception:
             log.exception("KV of request %s cannot be mended", job.request_id)
-            self._end(job, replace(outcome, reason=REPAIR_FAILED))
+            self._end(job, replace(outcome, reason=RECOMPUTE_FAILED))
 
     def _let_go(self) -> None:
         try:
@@ -341,7 +341,7 @@ class WorkerSide:
             self._saver.save(job, native, self._costs.of(job.request_id, job.span))
         else:
             return
-        offer = Offer.of(job.span.variant, job.info, num_bytes, job.origin.domain, native)
+        offer = OfferedValue.of(job.span.variant, job.info, num_bytes, job.origin.domain, native)
         self._tiers.offer((offer,))
 
     def _copied_out(self, job: SaveJob) -> Callable[[], torch.Tensor]:
@@ -364,9 +364,9 @@ class WorkerSide:
 
         return native
 
-    def _moment(self) -> Moment | None:
+    def _moment(self) -> DeviceEvent | None:
         try:
-            return self._cache.moment()
+            return self._cache.record_event()
         except Exception:
             log.exception("what a pass takes is not known")
             return None
@@ -395,8 +395,8 @@ class WorkerSide:
         share it are computed again with it; and so is all that would have had to be mended.
         """
         good = job.first + outcome.tokens
-        if job.repair is not None:
-            good = min(good, max(job.first, job.repair.exact_end))
+        if job.recompute is not None:
+            good = min(good, max(job.first, job.recompute.exact_end))
         tokens = max(0, self._mark_bad(job, good) - job.first)
         return replace(outcome, tokens=tokens, lost=(), blended=0, repaired=0)
 

@@ -16,7 +16,7 @@ from ragcache_core.blend.fix_overhead import (
     frequency_gain,
 )
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
-from ragcache_core.quality.calibration import Trial, calibrate
+from ragcache_core.quality.calibration import CalibrationTrial, calibrate
 
 shares = st.floats(0, 1)
 impacts = st.floats(0.5, 1)
@@ -116,13 +116,14 @@ class TestFrequencyGain:
 
 # Cache-Craft §6: ROUGE F1 of 2WikiMQA by alpha; shares recomputed made up.
 PAPER = [
-    Trial(0.5, 0.15, 0.825),
-    Trial(1.0, 0.3, 0.896),
-    Trial(2.0, 0.5, 0.94),
-    Trial(3.0, 0.65, 0.953),
+    CalibrationTrial(0.5, 0.15, 0.825),
+    CalibrationTrial(1.0, 0.3, 0.896),
+    CalibrationTrial(2.0, 0.5, 0.94),
+    CalibrationTrial(3.0, 0.65, 0.953),
 ]
 trials = st.lists(
-    st.builds(Trial, st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), shares, shares), max_size=40
+    st.builds(CalibrationTrial, st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), shares, shares),
+    max_size=40,
 )
 
 
@@ -145,7 +146,7 @@ class TestCalibration:
         assert found.alpha == 0.5
 
     def test_naive_reuse_may_be_good_enough(self):
-        found = calibrate([Trial(0.0, 0.0, 0.9), *PAPER], 0.8)
+        found = calibrate([CalibrationTrial(0.0, 0.0, 0.9), *PAPER], 0.8)
         assert found is not None
         assert (found.alpha, found.fix_overhead) == (0.0, 0.0)
 
@@ -154,13 +155,13 @@ class TestCalibration:
         assert calibrate([], 0.0) is None
 
     def test_one_lucky_low_alpha_decides_nothing(self):
-        lucky = [Trial(0.5, 0.15, 0.95), Trial(1.0, 0.3, 0.85), *PAPER[2:]]
+        lucky = [CalibrationTrial(0.5, 0.15, 0.95), CalibrationTrial(1.0, 0.3, 0.85), *PAPER[2:]]
         found = calibrate(lucky, 0.93)
         assert found is not None
         assert 1.0 < found.alpha < 2.0
 
     def test_the_mean_of_many_questions_counts(self):
-        found = calibrate([Trial(1.0, 0.2, 1.0), Trial(1.0, 0.4, 0.8)], 0.9)
+        found = calibrate([CalibrationTrial(1.0, 0.2, 1.0), CalibrationTrial(1.0, 0.4, 0.8)], 0.9)
         assert found is not None
         assert found.fix_overhead == pytest.approx(0.3)
 
@@ -192,7 +193,8 @@ class TestCalibration:
         self, qualities, wanted
     ):
         rising = [
-            Trial(float(alpha), 0.0, quality) for alpha, quality in enumerate(sorted(qualities))
+            CalibrationTrial(float(alpha), 0.0, quality)
+            for alpha, quality in enumerate(sorted(qualities))
         ]
         enough = [trial.alpha for trial in rising if trial.quality >= wanted]
         found = calibrate(rising, wanted)
@@ -212,7 +214,7 @@ class TestCalibration:
     )
     def test_no_such_trial(self, alpha, overhead, quality):
         with pytest.raises(ValueError, match=r"alpha|CFO|quality"):
-            Trial(alpha, overhead, quality)
+            CalibrationTrial(alpha, overhead, quality)
 
     def test_no_such_quality(self):
         with pytest.raises(ValueError, match="quality"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
-from ragcache_core.blend.selection import Blend, Candidate, Source, blend
+from ragcache_core.blend.selection import Blend, BlendSource, VariantCandidate, blend
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.plan.reuse_plan import Action, Segment
@@ -58,12 +58,12 @@ def seen(
 
 def candidate(
     named: NamedSegment, prefix: int, observation: ChunkObservation | None = None, longer: int = 0
-) -> Candidate:
+) -> VariantCandidate:
     info = VariantInfo(tokens_of(named) + longer, 1, prefix, Provenance(exact=True))
-    return Candidate(VariantKey(named.segment.chunk, key(prefix)), info, observation)
+    return VariantCandidate(VariantKey(named.segment.chunk, key(prefix)), info, observation)
 
 
-def own(named: NamedSegment, observation: ChunkObservation | None = None) -> Candidate:
+def own(named: NamedSegment, observation: ChunkObservation | None = None) -> VariantCandidate:
     """The variant of just this prefix."""
     return replace(candidate(named, 0, observation), key=named.variant)
 
@@ -72,12 +72,12 @@ def own(named: NamedSegment, observation: ChunkObservation | None = None) -> Can
 class Case:
     segments: tuple[NamedSegment, ...]
     exact: int
-    candidates: Mapping[int, Sequence[Candidate]]
+    candidates: Mapping[int, Sequence[VariantCandidate]]
 
     def blend(self, budget: float = 0.2) -> Blend:
         return blend(self.segments, self.exact, self.candidates, budget)
 
-    def blended(self) -> dict[int, list[Candidate]]:
+    def blended(self) -> dict[int, list[VariantCandidate]]:
         """Candidates that fit, by place of each segment that is to be blended."""
         fitting = {}
         for place, named in enumerate(self.segments[self.exact :], start=self.exact):
@@ -87,7 +87,7 @@ class Case:
             fitting[place] = [c for c in some if c.info.num_tokens == tokens_of(named)]
         return fitting
 
-    def mismatch(self, place: int, one: Candidate) -> float:
+    def mismatch(self, place: int, one: VariantCandidate) -> float:
         named = self.segments[place]
         if one.key == named.variant:
             return 0.0
@@ -149,7 +149,7 @@ def test_the_exact_head_comes_from_the_exact_chain(case: Case) -> None:
     found = case.blend()
     head = case.segments[: case.exact]
     assert found.sources[: case.exact] == tuple(
-        Source(n.variant, n.segment.start, n.segment.end, n.segment.start) for n in head
+        BlendSource(n.variant, n.segment.start, n.segment.end, n.segment.start) for n in head
     )
     assert found.exact_end == sum(map(tokens_of, head))
     assert found.approximate == (len(found.sources) > case.exact)
@@ -255,8 +255,8 @@ def test_a_variant_of_just_this_prefix_has_nothing_to_mend() -> None:
     found = blend(segments, 1, {2: [foreign, own(segments[2])]}, 1.0)
     # Not even the hole before it speaks against it: once computed, that is what it was then.
     assert found.sources[1:] == (
-        Source(None, 2, 6, 2),
-        Source(segments[2].variant, 6, 10, 0),
+        BlendSource(None, 2, 6, 2),
+        BlendSource(segments[2].variant, 6, 10, 0),
     )
     assert found.wanted == 0
 
@@ -268,7 +268,7 @@ def test_a_variant_is_mended_by_what_of_its_prefix_is_not_back() -> None:
     # Chunk 1 had a quarter of its attention, and three quarters are gone.
     # Attention of 1 to what was before and of 1/4 within; ceil(sigmoid(4) * 3/4 * 4).
     variant = VariantKey(key(2), key(50))
-    assert found.sources[2] == Source(variant, 6, 10, 50, (3.0, 0.0, 1.5, 6.0), wanted=3)
+    assert found.sources[2] == BlendSource(variant, 6, 10, 50, (3.0, 0.0, 1.5, 6.0), wanted=3)
     assert observation.cci == pytest.approx(1 / (1 + math.exp(-4)))
     assert found.wanted == 3
     assert blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 0.5).wanted == 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.slices import merged, slices, split
+from ragcache_core.blend.slices import merge_runs, split_first_pass, split_into_passes
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=20)
 """Of the gap before a run, and of the run."""
@@ -33,7 +33,7 @@ def test_slices_are_all_of_it_in_order_within_their_bounds(
     lengths: list[tuple[int, int]], max_tokens: int, max_runs: int
 ) -> None:
     runs = runs_of(lengths)
-    passes = list(slices(runs, max_tokens=max_tokens, max_runs=max_runs))
+    passes = list(split_into_passes(runs, max_tokens=max_tokens, max_runs=max_runs))
     positions = [position for one in passes for run in one for position in run]
     assert positions == [position for run in runs for position in run]
     for number, one in enumerate(passes):
@@ -47,7 +47,7 @@ def test_slices_are_all_of_it_in_order_within_their_bounds(
 
 def test_a_run_is_cut_only_where_a_pass_is_full() -> None:
     runs = [range(10, 14), range(20, 29), range(40, 41)]
-    assert list(slices(runs, max_tokens=6, max_runs=2)) == [
+    assert list(split_into_passes(runs, max_tokens=6, max_runs=2)) == [
         (range(10, 14), range(20, 22)),
         (range(22, 28),),
         (range(28, 29), range(40, 41)),
@@ -55,15 +55,15 @@ def test_a_run_is_cut_only_where_a_pass_is_full() -> None:
 
 
 def test_nothing_makes_no_pass() -> None:
-    assert list(slices([], max_tokens=1, max_runs=1)) == []
+    assert list(split_into_passes([], max_tokens=1, max_runs=1)) == []
 
 
 @pytest.mark.parametrize(("max_tokens", "max_runs"), [(0, 1), (1, 0)])
 def test_a_pass_without_room_is_refused(max_tokens: int, max_runs: int) -> None:
     with pytest.raises(ValueError, match="or more"):
-        list(slices([range(3)], max_tokens=max_tokens, max_runs=max_runs))
+        list(split_into_passes([range(3)], max_tokens=max_tokens, max_runs=max_runs))
     with pytest.raises(ValueError, match="or more"):
-        split([], max_tokens=max_tokens, max_runs=max_runs)
+        split_first_pass([], max_tokens=max_tokens, max_runs=max_runs)
 
 
 @given(LENGTHS, st.integers(1, 50), st.integers(1, 8))
@@ -74,28 +74,28 @@ def test_cut_one_by_one_the_passes_are_the_same(
     whole, passes = left, []
     while left:
         before = left
-        taken, left = split(before, max_tokens=max_tokens, max_runs=max_runs)
-        assert merged([*taken, *left]) == before
+        taken, left = split_first_pass(before, max_tokens=max_tokens, max_runs=max_runs)
+        assert merge_runs([*taken, *left]) == before
         assert all((*taken, *left))
         assert 1 <= len(taken) <= max_runs
         assert 1 <= sum(map(len, taken)) <= max_tokens
         passes.append(taken)
     assert [p for one in passes for run in one for p in run] == [p for run in whole for p in run]
-    assert passes == list(slices(whole, max_tokens=max_tokens, max_runs=max_runs))
+    assert passes == list(split_into_passes(whole, max_tokens=max_tokens, max_runs=max_runs))
 
 
 def test_what_is_left_begins_where_the_pass_ends() -> None:
     runs = [range(10, 14), range(20, 29)]
-    assert split(runs, max_tokens=4, max_runs=9) == ((range(10, 14),), (range(20, 29),))
-    assert split(runs, max_tokens=5, max_runs=9)[1] == (range(21, 29),)
-    assert split(runs, max_tokens=99, max_runs=1)[1] == (range(20, 29),)
-    assert split(runs, max_tokens=13, max_runs=2) == (tuple(runs), ())
-    assert split([], max_tokens=1, max_runs=1) == ((), ())
+    assert split_first_pass(runs, max_tokens=4, max_runs=9) == ((range(10, 14),), (range(20, 29),))
+    assert split_first_pass(runs, max_tokens=5, max_runs=9)[1] == (range(21, 29),)
+    assert split_first_pass(runs, max_tokens=99, max_runs=1)[1] == (range(20, 29),)
+    assert split_first_pass(runs, max_tokens=13, max_runs=2) == (tuple(runs), ())
+    assert split_first_pass([], max_tokens=1, max_runs=1) == ((), ())
 
 
 @given(OVERLAPPING)
 def test_merged_runs_are_all_positions_as_maximal_runs(runs: list[range]) -> None:
-    joined = merged(runs)
+    joined = merge_runs(runs)
     assert [p for run in joined for p in run] == sorted({p for run in runs for p in run})
     assert all(joined)
     assert all(b.start > a.stop for a, b in pairwise(joined))
@@ -104,4 +104,4 @@ def test_merged_runs_are_all_positions_as_maximal_runs(runs: list[range]) -> Non
 @given(LENGTHS)
 def test_runs_apart_stay_as_they_are(lengths: list[tuple[int, int]]) -> None:
     runs = runs_of(lengths)
-    assert merged(runs[::-1]) == tuple(runs)
+    assert merge_runs(runs[::-1]) == tuple(runs)

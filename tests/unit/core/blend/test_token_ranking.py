@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.recomputation import first_of
-from ragcache_core.blend.token_ranking import AFTER, BEFORE, InfluencedChunk, by_need
+from ragcache_core.blend.token_ranking import AFTER, BEFORE, InfluencedChunk, rank_tokens
+from ragcache_core.blend.token_selection import select_tokens
 
 influences = st.lists(st.floats(0, 1e6), max_size=30)
 
@@ -32,7 +32,7 @@ def test_every_token_comes_up_once(
     prompt: tuple[list[InfluencedChunk], list[float]], is_regarded: bool
 ) -> None:
     chunks, regard = prompt
-    order = by_need(chunks, regard if is_regarded else None)
+    order = rank_tokens(chunks, regard if is_regarded else None)
     wanted = [c.start + i for c in chunks for i in range(len(c.influence))]
     assert sorted(order) == sorted(wanted)
 
@@ -42,7 +42,7 @@ def test_equal_regard_for_all_is_as_none(
     prompt: tuple[list[InfluencedChunk], list[float]],
 ) -> None:
     chunks, regard = prompt
-    assert by_need(chunks, [1.0] * len(regard)) == by_need(chunks)
+    assert rank_tokens(chunks, [1.0] * len(regard)) == rank_tokens(chunks)
 
 
 @given(prompts())
@@ -61,7 +61,7 @@ def test_order_is_by_both_and_then_by_influence(
         both = influence[position] * math.sqrt(max(around))
         return -both, -influence[position], position
 
-    assert by_need(chunks, regard) == sorted(influence, key=key)
+    assert rank_tokens(chunks, regard) == sorted(influence, key=key)
 
 
 @given(prompts(), st.data())
@@ -69,12 +69,12 @@ def test_more_regard_never_puts_a_token_back(
     prompt: tuple[list[InfluencedChunk], list[float]], data: st.DataObject
 ) -> None:
     chunks, regard = prompt
-    before = by_need(chunks, regard)
+    before = rank_tokens(chunks, regard)
     if not before:
         return
     place = data.draw(st.sampled_from(before))
     regard[place] += data.draw(st.floats(0, 1))
-    after = by_need(chunks, regard)
+    after = rank_tokens(chunks, regard)
     # Its neighbours are looked at, too, and may come to stand before it: of others none does.
     near = range(place - BEFORE, place + AFTER + 1)
     ahead = set(after[: after.index(place)]) - set(before[: before.index(place)])
@@ -86,16 +86,16 @@ def test_without_any_regard_influence_decides(
     prompt: tuple[list[InfluencedChunk], list[float]],
 ) -> None:
     chunks, regard = prompt
-    assert by_need(chunks, [0.0] * len(regard)) == by_need(chunks)
+    assert rank_tokens(chunks, [0.0] * len(regard)) == rank_tokens(chunks)
 
 
 def test_the_next_token_is_drawn_along() -> None:
-    assert by_need([InfluencedChunk(10, [0, 5, 0, 3, 0, 0])]) == [11, 12, 13, 14, 10, 15]
+    assert rank_tokens([InfluencedChunk(10, [0, 5, 0, 3, 0, 0])]) == [11, 12, 13, 14, 10, 15]
 
 
 def test_chunks_are_one_order_and_do_not_draw_each_other_along() -> None:
     chunks = [InfluencedChunk(3, [4, 0, 2]), InfluencedChunk(0, [1, 1, 9])]
-    assert by_need(chunks) == [2, 3, 4, 5, 0, 1]
+    assert rank_tokens(chunks) == [2, 3, 4, 5, 0, 1]
 
 
 def test_what_the_question_looks_at_comes_first() -> None:
@@ -103,20 +103,20 @@ def test_what_the_question_looks_at_comes_first() -> None:
     regard = [0.01] * 20
     regard[9] = 0.81
     near = list(range(9 - BEFORE, 9 + AFTER + 1))
-    order = by_need([InfluencedChunk(0, influence)], regard)
+    order = rank_tokens([InfluencedChunk(0, influence)], regard)
     assert order[: len(near) + 1] == [*near, 0]
     # Ten times the influence outweighs eighty times the regard.
     influence[19] = 10.0
-    assert by_need([InfluencedChunk(0, influence)], regard)[:2] == [19, near[0]]
+    assert rank_tokens([InfluencedChunk(0, influence)], regard)[:2] == [19, near[0]]
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
-        by_need([InfluencedChunk(0, [1, 2]), InfluencedChunk(1, [1])])
+        rank_tokens([InfluencedChunk(0, [1, 2]), InfluencedChunk(1, [1])])
     with pytest.raises(ValueError, match="ends at 1"):
-        by_need([InfluencedChunk(0, [1, 2])], [1.0])
+        rank_tokens([InfluencedChunk(0, [1, 2])], [1.0])
     with pytest.raises(ValueError, match="regard is finite"):
-        by_need([InfluencedChunk(0, [1])], [-1.0])
+        rank_tokens([InfluencedChunk(0, [1])], [-1.0])
     with pytest.raises(ValueError, match="0 or later"):
         InfluencedChunk(-1, [])
     for wrong in (-1.0, math.nan, math.inf):
@@ -127,7 +127,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 @given(st.permutations(range(20)), st.integers(0, 25), st.integers(0, 25))
 def test_the_first_of_an_order_are_chosen(order: list[int], budget: int, head: int) -> None:
     wanted = sorted([p for p in order if p >= head][:budget])
-    found = first_of(order, budget, exact_head=head)
+    found = select_tokens(order, budget, exact_head=head)
     assert found.positions() == wanted
     assert all(b.start > a.stop for a, b in pairwise(found.runs))
 
@@ -136,9 +136,9 @@ def test_the_first_of_an_order_are_chosen(order: list[int], budget: int, head: i
 def test_what_is_done_anyway_is_passed_over(
     order: list[int], first: int, then: int, data: st.DataObject
 ) -> None:
-    done = first_of(order, first)
+    done = select_tokens(order, first)
     again = data.draw(st.permutations(order))
-    found = first_of(again, then, done=done.runs)
+    found = select_tokens(again, then, done=done.runs)
     left = [position for position in again if position not in done.positions()]
     assert found.positions() == sorted(left[:then])
 
@@ -169,7 +169,7 @@ def test_runs_are_long_enough_or_all_there_is_between_others(
 ) -> None:
     order, head, done = given_order
     eligible = may_be_chosen(order, head, done)
-    found = first_of(order, budget, run_tokens=length, exact_head=head, done=done)
+    found = select_tokens(order, budget, run_tokens=length, exact_head=head, done=done)
     assert eligible.issuperset(found.positions())
     assert all(b.start > a.stop for a, b in pairwise(found.runs))
     for run in found.runs:
@@ -183,7 +183,7 @@ def test_no_more_than_the_budget_and_less_than_a_run_stays_unspent(
 ) -> None:
     order, head, done = given_order
     every = len(may_be_chosen(order, head, done))
-    taken = first_of(order, budget, run_tokens=length, exact_head=head, done=done).num_tokens
+    taken = select_tokens(order, budget, run_tokens=length, exact_head=head, done=done).num_tokens
     assert taken <= budget
     assert taken == every or taken > budget - length
 
@@ -194,7 +194,7 @@ def test_more_budget_never_drops_a_token(
 ) -> None:
     order, head, done = given_order
     fewer, more = (
-        set(first_of(order, budget, run_tokens=length, exact_head=head, done=done).positions())
+        set(select_tokens(order, budget, run_tokens=length, exact_head=head, done=done).positions())
         for budget in sorted((one, other))
     )
     assert fewer <= more
@@ -206,25 +206,25 @@ def test_what_needs_it_most_is_in_a_run_that_fits(
 ) -> None:
     order, head, done = given_order
     eligible = may_be_chosen(order, head, done)
-    found = first_of(order, budget, run_tokens=length, exact_head=head, done=done)
+    found = select_tokens(order, budget, run_tokens=length, exact_head=head, done=done)
     first = next((p for p in order if p in eligible), None)
     assert (first in found.positions()) == (first is not None and found.num_tokens > 0)
 
 
 def test_a_run_lies_around_the_token_that_comes_up() -> None:
     order = [9, 13, 1, *sorted(set(range(20)) - {9, 13, 1})]
-    assert first_of(order, 4, run_tokens=4).runs == (range(7, 11),)
+    assert select_tokens(order, 4, run_tokens=4).runs == (range(7, 11),)
     # The next one is too far off to be drawn to that run, and its own would pass the budget.
-    assert first_of(order, 7, run_tokens=4).runs == (range(7, 11),)
-    assert first_of(order, 8, run_tokens=4).runs == (range(7, 15),)
-    assert first_of(order, 12, run_tokens=4).runs == (range(4), range(7, 15))
-    assert first_of(order, 4, run_tokens=4, exact_head=8).runs == (range(8, 12),)
+    assert select_tokens(order, 7, run_tokens=4).runs == (range(7, 11),)
+    assert select_tokens(order, 8, run_tokens=4).runs == (range(7, 15),)
+    assert select_tokens(order, 12, run_tokens=4).runs == (range(4), range(7, 15))
+    assert select_tokens(order, 4, run_tokens=4, exact_head=8).runs == (range(8, 12),)
 
 
 def test_of_nothing_nothing_is_chosen() -> None:
-    assert by_need([]) == by_need([InfluencedChunk(3, [])], []) == []
-    assert first_of([], 5).runs == first_of([3], 0).runs == ()
+    assert rank_tokens([]) == rank_tokens([InfluencedChunk(3, [])], []) == []
+    assert select_tokens([], 5).runs == select_tokens([3], 0).runs == ()
     with pytest.raises(ValueError, match="0 tokens or more"):
-        first_of([1], -1)
+        select_tokens([1], -1)
     with pytest.raises(ValueError, match="a run 1 or more"):
-        first_of([1], 1, run_tokens=0)
+        select_tokens([1], 1, run_tokens=0)

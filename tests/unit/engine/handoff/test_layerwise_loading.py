@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_engine.handoff.layerwise_loading import Layering
-from ragcache_engine.kv_cache.device_event import Moment
-from ragcache_engine.kv_cache.incoming_value import Arrival, Native
+from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
+from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.kv_cache.incoming_value import IncomingValue, NativeValue
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
-from ragcache_engine.protocol.messages import LoadJob, Repair, Span
-from ragcache_engine.worker.writer import Writer
+from ragcache_engine.protocol.messages import LoadJob, RecomputeJob, VariantSpan
+from ragcache_engine.kv_cache.block_writer import BlockWriter
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -38,8 +38,8 @@ class FakeCache:
 
     slots = PagedCache.slots
 
-    def moment(self) -> Moment:
-        return Moment(CPU, lambda: self.seconds)
+    def record_event(self) -> DeviceEvent:
+        return DeviceEvent(CPU, lambda: self.seconds)
 
     def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
         for index, tokens in enumerate(value, first_layer):
@@ -54,20 +54,20 @@ def blocks_of(number: int) -> tuple[int, ...]:
 
 
 def make_job(name: str, blocks: Sequence[int], compute_s: float | None = None) -> LoadJob:
-    span = Span(VariantKey(name.encode().ljust(16), bytes(16)), 0, LENGTH)
+    span = VariantSpan(VariantKey(name.encode().ljust(16), bytes(16)), 0, LENGTH)
     return LoadJob(name, (span,), 0, LENGTH, tuple(blocks), "d", compute_s=compute_s)
 
 
-def make_arrival(job: LoadJob) -> Arrival:
+def make_arrival(job: LoadJob) -> IncomingValue:
     value = torch.arange(1, LENGTH + 1).float().view(1, 1, LENGTH, 1, 1)
-    return Arrival(job.spans[0], Native(value.expand(LAYERS, 2, LENGTH, 1, 1).contiguous()))
+    return IncomingValue(job.spans[0], NativeValue(value.expand(LAYERS, 2, LENGTH, 1, 1).contiguous()))
 
 
 class Bench:
     def __init__(self, depth: Callable[[LoadJob], int] | None = None) -> None:
         self.cache = FakeCache()
         cache = cast("PagedCache", self.cache)
-        self.layering = Layering(cache, Writer(cache, None), depth)
+        self.layering = LayerwiseLoader(cache, BlockWriter(cache, None), depth)
 
     def load(self, job: LoadJob) -> None:
         self.layering.write(job, make_arrival(job), 0, LENGTH)
@@ -200,8 +200,8 @@ def test_a_pass_that_completes_nothing_says_so() -> None:
 def test_what_is_mended_is_written_in_whole() -> None:
     bench = Bench(lambda job: 1)
     job = make_job("a", blocks_of(0))
-    repair = Repair(0, range(LENGTH), (), (), 0, ())
-    mended = LoadJob("a", job.spans, 0, LENGTH, job.blocks, "d", repair)
+    recompute = RecomputeJob(0, range(LENGTH), (), (), 0, ())
+    mended = LoadJob("a", job.spans, 0, LENGTH, job.blocks, "d", recompute)
     bench.load(mended)
     assert all(bench.layers_of(mended))
 

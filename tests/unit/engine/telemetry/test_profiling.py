@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_engine.telemetry.profiling import keep_profile, kept_profile, measure, profile_path
+from ragcache_engine.telemetry.profiling import write_profile, read_saved_profile, measure, profile_path
 
 BLOCK = 32
 
@@ -28,7 +28,7 @@ class Machine:
         self.blocks: set[int] = set()
         self.shape = SimpleNamespace(block_size=BLOCK)
 
-    def moment(self) -> Any:
+    def record_event(self) -> Any:
         at = self.now_s
         return SimpleNamespace(at=at, seconds_since=lambda earlier: at - earlier.at)
 
@@ -81,10 +81,10 @@ def test_any_cache_and_any_length_give_a_profile(
 
 def test_it_is_kept_for_the_next_start(tmp_path: Path) -> None:
     path = profile_path(tmp_path, model="a", threads=2)
-    assert kept_profile(path) is None
+    assert read_saved_profile(path) is None
     profile = taken(Machine(1024, 1e-6))
-    keep_profile(path, profile)
-    assert kept_profile(path) == profile
+    write_profile(path, profile)
+    assert read_saved_profile(path) == profile
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
@@ -102,9 +102,9 @@ def test_one_that_cannot_be_read_is_none(found: str, tmp_path: Path) -> None:
     path = profile_path(tmp_path)
     path.parent.mkdir()
     path.write_text(found)
-    assert kept_profile(path) is None
+    assert read_saved_profile(path) is None
 
 
 def test_where_nothing_can_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     (tmp_path / "ragcache").write_text("a file, where the folder should be")
-    keep_profile(profile_path(tmp_path), taken(Machine(1024, 1e-6)))
+    write_profile(profile_path(tmp_path), taken(Machine(1024, 1e-6)))

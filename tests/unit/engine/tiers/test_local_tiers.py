@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from ragcache_core.identity.keys import KVSpace, VariantKey  # noqa: E402
 from ragcache_core.tiering.precision_assignment import Placement  # noqa: E402
 from ragcache_core.tiering.tier_placement import TIER_POLICIES  # noqa: E402
-from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, joined  # noqa: E402
-from ragcache_engine.tiers.local_tiers import WAITING_SHARE, Offer, Reading, Tiers  # noqa: E402
+from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, concatenate_pieces  # noqa: E402
+from ragcache_engine.tiers.local_tiers import WAITING_SHARE, OfferedValue, TierRead, LocalTiers  # noqa: E402
 from ragcache_kv.values.layout import value_bytes  # noqa: E402
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -40,15 +40,15 @@ def value(number: int, num_tokens: int) -> torch.Tensor:
 
 def offer(
     number: int, num_tokens: int = PAGE_TOKENS, *, exact: bool = True, base: int = 0, seed: int = 0
-) -> Offer:
+) -> OfferedValue:
     made = value(seed or number, num_tokens)
     size = made.nbytes
-    return Offer(key(number), num_tokens, size, base, exact, "tenant", lambda: made)
+    return OfferedValue(key(number), num_tokens, size, base, exact, "tenant", lambda: made)
 
 
 @dataclass
 class Kept:
-    """Tiers of so many pages each. The memory of the device is the host's, which is all one."""
+    """LocalTiers of so many pages each. The memory of the device is the host's, which is all one."""
 
     device_pages: int = 0
     host_pages: int = 0
@@ -59,9 +59,9 @@ class Kept:
     def __post_init__(self) -> None:
         limits = {GPU: self.device_pages, PINNED: self.host_pages}
         self.pools = {m: ChunkPool(SPACE, pages * PAGE, CPU) for m, pages in limits.items()}
-        self.tiers = Tiers(self.pools, self.policy, self.told.extend, lambda: self.now)
+        self.tiers = LocalTiers(self.pools, self.policy, self.told.extend, lambda: self.now)
 
-    def put(self, *offers: Offer) -> None:
+    def put(self, *offers: OfferedValue) -> None:
         """Waits in between, as a bound on what waits would drop some."""
         for one in offers:
             self.now += 1.0
@@ -75,11 +75,11 @@ class Kept:
             assert time.monotonic() < deadline
             time.sleep(0.0005)
 
-    def read(self, number: int, num_tokens: int = PAGE_TOKENS, **other: object) -> Reading | None:
+    def read(self, number: int, num_tokens: int = PAGE_TOKENS, **other: object) -> TierRead | None:
         wanted = {"base_position": 0, "domain": "tenant", "exact": True} | other
         return self.tiers.read(key(number), num_tokens, **wanted)  # type: ignore[arg-type]
 
-    def hold(self, number: int) -> Reading | None:
+    def hold(self, number: int) -> TierRead | None:
         """A read that does not count as a use."""
         reading = self.read(number)
         self.tiers._reads.clear()
@@ -90,9 +90,9 @@ class Kept:
         return reading and reading.tier
 
 
-def whole(reading: Reading | None, num_tokens: int = PAGE_TOKENS) -> torch.Tensor:
+def whole(reading: TierRead | None, num_tokens: int = PAGE_TOKENS) -> torch.Tensor:
     assert reading is not None
-    return joined(reading.pieces(0, num_tokens), CPU)
+    return concatenate_pieces(reading.pieces(0, num_tokens), CPU)
 
 
 @pytest.fixture
@@ -140,11 +140,11 @@ def test_a_pool_gives_back_what_it_was_given_however_fragmented(
         start, end = sorted(min(place, sizes[number]) for place in cut)
         views = pool.views(room, start, end)
         if start < end:
-            assert torch.equal(joined(views, CPU), expected[:, :, start:end])
+            assert torch.equal(concatenate_pieces(views, CPU), expected[:, :, start:end])
             assert all(half.is_contiguous() for view in views for layer in view for half in layer)
         else:
             assert not views
-        assert torch.equal(joined(pool.views(room, 0, sizes[number]), CPU), expected)
+        assert torch.equal(concatenate_pieces(pool.views(room, 0, sizes[number]), CPU), expected)
     pool.check()
 
 
@@ -270,8 +270,8 @@ def test_a_value_that_cannot_be_made_costs_itself_and_no_other(kept: Callable[..
     def broken() -> torch.Tensor:
         raise RuntimeError("device error")
 
-    bad = Offer(key(1), PAGE_TOKENS, PAGE, 0, True, "tenant", broken)
-    none = Offer(key(2), PAGE_TOKENS, PAGE, 0, True, "tenant", lambda: None)
+    bad = OfferedValue(key(1), PAGE_TOKENS, PAGE, 0, True, "tenant", broken)
+    none = OfferedValue(key(2), PAGE_TOKENS, PAGE, 0, True, "tenant", lambda: None)
     tiers.put(bad, none, offer(3), offer(1))
     assert [tiers.where(n) for n in (1, 2, 3)] == ["host", None, "host"]
     tiers.tiers.check()
@@ -303,7 +303,7 @@ def test_limits_hold_and_every_reader_reads_right(
     policy: str, device_pages: int, host_pages: int, steps: list[tuple[str, int, int]]
 ) -> None:
     kept = Kept(device_pages, host_pages, policy)
-    held: list[tuple[int, int, Reading]] = []
+    held: list[tuple[int, int, TierRead]] = []
     sizes: dict[int, int] = {}
     for name, number, num_tokens in steps:
         kept.now += 1.0

@@ -25,13 +25,13 @@ from ragcache_core.identity.variant import (  # noqa: E402
     VariantInfo,
 )
 from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.kv_cache.incoming_value import Arrival, Encoded  # noqa: E402
+from ragcache_engine.kv_cache.incoming_value import IncomingValue, EncodedValue  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
-from ragcache_engine.kv_cache.value_tensors import decode, shape_of  # noqa: E402
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair, Span, StepJobs  # noqa: E402
-from ragcache_engine.tiers.local_tiers import Reading, Tiers  # noqa: E402
+from ragcache_engine.kv_cache.value_tensors import decode, value_shape  # noqa: E402
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan, StepJobs  # noqa: E402
+from ragcache_engine.tiers.local_tiers import TierRead, LocalTiers  # noqa: E402
 from ragcache_engine.worker.fetcher import Fetcher  # noqa: E402
-from ragcache_engine.worker.writer import Writer  # noqa: E402
+from ragcache_engine.kv_cache.block_writer import BlockWriter  # noqa: E402
 from ragcache_kv.codecs import encode_part  # noqa: E402
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
@@ -70,15 +70,15 @@ def worker() -> Iterator[Worker]:
     worker.side.close()
 
 
-def job(wanted: tuple[Span, ...], name: str = "r", **other: Any) -> LoadJob:
+def job(wanted: tuple[VariantSpan, ...], name: str = "r", **other: Any) -> LoadJob:
     return LoadJob(name, wanted, 0, wanted[-1].end, BLOCKS, "tenant", **other)
 
 
-def tiers_of(worker: Worker) -> Tiers:
+def tiers_of(worker: Worker) -> LocalTiers:
     return worker.side._tiers
 
 
-def settle(tiers: Tiers) -> None:
+def settle(tiers: LocalTiers) -> None:
     tiers.settle()
     deadline = time.monotonic() + TIMEOUT_S
     while tiers._moving:
@@ -86,7 +86,7 @@ def settle(tiers: Tiers) -> None:
         time.sleep(0.0005)
 
 
-def load(worker: Worker, wanted: tuple[Span, ...], name: str = "r") -> LoadOutcome:
+def load(worker: Worker, wanted: tuple[VariantSpan, ...], name: str = "r") -> LoadOutcome:
     outcome = worker.load(job(wanted, name))
     settle(tiers_of(worker))
     return outcome
@@ -106,8 +106,8 @@ def test_what_was_loaded_once_is_loaded_again_while_the_store_is_silent(pool: st
     outcome = load(worker, wanted, "again")
     assert (outcome.tokens, outcome.reason) == (131, "")
     assert outcome.num_bytes == value_bytes(SPACE, 131)
-    assert outcome.values_from == {pool: 3}
-    assert outcome.bytes_from == {pool: value_bytes(SPACE, 131)}
+    assert outcome.values_by_tier == {pool: 3}
+    assert outcome.bytes_by_tier == {pool: value_bytes(SPACE, 131)}
     assert len(worker.store.asked) == 1
     for span in wanted:
         read = worker.cache.read(BLOCKS, span.start, span.end)
@@ -117,7 +117,7 @@ def test_what_was_loaded_once_is_loaded_again_while_the_store_is_silent(pool: st
         assert time.monotonic() < deadline
         time.sleep(0.001)
     counts = worker.side.take_counts()
-    assert counts.values_from == {"store": 3, pool: 3}
+    assert counts.values_by_tier == {"store": 3, pool: 3}
     assert set(counts.held_bytes) == {pool}
     tiers_of(worker).check()
     worker.store.gate.set()
@@ -131,7 +131,7 @@ def test_the_store_is_asked_for_what_no_tier_has_and_for_nothing_else(worker: Wo
     worker.cache.slots_written.clear()
     outcome = load(worker, wanted, "all")
     assert worker.store.asked[1:] == [[key(1), key(3)]]
-    assert outcome.values_from == {"host": 2, "store": 2}
+    assert outcome.values_by_tier == {"host": 2, "store": 2}
     for span in wanted:
         read = worker.cache.read(BLOCKS, span.start, span.end)
         assert torch.equal(read, tensors[span.variant])
@@ -152,7 +152,7 @@ def test_only_the_tokens_asked_for_are_written(worker: Worker) -> None:
     load(worker, wanted)
     worker.cache.slots_written.clear()
     outcome = worker.load(LoadJob("again", wanted, 32, 130, BLOCKS, "tenant"))
-    assert (outcome.tokens, outcome.values_from) == (98, {"host": 2})
+    assert (outcome.tokens, outcome.values_by_tier) == (98, {"host": 2})
     written = set(worker.cache.slots_written)
     assert written == set(worker.cache.slots(BLOCKS, 32, 130).tolist())
 
@@ -167,9 +167,9 @@ def test_what_was_computed_here_is_not_asked_of_the_store(worker: Worker) -> Non
     settle(tiers_of(worker))
     there = worker.cache.read(BLOCKS, 0, 40)
     worker.cache.slots_written.clear()
-    again = (Span(key(5), 0, 20), Span(key(6), 20, 40))
+    again = (VariantSpan(key(5), 0, 20), VariantSpan(key(6), 20, 40))
     outcome = worker.load(job(again, "again"))
-    assert outcome.values_from == {"host": 2}
+    assert outcome.values_by_tier == {"host": 2}
     assert len(worker.store.asked) == 1
     assert torch.equal(worker.cache.read(BLOCKS, 0, 40), there)
 
@@ -216,9 +216,9 @@ def test_a_damaged_value_reaches_no_tier(worker: Worker) -> None:
 # Chunks of other prompts.
 
 
-def blend_of(*wanted: Span) -> LoadJob:
-    repair = Repair(0, (), (), (), 0, ())
-    return LoadJob("blend", wanted, 0, wanted[-1].end, BLOCKS, "tenant", repair)
+def blend_of(*wanted: VariantSpan) -> LoadJob:
+    recompute = RecomputeJob(0, (), (), (), 0, ())
+    return LoadJob("blend", wanted, 0, wanted[-1].end, BLOCKS, "tenant", recompute)
 
 
 class Fetching:
@@ -231,7 +231,7 @@ class Fetching:
             cast("ShardedStore", self.store), SPACE, self.tiers, ROTATION, torch.device(device)
         )
 
-    def fetch(self, wanted: LoadJob) -> list[Arrival]:
+    def fetch(self, wanted: LoadJob) -> list[IncomingValue]:
         arrivals = [arrival for _, arrival in self.fetcher.fetch([wanted], TIMEOUT_S)]
         self.tiers.offer(one.offer for one in arrivals if one.offer is not None)
         settle(self.tiers)
@@ -248,16 +248,16 @@ def fetching() -> Iterator[Fetching]:
 def held_as(precision: Precision, num_tokens: int, *, exact: bool = True) -> StoredValue:
     value = torch.randn(2, 2, num_tokens, 1, 4).bfloat16()
     layers = [layer.view(torch.uint8).numpy().reshape(-1) for layer in value]
-    encoded = [encode_part(one, shape_of(SPACE), num_tokens, precision) for one in layers]
+    encoded = [encode_part(one, value_shape(SPACE), num_tokens, precision) for one in layers]
     raw = memoryview(np.concatenate(encoded))
     info = VariantInfo(num_tokens, len(raw), 0, Provenance(exact=exact), precision)
     parts = parts_of(raw, [len(one) for one in encoded])
-    return StoredValue(info, parts, shape_of(SPACE), FORMAT, raw, Tier.MEMORY)
+    return StoredValue(info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY)
 
 
 @pytest.mark.parametrize("lossy", [True, False])
 def test_what_is_not_exact_serves_blends_and_never_exact(fetching: Fetching, lossy: bool) -> None:
-    span = Span(key(0), 0, 40)
+    span = VariantSpan(key(0), 0, 40)
     precision = INT8 if lossy else Precision()
     stored = held_as(precision, 40, exact=lossy)
     fetching.store.values[key(0)] = stored
@@ -274,7 +274,7 @@ def test_what_is_not_exact_serves_blends_and_never_exact(fetching: Fetching, los
     (arrival,) = fetching.fetch(job((span,)))
     assert (arrival.source, arrival.reason) == (None, "other precision")
     # Nor the part of a blend that is exact.
-    exact_head = replace(blend_of(span), repair=Repair(20, (), (), (), 0, ()))
+    exact_head = replace(blend_of(span), recompute=RecomputeJob(20, (), (), (), 0, ()))
     (arrival,) = fetching.fetch(exact_head)
     assert (arrival.source, arrival.mended) == (None, False)
     # When it has been computed anew, that is what is kept.
@@ -286,17 +286,17 @@ def test_what_is_not_exact_serves_blends_and_never_exact(fetching: Fetching, los
 
 def test_a_value_that_two_want_in_other_places_is_turned_for_each() -> None:
     """Where nobody keeps it, it is turned in place, unless another load has the same."""
-    store, nothing_kept = FakeStore(), Tiers({}, "score")
+    store, nothing_kept = FakeStore(), LocalTiers({}, "score")
     fetcher = Fetcher(
         cast("ShardedStore", store), SPACE, nothing_kept, ROTATION, torch.device("cpu")
     )
     [tensor] = [one.clone() for one in store.fill(spans(40)).values()]
-    moved_by = (7, 90, 0)
-    jobs = [blend_of(Span(key(0), moved, moved + 40, base_position=0)) for moved in moved_by]
+    position_shift = (7, 90, 0)
+    jobs = [blend_of(VariantSpan(key(0), moved, moved + 40, base_position=0)) for moved in position_shift]
     found = list(fetcher.fetch(jobs, TIMEOUT_S))
     assert [place for place, _ in found] == [0, 1, 2]
     assert store.asked == [[key(0)]]
-    for (_, arrival), moved in zip(found, moved_by, strict=True):
+    for (_, arrival), moved in zip(found, position_shift, strict=True):
         assert arrival.source is not None
         (piece,) = arrival.source.pieces(0, 40)
         expected = tensor.clone()
@@ -312,9 +312,9 @@ def test_keys_that_have_moved_are_turned_and_what_is_kept_stays(device: str) -> 
     fetching = Fetching(device)
     tensors = fetching.store.fill(spans(40))
     cache = FakeCache()
-    writer = Writer(cast("PagedCache", cache), ROTATION)
+    writer = BlockWriter(cast("PagedCache", cache), ROTATION)
     for start, came_from in ((60, "store"), (70, "host"), (0, "host"), (91, "host")):
-        span = Span(key(0), start, start + 40, base_position=0)
+        span = VariantSpan(key(0), start, start + 40, base_position=0)
         wanted = blend_of(span)
         (arrival,) = fetching.fetch(wanted)
         assert arrival.came_from == came_from
@@ -332,7 +332,7 @@ def test_keys_that_have_moved_are_turned_and_what_is_kept_stays(device: str) -> 
 
 def test_a_value_that_was_computed_elsewhere_is_asked_for(fetching: Fetching) -> None:
     fetching.store.fill(spans(40))
-    moved = Span(key(0), 60, 100, base_position=0)
+    moved = VariantSpan(key(0), 60, 100, base_position=0)
     fetching.fetch(blend_of(moved))
     (arrival,) = fetching.fetch(blend_of(replace(moved, base_position=7)))
     assert (arrival.source, arrival.reason, arrival.mended) == (None, "other position", True)
@@ -345,12 +345,12 @@ def test_a_hole_between_values_of_a_tier_is_mended(fetching: Fetching) -> None:
     fetching.store.values.clear()
     found = fetching.fetch(blend_of(*wanted))
     assert [one.source is not None for one in found] == [True, False, True]
-    assert isinstance(found[2].source, Reading)
+    assert isinstance(found[2].source, TierRead)
 
 
 def decoded_alike() -> bool:
     stored = held_as(Precision(Codec.INT8, Codec.INT4), 37)
-    (piece,) = Encoded(stored, SPACE, torch.device("cpu")).pieces(5, 37)
+    (piece,) = EncodedValue(stored, SPACE, torch.device("cpu")).pieces(5, 37)
     expected = decode(stored, 37, SPACE)
     assert expected is not None
     return torch.equal(piece, expected[:, :, 5:])

@@ -20,28 +20,28 @@ from ragcache_core.identity.variant import (  # noqa: E402
     Codec,
     Miss,
     Origin,
-    Part,
     Precision,
     Provenance,
     Tier,
+    ValuePart,
     VariantInfo,
 )
 from ragcache_core.store_api import AsOf, NewVariant, PutOutcome  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.kv_cache.device_event import Moment  # noqa: E402
+from ragcache_engine.kv_cache.device_event import DeviceEvent  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache  # noqa: E402
-from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, shape_of  # noqa: E402
+from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_shape  # noqa: E402
 from ragcache_engine.protocol.messages import (  # noqa: E402
-    Computing,
+    ComputedRange,
     LoadJob,
     LoadOutcome,
     SaveJob,
-    Span,
+    VariantSpan,
     StepJobs,
 )
 from ragcache_engine.protocol.roles import Role  # noqa: E402
 from ragcache_engine.worker import worker as worker_module
-from ragcache_engine.worker.worker import WorkerSide  # noqa: E402
+from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
 from ragcache_kv.values.buffers import parts_of, verified  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts  # noqa: E402
@@ -50,7 +50,7 @@ from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 
 if TYPE_CHECKING:
-    from ragcache_engine.blend.blender import Blender
+    from ragcache_engine.blend.components import BlendComponents
 
 INT8 = Precision(Codec.INT8, Codec.INT8)
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -63,9 +63,9 @@ def key(number: int) -> VariantKey:
     return VariantKey(bytes([number]) * 16, bytes(16))
 
 
-def spans(*ends: int) -> tuple[Span, ...]:
+def spans(*ends: int) -> tuple[VariantSpan, ...]:
     starts = (0, *ends)
-    return tuple(Span(key(n), starts[n], end) for n, end in enumerate(ends))
+    return tuple(VariantSpan(key(n), starts[n], end) for n, end in enumerate(ends))
 
 
 class FakeCache:
@@ -83,8 +83,8 @@ class FakeCache:
 
     slots = PagedCache.slots
 
-    def moment(self) -> Moment:
-        return Moment(torch.device("cpu"), self.clock)
+    def record_event(self) -> DeviceEvent:
+        return DeviceEvent(torch.device("cpu"), self.clock)
 
     def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
         if self.broken:
@@ -134,7 +134,7 @@ class FakeStore:
         self.as_of: list[object] = []
         self.connects: Callable[[], object] = lambda: None
 
-    def fill(self, wanted: Sequence[Span]) -> dict[VariantKey, torch.Tensor]:
+    def fill(self, wanted: Sequence[VariantSpan]) -> dict[VariantKey, torch.Tensor]:
         tensors = {}
         for span in wanted:
             length = span.end - span.start
@@ -143,7 +143,7 @@ class FakeStore:
             info = VariantInfo(length, len(raw), span.start, Provenance(exact=True))
             parts = parts_of(raw, value_parts(SPACE, length))
             self.values[span.variant] = StoredValue(
-                info, parts, shape_of(SPACE), FORMAT, raw, Tier.MEMORY
+                info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY
             )
             tensors[span.variant] = value
         return tensors
@@ -175,7 +175,7 @@ class FakeStore:
             came += run
             self.runs.append(len(runs.checksums))
         completion = runs.completion()
-        parts = tuple(map(Part, variant.part_bytes, completion.checksums))
+        parts = tuple(map(ValuePart, variant.part_bytes, completion.checksums))
         assert verified([memoryview(came)], parts)
         with self.lock:
             self.put_bytes.append(came)
@@ -190,7 +190,7 @@ class FakeStore:
     def connect(self, timeout_s: float) -> None:
         self.connects()
 
-    def lanes(self) -> dict[str, str]:
+    def transports(self) -> dict[str, str]:
         return {"shard:1": "shared"}
 
     def close(self) -> None:
@@ -203,12 +203,12 @@ class Worker:
     def __init__(
         self,
         config: EngineConfig | None = None,
-        blender: Blender | None = None,
+        blender: BlendComponents | None = None,
         client: ShardedStore | None = None,
     ) -> None:
         """client: of a real store, in place of the fake one."""
         self.cache, self.store = FakeCache(), FakeStore()
-        self.side = WorkerSide(
+        self.side = ConnectorWorker(
             config or EngineConfig(FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
@@ -276,7 +276,7 @@ class NoCompiler:
 def test_what_a_first_load_needs_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     unused = SimpleNamespace(max_tokens=64)
     blender = SimpleNamespace(rotation=NoCompiler(), recomputer=unused, observer=unused)
-    worker = Worker(blender=cast("Blender", blender))
+    worker = Worker(blender=cast("BlendComponents", blender))
     worker.side.wait_until_warm()
     assert "the first load may be slow" in caplog.text
     assert "no compiler" in caplog.text
@@ -380,11 +380,11 @@ def test_a_value_held_in_another_form_is_decoded(held_as: Precision) -> None:
     part = pytest.importorskip("ragcache_kv.codecs")
     value = torch.randn(2, 2, 40, 1, 4).bfloat16()
     native = [np.frombuffer(native_bytes(layer), np.uint8) for layer in value]
-    encoded = [part.encode_part(one, shape_of(SPACE), 40, held_as) for one in native]
+    encoded = [part.encode_part(one, value_shape(SPACE), 40, held_as) for one in native]
     raw = memoryview(np.concatenate(encoded))
     info = VariantInfo(40, len(raw), 0, Provenance(exact=True), held_as)
     parts = parts_of(raw, [len(one) for one in encoded])
-    stored = StoredValue(info, parts, shape_of(SPACE), FORMAT, raw, Tier.MEMORY)
+    stored = StoredValue(info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY)
     decoded = decode(stored, 40, SPACE)
     assert decoded is not None
     if held_as.lossless:
@@ -681,7 +681,7 @@ def test_a_pass_that_layers_are_written_beside_teaches_no_costs() -> None:
 
 def save_job(number: int, start: int, end: int) -> SaveJob:
     info = VariantInfo(end - start, value_bytes(SPACE, end - start), start, Provenance(exact=True))
-    span = Span(key(number), start, end)
+    span = VariantSpan(key(number), start, end)
     origin = Origin((bytes(16),), None, "tenant", "c/a")
     return SaveJob("r", span, info, origin, {"shard:1": AsOf(bytes(16), number)}, BLOCKS)
 
@@ -933,16 +933,16 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     worker.side.begin_step(StepJobs())  # at 10
     # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
-    worker.side.end_pass(StepJobs(computing=(Computing("r", 0, 30),), num_tokens=100))
+    worker.side.end_pass(StepJobs(computing=(ComputedRange("r", 0, 30),), num_tokens=100))
     worker.side.begin_step(StepJobs())
     job = save_job(3, 20, 40)
-    worker.side.end_pass(StepJobs(saves=(job,), computing=(Computing("r", 30, 40),), num_tokens=10))
+    worker.side.end_pass(StepJobs(saves=(job,), computing=(ComputedRange("r", 30, 40),), num_tokens=10))
     worker.side.begin_step(StepJobs())
     until_put(worker.store, 1)
     (put,) = worker.store.puts
     assert worker.store.costs_s == [pytest.approx(10 * 0.02 + 10 * 0.1)]
     assert put.origin == job.origin
-    assert (put.shape, put.value_format, len(put.part_bytes)) == (shape_of(SPACE), FORMAT, 2)
+    assert (put.shape, put.value_format, len(put.part_bytes)) == (value_shape(SPACE), FORMAT, 2)
     assert put.info.precision == Precision()
     assert worker.store.as_of == [job.as_of]
     worker.side.advance({"r"}, busy=False)
@@ -960,7 +960,7 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass
     worker.cache.clock = clock
-    computing = (Computing("r", 20, 40),)
+    computing = (ComputedRange("r", 20, 40),)
     worker.side.end_pass(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
     worker.side.begin_step(StepJobs())
     worker.side.end_pass(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))

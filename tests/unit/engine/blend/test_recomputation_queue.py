@@ -16,17 +16,17 @@ from ragcache_core.blend.observation import ChunkObservation, observation_key  #
 from ragcache_core.blend.token_ranking import InfluencedChunk  # noqa: E402
 from ragcache_core.identity.keys import ChunkKey  # noqa: E402
 from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance  # noqa: E402
-from ragcache_engine.blend.observer import Observing  # noqa: E402
-from ragcache_engine.blend.prompt_slice import PromptPart  # noqa: E402
-from ragcache_engine.blend.recomputation import Repairer  # noqa: E402
+from ragcache_engine.blend.chunk_observer import ChunkObserver  # noqa: E402
+from ragcache_engine.blend.prompt_slice import PromptSlice  # noqa: E402
+from ragcache_engine.blend.recomputation_queue import RecomputationQueue  # noqa: E402
 from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.protocol.messages import (  # noqa: E402
-    NO_BLEND,
+    BLEND_UNSUPPORTED,
     LoadJob,
     LoadOutcome,
     ObserveJob,
-    Repair,
-    Span,
+    RecomputeJob,
+    VariantSpan,
     StepJobs,
 )
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
@@ -63,7 +63,7 @@ class FakeModel:
     looked_at: tuple[int, ...] = ()
     error: Exception | None = None
 
-    def recompute_parts(self, parts: Sequence[PromptPart]) -> None:
+    def recompute_slices(self, parts: Sequence[PromptSlice]) -> None:
         if self.error:
             raise self.error
         assert self.cache is not None
@@ -80,7 +80,7 @@ class FakeModel:
         layer = [float(any(p in chunk for p in self.looked_at)) for chunk in chunks]
         return SimpleNamespace(by_layer=[layer] * 3)
 
-    def regard(
+    def question_attention(
         self, token_ids: Sequence[int], blocks: Sequence[int], question: range, paid: Any = None
     ) -> torch.Tensor:
         assert len(token_ids) == question.stop <= len(blocks) * BLOCK
@@ -121,12 +121,12 @@ def make(config: EngineConfig | None = None) -> Blending:
     rotation.warm_up()  # not within a load's deadline
 
     @dataclass
-    class Blender:
+    class BlendComponents:
         rotation: KeyRotation
         recomputer: FakeModel
         observer: FakeModel
 
-    worker = Worker(config, cast("Any", Blender(rotation, model, model)))
+    worker = Worker(config, cast("Any", BlendComponents(rotation, model, model)))
     model.cache = worker.cache
     return Blending(worker, model, rotation)
 
@@ -142,8 +142,8 @@ def chunk(start: int, end: int, influence: Callable[[int], float] = lambda _: 1.
     return InfluencedChunk(start, [influence(p) for p in range(start, end)])
 
 
-def repair(*chunks: InfluencedChunk, exact_end: int = 10, budget: int = 0, **given: Any) -> Repair:
-    return Repair(
+def recompute(*chunks: InfluencedChunk, exact_end: int = 10, budget: int = 0, **given: Any) -> RecomputeJob:
+    return RecomputeJob(
         exact_end=exact_end,
         token_ids=tuple(range(LENGTH)),
         chunks=chunks,
@@ -153,7 +153,7 @@ def repair(*chunks: InfluencedChunk, exact_end: int = 10, budget: int = 0, **giv
     )
 
 
-def job(wanted: Sequence[Span], how: Repair, first: int = 0, end: int = 120) -> LoadJob:
+def job(wanted: Sequence[VariantSpan], how: RecomputeJob, first: int = 0, end: int = 120) -> LoadJob:
     return LoadJob("r", tuple(wanted), first, end, BLOCKS, "tenant", how)
 
 
@@ -174,7 +174,7 @@ def test_keys_are_turned_from_where_they_were_computed_to_where_they_are_used(
     assert isinstance(stored, StoredValue)
     info = replace(stored.info, base_position=base, provenance=Provenance(exact=False))
     store.values[moved.variant] = replace(stored, info=info)
-    outcome = blending.run(job([wanted[0], moved, wanted[2]], repair(exact_end=10)))
+    outcome = blending.run(job([wanted[0], moved, wanted[2]], recompute(exact_end=10)))
     assert (outcome.tokens, outcome.blended, outcome.reason) == (120, 110, "")
     assert store.asked_exact == [False]
     expected = blending.rotation.rotate_part(tensors[moved.variant], 10 - base)
@@ -187,7 +187,7 @@ def test_the_tokens_in_most_need_are_computed_anew_and_no_others(blending: Blend
     blending.worker.store.fill(wanted)
     blending.model.looked_at = (40,)
     strong = {20: 5.0, 21: 4.0, 90: 3.0}
-    how = repair(chunk(10, 120, lambda p: strong.get(p, 0.001)), budget=3)
+    how = recompute(chunk(10, 120, lambda p: strong.get(p, 0.001)), budget=3)
     outcome = blending.run(job(wanted, how))
     assert outcome.repaired == 3
     assert sorted(blending.model.recomputed) == sorted(set(blending.model.recomputed))
@@ -199,7 +199,7 @@ def test_the_question_looks_before_anything_is_mended(blending: Blending) -> Non
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
     blending.model.looked_at = (77,)
-    outcome = blending.run(job(wanted, repair(chunk(10, 120), budget=8)))
+    outcome = blending.run(job(wanted, recompute(chunk(10, 120), budget=8)))
     # In the request's own blocks up to the context's end, and from there on in scratch.
     assert blending.model.looks == [(range(120, LENGTH), (*BLOCKS[:4], *SCRATCH))]
     assert 77 in blending.model.recomputed
@@ -213,7 +213,7 @@ def test_chunks_that_the_question_does_not_look_at_may_be_let_go(focus: bool) ->
     made.worker.store.fill(wanted)
     made.worker.store.values[key(3)] = Miss.EVICTED
     made.model.looked_at = (55, 60)
-    how = repair(chunk(10, 50), chunk(50, 80, lambda _: 5.0), budget=60)
+    how = recompute(chunk(10, 50), chunk(50, 80, lambda _: 5.0), budget=60)
     outcome = made.run(job(wanted, how))
     # What did not come is computed all the same.
     own = {*range(50, 80), *range(80, 120)}
@@ -230,7 +230,7 @@ def test_what_did_not_come_takes_nothing_of_the_budget(blending: Blending) -> No
     blending.worker.store.values[key(2)] = Miss.EVICTED
     blending.model.looked_at = (60, 90)
     chunks = [chunk(10, 50), chunk(50, 80), chunk(80, 120)]
-    outcome = blending.run(job(wanted, repair(*chunks, budget=10)))
+    outcome = blending.run(job(wanted, recompute(*chunks, budget=10)))
     recomputed = blending.model.recomputed
     assert len(blending.model.looks) == 1
     assert set(range(50, 80)) < set(recomputed)
@@ -243,7 +243,7 @@ def test_a_question_has_no_more_room_than_there_is(
 ) -> None:
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
-    how = replace(repair(chunk(10, 120), budget=8, scratch=scratch), token_ids=tuple(range(1000)))
+    how = replace(recompute(chunk(10, 120), budget=8, scratch=scratch), token_ids=tuple(range(1000)))
     assert blending.run(job(wanted, how)).repaired == 8
     assert [len(question) for question, _ in blending.model.looks] == [40] * len(scratch)
 
@@ -251,7 +251,7 @@ def test_a_question_has_no_more_room_than_there_is(
 def test_without_a_budget_nothing_is_computed_nor_looked_at(blending: Blending) -> None:
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
-    outcome = blending.run(job(wanted, repair(chunk(10, 120))))
+    outcome = blending.run(job(wanted, recompute(chunk(10, 120))))
     assert (blending.model.passes, blending.model.looks, outcome.repaired) == ([], [], 0)
 
 
@@ -259,7 +259,7 @@ def test_a_chunk_part_of_which_the_engine_holds_itself_may_be_lost(blending: Ble
     wanted = spans(10, 60, 120)
     blending.worker.store.fill(wanted)
     blending.worker.store.values[key(1)] = Miss.EVICTED
-    outcome = blending.run(job(wanted[1:], repair(exact_end=32), first=32))
+    outcome = blending.run(job(wanted[1:], recompute(exact_end=32), first=32))
     assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 88, 28)
     assert blending.model.recomputed == list(range(32, 60))
 
@@ -267,7 +267,7 @@ def test_a_chunk_part_of_which_the_engine_holds_itself_may_be_lost(blending: Ble
 def test_what_the_engine_holds_itself_is_never_computed_anew(blending: Blending) -> None:
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
-    outcome = blending.run(job(wanted, repair(chunk(10, 120), exact_end=32, budget=999), first=32))
+    outcome = blending.run(job(wanted, recompute(chunk(10, 120), exact_end=32, budget=999), first=32))
     assert sorted(blending.model.recomputed) == list(range(32, 120))
     assert outcome.repaired == 88
 
@@ -277,7 +277,7 @@ def test_a_chunk_that_does_not_come_is_computed_in_whole(blending: Blending, mis
     wanted = spans(10, 50, 80, 120)
     blending.worker.store.fill(wanted)
     blending.worker.store.values[key(2)] = miss
-    outcome = blending.run(job(wanted, repair(holes=(range(100, 104),))))
+    outcome = blending.run(job(wanted, recompute(holes=(range(100, 104),))))
     assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 120, 34)
     assert (outcome.blended, outcome.lost) == (110, (range(50, 80),))
     assert blending.model.recomputed == [*range(50, 80), *range(100, 104)]
@@ -293,8 +293,8 @@ def test_holes_hold_zeros_until_they_are_computed(blending: Blending) -> None:
         found.append(blending.worker.cache.read(BLOCKS, 60, 70))
         return torch.zeros(120)
 
-    blending.model.regard = look  # type: ignore[method-assign]
-    blending.run(job(wanted, repair(chunk(10, 60), budget=1, holes=(range(60, 70),))))
+    blending.model.question_attention = look  # type: ignore[method-assign]
+    blending.run(job(wanted, recompute(chunk(10, 60), budget=1, holes=(range(60, 70),))))
     assert not found[0].any()
 
 
@@ -306,7 +306,7 @@ def test_an_exact_value_that_is_held_with_a_loss_by_now_is_not_used(blending: Bl
     assert isinstance(stored, StoredValue)
     lossy = replace(stored.info, precision=Precision(Codec.INT8, Codec.INT8))
     store.values[key(0)] = replace(stored, info=lossy)
-    outcome = blending.run(job(wanted, repair(exact_end=40)))
+    outcome = blending.run(job(wanted, recompute(exact_end=40)))
     assert (outcome.missing, outcome.reason) == (key(0), "other precision")
 
 
@@ -318,7 +318,7 @@ def test_what_is_not_exact_is_given_up_with_whatever_fails(
     wanted = spans(40, 60, 80, 120)
     blending.worker.store.fill(wanted)
     blending.worker.store.outage_after = after
-    outcome = blending.run(job(wanted, repair(exact_end=40)))
+    outcome = blending.run(job(wanted, recompute(exact_end=40)))
     assert outcome.reason == "store unavailable"
     assert blending.worker.side.take_bad_blocks() == set(BLOCKS[first_bad:4])
     assert outcome.tokens == first_bad * BLOCK
@@ -330,10 +330,10 @@ def test_what_does_not_come_any_more_of_a_blend_is_computed(blending: Blending, 
     wanted = spans(40, 60, 80, 120)
     blending.worker.store.fill(wanted)
     blending.worker.store.outage_after = after
-    outcome = blending.run(job(wanted, repair(exact_end=40)))
+    outcome = blending.run(job(wanted, recompute(exact_end=40)))
     lost = [range(span.start, span.end) for span in wanted[after:]]
     assert (outcome.reason, outcome.tokens, outcome.lost) == ("", 120, tuple(lost))
-    assert outcome.why_lost == {"store unavailable": len(lost)}
+    assert outcome.missing_reasons == {"store unavailable": len(lost)}
     assert blending.model.recomputed == list(range(lost[0].start, 120))
     assert blending.worker.side.take_bad_blocks() == set()
     assert blending.worker.side.take_counts().failures == {"store unavailable": len(lost)}
@@ -354,10 +354,10 @@ def test_what_is_late_of_a_blend_is_computed(blending: Blending) -> None:
             opened.wait(timeout_s)
 
     worker.store.gate = cast("Any", Gate())
-    outcome = blending.run(replace(job(wanted, repair(exact_end=40)), deadline_s=0.3))
+    outcome = blending.run(replace(job(wanted, recompute(exact_end=40)), deadline_s=0.3))
     opened.set()
     assert (outcome.reason, outcome.lost) == ("", (range(60, 120),))
-    assert (outcome.why_lost, outcome.late) == ({"load late": 1}, True)
+    assert (outcome.missing_reasons, outcome.late) == ({"load late": 1}, True)
     assert blending.model.recomputed == list(range(60, 120))
 
 
@@ -365,7 +365,7 @@ def test_beside_other_requests_a_step_computes_a_slice(blending: Blending) -> No
     made = make(EngineConfig(FixedMembers(()), repair_slice_tokens=16))
     wanted = spans(10, 120)
     made.worker.store.fill(wanted)
-    how = repair(chunk(10, 120), budget=110)
+    how = recompute(chunk(10, 120), budget=110)
     assert made.run(job(wanted, how), busy=True).repaired == 110
     sizes = [sum(map(len, runs)) for runs in made.model.passes]
     assert sizes == [16] * 6 + [14]
@@ -382,7 +382,7 @@ def test_what_is_computed_anew_is_in_runs_as_long_as_is_wanted() -> None:
     chunks = [
         chunk(a, b, lambda p: strong.get(p, 0.001)) for a, b in ((10, 50), (50, 80), (80, 120))
     ]
-    how = repair(*chunks, budget=24, scratch=())
+    how = recompute(*chunks, budget=24, scratch=())
     outcome = made.run(job(wanted, how))
     # Between what is exact and what did not come, and around what needs it most.
     assert sorted(made.model.recomputed) == [*range(10, 18), *range(42, 80), *range(96, 104)]
@@ -395,7 +395,7 @@ def test_a_repair_nobody_wants_any_more_stops_and_is_reported() -> None:
     wanted = spans(10, 120)
     made.worker.store.fill(wanted)
     side = made.worker.side
-    side.start_loads(StepJobs(loads=(job(wanted, repair(chunk(10, 120), budget=110)),)))
+    side.start_loads(StepJobs(loads=(job(wanted, recompute(chunk(10, 120), budget=110)),)))
     deadline = time.monotonic() + TIMEOUT_S
     while not made.model.passes:
         assert time.monotonic() < deadline
@@ -412,28 +412,28 @@ def test_a_repair_that_raises_fails_its_load_and_no_other(blending: Blending) ->
     wanted = spans(40, 120)
     blending.worker.store.fill(wanted)
     blending.model.error = RuntimeError("device error")
-    outcome = blending.run(job(wanted, repair(chunk(40, 120), exact_end=40, budget=5)))
-    assert (outcome.reason, outcome.repaired) == ("repair failed", 0)
+    outcome = blending.run(job(wanted, recompute(chunk(40, 120), exact_end=40, budget=5)))
+    assert (outcome.reason, outcome.repaired) == ("recompute failed", 0)
     assert blending.worker.side.take_bad_blocks() == set(BLOCKS[1:4])
     blending.model.error = None
-    assert blending.run(job(wanted, repair(chunk(40, 120), budget=5))).reason == ""
+    assert blending.run(job(wanted, recompute(chunk(40, 120), budget=5))).reason == ""
 
 
-def repairer(model: FakeModel, slice_tokens: int) -> Repairer:
+def repairer(model: FakeModel, slice_tokens: int) -> RecomputationQueue:
     model.cache = FakeCache()
     like = cast("Any", model)
-    return Repairer(cast("Any", model.cache), like, like, slice_tokens, 1, 8)
+    return RecomputationQueue(cast("Any", model.cache), like, like, slice_tokens, 1, 8)
 
 
 def to_mend(name: str, number: int, budget: int) -> tuple[LoadJob, LoadOutcome]:
     """A load of positions 10 to 120 that has been written, in blocks of its own."""
-    how = repair(chunk(10, 120), budget=budget, scratch=())
+    how = recompute(chunk(10, 120), budget=budget, scratch=())
     blocks = tuple(block + 100 * number for block in BLOCKS)
     loaded = replace(job(spans(10, 120), how), request_id=name, blocks=blocks)
     return loaded, LoadOutcome(name, 120, 1, 0.1, None, "")
 
 
-def until_mended(mending: Repairer) -> dict[str, LoadOutcome]:
+def until_mended(mending: RecomputationQueue) -> dict[str, LoadOutcome]:
     ended = {}
     for _ in range(50):
         ended.update({job.request_id: outcome for job, outcome in mending.advance(busy=True)})
@@ -463,9 +463,9 @@ def test_a_pass_has_no_more_runs_than_it_may() -> None:
     mending = repairer(model, slice_tokens=64)
     for number, name in enumerate(("one", "two")):
         loaded, outcome = to_mend(name, number, budget=4)
-        assert loaded.repair is not None
-        apart = repair(chunk(10, 120, lambda p: float(p % 10 == 0)), budget=4, scratch=())
-        mending.start(replace(loaded, repair=apart), outcome)
+        assert loaded.recompute is not None
+        apart = recompute(chunk(10, 120, lambda p: float(p % 10 == 0)), budget=4, scratch=())
+        mending.start(replace(loaded, recompute=apart), outcome)
     ended = until_mended(mending)
     assert {name: outcome.repaired for name, outcome in ended.items()} == {"one": 4, "two": 4}
     assert [len(runs) for runs in model.passes] == [3, 3, 2]
@@ -474,27 +474,27 @@ def test_a_pass_has_no_more_runs_than_it_may() -> None:
 def test_one_that_cannot_be_computed_takes_no_other_of_its_pass_along() -> None:
     model = FakeModel()
     mending = repairer(model, slice_tokens=64)
-    compute = model.recompute_parts
+    compute = model.recompute_slices
 
-    def but_not_two(parts: Sequence[PromptPart]) -> None:
+    def but_not_two(parts: Sequence[PromptSlice]) -> None:
         if any(part.blocks[0] >= 100 for part in parts):
             raise RuntimeError("device error")
         compute(parts)
 
-    model.recompute_parts = but_not_two  # type: ignore[method-assign]
+    model.recompute_slices = but_not_two  # type: ignore[method-assign]
     for number, name in enumerate(("one", "two")):
         mending.start(*to_mend(name, number, budget=20))
     ended = until_mended(mending)
     assert (ended["one"].reason, ended["one"].repaired) == ("", 20)
-    assert (ended["two"].reason, ended["two"].repaired) == ("repair failed", 0)
+    assert (ended["two"].reason, ended["two"].repaired) == ("recompute failed", 0)
 
 
 def test_an_engine_that_cannot_blend_says_so_and_computes() -> None:
     worker = Worker()
     wanted = spans(10, 120)
     worker.store.fill(wanted)
-    outcome = worker.load(job(wanted, repair()))
-    assert (outcome.reason, outcome.tokens) == (NO_BLEND, 0)
+    outcome = worker.load(job(wanted, recompute()))
+    assert (outcome.reason, outcome.tokens) == (BLEND_UNSUPPORTED, 0)
     assert worker.side.take_bad_blocks() == set(BLOCKS[:4])
     worker.side.start_loads(StepJobs(observes=(observe_job(),)))
     assert worker.side.take_released() == {"ended"}
@@ -542,7 +542,7 @@ def observing(observer: FakeObserver, clock: Callable[[], float] = lambda: 0.0) 
     def keep(save: Any, seen: ChunkObservation, seconds: float) -> None:
         kept.append((save.span.start, seen))
 
-    return Observing(cast("Any", observer), 64, keep, 60.0, clock), kept
+    return ChunkObserver(cast("Any", observer), 64, keep, 60.0, clock), kept
 
 
 def test_chunks_are_observed_one_a_step_and_only_in_idle_ones() -> None:

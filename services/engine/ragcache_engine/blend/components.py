@@ -21,7 +21,7 @@ _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Blender:
+class BlendComponents:
     """rotation: of the model's keys. recomputer, observer: for the worker's main thread only."""
 
     rotation: KeyRotation
@@ -35,7 +35,7 @@ def blender(
     cache: PagedCache,
     config: dict[str, Any],
     space: KVSpace,
-) -> Blender:
+) -> BlendComponents:
     """Of the model that a vLLM model runner has loaded.
 
     config: its config.json. Raises ValueError or RagCacheError, saying why, where the model's keys
@@ -45,7 +45,7 @@ def blender(
     pairing = Pairing.HALVES if rotary.is_neox_style else Pairing.NEIGHBOURS
     rotation = KeyRotation(read_rope(config, pairing), space.dtype)
     _compare(rotation, rotary, next(model.parameters()).device, cache.shape.dtype)
-    return Blender(rotation, recomputer, AttentionObserver(cache, recomputer))
+    return BlendComponents(rotation, recomputer, AttentionObserver(cache, recomputer))
 
 
 def _rotary(model: torch.nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Recomputation: which tokens of the reused chunks are computed again (Cache-Craft §3.2.1).
+"""TokenSelection: which tokens of the reused chunks are computed again (Cache-Craft §3.2.1).
 
 All tokens of all chunks are put in one order, and a budget takes as many as it can from its start.
 So more budget never drops a token, whatever else is asked. (Shares of a budget rounded for each
@@ -19,7 +19,7 @@ _ROUNDING = 1e-9  # 0.07 * 100 is 7.000000000000001, which must not become 8
 
 
 @dataclass(frozen=True, slots=True)
-class RepairChunk:
+class RankedChunk:
     """A chunk whose KV is reused.
 
     start: position of its first token in the prompt.
@@ -53,7 +53,7 @@ class RepairChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputation:
+class TokenSelection:
     """Positions of a prompt to recompute, as maximal runs of consecutive ones, ascending."""
 
     runs: tuple[range, ...]
@@ -101,8 +101,8 @@ def budget_tokens(share: float, num_tokens: int) -> int:
 
 
 def recomputation(
-    chunks: Sequence[RepairChunk], budget: int, *, run_tokens: int = 1, exact_head: int = 0
-) -> Recomputation:
+    chunks: Sequence[RankedChunk], budget: int, *, run_tokens: int = 1, exact_head: int = 0
+) -> TokenSelection:
     """The tokens to recompute: the top N of each chunk (eq. 14) within one budget for the prompt.
 
     budget: tokens of the whole prompt, 0 or more; never exceeded. The paper has none. Where it does
@@ -131,14 +131,14 @@ def recomputation(
     return _laid(positions, indices, rooms, budget, run_tokens)
 
 
-def first_of(
+def select_tokens(
     order: Sequence[int],
     budget: int,
     *,
     run_tokens: int = 1,
     exact_head: int = 0,
     done: Sequence[range] = (),
-) -> Recomputation:
+) -> TokenSelection:
     """The first positions of an order of all tokens (``need``), as many as the budget has.
 
     order: each position once. exact_head: positions below it are passed over, as they hold exact
@@ -175,13 +175,13 @@ def _laid(
     rooms: Sequence[_Room],
     budget: int,
     run_tokens: int,
-) -> Recomputation:
+) -> TokenSelection:
     """Runs around positions, in the order in which these come up, until the budget ends.
 
     indices: of each position its room.
     """
     if run_tokens == 1:  # what follows would come to the same, one token at a time
-        return Recomputation(tuple(_runs(_mask(positions[:budget]))))
+        return TokenSelection(tuple(_runs(_mask(positions[:budget]))))
     chosen = bytearray(max((room.end for room in rooms), default=0))
     counts = [0] * len(rooms)
     left = budget
@@ -196,7 +196,7 @@ def _laid(
         chosen[low:high] = b"\x01" * (high - low)
         counts[index] += cost
         left -= cost
-    return Recomputation(tuple(_runs(chosen)))
+    return TokenSelection(tuple(_runs(chosen)))
 
 
 def _mask(positions: NDArray[np.int64]) -> bytearray:
@@ -207,7 +207,7 @@ def _mask(positions: NDArray[np.int64]) -> bytearray:
 
 
 def _in_order(
-    chunks: Sequence[RepairChunk], exact_head: int
+    chunks: Sequence[RankedChunk], exact_head: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Index of chunk and position of every token that may come up, in the order they do."""
     indices: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]

@@ -35,7 +35,7 @@ class _Watching:
     left: list[int]
 
 
-class Observing:
+class ChunkObserver:
     """Observes one chunk a step. For the worker's main thread only.
 
     keep(save, observation, seconds): takes what was seen of a variant that was saved. deadline_s:

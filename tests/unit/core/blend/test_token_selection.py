@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.blend.recomputation import (
-    Recomputation,
-    RepairChunk,
+from ragcache_core.blend.token_selection import (
+    TokenSelection,
+    RankedChunk,
     budget_tokens,
     ranking,
     recomputation,
@@ -25,14 +25,14 @@ run_lengths = st.integers(1, 20)
 heads = st.integers(0, 60)
 
 
-def chunk(start: int, scores: list[float], cfo: float, limit: int | None = None) -> RepairChunk:
-    return RepairChunk(start, ranking(scores), cfo, len(scores) if limit is None else limit)
+def chunk(start: int, scores: list[float], cfo: float, limit: int | None = None) -> RankedChunk:
+    return RankedChunk(start, ranking(scores), cfo, len(scores) if limit is None else limit)
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> list[RepairChunk]:
+def prompts(draw: st.DrawFn) -> list[RankedChunk]:
     """Chunks with gaps between them, ties in their rankings, and either kind of limit."""
-    chunks: list[RepairChunk] = []
+    chunks: list[RankedChunk] = []
     position = 0
     for _ in range(draw(st.integers(0, 4))):
         position += draw(st.integers(0, 5))
@@ -44,7 +44,7 @@ def prompts(draw: st.DrawFn) -> list[RepairChunk]:
     return chunks
 
 
-def eligible(each: RepairChunk, head: int) -> list[int]:
+def eligible(each: RankedChunk, head: int) -> list[int]:
     """Positions of a chunk that may be recomputed, in the order of its ranking."""
     return [each.start + token for token in each.ranking if each.start + token >= head]
 
@@ -108,7 +108,7 @@ class TestTopN:
         assert chosen.runs == (range(1, 3),)
 
     def test_nothing_of_nothing(self):
-        assert recomputation([], 10) == Recomputation(())
+        assert recomputation([], 10) == TokenSelection(())
         assert recomputation([chunk(3, [], 1.0)], 10).num_tokens == 0
         assert recomputation([chunk(3, [1, 2], 0.5, limit=0)], 10).num_tokens == 0
         assert recomputation([chunk(3, [1, 2], 1.0)], 0).num_tokens == 0
@@ -259,7 +259,7 @@ def test_an_exact_head_may_end_inside_a_chunk():
 @pytest.mark.parametrize("ranked", [[0, 0], [1, 2], [-1, 0], [0, 2]])
 def test_what_is_no_ranking_is_refused(ranked):
     with pytest.raises(ValueError, match="each token of its chunk once"):
-        RepairChunk(0, ranked, 0.5, 1)
+        RankedChunk(0, ranked, 0.5, 1)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_what_is_no_ranking_is_refused(ranked):
 )
 def test_no_such_chunk(start, cfo, limit):
     with pytest.raises(ValueError, match=r"starts at|CFO|limit"):
-        RepairChunk(start, [0, 1], cfo, limit)
+        RankedChunk(start, [0, 1], cfo, limit)
 
 
 def test_chunks_that_overlap_are_refused():

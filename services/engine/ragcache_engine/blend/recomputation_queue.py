@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ragcache_core.blend.focused_chunks import focused_chunks
-from ragcache_core.blend.recomputation import first_of
-from ragcache_core.blend.slices import merged, split
-from ragcache_core.blend.token_ranking import by_need
-from ragcache_engine.blend.prompt_slice import PromptPart
+from ragcache_core.blend.slices import merge_runs, split_first_pass
+from ragcache_core.blend.token_ranking import rank_tokens
+from ragcache_core.blend.token_selection import select_tokens
+from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, Repair
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import Kind, Span, Tracer
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.ragcache")
 
-REPAIR_FAILED = "repair failed"
+RECOMPUTE_FAILED = "recompute failed"
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Mending:
     """runs: what is left to compute; None before it has been chosen."""
 
     job: LoadJob
-    repair: Repair
+    recompute: RecomputeJob
     outcome: LoadOutcome
     began: float
     trace: Span
@@ -51,12 +51,12 @@ class _Mending:
 _FAILED = "KV of request %s could not be mended"
 
 
-class Repairer:
+class RecomputationQueue:
     """Mends loads in their order, several in one pass. For the worker's main thread only.
 
     slice_tokens: computed in one step at most while other requests run, so that these go on
     decoding; where none does, a step takes a whole pass. run_tokens: of what is chosen, so many
-    follow each other at least (``first_of``). question_tokens: that look, at most. focus_window: of
+    follow each other at least (``select_tokens``). question_tokens: that look, at most. focus_window: of
     Algorithm 1, by which only chunks that the question looks at are mended; 0: all are. tracer: of
     repairs that are part of a trace.
     """
@@ -90,11 +90,11 @@ class Repairer:
 
     def start(self, job: LoadJob, outcome: LoadOutcome) -> None:
         """Take up a load that has been written as far as it came."""
-        repair = job.repair
-        assert repair is not None
-        trace = self._tracer.below("repair", metadata(job.traceparent), Kind.INTERNAL)
-        trace.set(chunks=len(repair.chunks), budget=repair.budget)
-        self._mendings.append(_Mending(job, repair, outcome, time.monotonic(), trace))
+        recompute = job.recompute
+        assert recompute is not None
+        trace = self._tracer.below("recompute", metadata(job.traceparent), Kind.INTERNAL)
+        trace.set(chunks=len(recompute.chunks), budget=recompute.budget)
+        self._mendings.append(_Mending(job, recompute, outcome, time.monotonic(), trace))
 
     def cancel(self, request_id: str) -> None:
         """Stop mending a load; it is still reported."""
@@ -120,24 +120,26 @@ class Repairer:
                     if mending.runs is None:
                         room -= self._choose(mending)
                     if mending.runs and room > 0:
-                        now, mending.runs = split(mending.runs, max_tokens=room, max_runs=runs)
+                        now, mending.runs = split_first_pass(
+                            mending.runs, max_tokens=room, max_runs=runs
+                        )
                         taken.append((mending, now))
                         room -= sum(map(len, now))
                         runs -= len(now)
                 except Exception:
                     log.exception(_FAILED, mending.job.request_id)
-                    ended.append(self._end(mending, REPAIR_FAILED))
-            ended += [self._end(one, REPAIR_FAILED) for one in self._recompute(taken)]
+                    ended.append(self._end(mending, RECOMPUTE_FAILED))
+            ended += [self._end(one, RECOMPUTE_FAILED) for one in self._recompute(taken)]
             ended += [self._end(one, "") for one in self._mendings if one.runs == ()]
         return ended
 
     def _recompute(self, taken: Sequence[tuple[_Mending, Sequence[range]]]) -> list[_Mending]:
         """Compute runs of several loads in one pass; returns those for which that fails."""
-        parts = [PromptPart(m.repair.token_ids, m.job.blocks, runs) for m, runs in taken]
+        parts = [PromptSlice(m.recompute.token_ids, m.job.blocks, runs) for m, runs in taken]
         if not parts:
             return []
         try:
-            self._recomputer.recompute_parts(parts)
+            self._recomputer.recompute_slices(parts)
         except Exception:
             if len(parts) == 1:
                 [(mending, _)] = taken
@@ -158,36 +160,36 @@ class Repairer:
 
     def _choose(self, mending: _Mending) -> int:
         """Find what to compute; returns how many tokens looked for that."""
-        repair, job = mending.repair, mending.job
-        holes = merged([*repair.holes, *mending.outcome.lost])
+        recompute, job = mending.recompute, mending.job
+        holes = merge_runs([*recompute.holes, *mending.outcome.lost])
         self._blank(job, holes)
-        question = self._question(job, repair)
-        regard, let_go = self._look(job, repair, question)
-        order = by_need(repair.chunks, regard)
+        question = self._question(job, recompute)
+        question_attention, let_go = self._look(job, recompute, question)
+        order = rank_tokens(recompute.chunks, question_attention)
         # Holes are computed whatever is chosen, so they take nothing of the budget.
-        chosen = first_of(
+        chosen = select_tokens(
             order,
-            repair.budget,
+            recompute.budget,
             run_tokens=self._run_tokens,
             exact_head=job.first,
             done=holes,
         )
         wanted = [range(p, p + 1) for p in chosen.positions() if not any(p in c for c in let_go)]
-        mending.runs = merged([*wanted, *holes])
+        mending.runs = merge_runs([*wanted, *holes])
         return len(question)
 
-    def _question(self, job: LoadJob, repair: Repair) -> Sequence[int]:
+    def _question(self, job: LoadJob, recompute: RecomputeJob) -> Sequence[int]:
         """The tokens that look at the chunks: none where nothing comes of it, or without room."""
-        if not (repair.budget and repair.chunks and repair.scratch):
+        if not (recompute.budget and recompute.chunks and recompute.scratch):
             return ()
         size = self._cache.shape.block_size
-        room = (-(-job.end // size) + len(repair.scratch)) * size - job.end
+        room = (-(-job.end // size) + len(recompute.scratch)) * size - job.end
         room = min(room, self._question_tokens, self._recomputer.max_tokens)
         # Of more than there is room for, its last words: what stands before them is mostly history.
-        return repair.token_ids[job.end :][-room:]
+        return recompute.token_ids[job.end :][-room:]
 
     def _look(
-        self, job: LoadJob, repair: Repair, question: Sequence[int]
+        self, job: LoadJob, recompute: RecomputeJob, question: Sequence[int]
     ) -> tuple[list[float] | None, Sequence[range]]:
         """What the question looks at, by position, and chunks that are not worth mending.
 
@@ -195,16 +197,20 @@ class Repairer:
         """
         if not question:
             return None, ()
-        token_ids = [*repair.token_ids[: job.end], *question]
+        token_ids = [*recompute.token_ids[: job.end], *question]
         own = job.blocks[: -(-job.end // self._cache.shape.block_size)]
-        blocks, asking = (*own, *repair.scratch), range(job.end, len(token_ids))
-        chunks = [chunk.positions for chunk in repair.chunks]
+        blocks, asking = (*own, *recompute.scratch), range(job.end, len(token_ids))
+        chunks = [chunk.positions for chunk in recompute.chunks]
         paid = self._observer.paid(blocks, asking, chunks) if self._focus_window else None
-        regard: list[float] = self._observer.regard(token_ids, blocks, asking, paid).tolist()
+        question_attention: list[float] = self._observer.question_attention(
+            token_ids, blocks, asking, paid
+        ).tolist()
         if paid is None:
-            return regard, ()
+            return question_attention, ()
         focused = focused_chunks(paid.by_layer, self._focus_window)
-        return regard, [chunk for place, chunk in enumerate(chunks) if place not in focused]
+        return question_attention, [
+            chunk for place, chunk in enumerate(chunks) if place not in focused
+        ]
 
     def _blank(self, job: LoadJob, holes: Sequence[range]) -> None:
         """Put zeros where nothing came: what lies there now may be anything, even no number."""
@@ -221,11 +227,11 @@ def _outcome(mending: _Mending, reason: str) -> LoadOutcome:
     """Of a load that has been mended, holes and all; of one that failed, what came of it."""
     job, spent_s = mending.job, time.monotonic() - mending.began
     if reason:
-        return replace(mending.outcome, reason=reason, repair_s=spent_s)
+        return replace(mending.outcome, reason=reason, recompute_s=spent_s)
     return replace(
         mending.outcome,
         tokens=job.end - job.first,
-        blended=job.end - max(job.first, mending.repair.exact_end),
+        blended=job.end - max(job.first, mending.recompute.exact_end),
         repaired=mending.repaired,
-        repair_s=spent_s,
+        recompute_s=spent_s,
     )
