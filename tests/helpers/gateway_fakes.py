@@ -16,8 +16,8 @@ import uvicorn
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.app import create_app
-from ragcache_gateway.chat.prompt import PromptBuilder
-from ragcache_gateway.chat.tokenizer import load_tokenizer
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.config import Config, EngineName
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.server import GrpcServer
@@ -150,7 +150,7 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
     def __init__(self) -> None:
         self.away = False
         self.lost: set[bytes] = set()
-        self.held: dict[bytes, list[cachestore_pb2.Held]] = {}
+        self.held: dict[bytes, list[cachestore_pb2.StoredVariant]] = {}
         self.asked: list[bytes] = []
         self.deleted: list[bytes] = []
         self.deletions: list[cachestore_pb2.Deletion] = []
@@ -163,17 +163,17 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         return cachestore_pb2.HelloReply(boot=bytes(16), store=bytes(16))
 
     async def Lookup(self, request: Any, context: Any) -> Any:  # noqa: N802
-        if self.away or not self.lost.isdisjoint(want.chunk for want in request.wants):
+        if self.away or not self.lost.isdisjoint(key.chunk for key in request.keys):
             raise Unavailable("cachestore", "it is starting")
-        self.asked += [want.chunk for want in request.wants]
-        return cachestore_pb2.LookupReply(variants=[self._variants(want) for want in request.wants])
+        self.asked += [key.chunk for key in request.keys]
+        return cachestore_pb2.LookupReply(variants=[self._variants(key) for key in request.keys])
 
     def _variants(self, want: Any) -> Any:
         held = [
             one for one in self.held.get(want.chunk, []) if want.prefix in (b"", one.key.prefix)
         ]
         miss = cachestore_pb2.MISS_UNSPECIFIED if held else cachestore_pb2.MISS_NEVER_STORED
-        return cachestore_pb2.Variants(held=held, miss=miss)
+        return cachestore_pb2.ChunkVariants(stored=held, miss=miss)
 
     async def Delete(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.deletions.append(request.deletion)
@@ -210,8 +210,8 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             "loaded_tokens": 60,
             "loaded_bytes": 61440,
             "blended_tokens": 20,
-            "repaired_tokens": 5,
-            "repair_s": 0.0015,
+            "recomputed_tokens": 5,
+            "recompute_s": 0.0015,
         }
         said |= self.says | self.says_of(request.request)
         return engine_pb2.RequestRecord(request=request.request, **said)

@@ -11,9 +11,9 @@ import uvicorn
 
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.app import create_app
-from ragcache_gateway.chat.conversation import Conversation
-from ragcache_gateway.chat.prompt import PromptBuilder
-from ragcache_gateway.chat.tokenizer import load_tokenizer
+from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_gateway.config import Config, read_config
 from ragcache_kv.model_folder import load_model_folder
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
-from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.config import Config
 from ragcache_gateway.documents.retriever_errors import in_rest_terms
 from ragcache_gateway.http import chat_routes, document_routes, status_routes
@@ -24,7 +24,7 @@ from ragcache_gateway.http.errors import error_body, from_status, from_validatio
 from ragcache_gateway.http.limits import BodyLimit, InFlightLimit, Observed, response_to
 from ragcache_gateway.http.openapi import describe
 from ragcache_gateway.http.request_span import Traced, note_refusal
-from ragcache_gateway.parts import connected
+from ragcache_gateway.wiring import connected
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.tracing import tracer
 

@@ -14,7 +14,7 @@ import pytest
 
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.plan.signature import is_sealed
+from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
@@ -28,7 +28,7 @@ CACHE = {
     "loaded_tokens": 60,
     "loaded_bytes": 61440,
     "blended_tokens": 20,
-    "repaired_tokens": 5,
+    "recomputed_tokens": 5,
     "miss": "",
 }
 
@@ -104,7 +104,7 @@ async def test_plans_are_sealed_with_the_first_key_of_a_file_that_may_change(
 
 def is_sealed_under(key: bytes, sent: dict[str, Any]) -> bool:
     params = sent["kv_transfer_params"]
-    return is_sealed(params["ragcache"], sent["prompt"], params["ragcache_seal"], [key])
+    return is_signed(params["ragcache"], sent["prompt"], params["ragcache_signature"], [key])
 
 
 async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) -> None:
@@ -129,20 +129,20 @@ async def test_blend_takes_chunks_from_anywhere_and_the_head_only_as_it_is(gatew
     assert head.action is Action.EXACT
     assert [segment.action for segment in chunks] == [Action.BLEND] * 3
     assert [segment.document for segment in chunks][-1] == "default/search.md"
-    assert plan.budget == 0.5
+    assert plan.recompute_share == 0.5
     assert plan.planned_at_ms > 0
     assert "cache_salt" not in gateway.engine.requests[-1]
     # Without a share of its own, what the platform is set to.
     await gateway.ask(ragcache={"reuse": "blend"})
-    assert sent_plan(gateway).budget == gateway.config.max_recompute
+    assert sent_plan(gateway).recompute_share == gateway.config.max_recompute
 
 
 async def test_a_platform_that_blends_does_so_unless_asked_otherwise(tiny_model: Path) -> None:
     async with world(tiny_model, reuse="blend", max_recompute=0.3) as gateway:
         await gateway.ask()
-        assert (sent_plan(gateway).blends, sent_plan(gateway).budget) == (True, 0.3)
+        assert (sent_plan(gateway).blends, sent_plan(gateway).recompute_share) == (True, 0.3)
         await gateway.ask(ragcache={"max_recompute": 0})
-        assert (sent_plan(gateway).blends, sent_plan(gateway).budget) == (True, 0)
+        assert (sent_plan(gateway).blends, sent_plan(gateway).recompute_share) == (True, 0)
         await gateway.ask(ragcache={"reuse": "exact"})
         assert {segment.action for segment in sent_plan(gateway).segments} == {Action.EXACT}
         await gateway.ask(ragcache={"reuse": "off"})

@@ -15,7 +15,7 @@ from ragcache_core.identity.keys import chunk_key
 from ragcache_core.plan.prompt import assemble
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.plan.signature import is_sealed
+from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import precompute
 from ragcache_gateway.chat.pipeline import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
@@ -53,12 +53,12 @@ COMPUTED = {
     "local_tokens": 0,
     "loaded_tokens": 0,
     "prefill_s": 0.5,
-    "repaired_tokens": 0,
-    "repair_s": 0.0,
+    "recomputed_tokens": 0,
+    "recompute_s": 0.0,
 }
 """What the engine says of a question of which it had nothing."""
 
-REPAIRED = {"prompt_tokens": 800, "loaded_tokens": 790, "repaired_tokens": 100, "repair_s": 0.2}
+REPAIRED = {"prompt_tokens": 800, "loaded_tokens": 790, "recomputed_tokens": 100, "recompute_s": 0.2}
 """What it says of one that it put together from other prompts' KV."""
 
 
@@ -79,8 +79,8 @@ def plan_holds(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
     )
 
 
-def held(chunk: bytes, prefix: bytes, num_tokens: int, position: int) -> cachestore_pb2.Held:
-    one = cachestore_pb2.Held(tier="memory")
+def held(chunk: bytes, prefix: bytes, num_tokens: int, position: int) -> cachestore_pb2.StoredVariant:
+    one = cachestore_pb2.StoredVariant(tier="memory")
     one.key.chunk, one.key.prefix = chunk, prefix
     one.info.num_tokens, one.info.base_position = num_tokens, position
     one.info.num_bytes, one.info.exact = 1, True
@@ -117,7 +117,7 @@ async def test_its_plans_are_sealed_like_those_of_questions(
         await until(lambda: len(gateway.engine.requests) == 1)
         [body] = gateway.engine.requests
     params = body["kv_transfer_params"]
-    assert is_sealed(params["ragcache"], body["prompt"], params["ragcache_seal"], [key])
+    assert is_signed(params["ragcache"], body["prompt"], params["ragcache_signature"], [key])
 
 
 async def test_it_is_the_prefix_that_questions_have(gateway: World) -> None:
@@ -228,9 +228,9 @@ async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> No
         "prompt_tokens": 800,
         "local_tokens": 0,
         "loaded_tokens": 790,
-        "repaired_tokens": 50,
-        "repair_s": 0.1,
-        "holes": [2],
+        "recomputed_tokens": 50,
+        "recompute_s": 0.1,
+        "missing_chunks": [2],
     }
     await gateway.ask()
     await asyncio.sleep(0.2)
@@ -245,7 +245,7 @@ async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> No
 
 
 async def test_what_questions_found_is_not_computed(gateway: World) -> None:
-    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790, "repair_s": 0.0}
+    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790, "recompute_s": 0.0}
     for _ in range(3):
         await gateway.ask()
     await asyncio.sleep(0.2)

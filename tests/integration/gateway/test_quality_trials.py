@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
-from ragcache_core.plan.signature import is_sealed
+from ragcache_core.plan.signature import is_signed
 from ragcache_core.quality.controller import (
     MAX_LOST,
     MIN_QUESTIONS,
@@ -91,7 +91,7 @@ async def test_a_question_is_asked_in_full_and_as_a_blend_with_every_alpha(gatew
     assert [plan.alpha for plan in blends] == list(alpha_ladder(BUDGET))
     for plan in blends:
         assert plan.blends
-        assert plan.budget == BUDGET
+        assert plan.recompute_share == BUDGET
         assert plan.planned_at_ms == plan_of(question).planned_at_ms
         assert [s.document for s in plan.segments] == [
             "",
@@ -110,7 +110,9 @@ async def test_its_plans_are_sealed_like_those_of_questions(
     async with world(tiny_model, **SETTINGS, plan_keys=PlanKeys(path)) as gateway:
         for body in await tried(gateway):
             params = body["kv_transfer_params"]
-            assert is_sealed(params["ragcache"], body["prompt"], params["ragcache_seal"], [key])
+            assert is_signed(
+                params["ragcache"], body["prompt"], params["ragcache_signature"], [key]
+            )
 
 
 async def test_trials_are_no_questions_to_metrics(gateway: World) -> None:
@@ -133,7 +135,7 @@ async def test_later_plans_have_the_least_alpha_that_is_enough(gateway: World) -
     assert await metric(gateway, 'blend_trials_total{outcome="tried"}') == trials
     await gateway.ask("And now?")
     question = plan_of(gateway.engine.requests[MIN_QUESTIONS * (REPLAYS + 1)])
-    assert (question.alpha, question.budget, question.trial) == (0.0, BUDGET, False)
+    assert (question.alpha, question.recompute_share, question.trial) == (0.0, BUDGET, False)
 
 
 async def until_metric(gateway: World, name: str, value: float) -> None:

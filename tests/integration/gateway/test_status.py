@@ -104,7 +104,7 @@ async def test_the_cache_store_is_shown_as_one(gateway: World) -> None:
     }
     gateway.store.stats.hits_memory, gateway.store.stats.hits_disk = 4, 2
     gateway.store.stats.misses = 2
-    gateway.store.stats.misses_by_reason.update({"evicted": 2, "late": 0})
+    gateway.store.stats.misses_by_reason.update({"evicted": 2, "timed_out": 0})
     gateway.store.stats.bytes_by_precision.update({"native": 200, "int8/int4": 100})
     gateway.store.stats.evictions.update({"memory": 5})
     answer = (await gateway.client.get("/v1/cache")).json()

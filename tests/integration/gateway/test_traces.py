@@ -86,7 +86,7 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     assert told["http.response.status_code"] == 200
     assert told["answer"] == answer.json()["id"]
     used = answer.json()["ragcache"]["cache"]
-    for name in ("local_tokens", "loaded_tokens", "blended_tokens", "repaired_tokens"):
+    for name in ("local_tokens", "loaded_tokens", "blended_tokens", "recomputed_tokens"):
         assert told[name] == used[name] != 0
 
     below = {name: traces.one("gateway", name) for name in ("retrieve", "tokenize", "engine")}

@@ -32,11 +32,11 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments, longest_exact_chain
-from ragcache_core.scheduling.precompute_queue import PrecomputeQueue, Prefill, Waiting
-from ragcache_core.store_api import Want
+from ragcache_core.scheduling.precompute_queue import PrecomputeQueue, Prefill, QueuedPrefill
+from ragcache_core.store_api import LookupKey
 from ragcache_gateway.background.idle import LOWEST_PRIORITY, IdleTime
-from ragcache_gateway.chat.demand import Question, asks
-from ragcache_gateway.chat.prompt import Frame, PromptBuilder
+from ragcache_gateway.background.demand import Question, asks
+from ragcache_gateway.prompts.builder import Frame, PromptBuilder
 from ragcache_gateway.engines.client import Engine, is_lost
 from ragcache_gateway.engines.completion import transfer_params
 from ragcache_gateway.engines.pool import Engines
@@ -138,15 +138,15 @@ class Precompute:
         and before questions have come nobody knows which chunk of how many that is.
         """
         name = document_name(collection, document)
-        self._queue.forget(name, written_at_ms - 1)
+        self._queue.forget_document(name, written_at_ms - 1)
         if self._target.reuse == "blend":
             for text in chunk_texts:
-                self._drop(self._queue.write(Prefill((text,), (name,), written_at_ms)))
+                self._drop(self._queue.add_written(Prefill((text,), (name,), written_at_ms)))
         self._note()
 
     def forget(self, collection: str, document: str) -> None:
         """A document is gone."""
-        self._queue.forget(document_name(collection, document), _now_ms())
+        self._queue.forget_document(document_name(collection, document), _now_ms())
         self._note()
 
     def answered(self, question: Question, record: engine_pb2.RequestRecord) -> None:
@@ -154,11 +154,11 @@ class Precompute:
         now = time.monotonic()
         for ask in asks(question, record, self._target.template.head):
             self._drop(
-                self._queue.ask(ask.prefill, now, num_tokens=ask.num_tokens, saved_s=ask.saved_s)
+                self._queue.record_question(ask.prefill, now, num_tokens=ask.num_tokens, saved_s=ask.saved_s)
             )
         self._note()
 
-    def _drop(self, dropped: Sequence[Waiting]) -> None:
+    def _drop(self, dropped: Sequence[QueuedPrefill]) -> None:
         for one in dropped:
             self._metrics.precomputed.labels("dropped", one.source).inc()
 
@@ -174,7 +174,7 @@ class Precompute:
         while True:
             await self._came.wait()
             async with self._idle.turn():  # what is worth most then, not now
-                one = self._queue.first(_now_ms())
+                one = self._queue.advance_to_first(_now_ms())
             if one is None:  # its document was deleted meanwhile
                 self._note()
                 continue
@@ -199,7 +199,7 @@ class Precompute:
                 outcome = "failed"
             self._failures = 0
             del self._lost[one.prefill.name]
-            self._queue.remove(one.prefill)
+            self._queue.mark_done(one.prefill)
             self._metrics.precomputed.labels(outcome, one.source).inc()
             self._note()
 
@@ -230,7 +230,7 @@ class Precompute:
         for piece in pieces(prompt, step_tokens // STEP_SHARE):
             plan = self._plan(prefill, piece)
             async with self._idle.turn(), AsyncExitStack() as stack:
-                if self._queue.is_forgotten(prefill):
+                if self._queue.is_deleted(prefill):
                     raise _Forgotten
                 body = {
                     "model": self._target.model,
@@ -267,9 +267,9 @@ class Precompute:
         plan = self._plan(prefill, prompt)
         segments = checked_segments(plan, prompt.token_ids, self._target.space)
         if prefill.mode == "blend":
-            [found] = await self._store.lookup([Want(segments[-1].segment.chunk)])
+            [found] = await self._store.lookup([LookupKey(segments[-1].segment.chunk)])
             return bool(found.held)
-        answers = await self._store.lookup([Want.of(named.variant) for named in segments])
+        answers = await self._store.lookup([LookupKey.of(named.variant) for named in segments])
         infos = {held.key: held.info for answer in answers for held in answer.held}
         return len(longest_exact_chain(segments, infos)) == len(segments)
 

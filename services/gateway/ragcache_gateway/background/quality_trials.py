@@ -23,10 +23,10 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavaila
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import plan_blend, plan_compute
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_core.quality.controller import QualityControl, Replay
+from ragcache_core.quality.controller import QualityController, QuestionReplay
 from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.idle import IDLE_POLL_S, LOWEST_PRIORITY, IdleTime
-from ragcache_gateway.chat.reuse_mode import Reuse
+from ragcache_gateway.prompts.reuse_mode import Reuse
 from ragcache_gateway.engines.client import Completion, Engine, is_lost
 from ragcache_gateway.engines.completion import PART, transfer_params
 from ragcache_gateway.engines.pool import Engines
@@ -69,7 +69,7 @@ class QualityTrials:
         metrics: Metrics,
         plan_keys: PlanKeys | None,
     ) -> None:
-        self._control = QualityControl(quality, budget)
+        self._control = QualityController(quality, budget)
         self._quality = quality
         self._budget = budget
         self._model = model
@@ -98,9 +98,9 @@ class QualityTrials:
         """How a question that asks for this is answered; once for each question."""
         if reuse.mode != "blend":
             return reuse
-        verdict = self._control.verdict
+        verdict = self._control.decision
         if verdict.computes_all:
-            return replace(reuse, mode="exact", trial=self._control.is_left_to_try())
+            return replace(reuse, mode="exact", trial=self._control.sample_for_trial())
         return replace(reuse, alpha=verdict.alpha)
 
     def offer(
@@ -108,31 +108,31 @@ class QualityTrials:
     ) -> None:
         """A question has been answered so; ask it again some time if that is a blend."""
         if record.blended_tokens or reuse.trial:
-            self._control.offer(question, _now_ms(), left_to_try=reuse.trial)
+            self._control.offer(question, _now_ms(), is_sampled=reuse.trial)
             self._came.set()
 
     def delete(self, collection: str, document: str) -> None:
         """Some text of a document is gone: nothing that was asked about it is asked again."""
-        self._control.delete(document_name(collection, document), _now_ms())
+        self._control.forget_document(document_name(collection, document), _now_ms())
 
     async def _prune(self) -> None:
         """Idle time may not come for long, and what is too old must not stay until then."""
         while True:
             await asyncio.sleep(PRUNE_S)
-            self._control.prune(_now_ms())
+            self._control.remove_expired(_now_ms())
 
     async def _run(self) -> None:
         while True:
             await self._came.wait()
             async with self._idle.turn():
-                replay = self._control.next_replay(_now_ms())
+                replay = self._control.begin_replay(_now_ms())
                 if replay is None:
                     self._came.clear()
                     continue
                 pause_s = await self._try(replay)
             await asyncio.sleep(pause_s)
 
-    async def _try(self, replay: Replay) -> float:
+    async def _try(self, replay: QuestionReplay) -> float:
         """Ask a question again; returns seconds to wait before the next one."""
         try:
             answer, record = await self._ask(replay)
@@ -141,20 +141,20 @@ class QualityTrials:
         except (InvalidInput, NotFound) as error:
             log.warning("a question is not tried: %s", error)
             outcome = "failed"
-            self._control.drop(replay)
+            self._control.abandon(replay)
         except RagCacheError as error:
             log.info("trials wait: %s", error)
-            if not (is_lost(error) and self._control.lose(replay)):
+            if not (is_lost(error) and self._control.record_engine_loss(replay)):
                 return RETRY_S
             outcome = "failed"
         except Exception:
             # One question is not worth the rest of them.
             log.exception("a question is not tried")
             outcome = "failed"
-            self._control.drop(replay)
+            self._control.abandon(replay)
         else:
-            blended, repaired = record.blended_tokens, record.repaired_tokens
-            is_trial = self._control.note(replay, answer, blended, repaired)
+            blended, repaired = record.blended_tokens, record.recomputed_tokens
+            is_trial = self._control.record_answer(replay, answer, blended, repaired)
             if replay.alpha is None:
                 return 0.0  # what trials are compared with
             outcome = "tried" if is_trial else "unblended"
@@ -162,7 +162,7 @@ class QualityTrials:
         self._show()
         return 0.0
 
-    async def _ask(self, replay: Replay) -> tuple[str, engine_pb2.RequestRecord]:
+    async def _ask(self, replay: QuestionReplay) -> tuple[str, engine_pb2.RequestRecord]:
         question, request = replay.question, f"trial-{uuid.uuid4().hex}"
         prompt = question.prompt
         if replay.alpha is None:
@@ -222,7 +222,7 @@ class QualityTrials:
                 await asyncio.gather(begun, return_exceptions=True)
 
     def _show(self) -> None:
-        verdict = self._control.verdict
+        verdict = self._control.decision
         if not verdict.decided:
             return
         found = verdict.calibration

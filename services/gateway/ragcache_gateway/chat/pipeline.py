@@ -17,12 +17,12 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.quality.reservoir import AskedQuestion
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.chat.context import Passage, citations
-from ragcache_gateway.chat.conversation import read_conversation
-from ragcache_gateway.chat.demand import Question
-from ragcache_gateway.chat.prompt import PromptBuilder
-from ragcache_gateway.chat.retrieval import Retrieved, retrieve
-from ragcache_gateway.chat.reuse_mode import Reuse, plan_reuse, wanted_reuse
+from ragcache_gateway.prompts.passages import Passage, citations
+from ragcache_gateway.prompts.conversation import read_conversation
+from ragcache_gateway.background.demand import Question
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.chat.search import Retrieved, retrieve
+from ragcache_gateway.prompts.reuse_mode import Reuse, plan_reuse, wanted_reuse
 from ragcache_gateway.chat.schema import (
     AnswerMessage,
     CacheUse,
@@ -159,7 +159,7 @@ class Answer:
             tokenize=to_ms(self._tokenize_s),
             queue=to_ms(record.queue_s) if record else None,
             load=to_ms(record.load_s) if record else None,
-            repair=to_ms(record.repair_s) if record else None,
+            repair=to_ms(record.recompute_s) if record else None,
             prefill=to_ms(record.prefill_s) if record else None,
             first_token=to_ms(self._first_token_s),
             total=to_ms(total_s),
@@ -302,7 +302,7 @@ def cache_use(record: engine_pb2.RequestRecord | None) -> CacheUse:
         loaded_tokens=record.loaded_tokens,
         loaded_bytes=record.loaded_bytes,
         blended_tokens=record.blended_tokens,
-        repaired_tokens=record.repaired_tokens,
+        recomputed_tokens=record.recomputed_tokens,
         miss=record.miss,
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.documents.text import Text
+from ragcache_gateway.documents.text_type import Text
 
 MAX_TOP_K = 50
 MAX_MESSAGES = 1024
@@ -265,7 +265,7 @@ class CacheUse(BaseModel):
         default=None,
         description="Of loaded_tokens, those that are not exact: computed behind other chunks.",
     )
-    repaired_tokens: int | None = Field(
+    recomputed_tokens: int | None = Field(
         default=None,
         description="Of blended_tokens, those that were computed anew: the share that blend "
         "recomputes, and chunks between others of which nothing was held.",

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_gateway.chat.schema import MAX_TOP_K
-from ragcache_gateway.documents.text import Text
+from ragcache_gateway.documents.text_type import Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_PAGE = 1000

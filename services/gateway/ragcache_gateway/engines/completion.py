@@ -9,7 +9,7 @@ from typing import Any
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.plan.signature import SEAL_FIELD, seal
+from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
 from ragcache_gateway.chat.schema import ChatRequest, Usage
 from ragcache_wire.watched.signing_keys import PlanKeys
 
@@ -65,7 +65,7 @@ def transfer_params(
     said = plan.to_json()
     if keys is None:
         return {"ragcache": said}
-    return {"ragcache": said, SEAL_FIELD: seal(said, token_ids, keys.current()[0])}
+    return {"ragcache": said, SIGNATURE_FIELD: sign(said, token_ids, keys.current()[0])}
 
 
 def probe_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:

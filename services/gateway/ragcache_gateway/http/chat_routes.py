@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from ragcache_gateway.chat.schema import ChatCompletion, ChatRequest
-from ragcache_gateway.chat.stream import events
+from ragcache_gateway.http.answer_stream import events
 from ragcache_gateway.http.disconnect import EventStream, unless_gone
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.parts import PartsOf
+from ragcache_gateway.wiring import PartsOf
 
 router = APIRouter(tags=["answers"], responses=ERRORS)
 

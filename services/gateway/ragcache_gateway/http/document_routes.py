@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_gateway.chat.pipeline import to_ms
-from ragcache_gateway.chat.retrieval import retrieve
+from ragcache_gateway.chat.search import retrieve
 from ragcache_gateway.documents.schema import (
     MAX_PAGE,
     Chunking,
@@ -27,11 +27,11 @@ from ragcache_gateway.documents.schema import (
     document_info,
     hit_out,
 )
-from ragcache_gateway.documents.text import Text
+from ragcache_gateway.documents.text_type import Text
 from ragcache_gateway.http.disconnect import unless_gone
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.upload import read_document
-from ragcache_gateway.parts import PartsOf
+from ragcache_gateway.wiring import PartsOf
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 router = APIRouter(tags=["documents"], responses={**ERRORS, **UPSTREAM_ERRORS})

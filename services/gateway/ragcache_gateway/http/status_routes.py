@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.parts import PartsOf
+from ragcache_gateway.wiring import PartsOf
 from ragcache_gateway.status.cache import CacheStatus, cache_status
-from ragcache_gateway.status.readiness import NotReady, Ready, problem_of
+from ragcache_gateway.http.readiness import NotReady, Ready, problem_of
 
 router = APIRouter(tags=["status"])
 

@@ -140,7 +140,7 @@ class Metrics:
         if cache.prompt_tokens is None:
             return
         loaded, local = cache.loaded_tokens or 0, cache.local_tokens or 0
-        blended, repaired = cache.blended_tokens or 0, cache.repaired_tokens or 0
+        blended, repaired = cache.blended_tokens or 0, cache.recomputed_tokens or 0
         for source, tokens in (
             ("loaded", loaded - blended),
             ("blended", blended - repaired),

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.plan.signature import is_sealed
-from ragcache_gateway.chat.conversation import read_conversation
-from ragcache_gateway.chat.reuse_mode import Reuse, wanted_reuse
+from ragcache_core.plan.signature import is_signed
+from ragcache_gateway.prompts.conversation import read_conversation
+from ragcache_gateway.prompts.reuse_mode import Reuse, wanted_reuse
 from ragcache_gateway.chat.schema import DROPPED, REFUSED, ChatRequest, Usage
 from ragcache_gateway.config import EngineName, read_config
 from ragcache_gateway.documents.retriever_errors import in_rest_terms
@@ -323,7 +323,9 @@ def test_config_comes_from_the_environment() -> None:
     assert read_config({**GOOD, "RAGCACHE_STOP_GRACE_S": "300"}).stop_grace_s == 300
     assert (config.model_dtype, config.max_model_len) == ("auto", 2048)
     assert (config.reuse, config.max_recompute) == ("exact", 0.2)
-    blending = read_config({**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE_SHARE": " 1 "})
+    blending = read_config(
+        {**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE_SHARE": " 1 "}
+    )
     assert (blending.reuse, blending.max_recompute) == ("blend", 1.0)
     assert (config.quality, read_config({**GOOD, "RAGCACHE_QUALITY": "0.95"}).quality) == (
         None,
@@ -339,7 +341,7 @@ def test_plans_are_sealed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
     assert keys is not None
     params = transfer_params(PLAN, (1, 2), keys)
     assert params["ragcache"] == PLAN.to_json()
-    assert is_sealed(params["ragcache"], [1, 2], params["ragcache_seal"], keys.current())
+    assert is_signed(params["ragcache"], [1, 2], params["ragcache_signature"], keys.current())
     assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.to_json()}
 
 

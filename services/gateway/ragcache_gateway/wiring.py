@@ -15,17 +15,17 @@ from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
 from ragcache_gateway.background.idle import IdleTime
 from ragcache_gateway.background.precompute import Precompute, Target
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.chat.conversation import Conversation
+from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.chat.pipeline import DOMAIN, Answerer
-from ragcache_gateway.chat.prompt import PromptBuilder
-from ragcache_gateway.chat.reuse_mode import Reuse
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.reuse_mode import Reuse
 from ragcache_gateway.config import Config
 from ragcache_gateway.documents.deletions import Deletions
-from ragcache_gateway.documents.stored_variants import StoredVariants
+from ragcache_gateway.documents.invalidation import StoredVariants
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.pool import Engines
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_gateway.status.readiness import Readiness
+from ragcache_gateway.http.readiness import Readiness
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient

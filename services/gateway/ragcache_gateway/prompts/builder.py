@@ -9,9 +9,9 @@ from jinja2 import TemplateError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, CHUNKS_PLACEHOLDER, Prompt, assemble
-from ragcache_gateway.chat.context import Passage, by_document, fit
-from ragcache_gateway.chat.conversation import Conversation
-from ragcache_gateway.chat.tokenizer import ChatTokenizer, TokenCache
+from ragcache_gateway.prompts.passages import Passage, by_document, fit
+from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_CHARS_PER_TOKEN = 16

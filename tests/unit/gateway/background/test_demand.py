@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.plan.prompt import assemble
-from ragcache_gateway.chat.demand import Question, asks
+from ragcache_gateway.background.demand import Question, asks
 from ragcache_wire.v1.engine_pb2 import RequestRecord
 
 HEAD = (1, 2, 3)
@@ -31,8 +31,8 @@ def record(
         local_tokens=local,
         loaded_tokens=loaded,
         prefill_s=prefill_s,
-        repaired_tokens=repaired,
-        repair_s=0.02 * repaired,
+        recomputed_tokens=repaired,
+        recompute_s=0.02 * repaired,
     )
 
 
@@ -92,24 +92,24 @@ def test_a_question_without_chunks_asks_for_nothing() -> None:
 
 def test_a_hole_was_computed_in_the_repair() -> None:
     said = record(local=3, loaded=60, prefill_s=0.7)
-    said.repaired_tokens, said.repair_s = 25, 0.5
-    said.holes.append(2)  # behind the template and a0
+    said.recomputed_tokens, said.recompute_s = 25, 0.5
+    said.missing_chunks.append(2)  # behind the template and a0
     *found, _ = asks(question(), said, HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.0, 0.4, 0.0])
 
 
 def test_of_a_hole_only_what_the_engine_had_not_itself_was_computed() -> None:
     said = record(local=23, loaded=40, prefill_s=0.7)
-    said.repaired_tokens, said.repair_s = 10, 0.5
-    said.holes.append(2)
+    said.recomputed_tokens, said.recompute_s = 10, 0.5
+    said.missing_chunks.append(2)
     *found, _ = asks(question(), said, HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.0, 0.5, 0.0])
 
 
 def test_without_a_template_the_first_segment_is_a_chunk() -> None:
     said = record(loaded=60, prefill_s=0.7)
-    said.repaired_tokens, said.repair_s = 10, 0.5
-    said.holes.append(0)
+    said.recomputed_tokens, said.recompute_s = 10, 0.5
+    said.missing_chunks.append(0)
     found = asks(question(head=()), said, HEAD)
     assert [ask.saved_s for ask in found] == pytest.approx([0.5, 0.0, 0.0])
 

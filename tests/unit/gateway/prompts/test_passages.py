@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.chat.context import (
+from ragcache_gateway.prompts.passages import (
     PREVIEW_CHARS,
     Passage,
     by_document,

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from ragcache_core.identity.keys import ChunkKey, KVSpace, chunk_key
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_gateway.chat.prompt import PromptBuilder
+from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.documents.deletions import Deletions
 
 BATCH = 64

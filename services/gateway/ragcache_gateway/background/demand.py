@@ -58,10 +58,10 @@ def asks(
     prompt, count = question.prompt, len(question.texts)
     at_hand = record.local_tokens + record.loaded_tokens
     token_s = record.prefill_s / max(1, record.prompt_tokens - at_hand)
-    repaired_s = record.repair_s / max(1, record.repaired_tokens)
+    repaired_s = record.recompute_s / max(1, record.recomputed_tokens)
     starts = (prompt.head, *prompt.chunk_ends)
     template_segments = 1 if prompt.head else 0  # of the plan, before the chunks'
-    holes = {place - template_segments for place in record.holes}
+    holes = {place - template_segments for place in record.missing_chunks}
 
     def prefill(first: int, end: int, mode: Literal["exact", "blend"]) -> Prefill:
         texts, documents = question.texts[first:end], question.documents[first:end]
@@ -83,9 +83,9 @@ def asks(
     found = []
     if question.mode == "blend":
         found = [ask(place, place + 1, "blend") for place in range(count)]
-        if is_ours and record.repaired_tokens:
+        if is_ours and record.recomputed_tokens:
             missing = max(0, starts[count] - at_hand)
-            saved_s = record.repair_s + missing * token_s
+            saved_s = record.recompute_s + missing * token_s
             found.append(Ask(prefill(0, count, "exact"), starts[count] - starts[0], saved_s))
     elif is_ours and count:
         others = (n for n in range(count) if question.documents[n] != question.documents[0])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, DEFAULT_SYSTEM_PROMPT
-from ragcache_gateway.chat.conversation import Conversation, Turn
-from ragcache_gateway.chat.prompt import PromptBuilder
-from ragcache_gateway.chat.tokenizer import ChatTokenizer, TokenCache, load_tokenizer
+from ragcache_gateway.prompts.conversation import Conversation, Turn
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache, load_tokenizer
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 QUESTION = Conversation(DEFAULT_SYSTEM_PROMPT, (), "Which region?")
