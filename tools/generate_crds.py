@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ragcache_operator.spec import API_VERSION
-from ragcache_operator.spec.crd import KINDS, Kind, definition, object_schema
+from ragcache_operator.spec.crd import KINDS, ResourceKind, definition, object_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFINITIONS = (ROOT / "crds", ROOT / "charts" / "ragcache-operator" / "files" / "crds")
@@ -37,7 +37,7 @@ def files() -> dict[Path, str]:
     return made
 
 
-def definition_yaml(kind: Kind, *, cel: bool = True) -> str:
+def definition_yaml(kind: ResourceKind, *, cel: bool = True) -> str:
     """The kind's CustomResourceDefinition as YAML."""
     body = yaml.safe_dump(definition(kind, cel=cel), sort_keys=False, allow_unicode=True, width=100)
     return (
@@ -45,7 +45,7 @@ def definition_yaml(kind: Kind, *, cel: bool = True) -> str:
     )
 
 
-def reference(kind: Kind) -> str:
+def reference(kind: ResourceKind) -> str:
     """Every field of the kind, as Markdown: one table per mapping."""
     schema = object_schema(kind)
     lines = [

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ragcache_wire.settings import unmapped_settings
+
 from tools.prose import ROOT, num_words, paragraphs, python_prose, repository_files, sentences
 
 PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
@@ -111,7 +112,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def sentence_lengths(files: Iterable[Path]) -> list[int]:
-    """Words of each sentence of Markdown and docstrings; fragments of a word or two are left out."""
+    """Words of each sentence of Markdown and docstrings, without fragments of a word or two."""
     lengths: list[int] = []
     for path in files:
         source = path.read_text(encoding="utf-8")

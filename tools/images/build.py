@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import Distribution
@@ -22,15 +22,8 @@ from tools.images.recipe import Recipe, parse_recipe
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
-DOCKERFILES: Final[Mapping[str, str]] = {
-    "gateway": "services/gateway/Dockerfile",
-    "retriever": "services/retriever/Dockerfile",
-    "engine": "services/engine/Dockerfile",
-    "cachestore": "services/cachestore/Dockerfile",
-    "operator": "operator/Dockerfile",
-    "tools": "cli/Dockerfile",
-}
-IMAGES: Final = tuple(DOCKERFILES)
+IMAGES: Final = ("gateway", "retriever", "engine", "cachestore", "operator", "tools")
+"""The targets of the Dockerfile that are images."""
 
 _CODE: Final = [
     digest_of(Path(__file__).with_name(f"{module}.py").read_bytes())
@@ -58,7 +51,7 @@ def make_images(
     """Images (of IMAGES), made of cached layers: seconds where nothing changed.
 
     tag: the project's version by default. images: what comes before an image's name. source: the
-    checkout whose Dockerfiles and packages are built; everything else comes from this environment.
+    checkout whose Dockerfile and packages are built; everything else comes from this environment.
     Raises InvalidInput if something needed is missing here, with what to do about it.
     """
     project = Project.read(source)
@@ -112,13 +105,13 @@ def _lock(cache: Path) -> Iterator[None]:
 
 
 def _recipe(source: Path, name: str, project: Project) -> Recipe:
-    path = source / DOCKERFILES[name]
+    path = source / "Dockerfile"
     try:
         text = path.read_text()
     except OSError as error:
         problem = f"{path} is not there ({error.strerror})"
         raise InvalidInput("source", problem, "name a checkout that has it") from error
-    return parse_recipe(text, {"VERSION": project.version})
+    return parse_recipe(text, name, {"VERSION": project.version})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""What an image holds and how it starts, read from its Dockerfile, so that both builds agree."""
+"""Reads from the Dockerfile what an image holds and how it starts, so that both builds agree."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -16,48 +17,55 @@ BASE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bi
 """What a container has before any ENV."""
 
 _IGNORED = frozenset({"RUN", "WORKDIR"})
-"""What they do follows from the build arguments, and is the same in every image."""
+"""Their effect follows from the build arguments and is the same in every image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One image.
-
-    extra: the distribution's extra it installs. unused: distributions left out of it. packages:
-    Debian's. sources: what the distribution is built from; files: (source, target) pairs copied as
-    they are, both relative to the repository's root and the image's. user: ``uid:gid``.
-    """
+    """The content and the start command of one image."""
 
     extra: str
+    """The distribution's extra to install."""
     unused: tuple[str, ...] = ()
+    """Distributions to leave out."""
     packages: tuple[str, ...] = ()
+    """Debian packages."""
     sources: tuple[str, ...] = ()
+    """Paths in the repository that the distribution is built from."""
     files: tuple[tuple[str, str], ...] = ()
+    """(source, target) pairs: a path in the repository and its path in the image."""
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
+    """``uid:gid``."""
     ports: tuple[int, ...] = ()
     volumes: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
 
 
-def parse_recipe(text: str, arguments: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe of a Dockerfile of two stages, the first of which makes the environment.
+def parse_recipe(text: str, target: str, arguments: Mapping[str, str] | None = None) -> Recipe:
+    """Read the recipe of one target of a Dockerfile.
 
-    arguments: values for its ARGs. Raises InvalidInput for an instruction that would be lost.
+    The target takes its environment from a build stage with ``COPY --from``. A stage inherits
+    what the stage it starts FROM declares.
+
+    Args:
+        target: Name of the image's stage.
+        arguments: Values for its ARGs.
+
+    Raises:
+        InvalidInput: The target does not exist, has no build stage, or an instruction cannot be
+            carried over.
     """
-    given = arguments or {}
-    stages: list[_Stage] = []
-    for number, instruction, rest in _instructions(text):
-        if instruction == "FROM":
-            stages.append(_Stage(given))
-        elif not stages or len(stages) > 2:
-            raise _invalid(number, "is in neither the build stage nor the image's", "use two FROM")
-        elif instruction not in _IGNORED:
-            stages[-1].read(number, instruction, rest)
-    if len(stages) != 2:
-        raise InvalidInput("Dockerfile", f"has {len(stages)} stages", "write a build stage and one")
-    build, image = stages
+    stages = _stages(text, arguments or {})
+    image = stages.get(target)
+    if image is None:
+        known = ", ".join(stages) or "none"
+        raise InvalidInput("Dockerfile", f"has no stage {target!r}", f"use one of: {known}")
+    build = stages.get(image.copied_from)
+    if build is None:
+        problem = f"stage {target!r} copies from no build stage"
+        raise InvalidInput("Dockerfile", problem, "add COPY --from=STAGE")
     return Recipe(
         extra=build.arguments.get("EXTRA", ""),
         unused=tuple(build.arguments.get("UNUSED", "").split()),
@@ -73,13 +81,32 @@ def parse_recipe(text: str, arguments: Mapping[str, str] | None = None) -> Recip
     )
 
 
+def _stages(text: str, given: Mapping[str, str]) -> dict[str, _Stage]:
+    """Read every named stage of a Dockerfile, by name."""
+    stages: dict[str, _Stage] = {}
+    stage: _Stage | None = None
+    for number, instruction, rest in _instructions(text):
+        if instruction == "FROM":
+            parent, _, name = re.sub(r" as ", " AS ", rest, flags=re.IGNORECASE).partition(" AS ")
+            stage = stages[parent].child() if parent in stages else _Stage(given)
+            if not name:
+                raise _invalid(number, "FROM names no stage", "write FROM image AS name")
+            stages[name] = stage
+        elif stage is None:
+            raise _invalid(number, f"{instruction} is in no stage", "write FROM before it")
+        elif instruction not in _IGNORED:
+            stage.read(number, instruction, rest)
+    return stages
+
+
 class _Stage:
-    """What one stage's instructions add up to."""
+    """The sum of one stage's instructions."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
         self.arguments: dict[str, str] = {}
         self.copies: list[tuple[str, str]] = []
+        self.copied_from = ""
         self.env = dict(BASE_ENV)
         self.labels: dict[str, str] = {}
         self.user = ""
@@ -87,8 +114,14 @@ class _Stage:
         self.volumes: list[str] = []
         self.entrypoint: list[str] = []
 
+    def child(self) -> _Stage:
+        """Copy this stage for one that starts FROM it; ARGs are not inherited."""
+        stage = copy.deepcopy(self)
+        stage.arguments = {}
+        return stage
+
     def read(self, number: int, instruction: str, rest: str) -> None:
-        """Take one instruction in."""
+        """Add one instruction."""
         words = [self._expanded(word) for word in shlex.split(rest)]
         match instruction:
             case "ARG":
@@ -112,8 +145,9 @@ class _Stage:
                 raise _invalid(number, f"{instruction} is not understood", "teach tools/images it")
 
     def _copy(self, number: int, words: list[str]) -> None:
-        """A stage's own files come with the environment; others are copied from the repository."""
+        """Note files copied from the repository; a build stage's files are the environment."""
         if words[0].startswith("--from="):
+            self.copied_from = words[0].removeprefix("--from=")
             return
         *sources, target = words
         if any(word.startswith("--") for word in words):

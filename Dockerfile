@@ -1,0 +1,158 @@
+# All images of RagCache, one target each:
+#   docker build --target gateway --tag ragcache/gateway .
+# Targets: gateway, retriever, engine, cachestore, operator, tools.
+# tools/images builds the same images from this file without Docker.
+#
+# GPU images:
+#   docker build --target engine --build-arg EXTRA=engine-gpu --build-arg TORCH_INDEX= \
+#       --build-arg UNUSED= --build-arg PACKAGES="libnuma1 g++" --build-arg TORCH_COMPILE_DISABLE=0 .
+#   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH=torch==2.13.0 \
+#       --build-arg TORCH_INDEX= .
+
+# What every image builds its own package from.
+FROM python:3.11-slim-bookworm AS sources
+RUN python -m venv --without-pip /opt/ragcache
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY core core
+COPY wire wire
+
+# What every image runs on.
+FROM python:3.11-slim-bookworm AS runtime
+RUN groupadd --gid 10001 ragcache \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp ragcache \
+    && install --directory --owner=10001 --group=10001 /data
+# The root file system may be read-only: only /tmp and /data are written to.
+ENV PATH=/opt/ragcache/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HOME=/tmp
+LABEL org.opencontainers.image.licenses="Apache-2.0"
+USER 10001:10001
+
+FROM sources AS build-gateway
+ARG EXTRA=gateway
+COPY kv kv
+COPY services/gateway services/gateway
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
+        ".[$EXTRA]"
+
+FROM runtime AS gateway
+ARG VERSION=dev
+COPY --from=build-gateway /opt/ragcache /opt/ragcache
+COPY models/tinyrag/model /models/tinyrag
+LABEL org.opencontainers.image.title="RagCache gateway" \
+    org.opencontainers.image.description="OpenAI-compatible REST API" \
+    org.opencontainers.image.version="$VERSION"
+EXPOSE 8000
+ENTRYPOINT ["python", "-m", "ragcache_gateway"]
+
+FROM sources AS build-retriever
+ARG EXTRA=retriever
+ARG TORCH=torch==2.13.0+cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY kv kv
+COPY services/retriever services/retriever
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH" ".[$EXTRA]"
+
+FROM runtime AS retriever
+ARG VERSION=dev
+COPY --from=build-retriever /opt/ragcache /opt/ragcache
+COPY models/tinyrag/model /models/tinyrag
+ENV RAGCACHE_DATA_DIR=/data
+LABEL org.opencontainers.image.title="RagCache retriever" \
+    org.opencontainers.image.description="Documents, embeddings and search" \
+    org.opencontainers.image.version="$VERSION"
+EXPOSE 50051 8081
+VOLUME /data
+ENTRYPOINT ["python", "-m", "ragcache_retriever"]
+
+FROM sources AS build-engine
+ARG EXTRA=engine-cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Dependencies of vLLM's wheel that are not used here. A CUDA build of one of them beside torch's
+# CPU build breaks the import of vLLM.
+ARG UNUSED="torchvision torchaudio torchcodec triton"
+COPY kv kv
+COPY services/engine services/engine
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[$EXTRA]" \
+    && if [ -n "$UNUSED" ]; then pip --python /opt/ragcache/bin/python uninstall --yes $UNUSED; fi
+
+FROM runtime AS engine
+ARG VERSION=dev
+# vLLM's CPU backend is linked with libnuma1.
+ARG PACKAGES="libnuma1"
+USER 0:0
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends $PACKAGES \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+COPY --from=build-engine /opt/ragcache /opt/ragcache
+COPY models/tinyrag/model /models/tinyrag
+# The image has no compiler. vLLM compiles a few functions of its sampler whatever its settings say,
+# and without this variable the first request that samples would stop the engine.
+ARG TORCH_COMPILE_DISABLE=1
+ENV TORCH_COMPILE_DISABLE=$TORCH_COMPILE_DISABLE
+LABEL org.opencontainers.image.title="RagCache engine" \
+    org.opencontainers.image.description="vLLM with the KV connector of RagCache" \
+    org.opencontainers.image.version="$VERSION"
+EXPOSE 8000 50051
+ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]
+
+FROM sources AS build-cachestore
+ARG EXTRA=cachestore
+COPY kv kv
+COPY services/cachestore services/cachestore
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
+        ".[$EXTRA]"
+
+FROM runtime AS cachestore
+ARG VERSION=dev
+COPY --from=build-cachestore /opt/ragcache /opt/ragcache
+ENV RAGCACHE_DATA_DIR=/data
+LABEL org.opencontainers.image.title="RagCache cache store" \
+    org.opencontainers.image.description="KV cache variants in memory and on disk" \
+    org.opencontainers.image.version="$VERSION"
+EXPOSE 50051 50052 8081
+VOLUME /data
+ENTRYPOINT ["python", "-m", "ragcache_cachestore"]
+
+FROM sources AS build-operator
+ARG EXTRA=operator
+COPY operator operator
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
+        ".[$EXTRA]"
+
+FROM runtime AS operator
+ARG VERSION=dev
+COPY --from=build-operator /opt/ragcache /opt/ragcache
+LABEL org.opencontainers.image.title="RagCache operator" \
+    org.opencontainers.image.description="Runs RagCache objects on Kubernetes" \
+    org.opencontainers.image.version="$VERSION"
+EXPOSE 8080 9443
+ENTRYPOINT ["python", "-m", "ragcache_operator"]
+
+FROM sources AS build-tools
+ARG EXTRA=cli
+COPY kv kv
+COPY operator operator
+COPY cli cli
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
+        ".[$EXTRA]"
+
+FROM runtime AS tools
+ARG VERSION=dev
+# Documents can come from Git repositories.
+ARG PACKAGES="ca-certificates git"
+USER 0:0
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends $PACKAGES \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+COPY --from=build-tools /opt/ragcache /opt/ragcache
+LABEL org.opencontainers.image.title="RagCache tools" \
+    org.opencontainers.image.description="The ragcache command; it also syncs collections" \
+    org.opencontainers.image.version="$VERSION"
+ENTRYPOINT ["ragcache"]
