@@ -1,12 +1,12 @@
 """Minutes of puts, gets and deletes under a memory limit: memory stays bounded and flat.
 
 A cache store with a small memory tier and a disk tier that has to evict is driven by a storm of
-putters, by getters and a deleter, on all three lanes; beside them are readers so slow that they
-never finish: on the socket lane and on gRPC they ask for many values and take some KiB a second.
+putters, by getters and a deleter, on all three transports; beside them are readers so slow that they
+never finish: on the socket transport and on gRPC they ask for many values and take some KiB a second.
 
 Memory of the store's process is RssAnon + RssFile of /proc, and every page of its shared memory,
 whoever touched it. It may take the tier's limit plus 10 %, plus what the process takes by itself
-(interpreter, libraries, threads), which is measured after a few calls on each lane, without the
+(interpreter, libraries, threads), which is measured after a few calls on each transport, without the
 shared memory, and printed as process_mib. memory_over_limit: the most that was seen over that sum.
 slope: a straight line through all samples after warm-up, the first half of the time (the tiers fill
 and the store gets to know all keys there).
@@ -39,7 +39,7 @@ from bench.support.processes import running_cachestore
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
-from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, Want
+from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.transport.framing import Channel, Kind
 from ragcache_kv.values.outgoing_value import Whole
@@ -58,7 +58,7 @@ GETTERS = 3
 SLOW_READERS = 8
 SLOW_BYTES_PER_S = 16 << 10
 TIMEOUT_S = 30.0
-LANES = ("shared", "socket", "grpc")
+TRANSPORTS = ("shared", "socket", "grpc")
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Soak:
         self._address = address
         self._values = Values()
         self._over = threading.Event()
-        self._clients = {lane: StoreClient(address, (lane,)) for lane in LANES}
+        self._clients = {transport: StoreClient(address, (transport,)) for transport in TRANSPORTS}
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class Soak:
             self._begin(slow, number)
 
     def warm_up(self) -> None:
-        """Put and get some values on each lane, so that all is loaded that is loaded once."""
+        """Put and get some values on each transport, so that all is loaded that is loaded once."""
         rng = random.Random(0)
         for client in self._clients.values():
             for _ in range(8):
@@ -156,7 +156,7 @@ class Soak:
             client.close()
 
     def _begin(self, step: Callable[[StoreClient, random.Random], None], number: int) -> None:
-        client = self._clients[LANES[number % len(LANES)]]
+        client = self._clients[TRANSPORTS[number % len(TRANSPORTS)]]
         rng = random.Random(f"{step.__name__} {number}")
 
         def run() -> None:
@@ -167,7 +167,7 @@ class Soak:
                     self.tally.note("refused")
                     self._over.wait(0.05)
                 except Exception as error:
-                    self.tally.fail(f"{step.__name__} on {client.lane}: {error!r}")
+                    self.tally.fail(f"{step.__name__} on {client.transport}: {error!r}")
                     self._over.wait(0.5)
 
         thread = threading.Thread(target=run, name=f"{step.__name__} {number}", daemon=True)
@@ -178,7 +178,7 @@ class Soak:
         number = rng.randrange(KEYS)
         ack = Ack.DURABLE if rng.random() < 0.2 else Ack.ACCEPTED
         # As an engine does: look first, so that what was deleted before may be put again.
-        as_of = client.lookup([Want.of(key(number))], TIMEOUT_S).as_of
+        as_of = client.lookup([LookupKey.of(key(number))], TIMEOUT_S).as_of
         variant, value = self._values.variant(number, as_of), self._values.outgoing(number)
         outcome = client.put(variant, value, TIMEOUT_S, ack)
         self.tally.note(f"put {outcome}")
@@ -189,7 +189,7 @@ class Soak:
         found = client.get([key(number) for number in numbers], TIMEOUT_S)
         for number, (_, answer) in zip(numbers, found, strict=True):
             if answer is Miss.CORRUPT:
-                self.tally.fail(f"{number} was corrupt, on the lane {client.lane}")
+                self.tally.fail(f"{number} was corrupt, on the transport {client.transport}")
             elif isinstance(answer, Miss):
                 self.tally.note(f"miss {answer}")
             elif answer.value != self._values.of(number):
@@ -216,7 +216,7 @@ class Soak:
         host = self._address.rpartition(":")[0]
         keys = [key(rng.randrange(KEYS)) for _ in range(64)]
         request = pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
-        with socket.create_connection((host, hello.lane_port), TIMEOUT_S) as connection:
+        with socket.create_connection((host, hello.data_port), TIMEOUT_S) as connection:
             channel = Channel(connection)
             channel.deadline = time.monotonic() + TIMEOUT_S
             channel.send(Kind.GET, request)

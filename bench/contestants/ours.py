@@ -23,21 +23,21 @@ _PART_BYTES = 1 << 20
 
 
 class RagCache(Contestant):
-    """One shard. lane: how its values travel; ack: what a put waits for."""
+    """One shard. transport: how its values travel; ack: what a put waits for."""
 
     verifies = True
-    lane = "shared"
+    transport = "shared"
     ack = Ack.ACCEPTED
     memory_bytes = 192 << 20
     disk_bytes = 256 << 20
 
     def __init__(self, folder: Path) -> None:
-        port, lane_port = free_port(), free_port()
+        port, data_port = free_port(), free_port()
         environment = {
             **os.environ,
             "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
-            "RAGCACHE_DATA_LISTEN": f"127.0.0.1:{lane_port}",
-            "RAGCACHE_DATA_SOCKET": str(folder / "lane.sock"),
+            "RAGCACHE_DATA_LISTEN": f"127.0.0.1:{data_port}",
+            "RAGCACHE_DATA_SOCKET": str(folder / "transport.sock"),
             "RAGCACHE_DATA_DIR": str(folder / "data"),
             "RAGCACHE_MEMORY_BYTES": str(self.memory_bytes),
             "RAGCACHE_DISK_BYTES": str(self.disk_bytes),
@@ -47,7 +47,7 @@ class RagCache(Contestant):
         }
         argv = [sys.executable, "-m", "ragcache_cachestore"]
         self._server = Server(argv, port, environment)
-        self._client = StoreClient(f"127.0.0.1:{port}", lanes=(self.lane,))
+        self._client = StoreClient(f"127.0.0.1:{port}", transports=(self.transport,))
         self._client.stats(START_S)
         self._puts: Counter[int] = Counter()
         self._keys: dict[int, VariantKey] = {}
@@ -87,13 +87,13 @@ class RagCache(Contestant):
 class RagCacheSocket(RagCache):
     """Over a TCP socket, as between machines."""
 
-    lane = "socket"
+    transport = "socket"
 
 
 class RagCacheGrpc(RagCache):
     """Inside gRPC, where nothing else can be had."""
 
-    lane = "grpc"
+    transport = "grpc"
 
 
 class RagCacheDurable(RagCache):

@@ -194,11 +194,11 @@ def launch_cachestore(
         "RAGCACHE_MEMORY_BYTES": str(memory_bytes),
         "RAGCACHE_DISK_BYTES": str(disk_bytes),
     }
-    lane_socket = folder.resolve() / "lane"
-    if shared and len(os.fsencode(lane_socket)) <= MAX_SOCKET_PATH_BYTES:
-        settings["RAGCACHE_DATA_SOCKET"] = str(lane_socket)
+    data_socket = folder.resolve() / "lane"
+    if shared and len(os.fsencode(data_socket)) <= MAX_SOCKET_PATH_BYTES:
+        settings["RAGCACHE_DATA_SOCKET"] = str(data_socket)
     if members:
-        settings |= {"RAGCACHE_CACHESTORE": members, "RAGCACHE_SELF": address}
+        settings |= {"RAGCACHE_CACHESTORE": members, "RAGCACHE_OWN_ADDRESS": address}
     command = [sys.executable, "-m", "ragcache_cachestore"]
     service = Service("cachestore", command, settings | dict(env or {}), folder / "cachestore.log")
     return CacheStore(service, address)

@@ -27,9 +27,6 @@ MAX_TOKENS = 1_000_000
 MAX_NAME_CHARS = 512
 """Bound of the name of a domain or a document."""
 
-MAX_PIN_S = 3600.0
-"""Bound of the time that one call pins variants for."""
-
 LEASE_S = 30.0
 """How long a store keeps in its place what is being read, and room for what is being put."""
 
@@ -41,15 +38,15 @@ ID_BYTES = 16
 class Hello:
     """Who a store is, and which data lanes it offers beside gRPC.
 
-    boot: ID_BYTES, new at every start. store: ID_BYTES, of the data folder. lane_socket: path of a
-    Unix socket, or "". lane_port: TCP, on the host of the control calls, or 0.
+    boot: ID_BYTES, new at every start. store: ID_BYTES, of the data folder. data_socket: path of a
+    Unix socket, or "". data_port: TCP, on the host of the control calls, or 0.
     """
 
     boot: bytes
     store: bytes
     max_value_bytes: int
-    lane_socket: str = ""
-    lane_port: int = 0
+    data_socket: str = ""
+    data_port: int = 0
 
 
 class Ack(StrEnum):
@@ -63,30 +60,30 @@ class PutOutcome(StrEnum):
     """What became of a put."""
 
     STORED = "stored"
-    HELD_ALREADY = "held_already"  # as good or better
+    ALREADY_STORED = "already_stored"  # as good or better
     DELETED = "deleted"  # a delete overtook it
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class LookupKey:
     """Variants asked for. prefix None: every variant of the chunk."""
 
     chunk: ChunkKey
     prefix: PrefixKey | None = None
 
     @classmethod
-    def of(cls, key: VariantKey) -> Want:
+    def of(cls, key: VariantKey) -> LookupKey:
         """The one variant of key."""
         return cls(key.chunk, key.prefix)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredVariant:
     """What a lookup says of one variant that is held.
 
     load_s: predicted seconds from its tier to the caller. prefix_chunks: those of its origin; given
     where every variant of a chunk was asked for. replicas: other shards ("host:port") that hold it.
-    wanted_better: hot, and held with less than the precision that it deserves, so that the next
+    wants_higher_precision: hot, and held with less than the precision that it deserves, so that the next
     full computation of it is worth putting.
     """
 
@@ -96,14 +93,14 @@ class Held:
     load_s: float = 0.0
     prefix_chunks: tuple[ChunkKey, ...] = ()
     replicas: tuple[str, ...] = ()
-    wanted_better: bool = False
+    wants_higher_precision: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Variants:
+class ChunkVariants:
     """The answer to one Want. miss: why nothing is held; None where something is."""
 
-    held: tuple[Held, ...] = ()
+    held: tuple[StoredVariant, ...] = ()
     miss: Miss | None = None
 
 
@@ -127,7 +124,7 @@ class AsOf:
 class LookupAnswer:
     """One Variants for each Want, in order."""
 
-    variants: tuple[Variants, ...]
+    variants: tuple[ChunkVariants, ...]
     as_of: AsOf
 
 
@@ -149,7 +146,7 @@ class NewVariant:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class PutCompletion:
     """What is said of a value that is put, after its last byte.
 
     checksums: XXH3-64 of each part. cost_s: seconds that computing the value took; 0: unknown.

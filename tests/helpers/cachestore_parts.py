@@ -15,20 +15,20 @@ from typing import Any
 import grpc
 import xxhash
 
-from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.store import Store
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
     Miss,
     Origin,
-    Part,
     Precision,
     Provenance,
+    ValuePart,
     ValueShape,
     VariantInfo,
 )
-from ragcache_core.store_api import Ack, AsOf, Completion, NewVariant, PutOutcome
+from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.outgoing_value import Whole
 from ragcache_wire.channel import OPTIONS
@@ -54,11 +54,11 @@ def checksum(raw: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(raw)
 
 
-def parts_of(raw: bytes, num_parts: int = 1) -> tuple[Part, ...]:
+def parts_of(raw: bytes, num_parts: int = 1) -> tuple[ValuePart, ...]:
     """Parts of nearly equal size."""
     ends = [len(raw) * n // num_parts for n in range(num_parts + 1)]
     pieces = [raw[begin:end] for begin, end in pairwise(ends)]
-    return tuple(Part(len(piece), checksum(piece)) for piece in pieces)
+    return tuple(ValuePart(len(piece), checksum(piece)) for piece in pieces)
 
 
 def info(num_bytes: int, *, exact: bool = True, precision: Precision | None = None) -> VariantInfo:
@@ -94,14 +94,14 @@ def whole(variant: NewVariant, raw: bytes | memoryview) -> Whole:
     return Whole.summed_up(memoryview(raw), variant.part_bytes, variant.origin.cost_s)
 
 
-def completion(variant: NewVariant, raw: bytes | memoryview) -> Completion:
+def completion(variant: NewVariant, raw: bytes | memoryview) -> PutCompletion:
     """What is said of a value after its last byte."""
     sums = tuple(whole(variant, raw).wait(0, 0.0))
-    return Completion(sums, variant.origin.cost_s)
+    return PutCompletion(sums, variant.origin.cost_s)
 
 
 def fill(views: Sequence[memoryview], raw: bytes) -> None:
-    """Write a value into the views of an arrival."""
+    """Write a value into the views of an incoming."""
     at = 0
     for view in views:
         view[:] = raw[at : at + len(view)]
@@ -111,27 +111,27 @@ def fill(views: Sequence[memoryview], raw: bytes) -> None:
 def put(
     store: Store, key: VariantKey, raw: bytes, *, ack: Ack = Ack.ACCEPTED, **about: Any
 ) -> PutOutcome:
-    """Put as a lane does, having seen every delete so far."""
+    """Put as a transport does, having seen every delete so far."""
     about.setdefault("as_of", store.lookup([]).as_of)
-    arrival = store.begin_put(variant(key, raw, **about), ack)
-    if isinstance(arrival, PutOutcome):
-        return arrival
-    with arrival:
-        fill(arrival.views, raw)
-        return arrival.commit(completion(arrival.new, raw), ack)
+    incoming = store.begin_put(variant(key, raw, **about), ack)
+    if isinstance(incoming, PutOutcome):
+        return incoming
+    with incoming:
+        fill(incoming.views, raw)
+        return incoming.commit(completion(incoming.new, raw), ack)
 
 
 def get(store: Store, key: VariantKey, *, exact: bool = False, domain: str = "") -> bytes | Miss:
-    """Get as a lane does."""
+    """Get as a transport does."""
     (lease,) = opened = store.open([key], exact, domain)
     store.note_opened(opened)
     if isinstance(lease, Miss):
         return lease
     raw = bytearray(lease.info.num_bytes)
     if lease.on_disk:
-        assert store.value_file.read_into(lease.extents, [memoryview(raw)])
+        assert store.disk_tier.read_into(lease.extents, [memoryview(raw)])
     else:
-        raw = bytearray(b"".join(store.arena.views(lease.extents)))
+        raw = bytearray(b"".join(store.memory_tier.views(lease.extents)))
     store.release([lease.id])
     return bytes(raw)
 
@@ -157,9 +157,9 @@ def opened(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A store behind a real gRPC server and, if asked for, its lanes.
+    """A store behind a real gRPC server and, if asked for, its transports.
 
-    client: of the fastest lane offered. stub: for calls that the client does not make.
+    client: of the fastest transport offered. stub: for calls that the client does not make.
     """
 
     service: CacheStoreService
@@ -176,14 +176,14 @@ def serving(
     memory_bytes: int = 64 * MIB,
     disk_bytes: int = 256 * MIB,
     port: int = 0,
-    lanes: Sequence[str] = (),
+    transports: Sequence[str] = (),
     policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
     """Serve folder in a thread of its own, as a process would.
 
-    lanes: of "shared" and "socket", those offered beside "grpc". settings: of Store.
+    transports: of "shared" and "socket", those offered beside "grpc". settings: of Store.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
@@ -194,13 +194,13 @@ def serving(
             folder, memory_bytes, disk_bytes, policy=policy, free_bytes=free_bytes, **settings
         )
         ends.callback(store.close)
-        socket_path = folder / "lane.sock" if "shared" in lanes else None
-        lane_server = LaneServer(
-            store, socket_path, ("127.0.0.1", 0) if "socket" in lanes else None
+        socket_path = folder / "transport.sock" if "shared" in transports else None
+        data_server = DataServer(
+            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None
         )
-        lane_server.start()
-        ends.callback(lane_server.close)
-        service = CacheStoreService(store, lane_server.hello())
+        data_server.start()
+        ends.callback(data_server.close)
+        service = CacheStoreService(store, data_server.hello())
         ends.callback(service.close)
 
         async def start() -> GrpcServer:
@@ -218,7 +218,7 @@ def serving(
             lambda: asyncio.run_coroutine_threadsafe(stop(server), loop).result(TIMEOUT_S)
         )
         address = f"127.0.0.1:{server.port}"
-        client = StoreClient(address, lanes=(*lanes, "grpc"))
+        client = StoreClient(address, transports=(*transports, "grpc"))
         ends.callback(client.close)
         channel = grpc.insecure_channel(address, options=OPTIONS)
         ends.callback(channel.close)

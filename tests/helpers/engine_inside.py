@@ -25,6 +25,7 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """What a worker that has just prefilled token_ids can say of its own model and cache."""
     import torch
 
+    from bench.support.chunk_attention import ChunkAttentionHook
     from ragcache_engine.blend.attention import AttentionObserver
     from ragcache_engine.blend.model_access import loaded_model
     from ragcache_engine.blend.recomputer import Recomputer
@@ -84,10 +85,12 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     alone = observer.observe(token_ids, table(1), range(41, 300), segments[:2])
     found["influence_of_nothing"] = float(alone.influence.max())
     found["question_attention"] = observer.question_attention(token_ids, table(1), QUESTION).tolist()
-    paid = observer.paid(table(1), QUESTION, [range(41), range(41, 301), range(301, 480)])
-    beside_it = observer.question_attention(token_ids, table(1), QUESTION, paid).tolist()
-    found["regard_beside_paid"] = beside_it == found["question_attention"]
-    found["paid"] = paid.by_layer
+    chunks = [range(41), range(41, 301), range(301, 480)]
+    hook = ChunkAttentionHook(cache, table(1), QUESTION, chunks)
+    with hook.attached():
+        again = observer.question_attention(token_ids, table(1), QUESTION).tolist()
+    found["same_with_two_hooks"] = again == found["question_attention"]
+    found["attention_by_layer"] = hook.by_layer
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
 

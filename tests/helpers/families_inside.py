@@ -88,7 +88,7 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     import torch
 
     from ragcache_core.identity.keys import KVSpace
-    from ragcache_engine.blend.blender import blender
+    from ragcache_engine.blend.components import blender
     from ragcache_engine.blend.model_access import loaded_model
     from ragcache_engine.blend.recomputer import Recomputer
     from ragcache_engine.kv_cache.paged_cache import PagedCache

@@ -18,7 +18,7 @@ from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_gateway.config import Config, EngineName
+from ragcache_gateway.config import Config, EngineAddress
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import (
@@ -392,8 +392,8 @@ class World:
         )
         return self
 
-    def engine_name(self, port: int) -> EngineName:
-        return EngineName("127.0.0.1", port, self.servers["engine_records"].port)
+    def engine_name(self, port: int) -> EngineAddress:
+        return EngineAddress("127.0.0.1", port, self.servers["engine_records"].port)
 
     def prompts(self) -> PromptBuilder:
         return PromptBuilder(

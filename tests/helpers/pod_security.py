@@ -26,7 +26,7 @@ _SECCOMP = ("RuntimeDefault", "Localhost")
 _SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
 
 
-def violations(pod: Object, annotations: Object | None = None) -> list[str]:
+def find_problems(pod: Object, annotations: Object | None = None) -> list[str]:
     """What keeps a pod spec from being ``restricted``; empty for one that is."""
     return [*_of_pod(pod), *_of_annotations(annotations or {}), *_of_containers(pod)]
 

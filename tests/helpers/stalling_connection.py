@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from ragcache_kv.store_client.client import StoreClient
 
 HOST = "127.0.0.2"
-"""Another address of this machine. What a store says of itself names its lane's port and no host,
+"""Another address of this machine. What a store says of itself names its transport's port and no host,
 so that a relay of the same ports there carries all that is said to it."""
 
 READ_BYTES = 1 << 16
 
 
 class StallingLine:
-    """A relay of a store's ports at HOST, on threads of its own. The store offers no other lane."""
+    """A relay of a store's ports at HOST, on threads of its own. The store offers no other transport."""
 
     def __init__(self, store: str) -> None:
         """store: its address, where it serves."""
@@ -28,8 +28,8 @@ class StallingLine:
         client = StoreClient(store)
         client.connect(30)
         assert client.hello is not None
-        assert client.lane == "socket"
-        lane = client.hello.lane_port
+        assert client.transport == "socket"
+        transport = client.hello.data_port
         client.close()
         self.address = f"{HOST}:{port}"
         self._changed = threading.Condition()
@@ -39,7 +39,7 @@ class StallingLine:
         self._connections: set[socket.socket] = set()
         self._listeners = [
             self._listen((host, int(port)), self._pass),
-            self._listen((host, lane), self._pass_or_stall),
+            self._listen((host, transport), self._pass_or_stall),
         ]
 
     @classmethod

@@ -10,8 +10,8 @@ from typing import Final
 from ragcache_cli.local.ports import LOOPBACK
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.pods.environment import Value
-from ragcache_operator.builders.site import Address, Place
+from ragcache_operator.builders.pods.environment import EnvValue
+from ragcache_operator.builders.site import Address, Endpoint
 from ragcache_operator.spec import ModelSource
 
 RUN_FOLDER: Final = "run"
@@ -38,36 +38,36 @@ class LocalSite:
     def __init__(self, data: Path, gateway_port: int, ports: Iterator[int]) -> None:
         self._data = data
         self._ports = ports
-        self._addresses = {Place("gateway", "http"): Address(LOOPBACK, gateway_port)}
+        self._addresses = {Endpoint("gateway", "http"): Address(LOOPBACK, gateway_port)}
 
-    def listen(self, place: Place) -> Address:
+    def bind_address(self, endpoint: Endpoint) -> Address:
         """The place's own port."""
-        if place not in self._addresses:
-            self._addresses[place] = Address(LOOPBACK, next(self._ports))
-        return self._addresses[place]
+        if endpoint not in self._addresses:
+            self._addresses[endpoint] = Address(LOOPBACK, next(self._ports))
+        return self._addresses[endpoint]
 
-    def reach(self, place: Place) -> Address:
+    def address_of(self, endpoint: Endpoint) -> Address:
         """Where it listens."""
-        return self.listen(place)
+        return self.bind_address(endpoint)
 
-    def publish(self, place: Place) -> str:
+    def zmq_endpoint(self, endpoint: Endpoint) -> str:
         """A socket in the run folder: ZeroMQ would bind a port on every interface."""
-        path = self._socket(f"{place.part}-{place.port}.sock")
+        path = self._socket(f"{endpoint.workload}-{endpoint.port}.sock")
         return path and f"ipc://{path}"
 
-    def stores(self) -> str:
+    def cache_store_members(self) -> str:
         """The one store's address."""
-        return str(self.reach(Place("cachestore", "grpc")))
+        return str(self.address_of(Endpoint("cachestore", "grpc")))
 
-    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+    def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
         """The one store is the one member."""
-        return {"RAGCACHE_SELF": self.stores()}
+        return {"RAGCACHE_OWN_ADDRESS": self.cache_store_members()}
 
-    def lane_socket(self) -> str:
+    def data_socket(self) -> str:
         """In the run folder; none where its path is longer than a socket's may be."""
         return self._socket("cachestore.sock")
 
-    def plan_key_file(self) -> str:
+    def signing_key_file(self) -> str:
         """In the run folder, which is nobody else's."""
         return str(self._data / RUN_FOLDER / "plan.keys")
 

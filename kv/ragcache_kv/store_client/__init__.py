@@ -1,1 +1,1 @@
-"""Clients of the cache store, and what both ends of its data lanes share."""
+"""Clients of the cache store, and what both ends of its data transports share."""

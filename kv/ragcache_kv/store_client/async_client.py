@@ -1,7 +1,7 @@
 """Async client of one cache store: control calls of its own, values on threads.
 
 Moving a value is copying memory and waiting for the kernel, which a thread does without the event
-loop: the loop stays free meanwhile, and the lanes are the blocking client's.
+loop: the loop stays free meanwhile, and the transports are the blocking client's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ import grpc.aio
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
-from ragcache_core.store_api import Ack, Deletion, Event, LookupAnswer, NewVariant, PutOutcome, Want
+from ragcache_core.store_api import (
+    Ack,
+    Deletion,
+    Event,
+    LookupAnswer,
+    LookupKey,
+    NewVariant,
+    PutOutcome,
+)
 from ragcache_kv.store_client.client import (
     DELETE_TIMEOUT_S,
-    LANES,
+    TRANSPORTS,
     LOOKUP_TIMEOUT_S,
     PART,
     StoreClient,
@@ -36,17 +44,17 @@ from ragcache_wire.v1 import cachestore_pb2_grpc
 class AsyncStoreClient:
     """Client of the store at address ("host:port"), for one event loop."""
 
-    def __init__(self, address: str, lanes: Sequence[str] = LANES) -> None:
+    def __init__(self, address: str, transports: Sequence[str] = TRANSPORTS) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._address = address
-        self._lanes = lanes
+        self._lanes = transports
         self._blocking: StoreClient | None = None
 
     @property
-    def lane(self) -> str:
-        """Name of the lane in use; "" before the first value."""
-        return "" if self._blocking is None else self._blocking.lane
+    def transport(self) -> str:
+        """Name of the transport in use; "" before the first value."""
+        return "" if self._blocking is None else self._blocking.transport
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close every connection; calls in flight end at once, control calls after grace_s."""
@@ -56,7 +64,7 @@ class AsyncStoreClient:
 
     async def lookup(
         self,
-        wants: Sequence[Want],
+        wants: Sequence[LookupKey],
         timeout_s: float = LOOKUP_TIMEOUT_S,
         exact: bool = False,
         domain: str = "",
@@ -99,20 +107,6 @@ class AsyncStoreClient:
         request = pb.PrefetchRequest(keys=map(to_key, keys))
         reply: pb.PrefetchReply = await self._call(self._stub.Prefetch, request, timeout_s)
         return reply.started
-
-    async def pin(
-        self, keys: Sequence[VariantKey], seconds: float, timeout_s: float = LOOKUP_TIMEOUT_S
-    ) -> int:
-        """Keep values from eviction for some time, anew if pinned; how many are pinned now."""
-        request = pb.PinRequest(keys=map(to_key, keys), seconds=seconds)
-        reply: pb.PinReply = await self._call(self._stub.Pin, request, timeout_s)
-        return reply.pinned
-
-    async def unpin(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
-        """End pins; how many there were."""
-        request = pb.UnpinRequest(keys=map(to_key, keys))
-        reply: pb.UnpinReply = await self._call(self._stub.Unpin, request, timeout_s)
-        return reply.unpinned
 
     async def watch(self, boot: bytes = b"", after: int = 0) -> AsyncGenerator[Event, None]:
         """Events after one of a boot, if they are still remembered; else a snapshot, then events.

@@ -1,4 +1,4 @@
-"""Blocking client of one cache store: gRPC for control, the fastest lane there is for values.
+"""Blocking client of one cache store: gRPC for control, the fastest transport there is for values.
 
 A miss is a value; an outage is the exception Unavailable, NoAnswer where nothing came back at all.
 Only a connection that breaks before the store has answered is tried once more, since a store
@@ -30,16 +30,16 @@ from ragcache_core.store_api import (
     Event,
     Hello,
     LookupAnswer,
+    LookupKey,
     NewVariant,
     PutOutcome,
-    Want,
 )
-from ragcache_kv.transport.framed_transport import FramedLane
+from ragcache_kv.transport.framed_transport import FramedTransport
 from ragcache_kv.transport.framing import Broken, TimedOut
-from ragcache_kv.transport.grpc_transport import GrpcLane
-from ragcache_kv.transport.shared_memory_transport import SharedLane
-from ragcache_kv.transport.tcp_transport import SocketLane
-from ragcache_kv.transport.transport import PART, Asking, Lane, no_answer
+from ragcache_kv.transport.grpc_transport import GrpcTransport
+from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
+from ragcache_kv.transport.tcp_transport import TcpTransport
+from ragcache_kv.transport.transport import PART, Asking, Transport, no_answer
 from ragcache_kv.values.conversions import (
     from_deletion,
     from_event,
@@ -57,49 +57,49 @@ from ragcache_wire.trace_context import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
-__all__ = ["DELETE_TIMEOUT_S", "LANES", "LOOKUP_TIMEOUT_S", "PART", "StoreClient", "StoredValue"]
+__all__ = ["DELETE_TIMEOUT_S", "TRANSPORTS", "LOOKUP_TIMEOUT_S", "PART", "StoreClient", "StoredValue"]
 
 log = logging.getLogger("ragcache.store")
 
 LOOKUP_TIMEOUT_S = 1.0
 DELETE_TIMEOUT_S = 10.0
-LANES = ("shared", "socket", "grpc")
-"""Every lane, the fastest first."""
+TRANSPORTS = ("shared", "socket", "grpc")
+"""Every transport, the fastest first."""
 
-BETTER_LANE_EVERY_S = 60.0
-"""How often a lane that did not connect is tried again, while a slower one is in use."""
+FASTER_TRANSPORT_EVERY_S = 60.0
+"""How often a transport that did not connect is tried again, while a slower one is in use."""
 
-BETTER_LANE_S = 0.1
+FASTER_TRANSPORT_TIMEOUT_S = 0.1
 """How long the call that tries it may wait for that."""
 
 R = TypeVar("R")
 
 
 class StoreClient:
-    """Client of the store at address ("host:port"). lanes: those to try, in this order.
+    """Client of the store at address ("host:port"). transports: those to try, in this order.
 
-    lane: the one in use, "" before the first call. hello: what the store has said of itself.
+    transport: the one in use, "" before the first call. hello: what the store has said of itself.
     """
 
-    def __init__(self, address: str, lanes: Sequence[str] = LANES) -> None:
-        """Connects at the first call. Raises InvalidInput for a lane that does not exist."""
-        for name in lanes:
-            if name not in LANES:
-                raise InvalidInput("lanes", f"has {name!r}", f"name some of {LANES}")
+    def __init__(self, address: str, transports: Sequence[str] = TRANSPORTS) -> None:
+        """Connects at the first call. Raises InvalidInput for a transport that does not exist."""
+        for name in transports:
+            if name not in TRANSPORTS:
+                raise InvalidInput("transports", f"has {name!r}", f"name some of {TRANSPORTS}")
         self.address = address
         self.hello: Hello | None = None
-        self._lanes = tuple(lanes)
+        self._lanes = tuple(transports)
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
-        self._lane: Lane | None = None
+        self._lane: Transport | None = None
         self._doubted = False
         self._better_at = float("inf")
         self._pid = os.getpid()
 
     @property
-    def lane(self) -> str:
-        """Name of the lane in use; "" before the first call."""
+    def transport(self) -> str:
+        """Name of the transport in use; "" before the first call."""
         return "" if self._lane is None else self._lane.name
 
     def close(self) -> None:
@@ -111,12 +111,12 @@ class StoreClient:
         self._channel.close()
 
     def connect(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
-        """Connect and pick a lane now. Raises Unavailable."""
+        """Connect and pick a transport now. Raises Unavailable."""
         self._connected(time.monotonic() + timeout_s)
 
     def lookup(
         self,
-        wants: Sequence[Want],
+        wants: Sequence[LookupKey],
         timeout_s: float = LOOKUP_TIMEOUT_S,
         exact: bool = False,
         domain: str = "",
@@ -150,7 +150,7 @@ class StoreClient:
             return iter(())
         deadline = time.monotonic() + timeout_s
         asking = Asking(keys, deadline, exact, domain, allocate, traceparent())
-        answers = self._carry(asking.deadline, lambda lane: lane.get(asking))
+        answers = self._carry(asking.deadline, lambda transport: transport.get(asking))
         return self._noting(zip(keys, answers, strict=True))
 
     def get_layers(
@@ -167,7 +167,7 @@ class StoreClient:
             return Layers([], iter(()))
         deadline = time.monotonic() + timeout_s
         asking = Asking(keys, deadline, exact, domain, allocate, traceparent())
-        return self._carry(asking.deadline, lambda lane: lane.get_layers(asking))
+        return self._carry(asking.deadline, lambda transport: transport.get_layers(asking))
 
     def put(
         self, variant: NewVariant, value: Outgoing, timeout_s: float, ack: Ack = Ack.ACCEPTED
@@ -177,7 +177,7 @@ class StoreClient:
         Raises Unavailable, InvalidInput, and Unfinished for a value that does not become whole.
         """
         deadline = time.monotonic() + timeout_s
-        return self._carry(deadline, lambda lane: lane.put(variant, value, ack, deadline))
+        return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
 
     def note_reads(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
         """Say that copies of values that the caller keeps were read, so that they stay hot.
@@ -185,24 +185,12 @@ class StoreClient:
         A hint, which only a store on the same machine takes. Raises Unavailable.
         """
         deadline = time.monotonic() + timeout_s
-        self._carry(deadline, lambda lane: lane.note_reads(keys, deadline))
+        self._carry(deadline, lambda transport: transport.note_reads(keys, deadline))
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
         """Bring values from disk into memory, in the background; for how many that begins."""
         request = pb.PrefetchRequest(keys=map(to_key, keys))
         return self._call(self._stub.Prefetch, request, timeout_s).started
-
-    def pin(
-        self, keys: Sequence[VariantKey], seconds: float, timeout_s: float = LOOKUP_TIMEOUT_S
-    ) -> int:
-        """Keep values from eviction for some time, anew if pinned; how many are pinned now."""
-        request = pb.PinRequest(keys=map(to_key, keys), seconds=seconds)
-        return self._call(self._stub.Pin, request, timeout_s).pinned
-
-    def unpin(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
-        """End pins; how many there were."""
-        request = pb.UnpinRequest(keys=map(to_key, keys))
-        return self._call(self._stub.Unpin, request, timeout_s).unpinned
 
     def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:
         """Remove what deletion names, for good when this returns; how many variants went."""
@@ -255,22 +243,22 @@ class StoreClient:
         except ValueError as error:  # grpc's, of a channel that was closed meanwhile
             raise Unavailable(PART, "its client was closed") from error
 
-    def _carry(self, deadline: float, call: Callable[[Lane], R]) -> R:
-        """Call with a lane, and if that breaks once more with a fresh connection."""
-        _, lane = self._connected(deadline)
+    def _carry(self, deadline: float, call: Callable[[Transport], R]) -> R:
+        """Call with a transport, and if that breaks once more with a fresh connection."""
+        _, transport = self._connected(deadline)
         try:
             try:
-                return call(lane)
+                return call(transport)
             except TimedOut as error:  # Busy is one, too
                 raise no_answer(error) from error
             except Broken as error:
-                log.info("the %s lane to %s broke: %s", lane.name, self.address, error)
-            if isinstance(lane, FramedLane):
-                lane.pool.drop_idle()
+                log.info("the %s transport to %s broke: %s", transport.name, self.address, error)
+            if isinstance(transport, FramedTransport):
+                transport.pool.drop_idle()
             self._doubted = True
-            _, lane = self._connected(deadline)
+            _, transport = self._connected(deadline)
             try:
-                return call(lane)
+                return call(transport)
             except Broken as error:
                 raise no_answer(error) from error
         except NoAnswer:
@@ -286,14 +274,14 @@ class StoreClient:
             self._doubted = True
             raise
 
-    def _connected(self, deadline: float) -> tuple[Hello, Lane]:
-        """What the store said of itself and the lane to it, asked anew where in doubt."""
+    def _connected(self, deadline: float) -> tuple[Hello, Transport]:
+        """What the store said of itself and the transport to it, asked anew where in doubt."""
         self._require_own()
-        hello, lane = self.hello, self._lane
-        if hello is not None and lane is not None and not self._doubted:
+        hello, transport = self.hello, self._lane
+        if hello is not None and transport is not None and not self._doubted:
             if time.monotonic() >= self._better_at:
-                lane = self._better(hello, lane, deadline)
-            return hello, lane
+                transport = self._better(hello, transport, deadline)
+            return hello, transport
         left_s = deadline - time.monotonic()
         if not self._lock.acquire(timeout=max(0.0, left_s)):
             raise NoAnswer(PART, f"{self.address} does not say who it is")
@@ -307,69 +295,69 @@ class StoreClient:
                         self._lane = None
                     self._lane = self._pick(hello, deadline, self._lanes)
                     self.hello = hello
-                    log.info("values from %s come over the %s lane", self.address, self.lane)
+                    log.info("values from %s come over the %s transport", self.address, self.transport)
                 self._doubted = False
             return self.hello, self._lane
         finally:
             self._lock.release()
 
-    def _better(self, hello: Hello, lane: Lane, deadline: float) -> Lane:
-        """A faster lane if one connects by now, else the same; one call at a time tries."""
+    def _better(self, hello: Hello, transport: Transport, deadline: float) -> Transport:
+        """A faster transport if one connects by now, else the same; one call at a time tries."""
         if not self._lock.acquire(blocking=False):
-            return lane
+            return transport
         try:
-            if self._lane is not lane:
-                return self._lane or lane
-            faster = self._lanes[: self._lanes.index(lane.name)]
+            if self._lane is not transport:
+                return self._lane or transport
+            faster = self._lanes[: self._lanes.index(transport.name)]
             try:
-                found = self._pick(hello, min(deadline, time.monotonic() + BETTER_LANE_S), faster)
+                found = self._pick(hello, min(deadline, time.monotonic() + FASTER_TRANSPORT_TIMEOUT_S), faster)
             except Unavailable:
-                self._better_at = time.monotonic() + BETTER_LANE_EVERY_S
-                return lane
+                self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
+                return transport
             self._lane = found
-            if isinstance(lane, FramedLane):
-                lane.pool.retire()
-                lane.pool.drop_idle()
-            log.info("values from %s come over the %s lane now", self.address, found.name)
+            if isinstance(transport, FramedTransport):
+                transport.pool.retire()
+                transport.pool.drop_idle()
+            log.info("values from %s come over the %s transport now", self.address, found.name)
             return found
         finally:
             self._lock.release()
 
-    def _pick(self, hello: Hello, deadline: float, names: Sequence[str]) -> Lane:
-        """The first lane that connects, each in half of the time left. Raises Unavailable."""
+    def _pick(self, hello: Hello, deadline: float, names: Sequence[str]) -> Transport:
+        """The first transport that connects, each in half of the time left. Raises Unavailable."""
         reasons, refused = [], False
         self._better_at = float("inf")
         for name in names:
-            lane = self._make(name, hello)
-            if not isinstance(lane, FramedLane):
-                if lane is not None:
-                    return lane
+            transport = self._make(name, hello)
+            if not isinstance(transport, FramedTransport):
+                if transport is not None:
+                    return transport
                 reasons.append(f"{name}: not offered")
                 continue
             try:
                 now = time.monotonic()
-                lane.pool.give(lane.pool.take(now + (deadline - now) / 2))
+                transport.pool.give(transport.pool.take(now + (deadline - now) / 2))
             except (Broken, RagCacheError) as error:
-                self._better_at = time.monotonic() + BETTER_LANE_EVERY_S
+                self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
                 refused |= isinstance(error, RagCacheError)
                 reasons.append(f"{name}: {error}")
-                log.info("no %s lane to %s: %s", name, self.address, error)
-                lane.close()
+                log.info("no %s transport to %s: %s", name, self.address, error)
+                transport.close()
             except BaseException:
-                lane.close()
+                transport.close()
                 raise
             else:
-                return lane
-        problem = f"no lane to {self.address} ({'; '.join(reasons)})"
+                return transport
+        problem = f"no transport to {self.address} ({'; '.join(reasons)})"
         raise Unavailable(PART, problem) if refused else NoAnswer(PART, problem)
 
-    def _make(self, name: str, hello: Hello) -> Lane | None:
+    def _make(self, name: str, hello: Hello) -> Transport | None:
         if name == "shared":
-            return SharedLane(hello.lane_socket, hello.boot) if hello.lane_socket else None
+            return SharedMemoryTransport(hello.data_socket, hello.boot) if hello.data_socket else None
         if name == "socket":
             host = self.address.rpartition(":")[0].strip("[]")
-            return SocketLane(host, hello.lane_port, hello.boot) if hello.lane_port else None
-        return GrpcLane(self._channel)
+            return TcpTransport(host, hello.data_port, hello.boot) if hello.data_port else None
+        return GrpcTransport(self._channel)
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:

@@ -25,20 +25,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, VariantInfo
 from ragcache_core.store_api import (
     Ack,
     AsOf,
+    ChunkVariants,
     Deletion,
-    Held,
     LookupAnswer,
+    LookupKey,
     NewVariant,
     PutOutcome,
-    Variants,
-    Want,
+    StoredVariant,
 )
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import (
@@ -81,10 +81,10 @@ class ShardedAnswer:
     planned on this answer carries it.
     """
 
-    variants: tuple[Variants, ...]
+    variants: tuple[ChunkVariants, ...]
     as_of: Mapping[str, AsOf] = field(default_factory=dict)
 
-    def held(self) -> dict[VariantKey, Held]:
+    def held(self) -> dict[VariantKey, StoredVariant]:
         """Everything that is held, by its key."""
         return {held.key: held for variants in self.variants for held in variants.held}
 
@@ -198,7 +198,7 @@ class ShardedStore:
         self._members = members
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
-        self._rendezvous = Rendezvous(())
+        self._rendezvous = RendezvousHash(())
         self._shards: dict[str, _Shard] = {}
         self._known: OrderedDict[VariantKey, _Known] = OrderedDict()
         # Its threads start when several shards are asked at once, on the thread that asks.
@@ -216,15 +216,15 @@ class ShardedStore:
             calls = {shard: partial(shard.client.lookup, (), timeout_s) for shard in shards}
             self._ask(calls, timeout_s)
 
-    def lanes(self) -> dict[str, str]:
-        """The data lane to each shard that has been connected to, by its address."""
+    def transports(self) -> dict[str, str]:
+        """The data transport to each shard that has been connected to, by its address."""
         with self._lock:
             shards = list(self._shards.values())
-        return {shard.address: lane for shard in shards if (lane := shard.client.lane)}
+        return {shard.address: transport for shard in shards if (transport := shard.client.transport)}
 
     def lookup(
         self,
-        wants: Sequence[Want],
+        wants: Sequence[LookupKey],
         timeout_s: float = LOOKUP_TIMEOUT_S,
         *,
         exact: bool = False,
@@ -249,7 +249,7 @@ class ShardedStore:
             if failures and not replies:
                 raise failures[0]
             told = {shard: iter(reply.variants) for shard, reply in replies.items()}
-            lost = Variants(miss=Miss.LOST)
+            lost = ChunkVariants(miss=Miss.LOST)
             variants = [
                 _as_known(next(told[shard], lost), who, shard)
                 if shard is not None and shard in told
@@ -376,24 +376,6 @@ class ShardedStore:
             timeout_s,
         )
 
-    def pin(
-        self, keys: Sequence[VariantKey], seconds: float, timeout_s: float = LOOKUP_TIMEOUT_S
-    ) -> int:
-        """Keep variants from eviction for a while; returns how many there were."""
-        return self._sum(
-            keys,
-            lambda shard, part: partial(shard.client.pin, part, seconds, timeout_s=timeout_s),
-            timeout_s,
-        )
-
-    def unpin(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
-        """End what pin began; returns how many there were."""
-        return self._sum(
-            keys,
-            lambda shard, part: partial(shard.client.unpin, part, timeout_s=timeout_s),
-            timeout_s,
-        )
-
     def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> DeleteResult:
         """Delete on every shard. Raises Unavailable if none acknowledges, InvalidInput."""
         with self._every() as shards:
@@ -488,7 +470,7 @@ class ShardedStore:
             if shard is asked or not shard.answers():
                 continue
             if left_s <= 0:
-                return Miss.LATE
+                return Miss.TIMED_OUT
             try:
                 _, found = next(iter(shard.client.get([key], left_s, **options)))
             except RagCacheError as error:
@@ -574,7 +556,7 @@ class ShardedStore:
         if addresses is self._addresses:
             return
         self._addresses = addresses
-        self._rendezvous = Rendezvous(addresses)
+        self._rendezvous = RendezvousHash(addresses)
         before = self._shards
         self._shards = {name: before.get(name) or _Shard(name) for name in addresses}
         # Owners have changed, and with them who knows of replicas.
@@ -692,13 +674,13 @@ class AsyncShardedStore:
             for address, reply in zip(clients, replies, strict=True)
         }
 
-    async def lookup(self, wants: Sequence[Want]) -> tuple[Variants, ...]:
+    async def lookup(self, wants: Sequence[LookupKey]) -> tuple[ChunkVariants, ...]:
         """What the owners of the chunks hold of each want. Raises Unavailable if one is silent."""
         clients = self._current()
         if not clients:
             raise Unavailable(PART, "it has no shards")
         parts: dict[str, list[int]] = {}
-        for place, owner in enumerate(Rendezvous(clients).owners([one.chunk for one in wants])):
+        for place, owner in enumerate(RendezvousHash(clients).owners([one.chunk for one in wants])):
             parts.setdefault(owner, []).append(place)
         answers = await asyncio.gather(
             *(clients[owner].lookup([wants[n] for n in part]) for owner, part in parts.items())
@@ -715,7 +697,7 @@ class AsyncShardedStore:
         clients = self._current()
         if not clients or not keys:
             return 0
-        owners = Rendezvous(clients).owners([key.chunk for key in keys])
+        owners = RendezvousHash(clients).owners([key.chunk for key in keys])
         parts: dict[str, list[VariantKey]] = {}
         for key, owner in zip(keys, owners, strict=True):
             parts.setdefault(owner, []).append(key)
@@ -727,7 +709,7 @@ class AsyncShardedStore:
         if addresses is not self._addresses:
             self._addresses = addresses
             before = self._clients
-            # Only calls go here, no values, so that no faster lane is worth connecting.
+            # Only calls go here, no values, so that no faster transport is worth connecting.
             self._clients = {
                 name: before.get(name) or AsyncStoreClient(name, ("grpc",)) for name in addresses
             }
@@ -771,11 +753,11 @@ def _first_that_answers(who: _Holders) -> _Shard | None:
     return next((shard for shard in who.all() if shard.answers()), None)
 
 
-def _as_known(variants: Variants, who: _Holders, asked: _Shard) -> Variants:
+def _as_known(variants: ChunkVariants, who: _Holders, asked: _Shard) -> ChunkVariants:
     """An answer as good as who gave it: only its owner can say that something is nowhere."""
     if variants.held or asked is who.owner:
         return variants
-    return Variants(miss=Miss.LOST)
+    return ChunkVariants(miss=Miss.LOST)
 
 
 def _parts(items: Sequence[R], asked: Sequence[_Shard | None]) -> dict[_Shard, list[R]]:

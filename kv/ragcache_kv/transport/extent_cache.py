@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Part, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import Tier, ValuePart, ValueShape, VariantInfo
 from ragcache_kv.transport.transport import Asking
 from ragcache_kv.values.buffers import copy_verified, cut
 from ragcache_kv.values.stored_value import Allocate, StoredValue, room_for
@@ -22,7 +22,7 @@ class Place:
     """
 
     info: VariantInfo
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     shape: ValueShape | None
     value_format: int
     views: Sequence[memoryview]
@@ -42,7 +42,7 @@ class Place:
         room = room_for(self.info, allocate)
         return StoredValue(self.info, self.parts, self.shape, self.value_format, room, Tier.MEMORY)
 
-    def copy(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+    def copy(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         """Copy parts, which begin at start, to memory of their size; whether all were good."""
         views = self.views if len(parts) == len(self.parts) else cut(self.views, start, len(target))
         return copy_verified(target, views, parts)

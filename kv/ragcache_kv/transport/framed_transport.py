@@ -1,4 +1,4 @@
-"""What the lanes with frames of their own share: connections, and asking over one of them."""
+"""What the transports with frames of their own share: connections, and asking over one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ragcache_kv.transport.framing import (
     from_error,
     parse,
 )
-from ragcache_kv.transport.transport import PART, Lane
+from ragcache_kv.transport.transport import PART, Transport
 from ragcache_kv.values.conversions import from_outcome, to_put_header
 from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -58,7 +58,7 @@ class Pool(Generic[C]):
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise Busy(f"{MAX_CONNECTIONS} calls are being made already")
             if self._closed:
-                raise Broken("the lane is closed")
+                raise Broken("the transport is closed")
             if self._idle:
                 connection = self._idle.pop()
                 self._used.add(connection)
@@ -172,7 +172,7 @@ class Asked(Generic[C, M]):
 
     def release(self, leases: Sequence[int], corrupt: Sequence[int]) -> None:
         """Everything has come: let go of leases, and say which of them had corrupt bytes."""
-        said = pb.LaneRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
+        said = pb.LeaseRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
         if corrupt:
             # Not owed: whoever hears of it puts the value anew, which must not find it held still.
             try:
@@ -211,8 +211,8 @@ class Asked(Generic[C, M]):
         self.drop()  # of a call whose answers nobody has begun to read
 
 
-class FramedLane(Lane, Generic[C]):
-    """A lane over connections of its own. connect: makes one by a deadline; raises Broken."""
+class FramedTransport(Transport, Generic[C]):
+    """A transport over connections of its own. connect: makes one by a deadline; raises Broken."""
 
     def __init__(self, connect: Callable[[float], C]) -> None:
         self.pool = Pool(connect)
@@ -227,12 +227,12 @@ class FramedLane(Lane, Generic[C]):
         ack: Ack,
         deadline: float,
         early: Sequence[bytes | memoryview] = (),
-    ) -> Asked[C, pb.LaneGrant]:
+    ) -> Asked[C, pb.PutGrant]:
         """Ask for room for a value. Raises as ask."""
         header = to_put_header(variant, ack, traceparent())
-        return self.ask(Kind.PUT, header, Kind.GRANT, pb.LaneGrant, deadline, early)
+        return self.ask(Kind.PUT, header, Kind.GRANT, pb.PutGrant, deadline, early)
 
-    def end_put(self, asked: Asked[C, pb.LaneGrant]) -> PutOutcome:
+    def end_put(self, asked: Asked[C, pb.PutGrant]) -> PutOutcome:
         """Wait for what becomes of a put, after its COMMIT.
 
         Raises Broken; and what the store has raised.
@@ -280,7 +280,7 @@ def answer(connection: Channel, wanted: Kind, reply_type: type[M]) -> M:
     if kind == wanted:
         return _parse(reply_type, payload)
     if kind == Kind.ERROR:
-        raise from_error(PART, _parse(pb.LaneError, payload))
+        raise from_error(PART, _parse(pb.DataError, payload))
     raise Broken(f"a frame of kind {kind} where {wanted.name} was due")
 
 

@@ -1,4 +1,4 @@
-"""Frames of the data lanes: small messages over a Unix or a TCP socket, for both ends.
+"""Frames of the data transports: small messages over a Unix or a TCP socket, for both ends.
 
 A frame is a header (``HEADER``), a protobuf message, and bytes that may be skipped. A connection
 carries one call at a time, so an answer needs no number to be told from another; hardly any release
@@ -8,19 +8,19 @@ is answered.
                                       WELCOME (HelloReply); on a Unix socket with three fds, the
                                       memory tier (read and write), the file of values (read) and
                                       the board (read)
-    GET (GetRequest)                  GOT (LaneGetReply); on the socket lane then the values, in
+    GET (GetRequest)                  GOT (DataGetReply); on the socket transport then the values, in
                                       the order asked, or layer by layer if that was asked
-    RELEASE (LaneRelease)             nothing; RELEASED if it names corrupt values, once they are
+    RELEASE (LeaseRelease)             nothing; RELEASED if it names corrupt values, once they are
                                       dropped, so that a put that follows finds room
-    READS (LaneReads)                 nothing; shared: what was read again without asking
-    PUT (PutHeader); on the socket    GRANT (LaneGrant)
-    lane with the first bytes
-      shared: WRITTEN (LaneWritten)   nothing
+    READS (ReadReport)                 nothing; shared: what was read again without asking
+    PUT (PutHeader); on the socket    GRANT (PutGrant)
+    transport with the first bytes
+      shared: WRITTEN (PutProgress)   nothing
       when some of it is, more follows
       socket: the value's other bytes
     COMMIT (PutCompletion)            PUT_DONE (PutReply)
       shared: or ABORT                nothing
-                                      ERROR (LaneError) instead of any answer
+                                      ERROR (DataError) instead of any answer
 
 A put goes out while its value is still computed: what is only known of a whole one, the checksums
 of its parts, comes last. Short values are put whole in one go, COMMIT among the first bytes.
@@ -336,25 +336,25 @@ def parse(message_type: type[M], payload: memoryview) -> M:
         ) from error
 
 
-def to_error(error: RagCacheError) -> pb.LaneError:
-    """An error as it crosses a lane."""
+def to_error(error: RagCacheError) -> pb.DataError:
+    """An error as it crosses a transport."""
     match error:
         case TooLarge() | InvalidInput():
             kind = "too_large" if isinstance(error, TooLarge) else "invalid"
-            return pb.LaneError(type=kind, field=error.field, problem=error.problem, fix=error.fix)
+            return pb.DataError(type=kind, field=error.field, problem=error.problem, fix=error.fix)
         case NotFound():
-            return pb.LaneError(
+            return pb.DataError(
                 type="not_found", field=error.kind, problem=error.name, fix=error.fix
             )
         case Unavailable():
-            return pb.LaneError(
+            return pb.DataError(
                 type="unavailable", problem=str(error), retry_after_s=error.retry_after_s
             )
         case _:
-            return pb.LaneError(type="internal", problem=str(error))
+            return pb.DataError(type="internal", problem=str(error))
 
 
-def from_error(part: str, message: pb.LaneError) -> RagCacheError:
+def from_error(part: str, message: pb.DataError) -> RagCacheError:
     """The core error that part sent."""
     match message.type:
         case "too_large":

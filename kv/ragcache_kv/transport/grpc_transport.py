@@ -1,6 +1,6 @@
-"""The last lane: values inside the store's own gRPC calls, where nothing else gets through.
+"""The last transport: values inside the store's own gRPC calls, where nothing else gets through.
 
-gRPC for Python copies every byte several times and moves well under 1 GB/s; the other lanes are
+gRPC for Python copies every byte several times and moves well under 1 GB/s; the other transports are
 there for a reason. A message that carries a piece bypasses the generated code, which would copy
 it four times more (``ragcache_wire.value_part``).
 """
@@ -18,7 +18,7 @@ import grpc
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.transport import PART, Asking, Lane
+from ragcache_kv.transport.transport import PART, Asking, Transport
 from ragcache_kv.values.buffers import Verifier, copy
 from ragcache_kv.values.conversions import (
     from_outcome,
@@ -35,7 +35,7 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.value_part import data_of, encode_data
 
 
-class GrpcLane(Lane):
+class GrpcTransport(Transport):
     """Values over channel, which is whoever made it's to close."""
 
     name = "grpc"
@@ -49,19 +49,19 @@ class GrpcLane(Lane):
         )
 
     def get(self, asking: Asking) -> Iterator[Answer]:
-        """See Lane."""
+        """See Transport."""
         request = to_get_request(asking.keys, asking.exact, asking.domain)
         timeout_s = max(0.0, asking.deadline - time.monotonic())
         call = self._get(request, timeout=timeout_s, metadata=metadata(asking.traceparent))
         return _values(asking, call)
 
     def get_layers(self, asking: Asking) -> Layers:
-        """See Lane. Here the first layer comes when every value has come."""
+        """See Transport. Here the first layer comes when every value has come."""
         values = list(self.get(asking))
         return Layers(values, _layers(values))
 
     def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
-        """See Lane."""
+        """See Transport."""
         runs = Runs(variant, value, deadline)
         first = next(runs)
         failures: list[Exception] = []

@@ -43,7 +43,7 @@ class Witness:
             raise TimedOut("the deadline has passed")
         try:
             if self._closed:
-                raise Broken("the lane is closed")
+                raise Broken("the transport is closed")
             if self._connection is not None and self._connection is not connection:
                 return  # made by another thread since
             if connection is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ragcache_core.identity.variant import Part
+from ragcache_core.identity.variant import ValuePart
 
 PAIR_BYTES = 4 << 20
 """From this size on it pays to wake somebody."""
@@ -18,7 +18,7 @@ PAIR_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
 """How much is taken at once, in whole parts. Less would not be copied past the caches."""
 
-Read = Callable[[memoryview, int, Sequence[Part]], bool]
+Read = Callable[[memoryview, int, Sequence[ValuePart]], bool]
 """Reads some parts to memory of their size, from their place in the value on; whether they were
 good. Called by both threads."""
 
@@ -33,7 +33,7 @@ class Pair:
         """End the second thread when it has done what it is at; callers then read alone."""
         self._second.shutdown(wait=False)
 
-    def read(self, target: memoryview, start: int, parts: Sequence[Part], read: Read) -> bool:
+    def read(self, target: memoryview, start: int, parts: Sequence[ValuePart], read: Read) -> bool:
         """Read parts, which begin at start of the value, to target; whether all were good."""
         if len(target) < PAIR_BYTES or len(parts) == 1:
             return read(target, start, parts)
@@ -58,9 +58,9 @@ class Pair:
         return first_good and second_good
 
 
-def _pieces(parts: Sequence[Part]) -> list[tuple[int, int, list[Part]]]:
+def _pieces(parts: Sequence[ValuePart]) -> list[tuple[int, int, list[ValuePart]]]:
     """(start, number of bytes, parts) of pieces of PIECE_BYTES or more; the last may be less."""
-    pieces: list[tuple[int, int, list[Part]]] = []
+    pieces: list[tuple[int, int, list[ValuePart]]] = []
     start, num_bytes, some = 0, 0, []
     for part in parts:
         some.append(part)

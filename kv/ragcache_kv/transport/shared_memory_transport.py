@@ -1,4 +1,4 @@
-"""The lane through shared memory: the store says where a value is, the client copies it itself.
+"""The transport through shared memory: the store says where a value is, the client copies it itself.
 
 At connect the store passes its memory tier, which is mapped here once for each start of the store,
 and its file of values, of which values on disk are read straight. A lease keeps a value where it is
@@ -26,10 +26,10 @@ from itertools import chain
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Miss, Part
+from ragcache_core.identity.variant import Miss, ValuePart
 from ragcache_core.store_api import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.extent_cache import Place, Places
-from ragcache_kv.transport.framed_transport import Asked, FramedLane, answer
+from ragcache_kv.transport.framed_transport import Asked, FramedTransport, answer
 from ragcache_kv.transport.framing import Broken, Channel, Kind, TimedOut
 from ragcache_kv.transport.liveness import Witness
 from ragcache_kv.transport.reader_pair import Pair
@@ -81,7 +81,7 @@ class Mapped:
         self.memory = SharedMemory(memory_fd, os.fstat(memory_fd).st_size).view
         self.board = BoardView(board_fd)
 
-    def views(self, extents: Sequence[pb.LaneExtent]) -> list[memoryview]:
+    def views(self, extents: Sequence[pb.DataExtent]) -> list[memoryview]:
         """The memory of extents. Raises Broken for what is not in it."""
         views = []
         for extent in extents:
@@ -91,7 +91,7 @@ class Mapped:
             views.append(view)
         return views
 
-    def write(self, extents: Sequence[pb.LaneExtent], run: memoryview, start: int) -> None:
+    def write(self, extents: Sequence[pb.DataExtent], run: memoryview, start: int) -> None:
         """Copy what follows the first start bytes of a value to its extents. Raises Broken."""
         self.views(extents)  # which are the store's word
         done = 0
@@ -129,7 +129,7 @@ class SharedConnection(Channel):
         self.mapped: Mapped
 
 
-class SharedLane(FramedLane[SharedConnection]):
+class SharedMemoryTransport(FramedTransport[SharedConnection]):
     """Shares the memory of the store whose Unix socket is at path."""
 
     name = "shared"
@@ -146,13 +146,13 @@ class SharedLane(FramedLane[SharedConnection]):
         self._pair = Pair()
 
     def close(self) -> None:
-        """See Lane."""
+        """See Transport."""
         self._witness.close()
         self._pair.close()
         super().close()
 
     def get(self, asking: Asking) -> Iterator[Answer]:
-        """See Lane."""
+        """See Transport."""
         withdrawals = self._withdrawals
         places = [self._places.get(asking, key, withdrawals) for key in asking.keys]
         # The first one now: a store that was restarted is noticed while it can still be asked anew.
@@ -169,13 +169,13 @@ class SharedLane(FramedLane[SharedConnection]):
         return chain([first], self._in_order(rest, places[1:], iter(())))
 
     def get_layers(self, asking: Asking) -> Layers:
-        """See Lane. Holds leases of all values until the last layer."""
+        """See Transport. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys))
         copies = asked.keep(lambda: _copies(asking, asked, self._pair))
         return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
 
     def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
-        """See Lane."""
+        """See Transport."""
         runs = Runs(variant, value, deadline)
         first = next(runs)
         with self.begin_put(variant, ack, deadline) as asked:
@@ -190,30 +190,30 @@ class SharedLane(FramedLane[SharedConnection]):
             return self.end_put(asked)
 
     @staticmethod
-    def _write(asked: Asked[SharedConnection, pb.LaneGrant], first: memoryview, runs: Runs) -> None:
+    def _write(asked: Asked[SharedConnection, pb.PutGrant], first: memoryview, runs: Runs) -> None:
         """Write a value to where it was granted room, and commit it. Raises Broken, Unfinished."""
         written = 0
         for run in chain([first], runs):
             asked.connection.mapped.write(asked.reply.extents, run, written)
             written += len(run)
             if not runs.are_over:  # the store can verify it while the rest is computed
-                asked.connection.send(Kind.WRITTEN, pb.LaneWritten(num_bytes=written))
+                asked.connection.send(Kind.WRITTEN, pb.PutProgress(num_bytes=written))
         asked.connection.send(Kind.COMMIT, to_completion(runs.completion()))
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:
-        """See Lane."""
+        """See Transport."""
         self._witness.require(deadline)
         for key in keys:
             self._witness.note_read(key, 0.0)
 
     def _ask(
         self, asking: Asking, start: int, count: int
-    ) -> Asked[SharedConnection, pb.LaneGetReply]:
+    ) -> Asked[SharedConnection, pb.DataGetReply]:
         keys = asking.keys[start : start + count]
         request = to_get_request(keys, asking.exact, asking.domain, traceparent=asking.traceparent)
-        asked = self.ask(Kind.GET, request, Kind.GOT, pb.LaneGetReply, asking.deadline)
-        if len(asked.reply.found) != len(keys):
-            raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")
+        asked = self.ask(Kind.GET, request, Kind.GOT, pb.DataGetReply, asking.deadline)
+        if len(asked.reply.values) != len(keys):
+            raise Broken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
         return asked
 
     def _ask_and_read(self, asking: Asking) -> Iterator[Answer]:
@@ -226,7 +226,7 @@ class SharedLane(FramedLane[SharedConnection]):
         return -1 if self._mapped is None else self._mapped.board.withdrawals
 
     def _values(
-        self, asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], withdrawals: int
+        self, asking: Asking, asked: Asked[SharedConnection, pb.DataGetReply], withdrawals: int
     ) -> Iterator[Answer]:
         start = 0
         while True:
@@ -255,7 +255,7 @@ class SharedLane(FramedLane[SharedConnection]):
     def _layers(
         self,
         asking: Asking,
-        asked: Asked[SharedConnection, pb.LaneGetReply],
+        asked: Asked[SharedConnection, pb.DataGetReply],
         copies: list[_Copied],
     ) -> Iterator[list[memoryview | Miss]]:
         with asked:
@@ -358,7 +358,7 @@ class _Copied:
 
     def __init__(
         self,
-        found: pb.LaneFound,
+        found: pb.LeasedValue,
         asking: Asking,
         mapped: Mapped,
         leased_until: float,
@@ -407,13 +407,13 @@ class _Copied:
         # What outstayed its lease may have been overwritten rightly.
         late = time.monotonic() > self._leased_until
         self.corrupt = not late
-        self.answer = miss = Miss.LATE if late else Miss.CORRUPT
+        self.answer = miss = Miss.TIMED_OUT if late else Miss.CORRUPT
         return miss
 
-    def _copied(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+    def _copied(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         return self._pair.read(target, start, parts, self._read)
 
-    def _read(self, target: memoryview, start: int, parts: Sequence[Part]) -> bool:
+    def _read(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         if self.views is not None:
             return copy_verified(target, cut(self.views, start, len(target)), parts)
         places = _cut_places(self._extents, start, len(target))
@@ -431,7 +431,7 @@ def _is_cached(fd: int, offset: int) -> bool:
 
 
 def _cut_places(
-    extents: Sequence[pb.LaneExtent], start: int, num_bytes: int
+    extents: Sequence[pb.DataExtent], start: int, num_bytes: int
 ) -> Iterator[tuple[int, int]]:
     for extent in extents:
         step = min(extent.num_bytes - start, num_bytes)
@@ -442,22 +442,22 @@ def _cut_places(
 
 
 def _copies(
-    asking: Asking, asked: Asked[SharedConnection, pb.LaneGetReply], pair: Pair
+    asking: Asking, asked: Asked[SharedConnection, pb.DataGetReply], pair: Pair
 ) -> list[_Copied]:
     mapped, leased_until = asked.connection.mapped, asked.asked_at + LEASE_S
     try:
-        return [_Copied(found, asking, mapped, leased_until, pair) for found in asked.reply.found]
+        return [_Copied(found, asking, mapped, leased_until, pair) for found in asked.reply.values]
     except Broken as error:
         raise no_answer(error) from error
 
 
-def _release(asked: Asked[SharedConnection, pb.LaneGetReply], copies: Sequence[_Copied]) -> None:
+def _release(asked: Asked[SharedConnection, pb.DataGetReply], copies: Sequence[_Copied]) -> None:
     """Let go of all leases, and of the connection."""
     leases = [copied.lease for copied in copies if copied.lease]
     asked.release(leases, [copied.lease for copied in copies if copied.corrupt])
 
 
-def _abort(asked: Asked[SharedConnection, pb.LaneGrant]) -> None:
+def _abort(asked: Asked[SharedConnection, pb.PutGrant]) -> None:
     """Give a put's room back at once, where the store has to wait for that otherwise."""
     asked.connection.deadline = time.monotonic() + ABORT_S
     try:

@@ -1,4 +1,4 @@
-"""The lane over TCP: values as plain bytes behind a small frame, received where they will stay.
+"""The transport over TCP: values as plain bytes behind a small frame, received where they will stay.
 
 The store sends straight from its memory or its file, and while later bytes are on their way those
 that have come are verified here.
@@ -14,7 +14,7 @@ from itertools import chain
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.framed_transport import Asked, FramedLane, answer
+from ragcache_kv.transport.framed_transport import Asked, FramedTransport, answer
 from ragcache_kv.transport.framing import (
     EARLY_BYTES,
     PIECE_BYTES,
@@ -40,8 +40,8 @@ KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have come."""
 
 
-class SocketLane(FramedLane[Channel]):
-    """Receives from the store whose lane listens on host and port."""
+class TcpTransport(FramedTransport[Channel]):
+    """Receives from the store whose transport listens on host and port."""
 
     name = "socket"
 
@@ -52,17 +52,17 @@ class SocketLane(FramedLane[Channel]):
         self._boot = boot
 
     def get(self, asking: Asking) -> Iterator[Answer]:
-        """See Lane."""
+        """See Transport."""
         return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL, by_layer=False))
 
     def get_layers(self, asking: Asking) -> Layers:
-        """See Lane. Holds leases of all values until the last layer."""
+        """See Transport. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys), by_layer=True)
         values = asked.keep(lambda: _announced(asking, asked))
         return Layers(list(values), _layers(asked, values))
 
     def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
-        """See Lane."""
+        """See Transport."""
         runs = Runs(variant, value, deadline)
         first = next(runs)
         early: list[bytes | memoryview] = [first[:EARLY_BYTES]]
@@ -81,15 +81,15 @@ class SocketLane(FramedLane[Channel]):
 
     def _ask(
         self, asking: Asking, start: int, count: int, by_layer: bool
-    ) -> Asked[Channel, pb.LaneGetReply]:
+    ) -> Asked[Channel, pb.DataGetReply]:
         keys = asking.keys[start : start + count]
         request = to_get_request(keys, asking.exact, asking.domain, by_layer, asking.traceparent)
-        asked = self.ask(Kind.GET, request, Kind.GOT, pb.LaneGetReply, asking.deadline)
-        if len(asked.reply.found) != len(keys):
-            raise Broken(f"{len(asked.reply.found)} answers for {len(keys)} keys")
+        asked = self.ask(Kind.GET, request, Kind.GOT, pb.DataGetReply, asking.deadline)
+        if len(asked.reply.values) != len(keys):
+            raise Broken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
         return asked
 
-    def _values(self, asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> Iterator[Answer]:
+    def _values(self, asking: Asking, asked: Asked[Channel, pb.DataGetReply]) -> Iterator[Answer]:
         start = 0
         while True:
             with asked:
@@ -135,7 +135,7 @@ class SocketLane(FramedLane[Channel]):
 
 
 def _layers(
-    asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]
+    asked: Asked[Channel, pb.DataGetReply], values: list[Answer]
 ) -> Iterator[list[memoryview | Miss]]:
     with asked:
         last = num_layers(values) - 1
@@ -164,12 +164,12 @@ def _commit(runs: Runs) -> bytes:
     return frame(Kind.COMMIT, to_completion(runs.completion()))
 
 
-def _announced(asking: Asking, asked: Asked[Channel, pb.LaneGetReply]) -> list[Answer]:
-    return [announced(found.header, asking.allocate) for found in asked.reply.found]
+def _announced(asking: Asking, asked: Asked[Channel, pb.DataGetReply]) -> list[Answer]:
+    return [announced(found.header, asking.allocate) for found in asked.reply.values]
 
 
 def _receive(
-    asked: Asked[Channel, pb.LaneGetReply], target: memoryview, verifier: Verifier
+    asked: Asked[Channel, pb.DataGetReply], target: memoryview, verifier: Verifier
 ) -> None:
     began = time.monotonic()
     try:
@@ -182,10 +182,10 @@ def _receive(
     asked.seconds += time.monotonic() - began
 
 
-def _release(asked: Asked[Channel, pb.LaneGetReply], values: list[Answer]) -> None:
+def _release(asked: Asked[Channel, pb.DataGetReply], values: list[Answer]) -> None:
     """Let go of all leases, and of the connection."""
     leases, corrupt = [], []
-    for one, value in zip(asked.reply.found, values, strict=True):
+    for one, value in zip(asked.reply.values, values, strict=True):
         if one.lease:
             leases.append(one.lease)
             if value is Miss.CORRUPT:

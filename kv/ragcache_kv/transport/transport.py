@@ -34,7 +34,7 @@ class Asking:
     traceparent: str = ""
 
 
-class Lane(ABC):
+class Transport(ABC):
     """Carries values. Safe to share between threads.
 
     Raises Broken when the connection breaks before the store has answered, in which case the same

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import xxhash
 
-from ragcache_core.identity.variant import Part
+from ragcache_core.identity.variant import ValuePart
 
 BLOCK_BYTES = 1 << 20
 """How much is copied before it is verified.
@@ -30,11 +30,11 @@ def checksum_of(data: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def parts_of(value: memoryview, sizes: Sequence[int]) -> tuple[Part, ...]:
+def parts_of(value: memoryview, sizes: Sequence[int]) -> tuple[ValuePart, ...]:
     """The parts of a value whose sizes are given, with their checksums."""
     parts, start = [], 0
     for size in sizes:
-        parts.append(Part(size, checksum_of(value[start : start + size])))
+        parts.append(ValuePart(size, checksum_of(value[start : start + size])))
         start += size
     return tuple(parts)
 
@@ -45,11 +45,11 @@ class Verifier:
     good: whether every part that is complete matched. complete: whether all are.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ValuePart]) -> None:
         self.good = True
         self._parts = iter(parts)
         self._hasher = xxhash.xxh3_64()
-        self._part: Part | None = None
+        self._part: ValuePart | None = None
         self._wanted = 0
         self._next()
 
@@ -107,7 +107,9 @@ def blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, num_bytes
 
 
-def copy_verified(target: memoryview, sources: Iterable[memoryview], parts: Sequence[Part]) -> bool:
+def copy_verified(
+    target: memoryview, sources: Iterable[memoryview], parts: Sequence[ValuePart]
+) -> bool:
     """Copy sources, one after another, to target; whether every part there has its checksum.
 
     Each block is read back from target right after it was written: what is verified is what the
@@ -132,7 +134,7 @@ def copy_verified(target: memoryview, sources: Iterable[memoryview], parts: Sequ
 
 
 def read_verified(
-    target: memoryview, fd: int, places: Iterable[tuple[int, int]], parts: Sequence[Part]
+    target: memoryview, fd: int, places: Iterable[tuple[int, int]], parts: Sequence[ValuePart]
 ) -> bool:
     """As copy_verified, from places (offset, number of bytes) of a file. Raises OSError."""
     verifier = Verifier(parts)
@@ -176,7 +178,7 @@ def scatter(value: memoryview, targets: Iterable[memoryview]) -> None:
             position += end - start
 
 
-def verified(sources: Iterable[memoryview], parts: Sequence[Part]) -> bool:
+def verified(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
     """Whether sources, one after another, have the checksums of parts. Copies nothing."""
     verifier = Verifier(parts)
     for source in sources:

@@ -1,4 +1,4 @@
-"""Protobuf messages of the cache store as core values and back, for both ends of every lane.
+"""Protobuf messages of the cache store as core values and back, for both ends of every transport.
 
 Functions ``from_*`` check what they read: they raise InvalidInput that names the field (its path
 starts with the argument ``field``) and how to put it right, on every face of the store alike.
@@ -16,10 +16,10 @@ from ragcache_core.identity.variant import (
     Codec,
     Miss,
     Origin,
-    Part,
     Precision,
     Provenance,
     Tier,
+    ValuePart,
     ValueShape,
     VariantInfo,
 )
@@ -28,22 +28,21 @@ from ragcache_core.store_api import (
     MAX_KEYS,
     MAX_NAME_CHARS,
     MAX_PARTS,
-    MAX_PIN_S,
     MAX_PREFIX_CHUNKS,
     MAX_TOKENS,
     Ack,
     AsOf,
-    Completion,
+    ChunkVariants,
     Deletion,
     Event,
     EventKind,
-    Held,
     Hello,
     LookupAnswer,
+    LookupKey,
     NewVariant,
+    PutCompletion,
     PutOutcome,
-    Variants,
-    Want,
+    StoredVariant,
 )
 from ragcache_kv.codecs import encoded_part_bytes
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -54,7 +53,7 @@ _ACKS: Final = {Ack.ACCEPTED: pb.ACCEPTED, Ack.DURABLE: pb.DURABLE}
 _ACKS_BACK: Final = {number: ack for ack, number in _ACKS.items()}
 _OUTCOMES: Final = {
     PutOutcome.STORED: pb.PutReply.STORED,
-    PutOutcome.HELD_ALREADY: pb.PutReply.HELD_ALREADY,
+    PutOutcome.ALREADY_STORED: pb.PutReply.ALREADY_STORED,
     PutOutcome.DELETED: pb.PutReply.DELETED,
 }
 _OUTCOMES_BACK: Final = {number: outcome for outcome, number in _OUTCOMES.items()}
@@ -63,7 +62,7 @@ _MISSES: Final = {
     Miss.EVICTED: pb.MISS_EVICTED,
     Miss.DELETED: pb.MISS_DELETED,
     Miss.CORRUPT: pb.MISS_CORRUPT,
-    Miss.TAINTED: pb.MISS_TAINTED,
+    Miss.APPROXIMATE: pb.MISS_APPROXIMATE,
     Miss.OTHER_PRECISION: pb.MISS_OTHER_PRECISION,
     Miss.OTHER_DOMAIN: pb.MISS_OTHER_DOMAIN,
 }
@@ -129,13 +128,6 @@ def from_name(field: str, name: str) -> str:
     return name
 
 
-def from_pin_seconds(field: str, seconds: float) -> float:
-    """How long to pin. Raises InvalidInput."""
-    if not 0 < seconds <= MAX_PIN_S:
-        raise InvalidInput(field, f"is {seconds}", f"send more than 0 and at most {MAX_PIN_S:.0f}")
-    return seconds
-
-
 def to_info(info: VariantInfo, value_format: int) -> pb.VariantInfo:
     """What is said of a variant."""
     precision = info.precision
@@ -184,15 +176,17 @@ def from_precision(field: str, text: str) -> Precision:
         raise InvalidInput(field, f"is {text!r}", 'send "key/value" of known codecs') from error
 
 
-def to_parts(parts: Iterable[Part]) -> list[pb.ValuePart]:
+def to_parts(parts: Iterable[ValuePart]) -> list[pb.ValuePart]:
     """The parts of a value."""
     return [pb.ValuePart(num_bytes=part.num_bytes, checksum=part.checksum) for part in parts]
 
 
-def from_parts(field: str, messages: Sequence[pb.ValuePart], num_bytes: int) -> tuple[Part, ...]:
+def from_parts(
+    field: str, messages: Sequence[pb.ValuePart], num_bytes: int
+) -> tuple[ValuePart, ...]:
     """The parts of a value of num_bytes. Raises InvalidInput, TooLarge."""
     _check_sum(field, [message.num_bytes for message in messages], num_bytes)
-    return tuple([Part(message.num_bytes, message.checksum) for message in messages])
+    return tuple([ValuePart(message.num_bytes, message.checksum) for message in messages])
 
 
 def _check_sum(field: str, sizes: Sequence[int], num_bytes: int) -> None:
@@ -314,12 +308,12 @@ def from_put_header(
     return variant, ack
 
 
-def to_completion(completion: Completion) -> pb.PutCompletion:
+def to_completion(completion: PutCompletion) -> pb.PutCompletion:
     """What is said of a value after its last byte."""
     return pb.PutCompletion(checksums=completion.checksums, cost_s=completion.cost_s)
 
 
-def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Completion:
+def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> PutCompletion:
     """What is said of a value of num_parts after its last byte. Raises InvalidInput."""
     if len(message.checksums) != num_parts:
         raise InvalidInput(
@@ -329,7 +323,7 @@ def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Co
         )
     if not 0 <= message.cost_s < math.inf:
         raise InvalidInput(f"{field}.cost_s", f"is {message.cost_s}", "send seconds, or 0")
-    return Completion(tuple(message.checksums), message.cost_s)
+    return PutCompletion(tuple(message.checksums), message.cost_s)
 
 
 def _check_sizes(field: str, sizes: Sequence[int], shape: ValueShape, info: VariantInfo) -> None:
@@ -369,15 +363,15 @@ def from_miss(number: pb.Miss.ValueType) -> Miss | None:
     return _MISSES_BACK.get(number, Miss.NEVER_STORED)
 
 
-def to_reads(reads: Iterable[tuple[VariantKey, float]]) -> pb.LaneReads:
+def to_reads(reads: Iterable[tuple[VariantKey, float]]) -> pb.ReadReport:
     """Reads that the store was not asked for, with the seconds that each took."""
     together: dict[VariantKey, tuple[int, float]] = {}
     for key, seconds in reads:
         times, before = together.get(key, (0, 0.0))
         together[key] = times + 1, before + seconds
-    return pb.LaneReads(
+    return pb.ReadReport(
         reads=[
-            pb.LaneReads.Read(key=to_key(key), times=times, seconds=seconds)
+            pb.ReadReport.Read(key=to_key(key), times=times, seconds=seconds)
             for key, (times, seconds) in together.items()
         ]
     )
@@ -413,7 +407,7 @@ def to_miss_header(index: int, miss: Miss) -> pb.GetHeader:
 def to_value_header(
     index: int,
     info: VariantInfo,
-    parts: Sequence[Part],
+    parts: Sequence[ValuePart],
     shape: ValueShape | None,
     value_format: int,
     tier: Tier,
@@ -430,7 +424,7 @@ def to_value_header(
 
 def from_value_header(
     field: str, message: pb.GetHeader
-) -> tuple[VariantInfo, tuple[Part, ...], ValueShape | None, int, Tier]:
+) -> tuple[VariantInfo, tuple[ValuePart, ...], ValueShape | None, int, Tier]:
     """Info, parts, shape, value format and tier of a value that follows. Raises InvalidInput."""
     info = from_info(f"{field}.info", message.info, message.info.num_bytes)
     return (
@@ -442,52 +436,53 @@ def from_value_header(
     )
 
 
-def to_want(want: Want) -> pb.Want:
-    """Variants asked for."""
-    return pb.Want(chunk=want.chunk, prefix=want.prefix or b"")
+def to_lookup_key(key: LookupKey) -> pb.LookupKey:
+    """Convert the key of a lookup."""
+    return pb.LookupKey(chunk=key.chunk, prefix=key.prefix or b"")
 
 
-def from_want(field: str, message: pb.Want) -> Want:
-    """Variants asked for. Raises InvalidInput."""
+def from_lookup_key(field: str, message: pb.LookupKey) -> LookupKey:
+    """Read the key of a lookup. Raises InvalidInput."""
     chunk = from_chunk(f"{field}.chunk", message.chunk)
-    return Want(chunk, from_chunk(f"{field}.prefix", message.prefix) if message.prefix else None)
+    prefix = from_chunk(f"{field}.prefix", message.prefix) if message.prefix else None
+    return LookupKey(chunk, prefix)
 
 
-def to_lookup_request(wants: Iterable[Want], exact: bool, domain: str) -> pb.LookupRequest:
-    """What is asked of a store without values."""
-    return pb.LookupRequest(wants=map(to_want, wants), exact=exact, domain=domain)
+def to_lookup_request(keys: Iterable[LookupKey], exact: bool, domain: str) -> pb.LookupRequest:
+    """Convert the arguments of a lookup."""
+    return pb.LookupRequest(keys=map(to_lookup_key, keys), exact=exact, domain=domain)
 
 
-def from_lookup_request(message: pb.LookupRequest) -> tuple[list[Want], bool, str]:
-    """Wants, exact, domain. Raises InvalidInput, TooLarge."""
-    check_count("wants", len(message.wants))
-    wants = [from_want(f"wants[{i}]", want) for i, want in enumerate(message.wants)]
-    return wants, message.exact, from_name("domain", message.domain)
+def from_lookup_request(message: pb.LookupRequest) -> tuple[list[LookupKey], bool, str]:
+    """Read keys, exact and domain. Raises InvalidInput, TooLarge."""
+    check_count("keys", len(message.keys))
+    keys = [from_lookup_key(f"keys[{i}]", key) for i, key in enumerate(message.keys)]
+    return keys, message.exact, from_name("domain", message.domain)
 
 
-def to_held(held: Held, value_format: int) -> pb.Held:
-    """What a lookup says of one variant."""
-    return pb.Held(
-        key=to_key(held.key),
-        info=to_info(held.info, value_format),
-        tier=held.tier,
-        load_s=held.load_s,
-        prefix_chunks=held.prefix_chunks,
-        replicas=held.replicas,
-        wanted_better=held.wanted_better,
+def to_stored_variant(stored: StoredVariant, value_format: int) -> pb.StoredVariant:
+    """Convert what a lookup found of one variant."""
+    return pb.StoredVariant(
+        key=to_key(stored.key),
+        info=to_info(stored.info, value_format),
+        tier=stored.tier,
+        load_s=stored.load_s,
+        prefix_chunks=stored.prefix_chunks,
+        replicas=stored.replicas,
+        wants_higher_precision=stored.wants_higher_precision,
     )
 
 
-def from_held(field: str, message: pb.Held) -> Held:
-    """What a lookup says of one variant. Raises InvalidInput."""
-    return Held(
+def from_stored_variant(field: str, message: pb.StoredVariant) -> StoredVariant:
+    """Read what a lookup found of one variant. Raises InvalidInput."""
+    return StoredVariant(
         key=from_key(f"{field}.key", message.key),
         info=from_info(f"{field}.info", message.info, message.info.num_bytes),
         tier=from_tier(f"{field}.tier", message.tier),
         load_s=message.load_s,
         prefix_chunks=tuple(message.prefix_chunks),
         replicas=tuple(message.replicas),
-        wanted_better=message.wanted_better,
+        wants_higher_precision=message.wants_higher_precision,
     )
 
 
@@ -499,18 +494,20 @@ def from_tier(field: str, text: str) -> Tier:
         raise InvalidInput(field, f"is {text!r}", f"send one of {[*Tier]}") from error
 
 
-def to_variants(variants: Variants, value_format: int) -> pb.Variants:
-    """The answer to one want."""
-    return pb.Variants(
-        held=[to_held(held, value_format) for held in variants.held],
+def to_variants(variants: ChunkVariants, value_format: int) -> pb.ChunkVariants:
+    """Convert the answer to one key of a lookup."""
+    return pb.ChunkVariants(
+        stored=[to_stored_variant(one, value_format) for one in variants.held],
         miss=pb.MISS_UNSPECIFIED if variants.miss is None else to_miss(variants.miss),
     )
 
 
-def from_variants(field: str, message: pb.Variants) -> Variants:
-    """The answer to one want. Raises InvalidInput."""
-    held = tuple([from_held(f"{field}.held[{i}]", one) for i, one in enumerate(message.held)])
-    return Variants(held, from_miss(message.miss))
+def from_variants(field: str, message: pb.ChunkVariants) -> ChunkVariants:
+    """Read the answer to one key of a lookup. Raises InvalidInput."""
+    stored = tuple(
+        [from_stored_variant(f"{field}.stored[{i}]", one) for i, one in enumerate(message.stored)]
+    )
+    return ChunkVariants(stored, from_miss(message.miss))
 
 
 def to_lookup_reply(answer: LookupAnswer, value_format: int) -> pb.LookupReply:
@@ -601,8 +598,8 @@ def to_hello(hello: Hello) -> pb.HelloReply:
         boot=hello.boot,
         store=hello.store,
         max_value_bytes=hello.max_value_bytes,
-        lane_socket=hello.lane_socket,
-        lane_port=hello.lane_port,
+        data_socket=hello.data_socket,
+        data_port=hello.data_port,
     )
 
 
@@ -612,6 +609,6 @@ def from_hello(message: pb.HelloReply) -> Hello:
         boot=_from_id("boot", message.boot),
         store=_from_id("store", message.store),
         max_value_bytes=message.max_value_bytes,
-        lane_socket=message.lane_socket,
-        lane_port=message.lane_port,
+        data_socket=message.data_socket,
+        data_port=message.data_port,
     )

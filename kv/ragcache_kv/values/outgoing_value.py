@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.store_api import LEASE_S, Completion, NewVariant
+from ragcache_core.store_api import LEASE_S, NewVariant, PutCompletion
 from ragcache_kv.values.buffers import parts_of
 
 ANSWER_S = 1.0
@@ -109,10 +109,10 @@ class Runs(Iterator[memoryview]):
         """Whether the last run has come."""
         return len(self.checksums) == len(self._sizes)
 
-    def completion(self) -> Completion:
+    def completion(self) -> PutCompletion:
         """What is said after the last one. Raises Unfinished."""
         cost_s = self._waited(lambda: self._value.finished(self._deadline))
-        return Completion(tuple(self.checksums), cost_s)
+        return PutCompletion(tuple(self.checksums), cost_s)
 
     def _waited(self, wait: Callable[[], T]) -> T:
         """What wait gives, unless it took what was left of the time. Raises Unfinished."""

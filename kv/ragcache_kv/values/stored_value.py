@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.variant import Miss, Part, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import Miss, Tier, ValuePart, ValueShape, VariantInfo
 from ragcache_kv.values.conversions import from_miss, from_value_header
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
@@ -22,7 +22,7 @@ class StoredValue:
     """A value as it came from a store. value: its info.num_bytes bytes, in the caller's memory."""
 
     info: VariantInfo
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     shape: ValueShape | None
     value_format: int
     value: memoryview
@@ -93,7 +93,7 @@ def room_for(info: VariantInfo, allocate: Allocate | None) -> memoryview:
 @lru_cache(maxsize=1024)
 def _described(
     header: bytes,
-) -> tuple[VariantInfo, tuple[Part, ...], ValueShape | None, int, Tier]:
+) -> tuple[VariantInfo, tuple[ValuePart, ...], ValueShape | None, int, Tier]:
     # What is asked for again is mostly what was asked for before; reading it anew takes longer.
     return from_value_header("header", pb.GetHeader.FromString(header))
 

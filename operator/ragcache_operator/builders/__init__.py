@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ragcache_operator.builders.components import cachestore, engine, gateway, retriever
 from ragcache_operator.builders.objects import network_policy
-from ragcache_operator.builders.objects.ownership import Object, hashed, owned
+from ragcache_operator.builders.objects.ownership import Object, with_owner, with_spec_hash
 from ragcache_operator.builders.site import Site
 from ragcache_operator.spec import RagCache
 
@@ -26,4 +26,4 @@ def build_children(cache: RagCache, site: Site) -> list[Object]:
         *(child for one in cache.spec.engines for child in engine.build(cache, one, site)),
         *gateway.build(cache, site),
     ]
-    return [hashed(owned(child, cache, site.owner)) for child in children]
+    return [with_spec_hash(with_owner(child, cache, site.owner)) for child in children]

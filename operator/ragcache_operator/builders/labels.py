@@ -10,18 +10,18 @@ from ragcache_operator.spec import COMPONENTS, GROUP, RagCache
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 ENGINE_LABEL: Final = f"{GROUP}/engine"
 """Tells the engines of one RagCache apart."""
-SYNC: Final = "sync"
+SYNC_COMPONENT: Final = "sync"
 """Component of the pods that bring a RagCollection's documents to the gateway."""
 WORKLOADS: Final = ("Deployment", "StatefulSet")
 
 _OPERATOR: Final = "ragcache-operator"
-OPERATOR_PODS: Final = {"app.kubernetes.io/name": _OPERATOR}
+OPERATOR_POD_LABELS: Final = {"app.kubernetes.io/name": _OPERATOR}
 """Labels by which network policies know the operator's own pods."""
 
 
-def object_name(cache: RagCache, part: str) -> str:
+def object_name(cache: RagCache, name: str) -> str:
     """Name of a part's objects."""
-    return f"{cache.metadata.name}-{part}"
+    return f"{cache.metadata.name}-{name}"
 
 
 def instance_selector(cache_name: str) -> dict[str, str]:
@@ -57,7 +57,7 @@ def selector_text(selector: Mapping[str, str]) -> str:
     return ",".join(f"{label}={value}" for label, value in sorted(selector.items()))
 
 
-def selectors(cache: RagCache) -> dict[str, str]:
+def component_selectors(cache: RagCache) -> dict[str, str]:
     """What finds the pods of each component, by component."""
     name = cache.metadata.name
     return {

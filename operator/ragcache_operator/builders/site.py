@@ -8,13 +8,13 @@ from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.pods.environment import FromField, Value
+from ragcache_operator.builders.pods.environment import EnvValue, FromField
 from ragcache_operator.spec import ModelSource, RagCache
 
 PORT_NUMBERS: Final = {
     "http": 8000,
     "grpc": 50051,
-    "lane": 50052,
+    "data": 50052,
     "health": 8081,
     "events": 5557,
     "replay": 5558,
@@ -23,8 +23,8 @@ PORT_NUMBERS: Final = {
 
 MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
-PLAN_KEY_FOLDER: Final = "/etc/ragcache/plan-key"
-PLAN_KEY_FILE: Final = "keys"
+SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
+SIGNING_KEY_FILE: Final = "keys"
 MODEL_FOLDER: Final = "/model"
 """Where a pod mounts the volume that its model comes from."""
 
@@ -41,13 +41,13 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """One port of one part.
 
     part: its name within the RagCache (``engine-main``). port: the port's name (``http``).
     """
 
-    part: str
+    workload: str
     port: str
 
 
@@ -69,39 +69,39 @@ class Site(Protocol):
         """Where the operator's pods are; None where that is not known."""
         ...
 
-    def listen(self, place: Place) -> Address:
+    def bind_address(self, endpoint: Endpoint) -> Address:
         """Where the part itself binds."""
         ...
 
-    def reach(self, place: Place) -> Address:
+    def address_of(self, endpoint: Endpoint) -> Address:
         """Where the other parts find it."""
         ...
 
-    def publish(self, place: Place) -> str:
+    def zmq_endpoint(self, endpoint: Endpoint) -> str:
         """ZeroMQ endpoint that the part binds; empty where it had better not."""
         ...
 
-    def stores(self) -> str:
+    def cache_store_members(self) -> str:
         """Where the cache store's members are, as RAGCACHE_CACHESTORE says it."""
         ...
 
-    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+    def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
         """Variables that tell a shard of the cache store which of the members it is.
 
         shards: what names each of its pods.
         """
         ...
 
-    def lane_socket(self) -> str:
+    def data_socket(self) -> str:
         """Path of a Unix socket over which the cache store and its clients come to share memory;
         empty where they see no folder in common."""
         ...
 
-    def plan_key_file(self) -> str:
+    def signing_key_file(self) -> str:
         """Path of the file with the keys that plans are sealed with."""
         ...
 
-    def data_dir(self, part: str) -> str:
+    def data_dir(self, workload: str) -> str:
         """Folder of the part's volume, as the part sees it."""
         ...
 
@@ -161,41 +161,41 @@ class ClusterSite:
     @property
     def gateway_url(self) -> str:
         """Base URL of the REST interface, for whoever is in the cluster."""
-        return f"http://{self.reach(Place('gateway', 'http'))}"
+        return f"http://{self.address_of(Endpoint('gateway', 'http'))}"
 
-    def listen(self, place: Place) -> Address:
+    def bind_address(self, endpoint: Endpoint) -> Address:
         """Every interface."""
-        return Address("0.0.0.0", PORT_NUMBERS[place.port])
+        return Address("0.0.0.0", PORT_NUMBERS[endpoint.port])
 
-    def reach(self, place: Place) -> Address:
+    def address_of(self, endpoint: Endpoint) -> Address:
         """The part's Service, whose ports are the pod's but for the gateway's own choice."""
-        port = self.gateway_port if place.part == "gateway" else PORT_NUMBERS[place.port]
-        return Address(f"{self.name}-{place.part}.{self.namespace}.svc", port)
+        port = self.gateway_port if endpoint.workload == "gateway" else PORT_NUMBERS[endpoint.port]
+        return Address(f"{self.name}-{endpoint.workload}.{self.namespace}.svc", port)
 
-    def publish(self, place: Place) -> str:
+    def zmq_endpoint(self, endpoint: Endpoint) -> str:
         """Every interface."""
-        return f"tcp://*:{PORT_NUMBERS[place.port]}"
+        return f"tcp://*:{PORT_NUMBERS[endpoint.port]}"
 
-    def stores(self) -> str:
+    def cache_store_members(self) -> str:
         """A mounted file, which changes with the number of shards while pods run on."""
         return f"file:{MEMBERS_FOLDER}/{MEMBERS_FILE}"
 
-    def shard_name(self, shards: Place) -> Mapping[str, Value]:
+    def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
         """The pod's own name in front of the Service's, as the members' file has it."""
         return {
             "RAGCACHE_POD": FromField("metadata.name"),
-            "RAGCACHE_SELF": f"$(RAGCACHE_POD).{self.reach(shards)}",
+            "RAGCACHE_OWN_ADDRESS": f"$(RAGCACHE_POD).{self.address_of(shards)}",
         }
 
-    def lane_socket(self) -> str:
+    def data_socket(self) -> str:
         """None: every part is in a pod of its own."""
         return ""
 
-    def plan_key_file(self) -> str:
+    def signing_key_file(self) -> str:
         """A mounted file, which changes with its Secret while pods run on."""
-        return f"{PLAN_KEY_FOLDER}/{PLAN_KEY_FILE}"
+        return f"{SIGNING_KEY_FOLDER}/{SIGNING_KEY_FILE}"
 
-    def data_dir(self, part: str) -> str:
+    def data_dir(self, workload: str) -> str:
         """The volume's mount."""
         return "/data"
 

@@ -10,18 +10,22 @@ import sys
 import time
 from dataclasses import dataclass
 
-from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
-from ragcache_cachestore.background.re_encoder import Keeper, Pace
-from ragcache_cachestore.cluster.catch_up import Rejoin
-from ragcache_cachestore.cluster.replicator import Replication
+from ragcache_cachestore.background.re_encoder import ReEncoder, Pace
+from ragcache_cachestore.cluster.catch_up import CatchUp
+from ragcache_cachestore.cluster.replicator import Replicator
 from ragcache_cachestore.config import Config
 from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Telemetry
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.tiering.precision_assignment import Assignment, FixedAssignment, HaRagAssignment
-from ragcache_core.tiering.score_assignment import Memory, ScoreAssignment
+from ragcache_core.tiering.precision_assignment import (
+    FixedAssignment,
+    HaRagAssignment,
+    PrecisionAssignment,
+)
+from ragcache_core.tiering.score_assignment import MemoryBudget, ScoreAssignment
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
 
@@ -37,9 +41,9 @@ class Parts:
     """What a cache store is made of, beside its gRPC server."""
 
     store: Store
-    lanes: LaneServer
-    rejoin: Rejoin
-    replication: Replication
+    transports: DataServer
+    rejoin: CatchUp
+    replication: Replicator
 
 
 async def serve(config: Config) -> None:
@@ -73,24 +77,24 @@ def _open(config: Config, ends: contextlib.ExitStack, health: HealthServer) -> P
         telemetry=telemetry,
     )
     ends.callback(store.close)
-    lanes = LaneServer(store, config.lane_socket, _host_port(config.lane_listen))
-    ends.callback(lanes.close)
-    keeper = Keeper(store, _assignment(config), Pace(), time.monotonic)
+    transports = DataServer(store, config.data_socket, _host_port(config.lane_listen))
+    ends.callback(transports.close)
+    keeper = ReEncoder(store, _assignment(config), Pace(), time.monotonic)
     keeper.start()
     ends.callback(keeper.close)
     own = config.own_address or config.listen
-    rejoin = Rejoin(store, config.members, own, progress=health.set_progress)
+    rejoin = CatchUp(store, config.members, own, progress=health.set_progress)
     ends.callback(rejoin.close)
-    replication = Replication(store, config.members if config.replication else None, own)
+    replication = Replicator(store, config.members if config.replication else None, own)
     ends.callback(replication.close)
-    return Parts(store, lanes, rejoin, replication)
+    return Parts(store, transports, rejoin, replication)
 
 
 async def _serve(config: Config, parts: Parts, health: HealthServer) -> None:
     store = parts.store
     replication = parts.replication if config.members is not None else None
     service = CacheStoreService(
-        store, parts.lanes.hello(), replication, gated=config.members is not None
+        store, parts.transports.hello(), replication, gated=config.members is not None
     )
     server = _listen(config.listen, service, health)
     await server.start()
@@ -101,7 +105,7 @@ async def _serve(config: Config, parts: Parts, health: HealthServer) -> None:
         if not await _started(parts.rejoin, stopped):
             return
         service.open()
-        parts.lanes.start()
+        parts.transports.start()
         parts.replication.start()
         await server.set_ready()
         log.info("serving %d variants on port %d", len(store), server.port)
@@ -112,7 +116,7 @@ async def _serve(config: Config, parts: Parts, health: HealthServer) -> None:
         await asyncio.to_thread(service.close)
 
 
-async def _started(rejoin: Rejoin, stopped: asyncio.Future[None]) -> bool:
+async def _started(rejoin: CatchUp, stopped: asyncio.Future[None]) -> bool:
     """Start it; False if a stop was asked for meanwhile."""
     started = asyncio.ensure_future(asyncio.to_thread(rejoin.start))
     await asyncio.wait([started, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -131,12 +135,12 @@ def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> Gr
         ) from error
 
 
-def _assignment(config: Config) -> Assignment:
+def _assignment(config: Config) -> PrecisionAssignment:
     match config.precision:
         case "harag":
             return HaRagAssignment()
         case "score":
-            return ScoreAssignment(memory=Memory(pageable_bytes=config.memory_bytes))
+            return ScoreAssignment(memory=MemoryBudget(pageable_bytes=config.memory_bytes))
         case precision:
             return FixedAssignment(precision)
 

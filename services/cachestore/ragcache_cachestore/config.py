@@ -12,7 +12,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission
 from ragcache_core.identity.variant import Precision
-from ragcache_core.tiering.extents import PAGE_BYTES
+from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_wire.tracing import otlp_endpoint
 from ragcache_wire.watched.members import Members, members_from
 
@@ -29,7 +29,7 @@ class Config:
     """Settings of one cache store.
 
     listen: "host:port" to serve on. health_listen: the same for health over HTTP; None: not served.
-    lane_listen, lane_socket: TCP address and Unix socket of the data lanes; None: not offered.
+    lane_listen, data_socket: TCP address and Unix socket of the data transports; None: not offered.
     data_dir: folder that the store owns; created when missing. memory_bytes, disk_bytes: bounds of
     the tiers. policy, admission: names, of ``ragcache_core``. precision: what every value is to be
     held in at most, or who decides on that (``ragcache_core.tiering``). leaves_only: whether a
@@ -49,7 +49,7 @@ class Config:
     precision: Literal["harag", "score"] | Precision = NATIVE
     leaves_only: bool = True
     lane_listen: str | None = None
-    lane_socket: Path | None = None
+    data_socket: Path | None = None
     members: Members | None = None
     own_address: str | None = None
     replication: bool = True
@@ -60,7 +60,7 @@ class Config:
         """Read RAGCACHE_* variables. Raises InvalidInput naming the one that is wrong."""
         members = environment.get("RAGCACHE_CACHESTORE")
         if members:
-            _text(environment, "RAGCACHE_SELF", "set it to this shard's host:port")
+            _text(environment, "RAGCACHE_OWN_ADDRESS", "set it to this shard's host:port")
         policy = _choice(environment, "RAGCACHE_POLICY", POLICY_NAMES, DEFAULT_POLICY)
         leaves_only = _choice(environment, "RAGCACHE_REUSE", REUSE, "exact") == "exact"
         by_default = default_admission(leaves_only=leaves_only) if policy == "score" else "always"
@@ -81,9 +81,9 @@ class Config:
             precision=_precision(environment, "RAGCACHE_PRECISION"),
             leaves_only=leaves_only,
             lane_listen=_optional_address(environment, "RAGCACHE_DATA_LISTEN"),
-            lane_socket=_socket(environment, "RAGCACHE_DATA_SOCKET"),
+            data_socket=_socket(environment, "RAGCACHE_DATA_SOCKET"),
             members=members_from("RAGCACHE_CACHESTORE", members) if members else None,
-            own_address=_optional_address(environment, "RAGCACHE_SELF"),
+            own_address=_optional_address(environment, "RAGCACHE_OWN_ADDRESS"),
             replication=_choice(environment, "RAGCACHE_REPLICATION", ("on", "off"), "on") == "on",
             otlp_endpoint=otlp_endpoint(environment),
         )

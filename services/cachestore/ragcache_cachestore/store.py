@@ -1,6 +1,6 @@
 """The store: two tiers of one file each behind one catalog, and what its calls promise each other.
 
-Any number of threads call in. The books (``books``) say what is held and are kept under one lock,
+Any number of threads call in. The state (``state``) say what is held and are kept under one lock,
 for microseconds; bytes move and disks are waited for outside it (``mover``).
 
 Deletes. A delete is on disk before it shows, and shows at once in whole: from then on the catalog
@@ -20,43 +20,43 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ragcache_cachestore.api.status_page import Board
-from ragcache_cachestore.background.re_encoder import Candidate
+from ragcache_cachestore.storage.status_page import StatusPage
+from ragcache_cachestore.background.re_encoder import ReEncodingCandidate
 from ragcache_cachestore.background.sweeper import Sweeper
-from ragcache_cachestore.background.tier_mover import RETRY_AFTER_S, Mover
-from ragcache_cachestore.background.write_back import Job
-from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, Arrival
-from ragcache_cachestore.state.catalog import Holding, replaces
+from ragcache_cachestore.background.tier_mover import RETRY_AFTER_S, TierMover
+from ragcache_cachestore.background.write_back import WriteJob
+from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
+from ragcache_cachestore.state.catalog import CatalogVariant, replaces
 from ragcache_cachestore.state.leases import Lease
-from ragcache_cachestore.state.store_state import Books, refusal
+from ragcache_cachestore.state.store_state import StoreState, refusal
 from ragcache_cachestore.state.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
-from ragcache_cachestore.storage.data_dir import DataFolder
-from ragcache_cachestore.storage.disk_tier import ValueFile
-from ragcache_cachestore.storage.memory_tier import Arena
-from ragcache_cachestore.storage.metadata_db import Records
-from ragcache_cachestore.storage.tier_space import Copy, Shelf
+from ragcache_cachestore.storage.data_dir import DataDir
+from ragcache_cachestore.storage.disk_tier import DiskTier
+from ragcache_cachestore.storage.memory_tier import MemoryTier
+from ragcache_cachestore.storage.metadata_db import MetadataDb
+from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
 from ragcache_cachestore.telemetry.counters import Stats, score_histogram
-from ragcache_cachestore.telemetry.exporter import Levels, Telemetry
+from ragcache_cachestore.telemetry.exporter import StoreLevels, Telemetry
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.eviction import DEFAULT_POLICY, make_policy
 from ragcache_core.eviction.admission import make_admission
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Miss, Part, Precision, Tier, VariantInfo
+from ragcache_core.identity.variant import Miss, Precision, Tier, ValuePart, VariantInfo
+from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_core.store_api import (
     ID_BYTES,
     Ack,
     AsOf,
-    Completion,
     Deletion,
     Event,
     EventKind,
     LookupAnswer,
+    LookupKey,
     NewVariant,
+    PutCompletion,
     PutOutcome,
     Tombstone,
-    Want,
 )
-from ragcache_core.tiering.extents import PAGE_BYTES
 from ragcache_kv.values.outgoing_value import Whole
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 MAX_VALUE_BYTES = 256 << 20
 """Bound of one value, whatever the tiers hold."""
 
-ARRIVING_SHARE = 0.5
+INCOMING_SHARE = 0.5
 """Share of memory that values on their way in may take, since they cannot be evicted."""
 
 SWEEP_EVERY_S = 0.5
@@ -84,7 +84,7 @@ class Store:
     ``ragcache_core``. leaves_only: a parent outlives its children in a tier (``exact``). clock:
     seconds, never going back. wall_ms: Unix time. free_bytes: room left on the folder's volume.
 
-    arena, value_file: where the bytes of leases lie. board: what clients that remember where a
+    memory_tier, disk_tier: where the bytes of leases lie. status_page: what clients that remember where a
     value lies look at before they trust it. telemetry: told of what happens.
     """
 
@@ -109,23 +109,23 @@ class Store:
         self._delete_lock = threading.Lock()
         self._histogram: tuple[float, tuple[int, ...]] = (-math.inf, ())
         with contextlib.ExitStack() as ends:
-            data = DataFolder(folder)
+            data = DataDir(folder)
             ends.callback(data.close)
-            self.arena = Arena(memory_bytes)
-            ends.callback(self.arena.close)
-            self.board = Board()
-            ends.callback(self.board.close)
-            self.value_file = ValueFile(data.values, disk_bytes, free_bytes)
-            ends.callback(self.value_file.close)
-            self._records = Records(data.records)
-            ends.callback(self._records.close)
+            self.memory_tier = MemoryTier(memory_bytes)
+            ends.callback(self.memory_tier.close)
+            self.status_page = StatusPage()
+            ends.callback(self.status_page.close)
+            self.disk_tier = DiskTier(data.values, disk_bytes, free_bytes)
+            ends.callback(self.disk_tier.close)
+            self._metadata = MetadataDb(data.records)
+            ends.callback(self._metadata.close)
             disk_policy = make_policy(policy, leaves_only=leaves_only)
-            self._books = Books(
-                memory=Shelf(self.arena.allocator, make_policy(policy, leaves_only=leaves_only)),
-                disk=Shelf(self.value_file.allocator, disk_policy),
+            self._state = StoreState(
+                memory=TierSpace(self.memory_tier.allocator, make_policy(policy, leaves_only=leaves_only)),
+                disk=TierSpace(self.disk_tier.allocator, disk_policy),
                 admission=make_admission(admission, disk_policy),
                 policy_name=policy,
-                store_id=self._records.store_id,
+                store_id=self._metadata.store_id,
                 clock=clock,
                 telemetry=self.telemetry,
             )
@@ -137,11 +137,11 @@ class Store:
                     (FORGET_EVERY_S, self.forget_tombstones),
                 ],
             )
-            self._mover = Mover(
-                self._books,
-                self.arena,
-                self.value_file,
-                self._records,
+            self._mover = TierMover(
+                self._state,
+                self.memory_tier,
+                self.disk_tier,
+                self._metadata,
                 leaves_only=leaves_only,
                 sweep_soon=self._sweeper.wake,
             )
@@ -163,8 +163,8 @@ class Store:
                 log.warning("the disk is slow: not all that was accepted is written")
             ended = self._mover.close() and ended
             if flush and ended:
-                self._mover.bury()
-                self._records.note_alive(self._wall_ms())
+                self._mover.free_dropped_copies()
+                self._metadata.note_alive(self._wall_ms())
         except Unavailable as error:
             log.warning("not all that was dropped could be recorded as such: %s", error)
         if ended:
@@ -175,30 +175,32 @@ class Store:
     @property
     def boot(self) -> bytes:
         """Id of this start."""
-        return self._books.feed.boot
+        return self._state.feed.boot
 
     @property
     def store_id(self) -> bytes:
         """Id of the data folder."""
-        return self._records.store_id
+        return self._metadata.store_id
 
     @property
     def max_value_bytes(self) -> int:
         """Bound of one value."""
-        return min(MAX_VALUE_BYTES, self.arena.allocator.num_pages * PAGE_BYTES)
+        return min(MAX_VALUE_BYTES, self.memory_tier.allocator.num_pages * PAGE_BYTES)
 
     def __len__(self) -> int:
-        return len(self._books.catalog)
+        return len(self._state.catalog)
 
     # Reading
 
-    def lookup(self, wants: Sequence[Want], exact: bool = False, domain: str = "") -> LookupAnswer:
+    def lookup(
+        self, wants: Sequence[LookupKey], exact: bool = False, domain: str = ""
+    ) -> LookupAnswer:
         """What is held of each want, and the deletes that this answer has seen."""
-        with self._books.lock:
-            variants = tuple([self._books.look(want, exact, domain) for want in wants])
-            as_of = AsOf(self.store_id, self._books.tombstones.last_sequence)
+        with self._state.lock:
+            variants = tuple([self._state.lookup(want, exact, domain) for want in wants])
+            as_of = AsOf(self.store_id, self._state.tombstones.last_sequence)
             misses = [one.miss for one in variants if one.miss is not None]
-            self._books.counters.misses.update(misses)
+            self._state.counters.misses.update(misses)
         for miss in misses:
             self.telemetry.miss(miss)
         return LookupAnswer(variants, as_of)
@@ -210,25 +212,25 @@ class Store:
 
         Whoever asked is answered first, and then this is counted (``note_opened``).
         """
-        self._mover.pauses.note_call()
-        now = self._books.clock()
-        with self._books.lock:
+        self._mover.idle_window.note_call()
+        now = self._state.clock()
+        with self._state.lock:
             return [self._open(key, exact, domain, now) for key in keys]
 
     def note_opened(self, answers: Sequence[Lease | Miss]) -> None:
         """Count what ``open`` gave: for the policies, and what is to be moved because of it."""
-        now = self._books.clock()
-        cold: list[Holding] = []
-        with self._books.lock:
+        now = self._state.clock()
+        cold: list[CatalogVariant] = []
+        with self._state.lock:
             for one in answers:
                 if isinstance(one, Miss):
-                    self._books.counters.misses[one] += 1
-                elif self._books.catalog.get(one.key) is one.holding:  # not deleted meanwhile
-                    self._used(one.holding, one.tier, now)
-                    if one.on_disk and self._books.promotable(one.holding):
-                        cold.append(one.holding)
-        for holding in cold:
-            self._mover.promotions.submit(holding, now=False)
+                    self._state.counters.misses[one] += 1
+                elif self._state.catalog.get(one.key) is one.variant:  # not deleted meanwhile
+                    self._used(one.variant, one.tier, now)
+                    if one.on_disk and self._state.should_promote(one.variant):
+                        cold.append(one.variant)
+        for variant in cold:
+            self._mover.promoter.submit(variant, now=False)
         for one in answers:
             if isinstance(one, Miss):
                 self.telemetry.miss(one)
@@ -237,155 +239,155 @@ class Store:
         """End leases. corrupt: those whose bytes did not match; they are read again first."""
         ids, suspects = list(lease_ids), list(corrupt)
         for lease_id in suspects:
-            with self._books.lock:
-                lease = self._books.leases.get(lease_id)
-            if lease is not None and not self._mover.verify(lease.holding, lease.tier, lease.copy):
-                self._mover.drop_corrupt(lease.holding, lease.copy)
-        with self._books.lock:
+            with self._state.lock:
+                lease = self._state.leases.get(lease_id)
+            if lease is not None and not self._mover.verify(lease.variant, lease.tier, lease.copy):
+                self._mover.drop_corrupt(lease.variant, lease.copy)
+        with self._state.lock:
             for lease_id in {*ids, *suspects}:
-                ended = self._books.leases.end(lease_id)
+                ended = self._state.leases.end(lease_id)
                 if ended is not None:
-                    self._books.tier(ended.tier).let_go(ended.copy)
-            self._books.room.notify_all()
+                    self._state.tier(ended.tier).release(ended.copy)
+            self._state.memory_freed.notify_all()
         if suspects:  # else whoever released would wait for a disk that it has no use for
-            self._mover.bury_soon()
+            self._mover.try_free_dropped_copies()
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether a lease has not ended: what was read until now was as it should be."""
-        with self._books.lock:
-            lease = self._books.leases.get(lease_id)
-            return lease is not None and lease.expires_at > self._books.clock()
+        with self._state.lock:
+            lease = self._state.leases.get(lease_id)
+            return lease is not None and lease.expires_at > self._state.clock()
 
     def note_reread(self, key: VariantKey, times: int) -> int:
         """A client has read a value from memory again, without asking. Its bytes; 0: not held."""
-        now, num_bytes = self._books.clock(), 0
+        now, num_bytes = self._state.clock(), 0
         for start in range(0, times, REREADS_AT_ONCE):
-            with self._books.lock:  # again and again, so that nobody waits long
-                holding = self._books.catalog.get(key)
-                if holding is None:
+            with self._state.lock:  # again and again, so that nobody waits long
+                variant = self._state.catalog.get(key)
+                if variant is None:
                     return 0
-                num_bytes = holding.info.num_bytes
+                num_bytes = variant.info.num_bytes
                 for _ in range(min(REREADS_AT_ONCE, times - start)):
-                    self._used(holding, Tier.MEMORY, now)
+                    self._used(variant, Tier.MEMORY, now)
         return num_bytes
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Bring values from disk into memory, in the background; how many that begins for."""
-        with self._books.lock:
-            found = [self._books.catalog.get(key) for key in dict.fromkeys(keys)]
+        with self._state.lock:
+            found = [self._state.catalog.get(key) for key in dict.fromkeys(keys)]
             cold = [one for one in found if one is not None and one.memory is None]
-        return sum([self._mover.promotions.submit(holding, now=True) for holding in cold])
+        return sum([self._mover.promoter.submit(variant, now=True) for variant in cold])
 
     def pin(self, keys: Sequence[VariantKey], seconds: float) -> int:
         """Keep values from eviction for some time; how many are pinned now."""
-        until = self._books.clock() + seconds
-        with self._books.lock:
-            found = [self._books.catalog.get(key) for key in dict.fromkeys(keys)]
+        until = self._state.clock() + seconds
+        with self._state.lock:
+            found = [self._state.catalog.get(key) for key in dict.fromkeys(keys)]
             return sum(
                 [
-                    self._books.pins.pin(holding.key, holding.info.num_bytes, until)
-                    for holding in found
-                    if holding is not None
+                    self._state.pins.pin(variant.key, variant.info.num_bytes, until)
+                    for variant in found
+                    if variant is not None
                 ]
             )
 
     def unpin(self, keys: Sequence[VariantKey]) -> int:
         """End pins; how many there were."""
-        with self._books.lock:
-            return sum([self._books.pins.unpin(key) for key in dict.fromkeys(keys)])
+        with self._state.lock:
+            return sum([self._state.pins.unpin(key) for key in dict.fromkeys(keys)])
 
     # Putting
 
     def begin_put(
         self, new: NewVariant, ack: Ack = Ack.ACCEPTED, timeout_s: float = COMMIT_TIMEOUT_S
-    ) -> Arrival | PutOutcome:
+    ) -> IncomingPut | PutOutcome:
         """Room for a value that is coming, or why none is needed.
 
-        With Ack.DURABLE, HELD_ALREADY is said when what is held is on disk. Raises TooLarge;
+        With Ack.DURABLE, ALREADY_STORED is said when what is held is on disk. Raises TooLarge;
         Unavailable if there is no room now.
         """
-        self._mover.pauses.note_call()
+        self._mover.idle_window.note_call()
         self._check_size(new.info, ack)
         if new.origin.parent == new.key:
             raise InvalidInput(
                 "header.origin.parent", "is the variant itself", "name the one before it, or none"
             )
-        with self._books.lock:
-            seen = self._books.seen(new.as_of)
-            if self._books.tombstones.covers(new.key, new.origin, seen):
+        with self._state.lock:
+            seen = self._state.last_seen_delete(new.as_of)
+            if self._state.tombstones.covers(new.key, new.origin, seen):
                 return PutOutcome.DELETED
-            held = self._books.catalog.get(new.key)
+            held = self._state.catalog.get(new.key)
             if held is not None and replaces(new.info, held):
                 held = None
             if held is None:
-                self._check_arriving(new.info.num_bytes)
-                self._books.arriving_bytes += new.info.num_bytes
+                self._reserve_incoming(new.info.num_bytes)
+                self._state.incoming_bytes += new.info.num_bytes
         if held is not None:
             if ack is Ack.DURABLE:
                 self._wait_until_written(new.key, timeout_s)
-            return PutOutcome.HELD_ALREADY
+            return PutOutcome.ALREADY_STORED
         try:
-            copy = self._mover.room_in_memory(new.info.num_bytes)
+            copy = self._mover.allocate_in_memory(new.info.num_bytes)
         except BaseException:
-            with self._books.lock:
-                self._books.arriving_bytes -= new.info.num_bytes
+            with self._state.lock:
+                self._state.incoming_bytes -= new.info.num_bytes
             raise
-        self.arena.grow(copy.extents)
-        return Arrival(self, new, copy, seen)
+        self.memory_tier.grow(copy.extents)
+        return IncomingPut(self, new, copy, seen)
 
     def commit(
-        self, arrival: Arrival, completion: Completion, ack: Ack, timeout_s: float
+        self, incoming: IncomingPut, completion: PutCompletion, ack: Ack, timeout_s: float
     ) -> PutOutcome:
-        """See Arrival.commit."""
-        new = arrival.new
+        """See IncomingPut.commit."""
+        new = incoming.new
         try:
-            arrival.sum_up(new.info.num_bytes)
-            wrong = arrival.sums.first_wrong_or_missing(completion.checksums)
+            incoming.add_checksums_up_to(new.info.num_bytes)
+            wrong = incoming.sums.first_mismatch_or_missing(completion.checksums)
         except BaseException:
-            self.abort(arrival, 0.0)
+            self.abort(incoming, 0.0)
             raise
         if wrong is not None:
-            self.abort(arrival, 0.0)
+            self.abort(incoming, 0.0)
             raise InvalidInput(
                 f"completion.checksums[{wrong}]",
                 "does not match the bytes sent",
                 "send the XXH3-64 of the part",
             )
-        outcome = self._accept(arrival, completion, ack)
+        outcome = self._accept(incoming, completion, ack)
         if ack is Ack.DURABLE and outcome is not PutOutcome.DELETED:
             self._wait_until_written(new.key, timeout_s)
-            with self._books.lock:
-                seen = arrival.delete_sequence
-                if self._books.tombstones.covers(new.key, new.origin, seen):
+            with self._state.lock:
+                seen = incoming.delete_sequence
+                if self._state.tombstones.covers(new.key, new.origin, seen):
                     return PutOutcome.DELETED
         return outcome
 
     def _wait_until_written(self, key: VariantKey, timeout_s: float) -> None:
         """Return when what is held of key is on disk, or nothing is. Raises Unavailable."""
-        give_up = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            with self._books.lock:
-                held = self._books.catalog.get(key)
+            with self._state.lock:
+                held = self._state.catalog.get(key)
                 job = None if held is None else self._written(held)
             if held is None or job is None:
                 return
             try:
-                job.wait(max(0.0, give_up - time.monotonic()))
+                job.wait(max(0.0, deadline - time.monotonic()))
             except Unavailable:
-                with self._books.lock:
-                    if self._books.catalog.holds(held):
+                with self._state.lock:
+                    if self._state.catalog.contains(held):
                         raise
                 # It was replaced: what did that is to be waited for.
 
-    def abort(self, arrival: Arrival, quiet_s: float) -> None:
-        """See Arrival.abort."""
-        with self._books.lock:
-            self._books.arriving_bytes -= arrival.new.info.num_bytes
-            if quiet_s:
-                self._books.quiet.append((self._books.clock() + quiet_s, arrival.copy))
+    def abort(self, incoming: IncomingPut, quarantine_s: float) -> None:
+        """See IncomingPut.abort."""
+        with self._state.lock:
+            self._state.incoming_bytes -= incoming.new.info.num_bytes
+            if quarantine_s:
+                self._state.quarantined.append((self._state.clock() + quarantine_s, incoming.copy))
             else:
-                self._books.memory.let_go(arrival.copy)
-            self._books.room.notify_all()
+                self._state.memory.release(incoming.copy)
+            self._state.memory_freed.notify_all()
 
     # Deleting
 
@@ -418,24 +420,24 @@ class Store:
         }
         removed = 0
         with self._delete_lock:
-            with self._books.lock:
-                new = [one for one in named.values() if one.id not in self._books.tombstones]
-                first = self._books.tombstones.last_sequence + 1
+            with self._state.lock:
+                new = [one for one in named.values() if one.id not in self._state.tombstones]
+                first = self._state.tombstones.last_sequence + 1
             if not new:
                 return 0
             tombstones = [Tombstone(sequence, one) for sequence, one in enumerate(new, first)]
-            self._records.put_tombstones(tombstones)
+            self._metadata.put_tombstones(tombstones)
             for tombstone in tombstones:
-                with self._books.lock:
-                    self.board.count_withdrawal()
-                    self._books.tombstones.add(tombstone, now_ms)
-                    doomed = self._books.catalog.covered(tombstone.deletion)
-                    for holding in doomed:
-                        self._books.drop(holding, Miss.DELETED)
-                    self._books.room.notify_all()
+                with self._state.lock:
+                    self.status_page.count_withdrawal()
+                    self._state.tombstones.add(tombstone, now_ms)
+                    doomed = self._state.catalog.covered_by(tombstone.deletion)
+                    for variant in doomed:
+                        self._state.drop(variant, Miss.DELETED)
+                    self._state.memory_freed.notify_all()
                 removed += len(doomed)
         self.telemetry.deleted(removed)
-        self._mover.bury_soon()
+        self._mover.try_free_dropped_copies()
         return removed
 
     def tombstones_since(self, since_ms: int) -> list[Deletion]:
@@ -445,26 +447,26 @@ class Store:
         left out, so that nobody learns of them anew.
         """
         old_ms = self._wall_ms() - LIFETIME_MS
-        with self._books.lock:
-            told = self._books.tombstones.since(since_ms)
+        with self._state.lock:
+            told = self._state.tombstones.since(since_ms)
         return [one.deletion for one in told if one.deletion.made_at_ms > old_ms]
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant as eviction does, without a tombstone; whether it was held."""
-        with self._books.lock:
-            holding = self._books.catalog.get(key)
-            if holding is not None:
-                self._books.drop(holding, Miss.EVICTED)
-        self._mover.bury_soon()
-        return holding is not None
+        with self._state.lock:
+            variant = self._state.catalog.get(key)
+            if variant is not None:
+                self._state.drop(variant, Miss.EVICTED)
+        self._mover.try_free_dropped_copies()
+        return variant is not None
 
     # Watching
 
     def snapshot(self) -> tuple[int, list[Event]]:
         """The sequence of the last event, and a STORED for everything held then."""
-        with self._books.lock:
-            sequence = self._books.feed.sequence
-            held = [(one.key, one.tier, one.info) for one in self._books.catalog]
+        with self._state.lock:
+            sequence = self._state.feed.sequence
+            held = [(one.key, one.tier, one.info) for one in self._state.catalog]
         boot = self.boot
         return sequence, [
             Event(boot, sequence, EventKind.STORED, key, tier, info) for key, tier, info in held
@@ -472,72 +474,72 @@ class Store:
 
     def events_after(self, sequence: int) -> list[Event] | None:
         """Events after sequence, oldest first; None if a snapshot is needed."""
-        with self._books.lock:
-            return self._books.feed.after(sequence)
+        with self._state.lock:
+            return self._state.feed.after(sequence)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call wake at every event from now on; it must return at once."""
-        with self._books.lock:
-            self._books.feed.watch(wake)
+        with self._state.lock:
+            self._state.feed.watch(wake)
 
     def unwatch(self, wake: Callable[[], None]) -> None:
         """Undo watch."""
-        with self._books.lock:
-            self._books.feed.unwatch(wake)
+        with self._state.lock:
+            self._state.feed.unwatch(wake)
 
     # Counting
 
-    def note_sent(self, tier: Tier, lane: str, num_bytes: int, seconds: float) -> None:
+    def note_sent(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
         """A value went out. seconds: from the call until its last byte was handed over."""
-        with self._books.lock:
-            self._books.counters.bytes_by_lane[lane] += num_bytes
-            self._books.load_models[tier].observe(num_bytes, seconds)
-        self.telemetry.hit(tier, lane, num_bytes, seconds)
+        with self._state.lock:
+            self._state.counters.bytes_by_transport[transport] += num_bytes
+            self._state.load_models[tier].observe(num_bytes, seconds)
+        self.telemetry.hit(tier, transport, num_bytes, seconds)
 
-    def note_late(self, tier: Tier) -> None:
+    def note_timed_out(self, tier: Tier) -> None:
         """A value that was opened is worth nothing: its lease was over before it had been read."""
-        with self._books.lock:
-            self._books.counters.hits[tier] -= 1
-            self._books.counters.misses[Miss.LATE] += 1
-        self.telemetry.miss(Miss.LATE)
+        with self._state.lock:
+            self._state.counters.hits[tier] -= 1
+            self._state.counters.misses[Miss.TIMED_OUT] += 1
+        self.telemetry.miss(Miss.TIMED_OUT)
 
     def note_put(
-        self, outcome: PutOutcome, ack: Ack, lane: str, num_bytes: int, seconds: float
+        self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
     ) -> None:
         """A put ended. seconds: from the call until it was acknowledged."""
-        with self._books.lock:
+        with self._state.lock:
             if outcome is PutOutcome.STORED:
-                self._books.counters.bytes_by_lane[lane] += num_bytes
-        self.telemetry.put(outcome, ack, lane, num_bytes, seconds)
+                self._state.counters.bytes_by_transport[transport] += num_bytes
+        self.telemetry.put(outcome, ack, transport, num_bytes, seconds)
 
     def stats(self) -> Stats:
         """How it stands, and what happened since the start."""
         histogram = self._scores()
         unwritten = self._mover.writer.backlog
-        with self._books.lock:
-            by_precision = self._books.catalog.bytes_by_precision
+        with self._state.lock:
+            by_precision = self._state.catalog.bytes_by_precision
             return Stats(
-                variants=len(self._books.catalog),
-                disk_bytes=self._books.disk.used_bytes,
-                disk_capacity_bytes=self._books.disk.capacity_bytes,
-                memory_bytes=self._books.memory.used_bytes,
-                memory_capacity_bytes=self._books.memory.capacity_bytes,
-                hits=dict(self._books.counters.hits),
-                misses_by_reason={f"{miss}": n for miss, n in self._books.counters.misses.items()},
-                corrupt=self._books.counters.corrupt,
-                puts=self._books.counters.puts,
-                evictions=dict(self._books.counters.evictions),
+                variants=len(self._state.catalog),
+                disk_bytes=self._state.disk.used_bytes,
+                disk_capacity_bytes=self._state.disk.capacity_bytes,
+                memory_bytes=self._state.memory.used_bytes,
+                memory_capacity_bytes=self._state.memory.capacity_bytes,
+                hits=dict(self._state.counters.hits),
+                misses_by_reason={f"{miss}": n for miss, n in self._state.counters.misses.items()},
+                corrupt=self._state.counters.corrupt,
+                puts=self._state.counters.puts,
+                evictions=dict(self._state.counters.evictions),
                 bytes_by_precision={f"{name}": size for name, size in by_precision.items()},
-                bytes_by_lane=dict(self._books.counters.bytes_by_lane),
-                leases=len(self._books.leases),
-                tombstones=len(self._books.tombstones),
+                bytes_by_transport=dict(self._state.counters.bytes_by_transport),
+                leases=len(self._state.leases),
+                tombstones=len(self._state.tombstones),
                 unwritten=unwritten,
                 score_histogram=histogram,
             )
 
     def _scores(self) -> tuple[int, ...]:
         """The histogram of scores; it takes long, so it may be SCORES_EVERY_S old."""
-        now = self._books.clock()
+        now = self._state.clock()
         until, histogram = self._histogram
         if now >= until:
             histogram = score_histogram(
@@ -548,61 +550,61 @@ class Store:
 
     # For who keeps it: precision, placement, replicas
 
-    def candidates(self, now: float) -> Iterator[Candidate]:
+    def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
         """Everything held and visible, as it is while this is read."""
-        with self._books.lock:
-            holdings = list(self._books.catalog)
-        for start in range(0, len(holdings), 256):
-            with self._books.lock:  # again and again, so that nobody waits long
+        with self._state.lock:
+            variants = list(self._state.catalog)
+        for start in range(0, len(variants), 256):
+            with self._state.lock:  # again and again, so that nobody waits long
                 held = [
-                    one for one in holdings[start : start + 256] if self._books.catalog.holds(one)
+                    one for one in variants[start : start + 256] if self._state.catalog.contains(one)
                 ]
-            for holding in held:
-                yield Candidate(
-                    key=holding.key,
-                    identity=holding.identity,
-                    info=holding.info,
-                    shape=holding.shape,
-                    parts=holding.parts,
-                    value_format=holding.value_format,
-                    tier=holding.tier,
-                    reads=holding.reads,
-                    score=holding.score(now),
-                    wanted_better=holding.wanted_better,
+            for variant in held:
+                yield ReEncodingCandidate(
+                    key=variant.key,
+                    identity=variant.identity,
+                    info=variant.info,
+                    shape=variant.shape,
+                    parts=variant.parts,
+                    value_format=variant.value_format,
+                    tier=variant.tier,
+                    reads=variant.reads,
+                    score=variant.score(now),
+                    wants_higher_precision=variant.wants_higher_precision,
                 )
 
     def read(self, key: VariantKey, identity: int) -> bytearray | None:
         """A copy of a value as held; None if that record is gone or corrupt. Counts as no use."""
-        with self._books.lock:
-            holding = self._books.catalog.get(key)
-        if holding is None or holding.identity != identity:
+        with self._state.lock:
+            variant = self._state.catalog.get(key)
+        if variant is None or variant.identity != identity:
             return None
-        return self._mover.copy_out(holding)
+        return self._mover.read_copy(variant)
 
     def export(self, key: VariantKey) -> tuple[NewVariant, Whole] | None:
         """A copy of a value and what a put of it needs; None if not held. Counts as no use."""
-        with self._books.lock:
-            holding = self._books.catalog.get(key)
-        value = None if holding is None else self._mover.copy_out(holding)
-        if holding is None or value is None:
+        with self._state.lock:
+            variant = self._state.catalog.get(key)
+        value = None if variant is None else self._mover.read_copy(variant)
+        if variant is None or value is None:
             return None
         new = NewVariant(
             key=key,
-            info=holding.info,
-            part_bytes=tuple([part.num_bytes for part in holding.parts]),
-            origin=replace(holding.origin, cost_s=0.0),
-            shape=holding.shape,
-            value_format=holding.value_format,
+            info=variant.info,
+            part_bytes=tuple([part.num_bytes for part in variant.parts]),
+            origin=replace(variant.origin, cost_s=0.0),
+            shape=variant.shape,
+            value_format=variant.value_format,
         )
-        checksums = [part.checksum for part in holding.parts]
-        return new, Whole(memoryview(value), checksums, holding.origin.cost_s)
+        checksums = [part.checksum for part in variant.parts]
+        return new, Whole(memoryview(value), checksums, variant.origin.cost_s)
 
     def swap(
         self,
         key: VariantKey,
         identity: int,
         precision: Precision,
-        parts: Sequence[Part],
+        parts: Sequence[ValuePart],
         views: Sequence[memoryview],
     ) -> bool:
         """Hold a value in another encoding, if that record is still held and nobody reads it.
@@ -613,23 +615,23 @@ class Store:
 
     def want_better(self, key: VariantKey, wanted: bool) -> None:
         """Say in lookups whether a variant deserves better than it is held with."""
-        with self._books.lock:
-            holding = self._books.catalog.get(key)
-            if holding is not None:
-                holding.wanted_better = wanted
+        with self._state.lock:
+            variant = self._state.catalog.get(key)
+            if variant is not None:
+                variant.wants_higher_precision = wanted
 
     def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
         """Other shards that hold a variant, for lookups to tell; forgotten when it goes."""
-        with self._books.lock:
-            if shards and self._books.catalog.get(key) is not None:
-                self._books.replicas[key] = shards
+        with self._state.lock:
+            if shards and self._state.catalog.get(key) is not None:
+                self._state.replicas[key] = shards
             else:
-                self._books.replicas.pop(key, None)
+                self._state.replicas.pop(key, None)
 
     def take_served(self) -> Mapping[VariantKey, int]:
         """Bytes served of each variant since the last call."""
-        with self._books.lock:
-            served, self._books.served = self._books.served, {}
+        with self._state.lock:
+            served, self._state.served = self._state.served, {}
             return served
 
     def flush(self) -> None:
@@ -637,34 +639,34 @@ class Store:
         self._mover.writer.flush()
 
     def check(self) -> None:
-        """Raise AssertionError if the books do not balance. For tests."""
-        with self._books.lock:
-            self._books.check()
+        """Raise AssertionError if the state do not balance. For tests."""
+        with self._state.lock:
+            self._state.check()
 
     # Within
 
     def _load(self) -> None:
         """Take up what the folder holds; nothing if it was away for longer than deletes live."""
-        now_ms, now = self._wall_ms(), self._books.clock()
-        away_ms = now_ms - self._records.last_alive_ms
-        if self._records.last_alive_ms and away_ms > AWAY_MS:
+        now_ms, now = self._wall_ms(), self._state.clock()
+        away_ms = now_ms - self._metadata.last_alive_ms
+        if self._metadata.last_alive_ms and away_ms > AWAY_MS:
             log.warning("starting empty: away for %.0f h, deletes may be missed", away_ms / 3.6e6)
-            self._records.clear()
+            self._metadata.clear()
         with contextlib.suppress(Unavailable):  # a full disk: it may still be read
-            self._records.note_alive(now_ms)
-        self._books.tombstones = Tombstones(
-            self._records.tombstones(),
-            last_sequence=self._records.delete_sequence,
+            self._metadata.note_alive(now_ms)
+        self._state.tombstones = Tombstones(
+            self._metadata.tombstones(),
+            last_sequence=self._metadata.delete_sequence,
             applied_ms=now_ms,
         )
-        for key, record in self._records.load(self.value_file.allocator):
-            copy = Copy(record.extents, record.info.num_bytes)
-            self._books.next_identity = max(self._books.next_identity, record.put_order + 1)
-            self._mover.found(key, copy)
-            if self._books.tombstones.covers(key, record.origin, record.delete_sequence):
-                self._books.give_up(key, copy)
+        for key, record in self._metadata.load(self.disk_tier.allocator):
+            copy = TierCopy(record.extents, record.info.num_bytes)
+            self._state.next_identity = max(self._state.next_identity, record.put_order + 1)
+            self._mover.note_recorded(key, copy)
+            if self._state.tombstones.covers(key, record.origin, record.delete_sequence):
+                self._state.drop_disk_copy(key, copy)
                 continue
-            holding = Holding(
+            variant = CatalogVariant(
                 key=key,
                 identity=record.put_order,
                 info=record.info,
@@ -676,87 +678,87 @@ class Store:
                 put_at=now,
                 disk=copy,
             )
-            self._books.catalog.add(holding)
-            self._books.disk.policy.add(key, holding.candidate, now)
-        self._mover.bury_soon()
+            self._state.catalog.add(variant)
+            self._state.disk.policy.add(key, variant.eviction_candidate, now)
+        self._mover.try_free_dropped_copies()
 
     def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> Lease | Miss:
-        holding = self._books.catalog.get(key)
-        if holding is None:
-            return self._books.why(key)
-        miss = refusal(holding, exact, domain)
+        variant = self._state.catalog.get(key)
+        if variant is None:
+            return self._state.miss_reason(key)
+        miss = refusal(variant, exact, domain)
         if miss is not None:
             return miss
-        tier, copy = self._books.best(holding)
-        return self._books.leases.grant(holding, tier, copy, now)
+        tier, copy = self._state.fastest_copy(variant)
+        return self._state.leases.grant(variant, tier, copy, now)
 
-    def _used(self, holding: Holding, tier: Tier, now: float) -> None:
+    def _used(self, variant: CatalogVariant, tier: Tier, now: float) -> None:
         """A value is read from a tier."""
-        key = holding.key
-        holding.note_read(now)
-        self._books.memory.policy.touch(key, now)
-        self._books.disk.policy.touch(key, now)
-        self._books.counters.hits[tier] += 1
-        if key in self._books.served or len(self._books.served) < SERVED_CAPACITY:
-            self._books.served[key] = self._books.served.get(key, 0) + holding.info.num_bytes
-        if holding.disk is None and holding.job is None and self._books.admitted(holding, now):
-            holding.job = self._mover.writer.submit(holding, urgent=False)
+        key = variant.key
+        variant.note_read(now)
+        self._state.memory.policy.touch(key, now)
+        self._state.disk.policy.touch(key, now)
+        self._state.counters.hits[tier] += 1
+        if key in self._state.served or len(self._state.served) < SERVED_CAPACITY:
+            self._state.served[key] = self._state.served.get(key, 0) + variant.info.num_bytes
+        if variant.disk is None and variant.job is None and self._state.should_write(variant, now):
+            variant.job = self._mover.writer.submit(variant, urgent=False)
 
-    def _check_arriving(self, num_bytes: int) -> None:
-        bound = self._books.memory.capacity_bytes * ARRIVING_SHARE
-        if self._books.arriving_bytes and self._books.arriving_bytes + num_bytes > bound:
+    def _reserve_incoming(self, num_bytes: int) -> None:
+        bound = self._state.memory.capacity_bytes * INCOMING_SHARE
+        if self._state.incoming_bytes and self._state.incoming_bytes + num_bytes > bound:
             raise Unavailable(
                 "cachestore", "too many values are arriving at once", retry_after_s=RETRY_AFTER_S
             )
 
-    def _written(self, holding: Holding) -> Job | None:
-        """The job to wait for until a holding is on disk, which is made urgent; None if it is."""
-        if holding.disk is not None:
+    def _written(self, variant: CatalogVariant) -> WriteJob | None:
+        """The job to wait for until a variant is on disk, which is made urgent; None if it is."""
+        if variant.disk is not None:
             return None
-        if holding.job is None:
-            holding.job = self._mover.writer.submit(holding, urgent=True)
+        if variant.job is None:
+            variant.job = self._mover.writer.submit(variant, urgent=True)
         else:
-            self._mover.writer.hurry(holding.job)
-        return holding.job
+            self._mover.writer.make_urgent(variant.job)
+        return variant.job
 
-    def _accept(self, arrival: Arrival, completion: Completion, ack: Ack) -> PutOutcome:
-        """Show an arrival, unless a delete or another put was faster."""
-        now, new = self._books.clock(), arrival.new
-        with self._books.lock:
-            self._books.arriving_bytes -= new.info.num_bytes
-            held = self._books.catalog.get(new.key)
-            deleted = self._books.tombstones.covers(new.key, new.origin, arrival.delete_sequence)
+    def _accept(self, incoming: IncomingPut, completion: PutCompletion, ack: Ack) -> PutOutcome:
+        """Show an incoming, unless a delete or another put was faster."""
+        now, new = self._state.clock(), incoming.new
+        with self._state.lock:
+            self._state.incoming_bytes -= new.info.num_bytes
+            held = self._state.catalog.get(new.key)
+            deleted = self._state.tombstones.covers(new.key, new.origin, incoming.delete_sequence)
             if deleted or (held is not None and not replaces(new.info, held)):
-                self._books.memory.let_go(arrival.copy)
-                self._books.room.notify_all()
-                return PutOutcome.DELETED if deleted else PutOutcome.HELD_ALREADY
-            holding = Holding(
+                self._state.memory.release(incoming.copy)
+                self._state.memory_freed.notify_all()
+                return PutOutcome.DELETED if deleted else PutOutcome.ALREADY_STORED
+            variant = CatalogVariant(
                 key=new.key,
-                identity=self._books.next_identity,
+                identity=self._state.next_identity,
                 info=new.info,
-                parts=tuple(map(Part, new.part_bytes, completion.checksums)),
+                parts=tuple(map(ValuePart, new.part_bytes, completion.checksums)),
                 origin=replace(new.origin, cost_s=completion.cost_s),
                 shape=new.shape,
                 value_format=new.value_format,
-                delete_sequence=self._books.tombstones.last_sequence,
+                delete_sequence=self._state.tombstones.last_sequence,
                 put_at=now,
-                memory=arrival.copy,
+                memory=incoming.copy,
             )
-            self._books.next_identity += 1
+            self._state.next_identity += 1
             if held is not None:
-                self.board.count_withdrawal()
-                holding.continues(held)
-            self._books.install(holding, held, now)
-            self._books.counters.puts += 1
+                self.status_page.count_withdrawal()
+                variant.inherit_use(held)
+            self._state.install(variant, held, now)
+            self._state.counters.puts += 1
             # What a restart would find of a replaced value is to give way to the new one.
-            if ack is Ack.DURABLE or holding.superseded is not None:
-                self._written(holding)
-            elif self._books.needed_on_disk(new.key) or self._books.admitted(holding, now):
-                holding.job = self._mover.writer.submit(holding, urgent=False)
-            parent = self._books.catalog.get(new.origin.parent) if new.origin.parent else None
+            if ack is Ack.DURABLE or variant.superseded is not None:
+                self._written(variant)
+            elif self._state.needed_on_disk(new.key) or self._state.should_write(variant, now):
+                variant.job = self._mover.writer.submit(variant, urgent=False)
+            parent = self._state.catalog.get(new.origin.parent) if new.origin.parent else None
             if self._leaves_only and parent is not None and parent.memory is None:
-                self._mover.promotions.submit(parent, now=False)
-            if self._books.memory.excess_pages():
+                self._mover.promoter.submit(parent, now=False)
+            if self._state.memory.excess_pages():
                 self._sweeper.wake()
         return PutOutcome.STORED
 
@@ -767,7 +769,7 @@ class Store:
                 f"is {info.num_bytes}",
                 f"send at most {self.max_value_bytes} bytes, or raise RAGCACHE_MEMORY_BYTES",
             )
-        if ack is Ack.DURABLE and info.num_bytes > self._books.disk.capacity_bytes:
+        if ack is Ack.DURABLE and info.num_bytes > self._state.disk.capacity_bytes:
             raise TooLarge(
                 "header.info.num_bytes",
                 f"{info.num_bytes} is more than the whole disk tier holds",
@@ -776,37 +778,37 @@ class Store:
 
     def sweep(self) -> None:
         """End what is over, and evict down to the low watermarks. Raises Unavailable."""
-        self.board.beat()
-        with self._books.lock:
-            self._books.expire()
-            if excess := self._books.memory.excess_pages():
-                self._books.evict_from_memory(excess)
-            self._books.room.notify_all()
+        self.status_page.beat()
+        with self._state.lock:
+            self._state.expire()
+            if excess := self._state.memory.excess_pages():
+                self._state.evict_from_memory(excess)
+            self._state.memory_freed.notify_all()
         # First: a disk that refuses this frees nothing, however much is given up.
-        self._mover.bury()
-        with self._books.lock:
-            if excess := self._books.disk_pages_to_evict():
-                self._books.evict_from_disk(excess)
-        self._mover.bury()
+        self._mover.free_dropped_copies()
+        with self._state.lock:
+            if excess := self._state.disk_pages_to_evict():
+                self._state.evict_from_disk(excess)
+        self._mover.free_dropped_copies()
 
     def _note_alive(self) -> None:
-        self.value_file.punch_free(self._books.lock)
-        self._records.note_alive(self._wall_ms())
+        self.disk_tier.punch_free(self._state.lock)
+        self._metadata.note_alive(self._wall_ms())
 
     def forget_tombstones(self) -> None:
         """Forget deletes that are too old to matter. Raises Unavailable."""
         before_ms = self._wall_ms() - LIFETIME_MS
         with self._delete_lock:
             # What they covered must be gone for good before they are.
-            self._mover.bury()
-            self._records.sync()
-            self._records.drop_tombstones(before_ms)
-            with self._books.lock:
-                self._books.tombstones.forget(before_ms)
+            self._mover.free_dropped_copies()
+            self._metadata.sync()
+            self._metadata.drop_tombstones(before_ms)
+            with self._state.lock:
+                self._state.tombstones.forget(before_ms)
 
-    def _levels(self) -> Levels:
+    def _levels(self) -> StoreLevels:
         stats = self.stats()
-        return Levels(
+        return StoreLevels(
             variants=stats.variants,
             memory_bytes=stats.memory_bytes,
             memory_capacity_bytes=stats.memory_capacity_bytes,

@@ -26,7 +26,7 @@ from bench.support.stored_values import corrupt
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
-from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
+from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from tests.helpers.cachestore_parts import whole
 
@@ -111,9 +111,9 @@ class Life:
         self.failures: list[BaseException] = []
         self.demotions = 0
         self._operations = 0
-        lanes = ["shared", "socket", "grpc"]
-        rng.shuffle(lanes)
-        self._lanes = lanes
+        transports = ["shared", "socket", "grpc"]
+        rng.shuffle(transports)
+        self._lanes = transports
         self._log_path = folder.with_suffix(".log")
         self._log = self._log_path.open("ab")
         self.process = subprocess.Popen(
@@ -128,18 +128,18 @@ class Life:
             stdout=self._log,
             stderr=self._log,
         )
-        self.client = StoreClient(self._address, lanes)
+        self.client = StoreClient(self._address, transports)
 
     def wait_until_ready(self) -> None:
         """Until it answers."""
-        give_up = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             assert self.process.poll() is None, self._log_path.read_text()[-3000:]
             try:
                 with socket.create_connection(("127.0.0.1", int(self._address[10:])), 1.0):
                     break
             except OSError:
-                assert time.monotonic() < give_up, "the store does not come up"
+                assert time.monotonic() < deadline, "the store does not come up"
                 time.sleep(0.01)
         self.client.connect(START_TIMEOUT_S)
 
@@ -163,9 +163,9 @@ class Life:
 
     def wait_for(self, operations: int) -> None:
         """Until so many puts and deletes were acknowledged, however slow this machine is."""
-        give_up = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while self._operations < operations:
-            assert time.monotonic() < give_up, "the store does not get on"
+            assert time.monotonic() < deadline, "the store does not get on"
             time.sleep(0.001)
 
     def _until_it_dies(self, job: Callable[[random.Random], None], rng: random.Random) -> None:
@@ -229,7 +229,7 @@ class Life:
 
     def _put_again(self, number: int) -> None:
         """Compute anew what was deleted, having seen the delete."""
-        as_of = self.client.lookup([Want.of(key(number))], TIMEOUT_S).as_of
+        as_of = self.client.lookup([LookupKey.of(key(number))], TIMEOUT_S).as_of
         raw = value(number)
         with self._ledger.lock:
             if number >= self._ledger.next_number:
@@ -239,7 +239,7 @@ class Life:
         new = new_variant(number, raw, as_of)
         outcome = self.client.put(new, whole(new, raw), TIMEOUT_S, Ack.DURABLE)
         with self._ledger.lock:
-            if outcome in {PutOutcome.STORED, PutOutcome.HELD_ALREADY}:
+            if outcome in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}:
                 self._ledger.durable.add(number)
                 self._ledger.touched.discard(number)
 
@@ -271,7 +271,7 @@ def verify(client: StoreClient, ledger: Ledger, rng: random.Random, everything: 
     held = set()
     for start in range(0, len(numbers), 1000):
         batch = numbers[start : start + 1000]
-        answer = client.lookup([Want.of(key(number)) for number in batch], TIMEOUT_S)
+        answer = client.lookup([LookupKey.of(key(number)) for number in batch], TIMEOUT_S)
         held |= {n for n, one in zip(batch, answer.variants, strict=True) if one.held}
     promised = ledger.must_be_there()
     assert not set(promised) - held, "acknowledged as durable, and lost"
@@ -332,7 +332,7 @@ def test_kills_at_any_instant_lose_and_revive_nothing(tmp_path: Path) -> None:
             assert raw is None, f"{number} was damaged on disk and is served"
         assert life.client.stats().corrupt >= len(torn)
         # They are dropped, not only refused.
-        again = life.client.lookup([Want.of(key(number)) for number in torn], TIMEOUT_S)
+        again = life.client.lookup([LookupKey.of(key(number)) for number in torn], TIMEOUT_S)
         assert not any(one.held for one in again.variants)
         ledger.touched |= set(torn)
         verify(life.client, ledger, rng, everything=True)

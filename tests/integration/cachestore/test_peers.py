@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from bench.support.processes import free_port
-from ragcache_cachestore.cluster.catch_up import Rejoin
-from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replication
+from ragcache_cachestore.cluster.catch_up import CatchUp
+from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replicator
 from ragcache_cachestore.state.tombstones import AWAY_MS
-from ragcache_core.cluster.replication import Thresholds
-from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.cluster.replication import ReplicationThresholds
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
-from ragcache_core.store_api import Deletion, PutOutcome, Want
+from ragcache_core.store_api import Deletion, LookupKey, PutOutcome
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import MIB, TIMEOUT_S, Served, get, key, put, serving, value
 
@@ -33,9 +33,9 @@ def deletion(made_at_ms: int | None = None) -> Deletion:
 
 
 def eventually(claim: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -48,9 +48,9 @@ def shards(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
 @contextmanager
 def rejoining(
     shard: Served, *peers: str, every_s: float = 60.0, first_s: float = TIMEOUT_S
-) -> Iterator[Rejoin]:
+) -> Iterator[CatchUp]:
     members = FixedMembers((shard.address, *peers))
-    rejoin = Rejoin(shard.store, members, shard.address, pull_every_s=every_s, first_pull_s=first_s)
+    rejoin = CatchUp(shard.store, members, shard.address, pull_every_s=every_s, first_pull_s=first_s)
     try:
         rejoin.start()
         yield rejoin
@@ -114,7 +114,7 @@ def test_shards_that_start_together_hear_each_other(
     port = free_port()
     members = FixedMembers((one.address, f"127.0.0.1:{port}"))
     said: list[str] = []
-    rejoin = Rejoin(one.store, members, one.address, progress=said.append)
+    rejoin = CatchUp(one.store, members, one.address, progress=said.append)
     starting = threading.Thread(target=rejoin.start)
     starting.start()
     eventually(lambda: len(said) >= 2)
@@ -143,7 +143,7 @@ def test_what_cannot_be_applied_keeps_it_from_serving(
         return apply(batch)
 
     monkeypatch.setattr(one.store, "delete_many", delete_many)
-    rejoin = Rejoin(
+    rejoin = CatchUp(
         one.store, FixedMembers((one.address, other.address)), one.address, first_pull_s=0.0
     )
     starting = threading.Thread(target=rejoin.start)
@@ -163,7 +163,7 @@ def test_a_peer_that_was_silent_for_a_day_costs_everything(
     put(one.store, KEY, RAW)
     now_ms = [time.time_ns() // 1_000_000]
     members = FixedMembers((one.address, f"127.0.0.1:{free_port()}"))
-    rejoin = Rejoin(
+    rejoin = CatchUp(
         one.store,
         members,
         one.address,
@@ -183,7 +183,7 @@ def test_a_peer_that_was_silent_for_a_day_costs_everything(
 def test_an_only_shard_asks_nobody(shards: tuple[Served, Served]) -> None:
     told: list[str] = []
     before = set(threading.enumerate())
-    rejoin = Rejoin(shards[0].store, None, shards[0].address, progress=told.append)
+    rejoin = CatchUp(shards[0].store, None, shards[0].address, progress=told.append)
     rejoin.start()
     # It neither asks now nor goes on in the background.
     assert told == []
@@ -196,12 +196,12 @@ class Pair:
 
     def __init__(self, shards: tuple[Served, Served]) -> None:
         names = tuple(shard.address for shard in shards)
-        owner = Rendezvous(names).owners([KEY.chunk])[0]
+        owner = RendezvousHash(names).owners([KEY.chunk])[0]
         self.owner, self.second = shards if owner == names[0] else shards[::-1]
         self.now = 1000.0
-        thresholds = Thresholds(copy_share=0.5, drop_share=0.1, least_bytes_per_s=1000.0)
+        thresholds = ReplicationThresholds(copy_share=0.5, drop_share=0.1, least_bytes_per_s=1000.0)
         self.of_owner, self.of_second = (
-            Replication(
+            Replicator(
                 shard.store,
                 FixedMembers(names),
                 shard.address,
@@ -221,7 +221,7 @@ def pair(shards: tuple[Served, Served]) -> Pair:
 
 def replicas(pair: Pair) -> tuple[str, ...]:
     """What a lookup at the owner tells."""
-    (found,) = pair.owner.client.lookup([Want.of(KEY)]).variants
+    (found,) = pair.owner.client.lookup([LookupKey.of(KEY)]).variants
     return found.held[0].replicas if found.held else ()
 
 
@@ -269,17 +269,17 @@ def test_a_shard_that_cannot_take_a_copy_ends_nothing(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
-        lonely = Replication(
+        lonely = Replicator(
             pair.owner.store,
             FixedMembers((pair.owner.address, "127.0.0.1:9")),
             pair.owner.address,
-            Thresholds(0.5, 0.1, 1000.0),
+            ReplicationThresholds(0.5, 0.1, 1000.0),
             look_every_s=0.01,
         )
         wanted = next(
             key(n << 96)
             for n in range(1, 99)
-            if Rendezvous((pair.owner.address, "127.0.0.1:9")).owners([key(n << 96).chunk])
+            if RendezvousHash((pair.owner.address, "127.0.0.1:9")).owners([key(n << 96).chunk])
             == [pair.owner.address]
         )
         assert put(pair.owner.store, wanted, RAW) is PutOutcome.STORED

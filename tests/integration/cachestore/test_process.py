@@ -48,14 +48,14 @@ def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], 
     process = subprocess.Popen(command(), env=environment(folder, port))
     client = StoreClient(f"127.0.0.1:{port}")
     try:
-        give_up = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 client.stats()
                 break
             except Unavailable:
                 assert process.poll() is None
-                assert time.monotonic() < give_up
+                assert time.monotonic() < deadline
                 time.sleep(0.02)
         yield process, client
     finally:
@@ -133,7 +133,7 @@ def test_a_stop_is_clean_and_keeps_what_was_accepted(tmp_path: Path, port: int) 
     with running(tmp_path, port) as (process, client):
         for number in range(20):
             put_value(client, key(number), value(100_000, number))
-        assert client.lane == "shared"
+        assert client.transport == "shared"
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
     with running(tmp_path, port) as (_, client):
@@ -146,10 +146,10 @@ def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
     env = environment(tmp_path, port) | {"RAGCACHE_HEALTH_LISTEN": health}
     process = subprocess.Popen(command(), env=env)
     try:
-        give_up = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while (status := status_of(f"http://{health}/readyz")) != 200:
             assert status in {None, 503}
-            assert time.monotonic() < give_up
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         assert status_of(f"http://{health}/healthz") == 200
         taken = environment(tmp_path / "b", 0) | {"RAGCACHE_HEALTH_LISTEN": health}
@@ -188,7 +188,7 @@ def test_a_second_process_on_the_folder_is_refused(tmp_path: Path, port: int) ->
 def test_a_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
     with running(tmp_path / "a", port):
         taken = environment(tmp_path / "b", port)
-        # Its lane is the other's, too, and is not taken from it.
+        # Its transport is the other's, too, and is not taken from it.
         assert "RAGCACHE_DATA_SOCKET" in started_in_vain(taken)
         taken |= {"RAGCACHE_DATA_SOCKET": str(tmp_path / "b.sock")}
         assert f"RAGCACHE_LISTEN: 127.0.0.1:{port}" in started_in_vain(taken)

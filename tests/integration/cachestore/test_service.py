@@ -24,13 +24,12 @@ from ragcache_core.store_api import (
     MAX_KEYS,
     MAX_NAME_CHARS,
     MAX_PARTS,
-    MAX_PIN_S,
     MAX_TOKENS,
     Ack,
     Deletion,
     EventKind,
+    LookupKey,
     PutOutcome,
-    Want,
 )
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.conversions import to_key, to_put_header
@@ -51,7 +50,7 @@ from tests.helpers.cachestore_parts import (
     variant,
 )
 
-LANES = (("grpc",), ("socket",), ("shared",))
+TRANSPORTS = (("grpc",), ("socket",), ("shared",))
 
 
 @pytest.fixture
@@ -70,9 +69,9 @@ def header(raw: bytes, number: int = 1, **changes: Any) -> pb.PutPart:
 
 def eventually(claim: Callable[[], bool]) -> None:
     """Wait until claim holds."""
-    give_up = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -90,16 +89,16 @@ def put_refusal(served: Served, *parts: pb.PutPart) -> InvalidInput:
     return refusal(lambda: served.stub.Put(iter(parts), timeout=TIMEOUT_S))
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_bytes", [1, 1000, MIB, 5 * MIB + 17])
 def test_a_value_goes_in_and_comes_out(
-    tmp_path: Path, lane: tuple[str, ...], num_bytes: int
+    tmp_path: Path, transport: tuple[str, ...], num_bytes: int
 ) -> None:
-    with serving(tmp_path, lanes=lane[:1] if lane != ("grpc",) else ()) as served:
+    with serving(tmp_path, transports=transport[:1] if transport != ("grpc",) else ()) as served:
         raw = value(num_bytes)
         assert put_value(served.client, key(1), raw, num_parts=3) is PutOutcome.STORED
-        assert put_value(served.client, key(1), raw) is PutOutcome.HELD_ALREADY
-        assert served.client.lane == lane[0]
+        assert put_value(served.client, key(1), raw) is PutOutcome.ALREADY_STORED
+        assert served.client.transport == transport[0]
         ((asked, found),) = served.client.get([key(1)], TIMEOUT_S)
         assert asked == key(1)
         assert not isinstance(found, Miss)
@@ -110,7 +109,7 @@ def test_a_value_goes_in_and_comes_out(
             1,
             Tier.MEMORY,
         )
-        eventually(lambda: served.store.stats().bytes_by_lane.get(lane[0]) == 2 * num_bytes)
+        eventually(lambda: served.store.stats().bytes_by_transport.get(transport[0]) == 2 * num_bytes)
 
 
 def test_many_values_come_in_the_order_asked_with_misses_between(served: Served) -> None:
@@ -127,7 +126,9 @@ def test_many_values_come_in_the_order_asked_with_misses_between(served: Served)
 
 def test_a_lookup_tells_what_is_stored_and_where(served: Served) -> None:
     put_value(served.client, key(1), value(10), origin=Origin(prefix_chunks=(key(7).chunk,)))
-    answer = served.client.lookup([Want.of(key(0)), Want.of(key(1)), Want(key(1).chunk)])
+    answer = served.client.lookup(
+        [LookupKey.of(key(0)), LookupKey.of(key(1)), LookupKey(key(1).chunk)]
+    )
     missing, one, every = answer.variants
     assert (missing.held, missing.miss) == ((), Miss.NEVER_STORED)
     assert (one.held[0].info, one.held[0].tier) == (info(10), Tier.MEMORY)
@@ -138,7 +139,7 @@ def test_a_lookup_tells_what_is_stored_and_where(served: Served) -> None:
 def test_as_many_keys_as_allowed_are_answered(served: Served) -> None:
     put_value(served.client, key(MAX_KEYS - 1), b"x")
     keys = [key(number) for number in range(MAX_KEYS)]
-    answers = served.client.lookup([Want.of(one) for one in keys], TIMEOUT_S).variants
+    answers = served.client.lookup([LookupKey.of(one) for one in keys], TIMEOUT_S).variants
     assert [bool(answer.held) for answer in answers] == [False] * (MAX_KEYS - 1) + [True]
     found = [one for one, got in served.client.get(keys, TIMEOUT_S) if not isinstance(got, Miss)]
     assert found == [key(MAX_KEYS - 1)]
@@ -146,8 +147,8 @@ def test_as_many_keys_as_allowed_are_answered(served: Served) -> None:
 
 def test_more_keys_are_refused(served: Served) -> None:
     keys = [key(number) for number in range(MAX_KEYS + 1)]
-    with pytest.raises(TooLarge, match="wants"):
-        served.client.lookup([Want.of(one) for one in keys], TIMEOUT_S)
+    with pytest.raises(TooLarge, match="keys"):
+        served.client.lookup([LookupKey.of(one) for one in keys], TIMEOUT_S)
     with pytest.raises(TooLarge, match="keys"):
         list(served.client.get(keys, TIMEOUT_S))
     with pytest.raises(TooLarge, match="keys"):
@@ -181,13 +182,13 @@ def test_pins_and_prefetches_are_counted(served: Served) -> None:
 
 
 def test_who_it_is_is_said_first(tmp_path: Path) -> None:
-    with serving(tmp_path, lanes=("shared", "socket")) as served:
+    with serving(tmp_path, transports=("shared", "socket")) as served:
         reply = served.stub.Hello(pb.HelloRequest(), timeout=TIMEOUT_S)
         assert reply.boot == served.store.boot
         assert reply.store == served.store.store_id
         assert reply.max_value_bytes == served.store.max_value_bytes
-        assert reply.lane_port > 0
-        assert os.path.exists(reply.lane_socket)
+        assert reply.data_port > 0
+        assert os.path.exists(reply.data_socket)
 
 
 def test_only_one_shard_has_no_replicas_to_change(served: Served) -> None:
@@ -243,10 +244,10 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
         (lease,) = opened = served.store.open([key(1)])
         served.store.note_opened(opened)
         assert isinstance(lease, Lease)
-        wants = [Want.of(key(1))]
+        wants = [LookupKey.of(key(1))]
         eventually(lambda: served.store.lookup(wants).variants[0].held[0].tier is Tier.MEMORY)
         served.store.release([lease.id])
-        os.pwrite(served.store.value_file.fd, b"rot", lease.extents[0].offset + 2 * MIB)
+        os.pwrite(served.store.disk_tier.fd, b"rot", lease.extents[0].offset + 2 * MIB)
     with serving(tmp_path, memory_bytes=3 * MIB) as served:
         put_value(served.client, key(3), value(3 * MIB))
         served.store.flush()
@@ -351,7 +352,7 @@ def test_before_it_is_open_it_says_and_hears_what_was_deleted_and_nothing_else(
     put_value(served.client, key(1), value(10))
     served.service._gated = True
     with pytest.raises(Unavailable, match="asking the other shards"):
-        served.client.lookup([Want.of(key(1))])
+        served.client.lookup([LookupKey.of(key(1))])
     with pytest.raises(Unavailable, match="asking the other shards"):
         get_value(served.client, key(1))
     with pytest.raises(Unavailable, match="asking the other shards"):
@@ -360,7 +361,7 @@ def test_before_it_is_open_it_says_and_hears_what_was_deleted_and_nothing_else(
     assert served.client.delete(Deletion(os.urandom(16), (key(1).chunk,))) == 1
     assert len(list(served.client.tombstones(0))) == 1
     served.service.open()
-    assert served.client.lookup([Want.of(key(1))]).variants[0].miss is Miss.DELETED
+    assert served.client.lookup([LookupKey.of(key(1))]).variants[0].miss is Miss.DELETED
 
 
 def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:
@@ -445,8 +446,8 @@ def test_messages_out_of_order_are_refused(served: Served) -> None:
 def test_names_of_another_length_are_refused(served: Served) -> None:
     bad = pb.VariantKey(chunk=b"short", prefix=bytes(16))
     call = served.stub.Lookup
-    want = pb.Want(chunk=b"short")
-    assert refusal(lambda: call(pb.LookupRequest(wants=[want]))).field == "wants[0].chunk"
+    short = pb.LookupKey(chunk=b"short")
+    assert refusal(lambda: call(pb.LookupRequest(keys=[short]))).field == "keys[0].chunk"
     assert refusal(lambda: served.stub.Pin(pb.PinRequest(keys=[bad]))).field == "keys[0].chunk"
     deletion = pb.Deletion(id=b"short", chunks=[bytes(16)])
     assert (
@@ -460,12 +461,6 @@ def test_names_of_another_length_are_refused(served: Served) -> None:
     )
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, MAX_PIN_S + 1, float("nan")])
-def test_pins_of_another_length_are_refused(served: Served, seconds: float) -> None:
-    request = pb.PinRequest(keys=[to_key(key(1))], seconds=seconds)
-    assert refusal(lambda: served.stub.Pin(request)).field == "seconds"
-
-
 def test_calls_that_carry_values_need_a_deadline(served: Served) -> None:
     with pytest.raises(grpc.RpcError, match="deadline"):
         served.stub.Put(iter([header(b"abc")]))
@@ -476,7 +471,7 @@ def test_calls_that_carry_values_need_a_deadline(served: Served) -> None:
 def test_puts_of_one_value_at_once_are_one(served: Served) -> None:
     raw = value(2 * MIB)
     outcomes: list[PutOutcome] = []
-    client = StoreClient(served.address, lanes=("grpc",))
+    client = StoreClient(served.address, transports=("grpc",))
     threads = [
         threading.Thread(target=lambda: outcomes.append(put_value(client, key(1), raw)))
         for _ in range(6)
@@ -486,7 +481,7 @@ def test_puts_of_one_value_at_once_are_one(served: Served) -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
     client.close()
-    assert sorted(outcomes) == [PutOutcome.HELD_ALREADY] * 5 + [PutOutcome.STORED]
+    assert sorted(outcomes) == [PutOutcome.ALREADY_STORED] * 5 + [PutOutcome.STORED]
     eventually(lambda: served.store.stats().memory_bytes == len(raw))
     assert checksum(get_value(served.client, key(1)) or b"") == checksum(raw)
 

@@ -27,9 +27,9 @@ NUM_BYTES = 100_000
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -47,7 +47,7 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
     with collector() as receiver:
         environment = {
             "RAGCACHE_LISTEN": f"127.0.0.1:{port}",
-            "RAGCACHE_DATA_SOCKET": str(tmp_path / "lane.sock"),
+            "RAGCACHE_DATA_SOCKET": str(tmp_path / "transport.sock"),
             "RAGCACHE_DATA_DIR": str(tmp_path / "data"),
             "RAGCACHE_MEMORY_BYTES": str(16 << 20),
             "RAGCACHE_DISK_BYTES": str(64 << 20),
@@ -67,9 +67,9 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
             values = [answer for _, answer in client.get(asked, TIMEOUT_S)]
             assert len(values) == 4
             del values
-            assert client.lane == "shared"
+            assert client.transport == "shared"
             # A client tells in its own time that it has read what it asked for.
-            wait_until(lambda: client.stats().bytes_by_lane.get("shared") == 5 * NUM_BYTES)
+            wait_until(lambda: client.stats().bytes_by_transport.get("shared") == 5 * NUM_BYTES)
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = cachestore_pb2_grpc.CacheStoreStub(channel)
                 stub.Lookup(pb.LookupRequest(), metadata=TRACED, timeout=TIMEOUT_S)
@@ -83,10 +83,10 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
     def figure(name: str, **attributes: str) -> float:
         return figures[f"ragcache.store.{name}", frozenset(attributes.items())]
 
-    assert figure("puts", outcome="stored", ack="durable", lane="shared") == 2
-    assert figure("write.size", outcome="stored", lane="shared") == 2 * NUM_BYTES
-    assert figure("hits", tier="memory", lane="shared") == 3
-    assert figure("read.size", tier="memory", lane="shared") == 3 * NUM_BYTES
+    assert figure("puts", outcome="stored", ack="durable", transport="shared") == 2
+    assert figure("write.size", outcome="stored", transport="shared") == 2 * NUM_BYTES
+    assert figure("hits", tier="memory", transport="shared") == 3
+    assert figure("read.size", tier="memory", transport="shared") == 3 * NUM_BYTES
     assert figure("misses", reason="never_stored") == 1
     assert figure("deletions") == 1
     assert figure("used", tier="disk") == NUM_BYTES

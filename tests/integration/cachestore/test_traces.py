@@ -1,4 +1,4 @@
-"""A trace goes on in the store: the spans of calls over every lane lie below their callers'."""
+"""A trace goes on in the store: the spans of calls over every transport lie below their callers'."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ragcache_cachestore.telemetry.exporter import ExportingTelemetry
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValueShape
-from ragcache_core.store_api import Deletion, Want
+from ragcache_core.store_api import Deletion, LookupKey
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -49,19 +49,19 @@ from tests.helpers.cachestore_parts import (
 )
 
 NUM_BYTES = 100_000
-LANES = ("shared", "socket", "grpc")
+TRANSPORTS = ("shared", "socket", "grpc")
 
 
 class Traced:
     """A store that is traced. spans: what it has ended."""
 
-    def __init__(self, folder: Path, lanes: Sequence[str]) -> None:
+    def __init__(self, folder: Path, transports: Sequence[str]) -> None:
         self.exporter = InMemorySpanExporter()
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
         tracer = ExportingTracer(tracers, "test", tells_errors=True)
         self._telemetry = ExportingTelemetry(MeterProvider(shutdown_on_exit=False), tracer)
-        self._serving = serving(folder, lanes=lanes, telemetry=self._telemetry)
+        self._serving = serving(folder, transports=transports, telemetry=self._telemetry)
         self.served: Served
 
     def __enter__(self) -> Traced:
@@ -79,11 +79,11 @@ class Traced:
     def spans(self, count: int) -> list[ReadableSpan]:
         """All there are, which are so many when what they are about has ended, as they began.
 
-        A lane's call ends here a moment after its caller goes on.
+        A transport's call ends here a moment after its caller goes on.
         """
-        give_up = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while len(found := self.exporter.get_finished_spans()) < count:
-            assert time.monotonic() < give_up, [span.name for span in found]
+            assert time.monotonic() < deadline, [span.name for span in found]
             time.sleep(0.005)
         assert len(found) == count
         self.exporter.clear()
@@ -95,12 +95,12 @@ class Traced:
         return span
 
 
-@pytest.fixture(params=LANES)
+@pytest.fixture(params=TRANSPORTS)
 def traced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Traced]:
-    lanes = [] if request.param == "grpc" else [request.param]
-    with Traced(tmp_path, lanes) as traced:
+    transports = [] if request.param == "grpc" else [request.param]
+    with Traced(tmp_path, transports) as traced:
         traced.client.connect(TIMEOUT_S)
-        assert traced.client.lane == request.param
+        assert traced.client.transport == request.param
         yield traced
 
 
@@ -121,7 +121,7 @@ def about(span: ReadableSpan) -> dict[str, Any]:
 
 
 def test_a_get_is_traced_with_what_it_gave(traced: Traced) -> None:
-    lane = traced.client.lane
+    transport = traced.client.transport
     for number in (1, 2):
         put_value(traced.client, key(number), value(NUM_BYTES))
     traced.client.delete(Deletion(id=b"d" * 16, variants=(key(2),)))
@@ -133,7 +133,7 @@ def test_a_get_is_traced_with_what_it_gave(traced: Traced) -> None:
     assert_below(span, 5)
     assert span.name == "Get"
     assert about(span) == {
-        "lane": lane,
+        "transport": transport,
         "keys": 3,
         "bytes": NUM_BYTES,
         "hits.memory": 1,
@@ -153,17 +153,17 @@ def test_layers_are_traced(traced: Traced) -> None:
 
 
 def test_a_put_is_traced_with_what_became_of_it(traced: Traced) -> None:
-    lane, raw = traced.client.lane, value(NUM_BYTES)
+    transport, raw = traced.client.transport, value(NUM_BYTES)
     new = variant(key(1), raw)
     with caller(6):
         for _ in range(2):
             traced.client.put(new, whole(new, raw), TIMEOUT_S)
     spans = traced.spans(2)
-    for span, outcome in zip(spans, ("stored", "held_already"), strict=True):
+    for span, outcome in zip(spans, ("stored", "already_stored"), strict=True):
         assert_below(span, 6)
         assert span.name == "Put"
         assert about(span) == {
-            "lane": lane,
+            "transport": transport,
             "bytes": NUM_BYTES,
             "ack": "accepted",
             "outcome": outcome,
@@ -186,14 +186,12 @@ def test_control_calls_are_traced(traced: Traced) -> None:
     put_value(traced.client, key(1), value(NUM_BYTES))
     client = traced.client
     with caller(9):
-        client.lookup([Want(key(1).chunk)])
+        client.lookup([LookupKey(key(1).chunk)])
         client.prefetch([key(1)])
-        client.pin([key(1)], 1.0)
-        client.unpin([key(1)])
         client.delete(Deletion(id=b"d" * 16, variants=(key(1),)))
         client.stats()
-    spans = traced.spans(5)
-    assert [span.name for span in spans] == ["Lookup", "Prefetch", "Pin", "Unpin", "Delete"]
+    spans = traced.spans(3)
+    assert [span.name for span in spans] == ["Lookup", "Prefetch", "Delete"]
     for span in spans:
         assert_below(span, 9)
 
@@ -224,18 +222,18 @@ def test_what_is_read_again_without_asking_makes_no_span(tmp_path: Path) -> None
 def test_a_get_from_disk_says_so(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         put_value(served.client, key(1), value(NUM_BYTES))
-    for lane in LANES:
-        with Traced(tmp_path, [] if lane == "grpc" else [lane]) as traced:
+    for transport in TRANSPORTS:
+        with Traced(tmp_path, [] if transport == "grpc" else [transport]) as traced:
             with caller():
                 [(_, found)] = traced.client.get([key(1)], TIMEOUT_S)
             assert not isinstance(found, Miss)
             assert found.tier is Tier.DISK
-            assert about(traced.span()).items() >= {("lane", lane), ("hits.disk", 1)}
+            assert about(traced.span()).items() >= {("transport", transport), ("hits.disk", 1)}
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
-def test_what_is_asked_for_later_belongs_to_the_first_caller(tmp_path: Path, lane: str) -> None:
-    with Traced(tmp_path, [lane]) as traced:
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_what_is_asked_for_later_belongs_to_the_first_caller(tmp_path: Path, transport: str) -> None:
+    with Traced(tmp_path, [transport]) as traced:
         keys = [key(number) for number in range(KEYS_PER_CALL + 1)]
         with caller(8):
             values = traced.client.get(keys, TIMEOUT_S)
@@ -262,12 +260,12 @@ def test_a_reader_that_stops_is_no_failure(tmp_path: Path) -> None:
 async def test_async_callers_are_traced(traced: Traced) -> None:
     raw = value(NUM_BYTES)
     new = variant(key(1), raw)
-    lanes = (traced.client.lane,)
-    client = AsyncStoreClient(traced.served.address, lanes)
+    transports = (traced.client.transport,)
+    client = AsyncStoreClient(traced.served.address, transports)
     with caller(4):
         await client.put(new, whole(new, raw), TIMEOUT_S)
         await client.get([key(1)], TIMEOUT_S)
-        await client.lookup([Want(key(1).chunk)])
+        await client.lookup([LookupKey(key(1).chunk)])
         await client.delete(Deletion(id=b"d" * 16, variants=(key(1),)))
     await client.close()
     spans = await asyncio.to_thread(traced.spans, 4)
@@ -283,7 +281,7 @@ def test_shards_that_are_asked_at_once_are_all_traced(tmp_path: Path) -> None:
         shards = ShardedStore(FixedMembers((one.served.address, other.served.address)))
         keys = [VariantKey(value(16, number), bytes(16)) for number in range(64)]
         with caller(2):
-            shards.lookup([Want(one.chunk) for one in keys])
+            shards.lookup([LookupKey(one.chunk) for one in keys])
             assert len(list(shards.get(keys, TIMEOUT_S))) == len(keys)
         shards.close()
         for traced in (one, other):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
-from ragcache_core.store_api import Deletion, EventKind, PutOutcome, Want
+from ragcache_core.store_api import Deletion, EventKind, LookupKey, PutOutcome
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 from ragcache_wire.watched.members import FixedMembers
@@ -22,22 +22,20 @@ RAW = value(300_000)
 
 
 async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
-    with serving(tmp_path, lanes=("shared", "socket")) as served:
+    with serving(tmp_path, transports=("shared", "socket")) as served:
         client = AsyncStoreClient(served.address)
-        assert client.lane == ""
+        assert client.transport == ""
         new = variant(key(1), RAW, num_parts=3)
         assert await client.put(new, whole(new, RAW), TIMEOUT_S) is PutOutcome.STORED
-        assert client.lane == "shared"
+        assert client.transport == "shared"
         found = await client.get([key(1), key(2)], TIMEOUT_S)
         assert [bytes(one.value) if not isinstance(one, Miss) else one for one in found] == [
             RAW,
             Miss.NEVER_STORED,
         ]
-        answer = await client.lookup([Want.of(key(1))])
+        answer = await client.lookup([LookupKey.of(key(1))])
         assert answer.variants[0].held[0].info.num_bytes == len(RAW)
         assert answer.as_of.store == served.store.store_id
-        assert await client.pin([key(1), key(2)], 30.0) == 1
-        assert await client.unpin([key(1)]) == 1
         assert await client.prefetch([key(1)]) == 0, "it is in memory"
         deletion = Deletion(os.urandom(16), (key(1).chunk,), made_at_ms=time.time_ns() // 10**6)
         assert await client.delete(deletion) == 1
@@ -68,7 +66,7 @@ async def test_a_watch_begins_with_what_is_held_and_goes_on(tmp_path: Path) -> N
 
 async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
     client = AsyncStoreClient("127.0.0.1:9")
-    for call in (client.stats(), client.lookup([Want.of(key(1))]), client.get([key(1)], 1.0)):
+    for call in (client.stats(), client.lookup([LookupKey.of(key(1))]), client.get([key(1)], 1.0)):
         with pytest.raises(Unavailable):
             await call
     with pytest.raises(Unavailable):
@@ -92,13 +90,13 @@ async def test_a_lookup_asks_the_owners_of_the_chunks(tmp_path: Path) -> None:
     with serving(tmp_path / "a") as one, serving(tmp_path / "b") as other:
         store = AsyncShardedStore(FixedMembers((one.address, other.address)))
         keys = [key(number << 64) for number in range(16)]
-        owners = Rendezvous((one.address, other.address)).owners([one.chunk for one in keys])
+        owners = RendezvousHash((one.address, other.address)).owners([one.chunk for one in keys])
         clients = {one.address: one.client, other.address: other.client}
         assert set(owners) == clients.keys()
         for place, owner in enumerate(owners):
             if place % 3:
                 put_value(clients[owner], keys[place], value(1000, place))
-        found = await store.lookup([Want.of(one) for one in keys])
+        found = await store.lookup([LookupKey.of(one) for one in keys])
         assert [bool(variants.held) for variants in found] == [
             bool(place % 3) for place in range(16)
         ]
@@ -112,5 +110,5 @@ async def test_a_lookup_without_an_answer_is_an_exception() -> None:
     for addresses in ((), ("127.0.0.1:9",)):
         store = AsyncShardedStore(FixedMembers(addresses))
         with pytest.raises(Unavailable):
-            await store.lookup([Want.of(key(1))])
+            await store.lookup([LookupKey.of(key(1))])
         await store.close()

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from bench.support.processes import CacheStore, free_port, launch_cachestore, wait_for_cachestore
-from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
-from ragcache_core.store_api import AsOf, Deletion, PutOutcome, Want
+from ragcache_core.store_api import AsOf, Deletion, LookupKey, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
 from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
@@ -54,7 +54,7 @@ def key(number: int) -> VariantKey:
 
 
 KEYS = [key(number) for number in range(60)]
-WANTS = [Want.of(wanted) for wanted in KEYS]
+WANTS = [LookupKey.of(wanted) for wanted in KEYS]
 
 
 def put(
@@ -107,8 +107,8 @@ def silent_peer() -> Iterator[str]:
 @pytest.fixture
 def shards(tmp_path: Path) -> Iterator[list[Served]]:
     with ExitStack() as stack:
-        lanes = (("shared", "socket"), ("socket",), ())
-        yield [stack.enter_context(serving(tmp_path / str(i), lanes=lanes[i])) for i in range(3)]
+        transports = (("shared", "socket"), ("socket",), ())
+        yield [stack.enter_context(serving(tmp_path / str(i), transports=transports[i])) for i in range(3)]
 
 
 @contextmanager
@@ -124,16 +124,16 @@ def test_every_shard_holds_its_chunks_and_together_they_hold_all(shards: list[Se
     addresses = [shard.address for shard in shards]
     with opened(*addresses) as store:
         store.connect(TIMEOUT_S)
-        assert list(store.lanes().values()) == ["shared", "socket", "grpc"]
+        assert list(store.transports().values()) == ["shared", "socket", "grpc"]
         assert {put(store, wanted, raw_of(wanted)) for wanted in KEYS} == {PutOutcome.STORED}
-        assert put(store, KEYS[0], raw_of(KEYS[0])) is PutOutcome.HELD_ALREADY
+        assert put(store, KEYS[0], raw_of(KEYS[0])) is PutOutcome.ALREADY_STORED
         answer = store.lookup(WANTS)
         assert [held.key for found in answer.variants for held in found.held] == KEYS
         assert answer.as_of.keys() == set(addresses)
         mixed = [KEYS[5], key(999), *reversed(KEYS), KEYS[5]]
         expected = [raw_of(k) if k in KEYS else Miss.NEVER_STORED for k in mixed]
         assert values(store, mixed) == expected
-    owners = Rendezvous(addresses).owners([wanted.chunk for wanted in KEYS])
+    owners = RendezvousHash(addresses).owners([wanted.chunk for wanted in KEYS])
     for shard in shards:
         own = {k for k, owner in zip(KEYS, owners, strict=True) if owner == shard.address}
         found = shard.client.lookup(WANTS).variants
@@ -170,7 +170,7 @@ def test_a_caller_that_stops_early_leaves_no_shard_reading(shards: list[Served])
 def lost_among(shards: list[Served], lost: str) -> tuple[list[str], set[VariantKey]]:
     """Members with a lost one, and the keys that the others own."""
     addresses = [*(shard.address for shard in shards), lost]
-    owners = Rendezvous(addresses).owners([wanted.chunk for wanted in KEYS])
+    owners = RendezvousHash(addresses).owners([wanted.chunk for wanted in KEYS])
     kept = {k for k, owner in zip(KEYS, owners, strict=True) if owner != lost}
     assert set() < kept < set(KEYS)
     return addresses, kept
@@ -198,7 +198,7 @@ def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: s
         orphan = next(wanted for wanted in KEYS if wanted not in kept)
         with pytest.raises(Unavailable, match=lost):
             put(store, orphan, b"x")
-        assert store.lookup([Want.of(orphan)]).variants[0].miss is Miss.LOST
+        assert store.lookup([LookupKey.of(orphan)]).variants[0].miss is Miss.LOST
         assert values(store, [orphan]) == [Miss.LOST]
         assert time.monotonic() - began < TIMEOUT_S / 2
 
@@ -228,7 +228,7 @@ def test_a_lost_shard_that_comes_back_is_asked_again(
             # Nobody needs to ask it in vain for that.
             eventually(lambda: "is back" in caplog.text)
             assert put(store, orphan, raw_of(orphan)) is PutOutcome.STORED
-            assert late.client.lookup([Want.of(orphan)]).variants[0].held
+            assert late.client.lookup([LookupKey.of(orphan)]).variants[0].held
 
 
 def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
@@ -273,7 +273,7 @@ def test_without_shards_everything_is_a_miss() -> None:
         store.connect(TIMEOUT_S)
         assert [found.held for found in store.lookup(WANTS).variants] == [()] * len(WANTS)
         assert values(store, KEYS) == [Miss.LOST] * len(KEYS)
-        assert store.prefetch(KEYS) == store.pin(KEYS, 10) == store.unpin(KEYS) == 0
+        assert store.prefetch(KEYS) == 0
         with pytest.raises(Unavailable, match="no shards"):
             put(store, KEYS[0], b"x")
         with pytest.raises(Unavailable, match="no shards"):
@@ -310,12 +310,10 @@ def test_shards_may_come_and_go_under_load(shards: list[Served]) -> None:
     assert failures == []
 
 
-def test_pins_and_prefetches_go_to_the_owners(shards: list[Served]) -> None:
+def test_a_prefetch_of_values_in_memory_starts_nothing(shards: list[Served]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS:
             put(store, wanted, raw_of(wanted))
-        assert store.pin(KEYS, 60) == len(KEYS)
-        assert store.unpin([*KEYS, key(999)]) == len(KEYS)
         assert store.prefetch(KEYS) == 0, "all are in memory"
 
 
@@ -368,7 +366,7 @@ def test_a_put_of_no_known_lookup_is_taken_while_nothing_was_deleted(
 def replicated(shards: list[Served], wanted: VariantKey, raw: bytes) -> tuple[Served, Served]:
     """Put on its owner and, as the owner would, on the next one; returns both."""
     by_name = {shard.address: shard for shard in shards}
-    owner, second = Rendezvous(by_name).ranked([wanted.chunk], 2)[0]
+    owner, second = RendezvousHash(by_name).ranked([wanted.chunk], 2)[0]
     for name in (owner, second):
         assert put_value(by_name[name].client, wanted, raw) is PutOutcome.STORED
     by_name[owner].store.set_replicas(wanted, (second,))
@@ -485,7 +483,7 @@ def test_a_shard_that_was_dead_during_a_delete_never_serves_what_it_removed(
     with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
         for wanted in KEYS:
             assert put(store, wanted, raw_of(wanted)) is PutOutcome.STORED
-        owners = Rendezvous(shards.addresses).owners([wanted.chunk for wanted in KEYS])
+        owners = RendezvousHash(shards.addresses).owners([wanted.chunk for wanted in KEYS])
         dead = owners[0]
         own = [k for k, owner in zip(KEYS, owners, strict=True) if owner == dead]
         eventually(lambda: all_on_disk(dead, own))
@@ -527,7 +525,7 @@ def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
     client, give_up = StoreClient(address), time.monotonic() + TIMEOUT_S
     while True:
         try:
-            found = client.lookup([Want.of(wanted) for wanted in keys], TIMEOUT_S).variants
+            found = client.lookup([LookupKey.of(wanted) for wanted in keys], TIMEOUT_S).variants
         except Unavailable:  # this process' gRPC has not yet tried again to connect
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -568,20 +566,20 @@ def test_what_is_hot_gets_a_replica_that_stands_in_for_its_owner(tmp_path: Path)
     with processes(tmp_path, 3) as shards, opened(*shards.addresses) as store:
         hot, raw = KEYS[0], value(8 * MIB)
         assert put(store, hot, raw) is PutOutcome.STORED
-        owner, second = Rendezvous(shards.addresses).ranked([hot.chunk], 2)[0]
+        owner, second = RendezvousHash(shards.addresses).ranked([hot.chunk], 2)[0]
         give_up = time.monotonic() + 60
-        while not store.lookup([Want.of(hot)]).held()[hot].replicas:
+        while not store.lookup([LookupKey.of(hot)]).held()[hot].replicas:
             assert time.monotonic() < give_up, "it was not replicated"
             for _ in range(50):
                 assert values(store, [hot]) == [raw]
-        assert store.lookup([Want.of(hot)]).held()[hot].replicas == (second,)
+        assert store.lookup([LookupKey.of(hot)]).held()[hot].replicas == (second,)
         shards.kill(owner)
         eventually(lambda: values(store, [hot], 5.0) == [raw])
-        assert hot in store.lookup([Want.of(hot)]).held()
+        assert hot in store.lookup([LookupKey.of(hot)]).held()
         assert values(store, [hot]) == [raw]
         result = store.delete(deletion(hot.chunk))
         assert owner in result.silent
         assert values(store, [hot]) == [Miss.LOST]
         shards.restart(owner)
-        eventually(lambda: owner in store.lookup([Want.of(hot)]).as_of)
+        eventually(lambda: owner in store.lookup([LookupKey.of(hot)]).as_of)
         assert values(store, [hot]) == [Miss.DELETED]

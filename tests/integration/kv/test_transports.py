@@ -1,4 +1,4 @@
-"""All lanes to a store carry the same values, hold what is read, and end in time."""
+"""All transports to a store carry the same values, hold what is read, and end in time."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ import pytest
 
 from bench.support.processes import free_port
 from ragcache_cachestore.api import data_server
-from ragcache_cachestore.api.data_server import LaneServer
+from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
-from ragcache_cachestore.incoming_put import Arrival
+from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
-from ragcache_core.store_api import Ack, AsOf, Deletion, NewVariant, PutOutcome, Want
+from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant, PutOutcome
 from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.async_client import AsyncStoreClient
-from ragcache_kv.store_client.client import LANES, StoreClient
+from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
 from ragcache_kv.transport import framed_transport
 from ragcache_kv.transport.framing import Broken, Channel, Kind, frame
-from ragcache_kv.transport.shared_memory_transport import SharedLane
+from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
 from ragcache_kv.transport.status_page import SILENT_S
 from ragcache_kv.values.buffers import parts_of
 from ragcache_kv.values.conversions import to_get_request, to_key, to_put_header
@@ -84,12 +84,12 @@ class Served:
         self, folder: Path, memory_bytes: int, disk_bytes: int, policy: str = DEFAULT_POLICY
     ) -> None:
         self.store = Store(folder / "data", memory_bytes, disk_bytes, policy=policy)
-        self.lanes = LaneServer(self.store, folder / "lane.sock", ("127.0.0.1", 0))
-        self.lanes.start()
+        self.transports = DataServer(self.store, folder / "transport.sock", ("127.0.0.1", 0))
+        self.transports.start()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._service = CacheStoreService(self.store, self.lanes.hello())
+        self._service = CacheStoreService(self.store, self.transports.hello())
         self._server = self._run(self._start())
         self.address = f"127.0.0.1:{self._server.port}"
 
@@ -100,8 +100,8 @@ class Served:
 
     def interrupt(self) -> None:
         """End every connection, from the store's side."""
-        with self.lanes._lock:  # one that has greeted its client may not be listed yet
-            connections = list(self.lanes._connections)
+        with self.transports._lock:  # one that has greeted its client may not be listed yet
+            connections = list(self.transports._connections)
         for connection in connections:
             connection.channel.interrupt()
 
@@ -109,7 +109,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
     def close(self) -> None:
-        self.lanes.close()
+        self.transports.close()
         self._service.end_watches()
         self._run(self._server.stop())
         self._service.close()
@@ -142,15 +142,15 @@ def served(serve: Serve) -> Served:
 
 
 @contextlib.contextmanager
-def client_of(address: str, lane: str) -> Iterator[StoreClient]:
-    client = StoreClient(address, [lane])
+def client_of(address: str, transport: str) -> Iterator[StoreClient]:
+    client = StoreClient(address, [transport])
     try:
         yield client
     finally:
         client.close()
 
 
-@pytest.fixture(params=LANES)
+@pytest.fixture(params=TRANSPORTS)
 def client(request: pytest.FixtureRequest, served: Served) -> Iterator[StoreClient]:
     with client_of(served.address, request.param) as client:
         yield client
@@ -181,7 +181,7 @@ SIZES = [
 def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> None:
     variant, value = new(1, sizes)
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
-    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.HELD_ALREADY
+    assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.ALREADY_STORED
     found = only(client, 1)
     assert isinstance(found, StoredValue)
     assert found.value == value
@@ -220,7 +220,7 @@ def test_values_come_in_order_and_misses_say_why(client: StoreClient, served: Se
     found = dict(client.get(keys, TIMEOUT_S, exact=True))
     assert list(found) == keys
     assert found[key(4)] is Miss.NEVER_STORED
-    assert found[key(2)] is Miss.TAINTED
+    assert found[key(2)] is Miss.APPROXIMATE
     assert found[key(3)] is Miss.DELETED
     one = found[key(1)]
     assert isinstance(one, StoredValue)
@@ -307,14 +307,14 @@ def test_whoever_reads_a_piece_verifies_it(
         assert lease.tier is tier
         if rotten is not None:
             [extent] = lease.extents
-            fd = served.store.value_file.fd if lease.on_disk else served.store.arena.fd
+            fd = served.store.disk_tier.fd if lease.on_disk else served.store.memory_tier.fd
             byte = os.pread(fd, 1, extent.offset + rotten)
             os.pwrite(fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
         served.store.release([lease.id])
-        lane = client._lane
-        assert isinstance(lane, SharedLane)
+        transport = client._lane
+        assert isinstance(transport, SharedMemoryTransport)
         if busy:
-            lane._pair._second.submit(free.wait)
+            transport._pair._second.submit(free.wait)
         try:
             found = [only(client, number) for _ in range(1 if rotten is not None else 2)]
         finally:
@@ -331,33 +331,33 @@ def test_a_corrupt_value_is_a_miss_and_dropped(client: StoreClient, served: Serv
         client.put(variant, whole(variant, value), TIMEOUT_S)
     [lease] = served.store.open([key(1)])
     assert not isinstance(lease, Miss)
-    served.store.arena.views(lease.extents)[-1][-1] ^= 1
+    served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
     served.store.release([lease.id])
     layers = client.get_layers([key(1), key(2)], TIMEOUT_S)
     seen = [[isinstance(part, Miss) for part in parts] for _, parts in layers]
     # Over gRPC the first layer comes when all have.
-    assert seen == [[client.lane == "grpc", False], [True, False]]
+    assert seen == [[client.transport == "grpc", False], [True, False]]
     eventually(lambda: served.store.stats().corrupt == 1)
     found = only(client, 1)  # from disk, if it was there already
     assert isinstance(found, Miss) or found.value == new(1, [100_000, 100_000])[1]
     assert isinstance(only(client, 2), StoredValue)
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
+@pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_what_was_found_corrupt_can_be_put_anew_at_once(
-    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant, value = new(1, [100_000])
-    with client_of(served.address, lane) as client, client_of(served.address, lane) as other:
+    with client_of(served.address, transport) as client, client_of(served.address, transport) as other:
         client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
         other.connect()
         [lease] = served.store.open([key(1)])
         assert not isinstance(lease, Miss)
-        served.store.arena.views(lease.extents)[-1][-1] ^= 1
-        held = served.store._books.catalog.get(key(1))
+        served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
+        held = served.store._state.catalog.get(key(1))
         assert held is not None
         assert held.disk is not None
-        os.pwrite(served.store.value_file.fd, b"rot", held.disk.extents[0].offset)
+        os.pwrite(served.store.disk_tier.fd, b"rot", held.disk.extents[0].offset)
         served.store.release([lease.id])
         verify = served.store._mover.verify
 
@@ -441,24 +441,24 @@ def putting(
 
 
 @pytest.fixture
-def arrivals(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
+def incoming_puts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[IncomingPut]:
     """What the store makes room for, from now on."""
-    arrivals: list[Arrival] = []
+    incoming_puts: list[IncomingPut] = []
     begin = served.store.begin_put
 
-    def begin_put(*args: Any) -> Arrival | PutOutcome:
+    def begin_put(*args: Any) -> IncomingPut | PutOutcome:
         begun = begin(*args)
-        if isinstance(begun, Arrival):
-            arrivals.append(begun)
+        if isinstance(begun, IncomingPut):
+            incoming_puts.append(begun)
         return begun
 
     monkeypatch.setattr(served.store, "begin_put", begin_put)
-    return arrivals
+    return incoming_puts
 
 
 @pytest.mark.parametrize("sizes", [[70_000] * 4, [MIB, 1, 700_000, 3], [100, 100, 100, 100]])
 def test_parts_are_with_the_store_before_the_next_ones_are_computed(
-    served: Served, client: StoreClient, arrivals: list[Arrival], sizes: list[int]
+    served: Served, client: StoreClient, incoming_puts: list[IncomingPut], sizes: list[int]
 ) -> None:
     variant, value = new(1, sizes)
     coming = Coming(variant, value)
@@ -466,10 +466,10 @@ def test_parts_are_with_the_store_before_the_next_ones_are_computed(
         for count in (1, 2, 4):
             coming.come(count)
             so_far = sum(sizes[:count])
-            eventually(lambda: len(arrivals) == 1)
-            there = arrivals[0]
+            eventually(lambda: len(incoming_puts) == 1)
+            there = incoming_puts[0]
             eventually(lambda: b"".join(there.views)[:so_far] == value[:so_far])  # noqa: B023
-            if client.lane == "shared" and count < 4:
+            if client.transport == "shared" and count < 4:
                 eventually(lambda: there.sums.num_bytes == so_far)  # noqa: B023
             assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
         assert not put.done()  # all of it is there, but nobody knows yet that it is right
@@ -481,24 +481,24 @@ def test_parts_are_with_the_store_before_the_next_ones_are_computed(
     exported = served.store.export(key(1))
     assert exported is not None
     assert exported[1].finished(0.0) == 1.5
-    assert len(arrivals) == 1
+    assert len(incoming_puts) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
 def test_a_value_that_does_not_become_whole_leaves_nothing(
-    served: Served, client: StoreClient, arrivals: list[Arrival], count: int
+    served: Served, client: StoreClient, incoming_puts: list[IncomingPut], count: int
 ) -> None:
     variant, value = new(1, [MIB] * 4)
     coming = Coming(variant, value)
     with putting(client, variant, coming) as put:
         coming.come(count)
         if count:
-            eventually(lambda: bool(arrivals))
+            eventually(lambda: bool(incoming_puts))
         coming.end(well=False)
         with pytest.raises(Unfinished):
             put.result(TIMEOUT_S)
     assert only(client, 1) is Miss.NEVER_STORED
-    eventually(lambda: served.store._books.arriving_bytes == 0)
+    eventually(lambda: served.store._state.incoming_bytes == 0)
     eventually(lambda: served.store.stats().memory_bytes == 0)  # at once, not after a lease's time
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
@@ -523,7 +523,7 @@ def test_who_says_to_have_written_what_cannot_be_is_let_go(served: Served, said:
     channel = connect(served, "shared")
     begin_put(channel, 1)
     for num_bytes in said:
-        channel.send(Kind.WRITTEN, pb.LaneWritten(num_bytes=num_bytes))
+        channel.send(Kind.WRITTEN, pb.PutProgress(num_bytes=num_bytes))
     with pytest.raises(Broken):
         channel.receive(MIB)
     channel.close()
@@ -531,27 +531,27 @@ def test_who_says_to_have_written_what_cannot_be_is_let_go(served: Served, said:
 
 
 def test_a_completion_of_another_value_is_refused(served: Served) -> None:
-    for lane in ("shared", "socket"):
-        channel = connect(served, lane)
+    for transport in ("shared", "socket"):
+        channel = connect(served, transport)
         value = begin_put(channel, 1)
-        if lane == "socket":
+        if transport == "socket":
             channel.send_raw(value)
         channel.send(Kind.COMMIT, pb.PutCompletion(checksums=[1, 2]))
         kind, payload = channel.receive(MIB)
         assert kind == Kind.ERROR
-        assert pb.LaneError.FromString(bytes(payload)).field == "completion.checksums"
+        assert pb.DataError.FromString(bytes(payload)).field == "completion.checksums"
         channel.close()
     assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
 
 
 def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
     variant, value = new(1, [100])
-    as_of = client.lookup([Want.of(key(1))]).as_of
+    as_of = client.lookup([LookupKey.of(key(1))]).as_of
     client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,)))
     for seen in (as_of, AsOf()):
         planned = replace(variant, as_of=seen)
         assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.DELETED
-    planned = replace(variant, as_of=client.lookup([Want.of(key(1))]).as_of)
+    planned = replace(variant, as_of=client.lookup([LookupKey.of(key(1))]).as_of)
     assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.STORED
 
 
@@ -581,15 +581,15 @@ def test_the_best_lane_is_picked_and_said(
 ) -> None:
     with caplog.at_level(logging.INFO, "ragcache.store"):
         client = StoreClient(served.address)
-        assert client.lane == ""
+        assert client.transport == ""
         client.connect()
-        assert client.lane == "shared"
-        assert "over the shared lane" in caplog.text
+        assert client.transport == "shared"
+        assert "over the shared transport" in caplog.text
         client.close()
-        (served.lanes._path or Path()).unlink()
+        (served.transports._path or Path()).unlink()
         client = StoreClient(served.address)
         client.connect()
-        assert client.lane == "socket"
+        assert client.transport == "socket"
         client.close()
 
 
@@ -598,30 +598,30 @@ def test_another_stores_socket_is_not_used(serve: Serve, tmp_path: Path) -> None
     (tmp_path / "other").mkdir()
     other = Served(tmp_path / "other", MIB, MIB)
     try:
-        path = tmp_path / "lane.sock"
+        path = tmp_path / "transport.sock"
         path.unlink()
-        (tmp_path / "other" / "lane.sock").rename(path)
+        (tmp_path / "other" / "transport.sock").rename(path)
         client = StoreClient(served.address)
         client.connect()
-        assert client.lane == "socket"
+        assert client.transport == "socket"
         client.close()
     finally:
         other.close()
 
 
 def test_leases_end_soon_after_reading(served: Served) -> None:
-    for lane in ("shared", "socket"):
-        with client_of(served.address, lane) as client:
+    for transport in ("shared", "socket"):
+        with client_of(served.address, transport) as client:
             variant, value = new(1, [100_000])
             client.put(variant, whole(variant, value), TIMEOUT_S)
             assert isinstance(only(client, 1), StoredValue)
             eventually(lambda: served.store.stats().leases == 0)
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
-def test_what_is_being_read_is_not_overwritten(serve: Serve, lane: str) -> None:
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_what_is_being_read_is_not_overwritten(serve: Serve, transport: str) -> None:
     served = serve(memory_bytes=8 * MIB, disk_bytes=MIB)  # the disk holds none of these
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         values = {}
         for number in (1, 2):
             variant, values[number] = new(number, [MIB, MIB])
@@ -635,9 +635,9 @@ def test_what_is_being_read_is_not_overwritten(serve: Serve, lane: str) -> None:
         assert list(layers) == [(1, [values[1][MIB:], values[2][MIB:]])]
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
-def test_a_reader_that_stops_early_holds_nothing(served: Served, lane: str) -> None:
-    with client_of(served.address, lane) as client:
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_a_reader_that_stops_early_holds_nothing(served: Served, transport: str) -> None:
+    with client_of(served.address, transport) as client:
         for number in range(4):
             variant, value = new(number, [4 * MIB])
             client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -652,11 +652,11 @@ def test_a_reader_that_stops_early_holds_nothing(served: Served, lane: str) -> N
         eventually(lambda: served.store.stats().leases == 0)
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
+@pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
-    served: Served, lane: str
+    served: Served, transport: str
 ) -> None:
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         for number in range(2):
             variant, value = new(number, [MIB])
             client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -668,16 +668,16 @@ def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
             assert kept.tb
 
 
-def connect(served: Served, lane: str) -> Channel:
+def connect(served: Served, transport: str) -> Channel:
     """A client of its own making, greeted."""
-    if lane == "shared":
+    if transport == "shared":
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(served.lanes.hello().lane_socket)
+        sock.connect(served.transports.hello().data_socket)
         _, fds, _, _ = socket.recv_fds(sock, 1, 2)
         for fd in fds:
             os.close(fd)
     else:
-        sock = socket.create_connection(("127.0.0.1", served.lanes.port))
+        sock = socket.create_connection(("127.0.0.1", served.transports.port))
     channel = Channel(sock)
     channel.deadline = time.monotonic() + TIMEOUT_S
     assert channel.receive(MIB)[0] == Kind.WELCOME
@@ -689,42 +689,42 @@ def begin_put(channel: Channel, number: int) -> memoryview:
     channel.send(Kind.PUT, to_put_header(variant, Ack.ACCEPTED))
     kind, payload = channel.receive(MIB)
     assert kind == Kind.GRANT
-    assert pb.LaneGrant.FromString(bytes(payload)).granted
+    assert pb.PutGrant.FromString(bytes(payload)).granted
     return value
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
-def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, lane: str) -> None:
-    channel = connect(served, lane)
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, transport: str) -> None:
+    channel = connect(served, transport)
     value = begin_put(channel, 1)
-    if lane == "socket":
+    if transport == "socket":
         channel.send_raw(value[: 2 * MIB])
     channel.close()
-    with client_of(served.address, lane) as client:
-        eventually(lambda: not served.lanes._connections or client.lane == "")
+    with client_of(served.address, transport) as client:
+        eventually(lambda: not served.transports._connections or client.transport == "")
         assert only(client, 1) is Miss.NEVER_STORED
         variant, value = new(1, [4 * MIB])
         assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
     assert served.store.stats().variants == 1
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
+@pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_a_slow_client_is_let_go(
-    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_cachestore.api.data_server.LEASE_S", 0.3)
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         for number in range(8):
             variant, value = new(number, [4 * MIB])
             client.put(variant, whole(variant, value), TIMEOUT_S)
-    writer, reader = connect(served, lane), connect(served, lane)
+    writer, reader = connect(served, transport), connect(served, transport)
     begin_put(writer, 100)  # and nothing more
     reader.send(Kind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
-    if lane == "socket":  # which reads nothing of it; over shared memory leases just expire
+    if transport == "socket":  # which reads nothing of it; over shared memory leases just expire
         eventually(lambda: served.store.stats().leases == 0)
-        eventually(lambda: not served.lanes._connections)
+        eventually(lambda: not served.transports._connections)
     else:
-        eventually(lambda: len(served.lanes._connections) == 1)
+        eventually(lambda: len(served.transports._connections) == 1)
     assert served.store.open([key(100)]) == [Miss.NEVER_STORED]
     writer.close()
     reader.close()
@@ -732,22 +732,22 @@ def test_a_slow_client_is_let_go(
 
 def test_too_many_connections_are_told_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_cachestore.api.data_server.MAX_CONNECTIONS", 1)
-    for lane in ("shared", "socket"):
-        with client_of(served.address, lane) as first:
+    for transport in ("shared", "socket"):
+        with client_of(served.address, transport) as first:
             first.connect()
-            with client_of(served.address, lane) as second:
+            with client_of(served.address, transport) as second:
                 with pytest.raises(Unavailable, match="too many connections") as refused:
                     second.connect()
                 assert refused.value.retry_after_s == 1.0
-        eventually(lambda: not served.lanes._connections)
+        eventually(lambda: not served.transports._connections)
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
+@pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_calls_wait_for_a_connection_within_their_deadline(
-    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framed_transport, "MAX_CONNECTIONS", 1)
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         for number in (1, 2):
             variant, value = new(number, [MIB])
             client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -772,12 +772,12 @@ async def test_the_async_client_does_the_same(served: Served) -> None:
     client = AsyncStoreClient(served.address)
     variant, value = new(1, [100_000])
     assert await client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
-    assert client.lane == "shared"
+    assert client.transport == "shared"
     [found, missing] = await client.get([key(1), key(2)], TIMEOUT_S)
     assert isinstance(found, StoredValue)
     assert found.value == value
     assert missing is Miss.NEVER_STORED
-    answer = await client.lookup([Want.of(key(1))])
+    answer = await client.lookup([LookupKey.of(key(1))])
     assert answer.variants[0].held[0].info == variant.info
     assert await client.prefetch([key(1)]) == 0
     assert (await client.stats()).variants == 1
@@ -796,11 +796,11 @@ def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -
         ):
             with pytest.raises(InvalidInput):
                 client.put(refused, whole(other, value), TIMEOUT_S)
-            assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.HELD_ALREADY
+            assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.ALREADY_STORED
             found = only(client, 1)
             assert isinstance(found, StoredValue)
             assert found.value == value
-        assert len(served.lanes._connections) == 1
+        assert len(served.transports._connections) == 1
 
 
 def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
@@ -808,9 +808,9 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
     with client_of(served.address, "shared") as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
-        for lane in ("shared", "socket"):
+        for transport in ("shared", "socket"):
             for kind in (0, 1, 2, 3, 4, 5, 64, 255):
-                channel = connect(served, lane)
+                channel = connect(served, transport)
                 junk = rng.bytes(int(rng.integers(0, 300)))
                 header = len(junk).to_bytes(4, "little") + bytes((kind, 0, 0, 0))
                 with contextlib.suppress(Broken):
@@ -819,18 +819,18 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
                     answered, _ = channel.receive(MIB)
                     assert answered in {Kind.ERROR, Kind.GOT, Kind.GRANT}
                 channel.close()
-            channel = connect(served, lane)
+            channel = connect(served, transport)
             channel.send_raw(b"\xff" * 64)  # a frame of four gigabytes
             with pytest.raises(Broken, match=r"closed|reset"):
                 channel.receive(MIB)
             channel.close()
         assert isinstance(only(client, 1), StoredValue)
-        eventually(lambda: len(served.lanes._connections) == 1)
+        eventually(lambda: len(served.transports._connections) == 1)
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
+@pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_a_release_that_fails_is_not_the_next_answer(
-    served: Served, lane: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, failures = served.store.release, [Unavailable("cachestore", "its disk is full")]
 
@@ -840,7 +840,7 @@ def test_a_release_that_fails_is_not_the_next_answer(
         release(*args)
 
     monkeypatch.setattr(served.store, "release", fail_once)
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         for number in (1, 2):
             variant, value = new(number, [1000])
             client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -859,8 +859,8 @@ def test_a_frame_may_come_in_pieces(served: Served) -> None:
         channel.send_raw(bytes((byte,)))
     kind, payload = channel.receive(MIB)
     assert kind == Kind.GOT
-    reply = pb.LaneGetReply.FromString(bytes(payload))
-    assert [found.header.miss for found in reply.found] == [pb.MISS_NEVER_STORED]
+    reply = pb.DataGetReply.FromString(bytes(payload))
+    assert [found.header.miss for found in reply.values] == [pb.MISS_NEVER_STORED]
     channel.close()
 
 
@@ -878,7 +878,7 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         "RAGCACHE_MEMORY_BYTES": str(128 * MIB),
         "RAGCACHE_DISK_BYTES": str(512 * MIB),
         "RAGCACHE_DATA_LISTEN": "127.0.0.1:0",
-        "RAGCACHE_DATA_SOCKET": str(folder / "lane.sock"),
+        "RAGCACHE_DATA_SOCKET": str(folder / "transport.sock"),
         "RAGCACHE_LOG_LEVEL": "warning",
     }
     running = subprocess.Popen([sys.executable, "-m", "ragcache_cachestore"], env=environment)
@@ -900,11 +900,11 @@ def wait_for(client: StoreClient) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_store_that_is_killed_costs_one_call_at_most(
-    tmp_path: Path, port: int, lane: str
+    tmp_path: Path, port: int, transport: str
 ) -> None:
-    with client_of(f"127.0.0.1:{port}", lane) as client:
+    with client_of(f"127.0.0.1:{port}", transport) as client:
         variant, value = new(1, [16 * MIB])
         with process(tmp_path, port) as running:
             wait_for(client)
@@ -917,7 +917,7 @@ def test_a_store_that_is_killed_costs_one_call_at_most(
             running.kill()
             running.wait()
             started = time.monotonic()
-            if lane == "shared":  # what it has a lease of stays where it is, whoever is gone
+            if transport == "shared":  # what it has a lease of stays where it is, whoever is gone
                 assert all(isinstance(found, StoredValue) for _, found in values)
             else:
                 with pytest.raises(Unavailable):
@@ -932,15 +932,15 @@ def test_a_store_that_is_killed_costs_one_call_at_most(
             assert found.value == value
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
-def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, lane: str) -> None:
-    with client_of(f"127.0.0.1:{port}", lane) as client:
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, transport: str) -> None:
+    with client_of(f"127.0.0.1:{port}", transport) as client:
         variant, value = new(1, [MIB])
         with process(tmp_path, port):
             wait_for(client)
             client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
         with process(tmp_path, port):
-            with client_of(f"127.0.0.1:{port}", lane) as other:
+            with client_of(f"127.0.0.1:{port}", transport) as other:
                 wait_for(other)
             time.sleep(1.1)  # gRPC waits as long between two tries to connect
             found = only(client, 1)
@@ -948,11 +948,11 @@ def test_a_restart_between_calls_is_not_noticed(tmp_path: Path, port: int, lane:
             assert found.value == value
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_store_that_stands_still_is_unavailable_in_time(
-    tmp_path: Path, port: int, lane: str
+    tmp_path: Path, port: int, transport: str
 ) -> None:
-    with client_of(f"127.0.0.1:{port}", lane) as client, process(tmp_path, port) as running:
+    with client_of(f"127.0.0.1:{port}", transport) as client, process(tmp_path, port) as running:
         wait_for(client)
         variant, value = new(1, [MIB])
         client.put(variant, whole(variant, value), TIMEOUT_S)
@@ -965,7 +965,7 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
         with pytest.raises(RagCacheError, match="deadline"):
             client.put(big, whole(big, raw), 0.3)
         with pytest.raises(RagCacheError, match="deadline"):
-            client.lookup([Want.of(key(1))], 0.3)
+            client.lookup([LookupKey.of(key(1))], 0.3)
         assert time.monotonic() - started < TIMEOUT_S / 2
         running.send_signal(signal.SIGCONT)
         assert isinstance(only(client, 1), StoredValue)
@@ -989,39 +989,39 @@ def test_a_connection_that_cannot_be_served_ends_no_lane(
     assert failed.is_set()
     with client_of(served.address, "socket") as client:
         client.connect(TIMEOUT_S)
-        assert client.lane == "socket"
+        assert client.transport == "socket"
 
 
 def test_a_lane_that_refuses_is_passed_over_and_taken_when_it_does_not(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_client, "BETTER_LANE_EVERY_S", 0.0)
-    monkeypatch.setattr(store_client, "BETTER_LANE_S", TIMEOUT_S)
+    monkeypatch.setattr(store_client, "FASTER_TRANSPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(store_client, "FASTER_TRANSPORT_TIMEOUT_S", TIMEOUT_S)
     most = data_server.MAX_CONNECTIONS
     monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 0)
     with contextlib.closing(StoreClient(served.address)) as client:
         client.connect(TIMEOUT_S)
-        assert client.lane == "grpc"
+        assert client.transport == "grpc"
         variant, value = new(1, [1000])
         assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
-        assert client.lane == "grpc"
+        assert client.transport == "grpc"
         monkeypatch.setattr(data_server, "MAX_CONNECTIONS", most)
         found = only(client, 1)
         assert isinstance(found, StoredValue)
         assert found.value == value
-        assert client.lane == "shared"
+        assert client.transport == "shared"
 
 
-@pytest.mark.parametrize("lane", ["shared", "socket"])
+@pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_a_lease_that_was_over_is_no_hit(
-    served: Served, monkeypatch: pytest.MonkeyPatch, lane: str
+    served: Served, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     monkeypatch.setattr(served.store, "is_leased", lambda _: False)
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
         only(client, 1)
-        eventually(lambda: served.store.stats().misses_by_reason.get("late") == 1)
+        eventually(lambda: served.store.stats().misses_by_reason.get("timed_out") == 1)
     assert served.store.stats().hits_memory == 0
 
 
@@ -1042,24 +1042,24 @@ def test_a_full_client_says_nothing_about_its_store(
 def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     store = Store(tmp_path / "data", MIB, MIB)
     with contextlib.closing(store):
-        path = tmp_path / "lane.sock"
+        path = tmp_path / "transport.sock"
         path.write_text("precious")
         with pytest.raises(InvalidInput, match="RAGCACHE_DATA_SOCKET"):
-            LaneServer(store, path, None)
+            DataServer(store, path, None)
         assert path.read_text() == "precious"
         path.unlink()
-        first = LaneServer(store, path, None)
+        first = DataServer(store, path, None)
         with pytest.raises(InvalidInput, match="RAGCACHE_DATA_SOCKET"):
-            LaneServer(store, path, None)
+            DataServer(store, path, None)
         path.unlink()
-        second = LaneServer(store, path, None)
+        second = DataServer(store, path, None)
         first.close()
         assert path.exists(), "it is another's by now"
         second.close()
         assert not path.exists()
         with socket.socket(socket.AF_UNIX) as killed:
             killed.bind(str(path))
-        LaneServer(store, path, None).close()
+        DataServer(store, path, None).close()
 
 
 # What was read once is read again without asking
@@ -1067,7 +1067,7 @@ def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator[StoreClient]:
-    """A client on the shared lane that has read values, with nothing owed any more."""
+    """A client on the shared transport that has read values, with nothing owed any more."""
     with client_of(served.address, "shared") as client:
         for number in numbers:
             variant, value = new(number, [size // 2, size // 2])
@@ -1075,20 +1075,20 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
             assert isinstance(only(client, number), StoredValue)
         eventually(lambda: served.store.stats().leases == 0)
         sent = 2 * size * len(numbers)  # counted a moment after the lease's end
-        eventually(lambda: served.store.stats().bytes_by_lane.get("shared", 0) >= sent)
+        eventually(lambda: served.store.stats().bytes_by_transport.get("shared", 0) >= sent)
         yield client
 
 
 def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
     """The kinds of what client asks its store from now on."""
     kinds: list[Kind] = []
-    ask = framed_transport.FramedLane.ask
+    ask = framed_transport.FramedTransport.ask
 
-    def listen(lane: Any, kind: Kind, *rest: Any) -> Any:
+    def listen(transport: Any, kind: Kind, *rest: Any) -> Any:
         kinds.append(kind)
-        return ask(lane, kind, *rest)
+        return ask(transport, kind, *rest)
 
-    monkeypatch.setattr(framed_transport.FramedLane, "ask", listen)
+    monkeypatch.setattr(framed_transport.FramedTransport, "ask", listen)
     return kinds
 
 
@@ -1107,7 +1107,7 @@ def test_a_value_is_read_again_without_asking_and_the_store_is_told(
         assert kinds == []
         wanted = before.hits[Tier.MEMORY] + 3
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
-        sent = served.store.stats().bytes_by_lane["shared"] - before.bytes_by_lane["shared"]
+        sent = served.store.stats().bytes_by_transport["shared"] - before.bytes_by_transport["shared"]
         assert sent == 3 * MIB
 
 
@@ -1217,7 +1217,7 @@ def test_a_remembered_value_that_became_corrupt_is_a_miss(serve: Serve) -> None:
     with remembering(served, [1]) as client:
         [lease] = served.store.open([key(1)])
         assert not isinstance(lease, Miss)
-        served.store.arena.views(lease.extents)[-1][-1] ^= 1
+        served.store.memory_tier.views(lease.extents)[-1][-1] ^= 1
         served.store.release([lease.id])
         assert only(client, 1) is Miss.CORRUPT
         eventually(lambda: served.store.stats().corrupt == 1)
@@ -1249,7 +1249,7 @@ def test_what_a_store_that_is_gone_has_shared_is_not_served(tmp_path: Path, port
 
 
 def test_clients_cannot_write_to_the_board(served: Served) -> None:
-    fd = served.store.board.reader_fd
+    fd = served.store.status_page.reader_fd
     with pytest.raises(PermissionError):
         mmap.mmap(fd, mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -1264,28 +1264,28 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
     with remembering(served, [1], size=1000) as client:
         before = served.store.stats().hits[Tier.MEMORY]
         channel = connect(served, "shared")
-        read = pb.LaneReads.Read(key=to_key(key(1)), times=1 << 31, seconds=1)
-        unknown = pb.LaneReads.Read(key=to_key(key(2)), times=1, seconds=1)
-        never = pb.LaneReads.Read(key=to_key(key(1)), times=0)
-        channel.send(Kind.READS, pb.LaneReads(reads=[read, unknown, never]))
+        read = pb.ReadReport.Read(key=to_key(key(1)), times=1 << 31, seconds=1)
+        unknown = pb.ReadReport.Read(key=to_key(key(2)), times=1, seconds=1)
+        never = pb.ReadReport.Read(key=to_key(key(1)), times=0)
+        channel.send(Kind.READS, pb.ReadReport(reads=[read, unknown, never]))
         wanted = before + data_server.MAX_REREADS
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         channel.close()
         assert isinstance(only(client, 1), StoredValue)
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
-    served: Served, lane: str
+    served: Served, transport: str
 ) -> None:
-    with client_of(served.address, lane) as client:
+    with client_of(served.address, transport) as client:
         variant, value = new(1, [1000])
         client.put(variant, whole(variant, value), TIMEOUT_S)
         before = served.store.stats()
         client.note_reads([key(1), key(1), key(2)])
-        wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (lane == "shared")
+        wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (transport == "shared")
         eventually(lambda: served.store.stats().hits.get(Tier.MEMORY, 0) == wanted)
-        assert served.store.stats().bytes_by_lane == before.bytes_by_lane, "no lane carried them"
+        assert served.store.stats().bytes_by_transport == before.bytes_by_transport, "no transport carried them"
         assert isinstance(only(client, 1), StoredValue)
 
 
@@ -1321,7 +1321,7 @@ def test_a_witness_that_was_silent_for_long_is_replaced(
     with remembering(served, [1]) as client:
         assert isinstance(only(client, 1), StoredValue)
         served.interrupt()
-        eventually(lambda: not served.lanes._connections)
+        eventually(lambda: not served.transports._connections)
         kinds = asked(client, monkeypatch)
         assert isinstance(only(client, 1), StoredValue)
         assert kinds == []
@@ -1349,19 +1349,19 @@ def test_no_time_that_is_said_of_a_reread_spoils_predictions(
     with remembering(served, [1]) as client:
         before = served.store.stats().hits[Tier.MEMORY]
         channel = connect(served, "shared")
-        read = pb.LaneReads.Read(key=to_key(key(1)), times=2, seconds=seconds)
-        channel.send(Kind.READS, pb.LaneReads(reads=[read]))
+        read = pb.ReadReport.Read(key=to_key(key(1)), times=2, seconds=seconds)
+        channel.send(Kind.READS, pb.ReadReport(reads=[read]))
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
         channel.close()
-        [variants] = client.lookup([Want(key(1).chunk, key(1).prefix)]).variants
+        [variants] = client.lookup([LookupKey(key(1).chunk, key(1).prefix)]).variants
         assert 0 <= variants.held[0].load_s < TIMEOUT_S
 
 
 def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
     with remembering(served, [1]):
         channel = connect(served, "socket")
-        read = pb.LaneReads.Read(key=to_key(key(1)), times=1, seconds=0.1)
-        channel.send(Kind.READS, pb.LaneReads(reads=[read]))
+        read = pb.ReadReport.Read(key=to_key(key(1)), times=1, seconds=0.1)
+        channel.send(Kind.READS, pb.ReadReport(reads=[read]))
         with pytest.raises(Broken, match="closed"):
             channel.receive(1000)
         channel.close()

@@ -28,9 +28,9 @@ def test_a_full_environment() -> None:
         "RAGCACHE_PRECISION": "int8/int4",
         "RAGCACHE_REUSE": "blend",
         "RAGCACHE_DATA_LISTEN": "0.0.0.0:7001",
-        "RAGCACHE_DATA_SOCKET": "/run/lane.sock",
+        "RAGCACHE_DATA_SOCKET": "/run/transport.sock",
         "RAGCACHE_CACHESTORE": "a:1,b:2",
-        "RAGCACHE_SELF": "a:1",
+        "RAGCACHE_OWN_ADDRESS": "a:1",
         "RAGCACHE_REPLICATION": "off",
         "RAGCACHE_OTLP_ENDPOINT": "http://collector:4318",
     }
@@ -49,7 +49,7 @@ def test_a_full_environment() -> None:
         precision=Precision(Codec.INT8, Codec.INT4),
         leaves_only=False,
         lane_listen="0.0.0.0:7001",
-        lane_socket=Path("/run/lane.sock"),
+        data_socket=Path("/run/transport.sock"),
         own_address="a:1",
         replication=False,
         otlp_endpoint="http://collector:4318",
@@ -74,7 +74,7 @@ def test_an_assignment_may_decide_on_the_precision(name: str) -> None:
 def test_a_shard_must_know_its_own_name() -> None:
     with pytest.raises(InvalidInput) as refused:
         Config.from_environment(REQUIRED | {"RAGCACHE_CACHESTORE": "a:1"})
-    assert refused.value.field == "RAGCACHE_SELF"
+    assert refused.value.field == "RAGCACHE_OWN_ADDRESS"
 
 
 def test_admission_by_score_needs_the_score() -> None:
@@ -127,12 +127,12 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ("RAGCACHE_DATA_SOCKET", "relative.sock"),
         ("RAGCACHE_DATA_SOCKET", "/" + "x" * 108),
         ("RAGCACHE_CACHESTORE", "a"),
-        ("RAGCACHE_SELF", "a"),
+        ("RAGCACHE_OWN_ADDRESS", "a"),
         ("RAGCACHE_REPLICATION", "maybe"),
         ("RAGCACHE_OTLP_ENDPOINT", "collector:4318"),
     ],
 )
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        Config.from_environment(REQUIRED | {"RAGCACHE_SELF": "a:1"} | {name: value})
+        Config.from_environment(REQUIRED | {"RAGCACHE_OWN_ADDRESS": "a:1"} | {name: value})
     assert refused.value.field == name

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from ragcache_cachestore.state.leases import Lease
-from ragcache_cachestore.state.store_state import CLOCKS_DIFFER_MS
+from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Tier
-from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, PutOutcome, Want
+from ragcache_core.store_api import LEASE_S, Ack, AsOf, Deletion, EventKind, LookupKey, PutOutcome
 from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
@@ -50,9 +50,9 @@ class Clock:
 
 def eventually(claim: Callable[[], bool]) -> None:
     """Wait until claim holds."""
-    give_up = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not claim():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
@@ -66,13 +66,13 @@ def lease_of(store: Store, variant: VariantKey) -> Lease:
 def bytes_of(store: Store, lease: Lease) -> bytes:
     raw = bytearray(lease.info.num_bytes)
     if lease.on_disk:
-        assert store.value_file.read_into(lease.extents, [memoryview(raw)])
+        assert store.disk_tier.read_into(lease.extents, [memoryview(raw)])
         return bytes(raw)
-    return b"".join(store.arena.views(lease.extents))
+    return b"".join(store.memory_tier.views(lease.extents))
 
 
 def tier_of(store: Store, variant: VariantKey) -> Tier | None:
-    (answer,) = store.lookup([Want.of(variant)]).variants
+    (answer,) = store.lookup([LookupKey.of(variant)]).variants
     return answer.held[0].tier if answer.held else None
 
 
@@ -99,12 +99,12 @@ def test_what_was_put_is_found(store: Store, num_bytes: int, num_parts: int) -> 
 
 
 def test_a_value_is_not_seen_before_it_is_whole(store: Store) -> None:
-    arrival = store.begin_put(variant(key(1), b"abc"))
-    assert not isinstance(arrival, PutOutcome)
+    incoming = store.begin_put(variant(key(1), b"abc"))
+    assert not isinstance(incoming, PutOutcome)
     assert get(store, key(1)) is Miss.NEVER_STORED
-    fill(arrival.views, b"abc")
+    fill(incoming.views, b"abc")
     assert get(store, key(1)) is Miss.NEVER_STORED
-    assert arrival.commit(completion(arrival.new, b"abc")) is PutOutcome.STORED
+    assert incoming.commit(completion(incoming.new, b"abc")) is PutOutcome.STORED
     assert get(store, key(1)) == b"abc"
 
 
@@ -121,19 +121,19 @@ def test_bytes_that_do_not_match_their_checksum_are_refused_by_part(store: Store
     new = variant(key(1), bytes(raw), num_parts=4)
     right = completion(new, bytes(raw))
     raw[600] ^= 1
-    arrival = store.begin_put(new)
-    assert not isinstance(arrival, PutOutcome)
-    fill(arrival.views, bytes(raw))
+    incoming = store.begin_put(new)
+    assert not isinstance(incoming, PutOutcome)
+    fill(incoming.views, bytes(raw))
     with pytest.raises(InvalidInput, match=r"completion.checksums\[2\]"):
-        arrival.commit(right)
+        incoming.commit(right)
     assert store.stats().memory_bytes == 0
 
 
 def test_the_first_value_of_a_key_stays(store: Store) -> None:
     assert put(store, key(1), b"first") is PutOutcome.STORED
-    assert put(store, key(1), b"second") is PutOutcome.HELD_ALREADY
-    assert put(store, key(1), b"inexact", exact=False) is PutOutcome.HELD_ALREADY
-    assert put(store, key(1), b"lossy", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"second") is PutOutcome.ALREADY_STORED
+    assert put(store, key(1), b"inexact", exact=False) is PutOutcome.ALREADY_STORED
+    assert put(store, key(1), b"lossy", precision=LOSSY) is PutOutcome.ALREADY_STORED
     assert get(store, key(1)) == b"first"
 
 
@@ -141,7 +141,7 @@ def test_the_first_value_of_a_key_stays(store: Store) -> None:
 def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, object]) -> None:
     with opened(tmp_path) as store:
         assert put(store, key(1), b"worse", ack=Ack.DURABLE, **worse) is PutOutcome.STORED
-        assert put(store, key(1), b"worse again", **worse) is PutOutcome.HELD_ALREADY
+        assert put(store, key(1), b"worse again", **worse) is PutOutcome.ALREADY_STORED
         assert put(store, key(1), b"better") is PutOutcome.STORED
         assert get(store, key(1)) == b"better"
     with opened(tmp_path) as store:
@@ -150,22 +150,22 @@ def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, ob
 
 def test_what_deserves_better_gives_way_to_more_bytes(store: Store) -> None:
     put(store, key(1), b"12345678", precision=LOSSY)
-    assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.ALREADY_STORED
     store.want_better(key(1), True)
-    (found,) = store.lookup([Want.of(key(1))]).variants
-    assert found.held[0].wanted_better
-    assert put(store, key(1), b"1234", precision=LOSSY) is PutOutcome.HELD_ALREADY
+    (found,) = store.lookup([LookupKey.of(key(1))]).variants
+    assert found.held[0].wants_higher_precision
+    assert put(store, key(1), b"1234", precision=LOSSY) is PutOutcome.ALREADY_STORED
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.STORED
 
 
 def test_of_puts_at_once_one_is_stored(store: Store) -> None:
-    arrivals = [store.begin_put(variant(key(1), value(50, n))) for n in range(5)]
+    incoming_puts = [store.begin_put(variant(key(1), value(50, n))) for n in range(5)]
     outcomes = []
-    for n, arrival in enumerate(arrivals):
-        assert not isinstance(arrival, PutOutcome)
-        fill(arrival.views, value(50, n))
-        outcomes.append(arrival.commit(completion(arrival.new, value(50, n))))
-    assert outcomes == [PutOutcome.STORED] + [PutOutcome.HELD_ALREADY] * 4
+    for n, incoming in enumerate(incoming_puts):
+        assert not isinstance(incoming, PutOutcome)
+        fill(incoming.views, value(50, n))
+        outcomes.append(incoming.commit(completion(incoming.new, value(50, n))))
+    assert outcomes == [PutOutcome.STORED] + [PutOutcome.ALREADY_STORED] * 4
     assert get(store, key(1)) == value(50, 0)
 
 
@@ -173,14 +173,14 @@ def test_exact_gets_and_domains_are_minded(store: Store) -> None:
     put(store, key(1), b"tainted", exact=False)
     put(store, key(2), b"lossy", precision=LOSSY)
     put(store, key(3), b"private", origin=Origin(domain="acme"))
-    assert get(store, key(1), exact=True) is Miss.TAINTED
+    assert get(store, key(1), exact=True) is Miss.APPROXIMATE
     assert get(store, key(2), exact=True) is Miss.OTHER_PRECISION
     assert get(store, key(3), domain="public") is Miss.OTHER_DOMAIN
     assert get(store, key(3), domain="acme") == b"private"
-    wants = [Want.of(key(n)) for n in (1, 2, 3)]
+    wants = [LookupKey.of(key(n)) for n in (1, 2, 3)]
     answers = store.lookup(wants, exact=True, domain="public").variants
     assert [answer.miss for answer in answers] == [
-        Miss.TAINTED,
+        Miss.APPROXIMATE,
         Miss.OTHER_PRECISION,
         Miss.OTHER_DOMAIN,
     ]
@@ -191,7 +191,7 @@ def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
     put(store, key(1, 1), value(100), origin=Origin(prefix_chunks=before))
     put(store, key(1, 2), value(200), exact=False)
     every, one, none = store.lookup(
-        [Want(key(1).chunk), Want.of(key(1, 1)), Want(key(9).chunk)]
+        [LookupKey(key(1).chunk), LookupKey.of(key(1, 1)), LookupKey(key(9).chunk)]
     ).variants
     assert {held.key: held.prefix_chunks for held in every.held} == {
         key(1, 1): before,
@@ -200,7 +200,7 @@ def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
     assert one.held[0].prefix_chunks == ()
     assert one.held[0].load_s > 0
     assert none.miss is Miss.NEVER_STORED
-    (exact,) = store.lookup([Want(key(1).chunk)], exact=True).variants
+    (exact,) = store.lookup([LookupKey(key(1).chunk)], exact=True).variants
     assert [held.key for held in exact.held] == [key(1, 1)]
 
 
@@ -221,14 +221,14 @@ def test_memory_is_bounded_and_what_left_it_is_served_from_disk(tmp_path: Path) 
 def test_a_demotion_moves_nothing_twice(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE) as store:
         written = 0
-        write = store.value_file.write
+        write = store.disk_tier.write
 
         def counted(*args: object) -> None:
             nonlocal written
             written += 1
             write(*args)  # type: ignore[arg-type]
 
-        store.value_file.write = counted  # type: ignore[method-assign]
+        store.disk_tier.write = counted  # type: ignore[method-assign]
         for number in range(4):
             put(store, key(number), value(PAGE, number))
         store.flush()
@@ -446,12 +446,12 @@ def test_what_arrives_at_once_is_bounded(tmp_path: Path) -> None:
 def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path, memory_bytes=2 * PAGE, clock=clock) as store:
-        arrival = store.begin_put(variant(key(1), value(PAGE)))
-        assert not isinstance(arrival, PutOutcome)
-        arrival.abort(quiet_s=LEASE_S)
+        incoming = store.begin_put(variant(key(1), value(PAGE)))
+        assert not isinstance(incoming, PutOutcome)
+        incoming.abort(quarantine_s=LEASE_S)
         assert store.stats().memory_bytes == PAGE
         put(store, key(2), value(PAGE, 2))
-        fill(store.arena.views(arrival.extents), value(PAGE))
+        fill(store.memory_tier.views(incoming.extents), value(PAGE))
         assert get(store, key(2)) == value(PAGE, 2)
         clock.now += LEASE_S
         store.sweep()
@@ -498,7 +498,7 @@ def test_a_durable_put_survives_a_kill_and_an_accepted_one_a_stop(tmp_path: Path
 def test_a_durable_put_of_what_is_held_waits_until_it_is_on_disk(tmp_path: Path) -> None:
     with opened(tmp_path, admission="second-touch", flush=False) as store:
         put(store, key(1), value(100))
-        assert put(store, key(1), value(100), ack=Ack.DURABLE) is PutOutcome.HELD_ALREADY
+        assert put(store, key(1), value(100), ack=Ack.DURABLE) is PutOutcome.ALREADY_STORED
     with opened(tmp_path) as store:
         assert get(store, key(1)) == value(100)
 
@@ -507,14 +507,14 @@ def test_a_durable_put_that_is_replaced_meanwhile_waits_for_the_better_one(
     tmp_path: Path,
 ) -> None:
     with opened(tmp_path, flush=False) as store:
-        entered, gate, write = threading.Event(), threading.Event(), store.value_file.write
+        entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
         def slow(*args: object) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
             write(*args)  # type: ignore[arg-type]
 
-        store.value_file.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign]
         outcomes: list[PutOutcome] = []
         putting = threading.Thread(
             target=lambda: outcomes.append(
@@ -534,13 +534,13 @@ def test_a_durable_put_that_is_replaced_meanwhile_waits_for_the_better_one(
 def test_a_replaced_value_stays_on_disk_until_the_better_one_is_there(tmp_path: Path) -> None:
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
-        gate, write = threading.Event(), store.value_file.write
+        gate, write = threading.Event(), store.disk_tier.write
 
         def slow(*args: object) -> None:
             assert gate.wait(TIMEOUT_S)
             write(*args)  # type: ignore[arg-type]
 
-        store.value_file.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign]
         assert put(store, key(1), b"better") is PutOutcome.STORED
         assert get(store, key(1)) == b"better"
         for number in range(2, 20):  # nobody else gets the place of the old one
@@ -562,7 +562,7 @@ def test_on_a_full_disk_puts_are_accepted_and_durable_ones_refused(tmp_path: Pat
         assert get(store, key(1)) == value(1000)
         assert get(store, key(2)) == value(1000)  # accepted all the same
         free = 1 << 40
-        assert put(store, key(2), value(1000), ack=Ack.DURABLE) is PutOutcome.HELD_ALREADY
+        assert put(store, key(2), value(1000), ack=Ack.DURABLE) is PutOutcome.ALREADY_STORED
     with opened(tmp_path) as store:
         assert get(store, key(2)) == value(1000)
 
@@ -580,7 +580,7 @@ def test_a_value_that_rotted_on_disk_is_dropped_when_that_is_found(tmp_path: Pat
         store.release([lease.id], corrupt=[lease.id])  # a false alarm
         assert store.stats().corrupt == 0
         lease = lease_of(store, key(1))
-        os.pwrite(store.value_file.fd, b"rot", lease.extents[0].offset + 1000)
+        os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset + 1000)
         store.release([lease.id], corrupt=[lease.id])
         assert store.stats().corrupt == 1
         assert get(store, key(1)) is Miss.CORRUPT
@@ -595,7 +595,7 @@ def test_a_promotion_never_brings_rot_into_memory(tmp_path: Path) -> None:
         store.flush()
     with opened(tmp_path) as store:
         lease = lease_of(store, key(1))
-        os.pwrite(store.value_file.fd, b"rot", lease.extents[0].offset)
+        os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset)
         store.release([lease.id])
         store.prefetch([key(1)])
         eventually(lambda: tier_of(store, key(1)) is not Tier.DISK)
@@ -606,7 +606,7 @@ def test_a_promotion_never_brings_rot_into_memory(tmp_path: Path) -> None:
 def test_a_copy_in_memory_that_was_spoilt_gives_way_to_the_one_on_disk(store: Store) -> None:
     put(store, key(1), value(3000), ack=Ack.DURABLE)
     lease = lease_of(store, key(1))
-    store.arena.views(lease.extents)[0][:3] = b"rot"
+    store.memory_tier.views(lease.extents)[0][:3] = b"rot"
     store.release([lease.id], corrupt=[lease.id])
     assert store.stats().corrupt == 1
     assert get(store, key(1)) == value(3000)
@@ -668,25 +668,25 @@ def test_a_put_planned_before_a_delete_leaves_nothing(store: Store) -> None:
 
 
 def test_an_arrival_is_overtaken_by_a_delete(store: Store) -> None:
-    arrival = store.begin_put(variant(key(1), b"abc", as_of=store.lookup([]).as_of))
-    assert not isinstance(arrival, PutOutcome)
-    fill(arrival.views, b"abc")
+    incoming = store.begin_put(variant(key(1), b"abc", as_of=store.lookup([]).as_of))
+    assert not isinstance(incoming, PutOutcome)
+    fill(incoming.views, b"abc")
     store.delete(deletion(1))
-    assert arrival.commit(completion(arrival.new, b"abc")) is PutOutcome.DELETED
+    assert incoming.commit(completion(incoming.new, b"abc")) is PutOutcome.DELETED
     assert get(store, key(1)) is Miss.DELETED
     assert store.stats().memory_bytes == 0
 
 
 def test_a_put_being_written_is_overtaken_by_a_delete(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        entered, gate, write = threading.Event(), threading.Event(), store.value_file.write
+        entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
         def slow(*args: object) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
             write(*args)  # type: ignore[arg-type]
 
-        store.value_file.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign]
         outcomes: list[PutOutcome] = []
         putting = threading.Thread(
             target=lambda: outcomes.append(put(store, key(1), b"abc", ack=Ack.DURABLE))
@@ -709,7 +709,7 @@ def test_a_delete_killed_before_it_removed_anything_is_finished_at_the_start(
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
         put(store, key(2), b"y", ack=Ack.DURABLE)
-        store._records.remove = lambda _: None  # type: ignore[method-assign]
+        store._metadata.remove = lambda _: None  # type: ignore[method-assign]
         store.delete(deletion(1))
     with opened(tmp_path) as store:
         assert get(store, key(1)) is Miss.DELETED
@@ -775,14 +775,14 @@ def test_many_deletes_wait_for_the_disk_once(store: Store) -> None:
         put(store, key(number), b"x")
     known = Deletion(bytes([9]) * 16, chunks=(key(0).chunk,))
     assert store.delete(known) == 1
-    synced, sync = 0, store._records.sync
+    synced, sync = 0, store._metadata.sync
 
     def counted() -> None:
         nonlocal synced
         synced += 1
         sync()
 
-    store._records.sync = counted  # type: ignore[method-assign]
+    store._metadata.sync = counted  # type: ignore[method-assign]
     assert store.delete_many([known, deletion(1), deletion(2, 3), known]) == 3
     assert synced == 1
     assert store.delete_many([known]) == store.delete_many([]) == 0
@@ -797,8 +797,8 @@ def test_a_put_whose_chunks_were_chosen_before_a_delete_is_refused(tmp_path: Pat
         seen = store.lookup([]).as_of  # after the delete, for a plan from before
         for planned_at_ms, outcome in (
             (now_ms - 1, PutOutcome.DELETED),
-            (now_ms + CLOCKS_DIFFER_MS - 1, PutOutcome.DELETED),
-            (now_ms + CLOCKS_DIFFER_MS, PutOutcome.STORED),
+            (now_ms + MAX_CLOCK_SKEW_MS - 1, PutOutcome.DELETED),
+            (now_ms + MAX_CLOCK_SKEW_MS, PutOutcome.STORED),
         ):
             as_of = AsOf(seen.store, seen.sequence, planned_at_ms)
             assert put(store, key(1), b"x", as_of=as_of) is outcome
@@ -823,11 +823,11 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
     def refuse(_: object) -> None:
         raise Unavailable("cachestore", "its disk refuses")
 
-    store._records.put_tombstones = refuse  # type: ignore[method-assign,assignment]
+    store._metadata.put_tombstones = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(Unavailable):
         store.delete(deletion(1))
     assert get(store, key(1)) == b"x"
-    assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.HELD_ALREADY
+    assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.ALREADY_STORED
 
 
 # Events, replicas, what the keeper does
@@ -866,13 +866,13 @@ def test_replicas_are_told_until_the_variant_goes(store: Store) -> None:
     put(store, key(1), b"x")
     store.set_replicas(key(1), ("b:1",))
     store.set_replicas(key(2), ("b:1",))
-    (found,) = store.lookup([Want.of(key(1))]).variants
+    (found,) = store.lookup([LookupKey.of(key(1))]).variants
     assert found.held[0].replicas == ("b:1",)
     assert store.discard(key(1))
     assert not store.discard(key(1))
     put(store, key(1), b"x")
     put(store, key(2), b"x")
-    for answer in store.lookup([Want.of(key(1)), Want.of(key(2))]).variants:
+    for answer in store.lookup([LookupKey.of(key(1)), LookupKey.of(key(2))]).variants:
         assert answer.held[0].replicas == ()
 
 
@@ -956,8 +956,8 @@ def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=100 * PAGE) as store:
         for number in range(95):
             put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
-        remove = store._records.remove
-        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        remove = store._metadata.remove
+        store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
         put(store, key(99), value(PAGE, 99), ack=Ack.DURABLE)
         for _ in range(20):
             with pytest.raises(Unavailable):
@@ -969,7 +969,7 @@ def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
             with pytest.raises(Unavailable):
                 put(store, key(number), value(PAGE), ack=Ack.DURABLE)
         assert store.stats().evictions[Tier.DISK] <= 6
-        store._records.remove = remove  # type: ignore[method-assign]
+        store._metadata.remove = remove  # type: ignore[method-assign]
         store.sweep()
         assert store.stats().disk_bytes == 94 * PAGE
 
@@ -980,10 +980,10 @@ def test_a_start_on_a_disk_that_refuses_serves_what_is_there(
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
         put(store, key(2), b"y", ack=Ack.DURABLE)
-        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
         store.delete(deletion(1))
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache_cachestore.storage.metadata_db.Records.remove", refuse)
+        patch.setattr("ragcache_cachestore.storage.metadata_db.MetadataDb.remove", refuse)
         with opened(tmp_path) as store:
             assert get(store, key(1)) is Miss.DELETED
             assert get(store, key(2)) == b"y"
@@ -993,17 +993,17 @@ def test_a_delete_is_remembered_until_what_it_covered_is_gone(tmp_path: Path) ->
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
-        remove = store._records.remove
-        store._records.remove = refuse  # type: ignore[method-assign,assignment]
+        remove = store._metadata.remove
+        store._metadata.remove = refuse  # type: ignore[method-assign,assignment]
         store.delete(deletion(1))
         now_ms += 25 * 3600 * 1000
         with pytest.raises(Unavailable):
             store.forget_tombstones()
         assert store.stats().tombstones == 1
-        store._records.remove = remove  # type: ignore[method-assign]
+        store._metadata.remove = remove  # type: ignore[method-assign]
         store.forget_tombstones()
         assert store.stats().tombstones == 0
-        store._records.note_alive(now_ms)
+        store._metadata.note_alive(now_ms)
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         assert len(store) == 0
 
@@ -1012,15 +1012,15 @@ def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE), ack=Ack.DURABLE)
         (candidate,) = store.candidates(0.0)
-        write = store.value_file.write
-        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        write = store.disk_tier.write
+        store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         small = value(100, 7)
         assert not store.swap(
             key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)]
         )
         assert get(store, key(1)) == value(PAGE)
         assert store.stats().memory_bytes == store.stats().disk_bytes == PAGE
-        store.value_file.write = write  # type: ignore[method-assign]
+        store.disk_tier.write = write  # type: ignore[method-assign]
         assert store.swap(key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)])
         assert (store.stats().memory_bytes, store.stats().disk_bytes) == (100, 100)
         assert tier_of(store, key(1)) is Tier.MEMORY
@@ -1029,7 +1029,7 @@ def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
 def test_a_durable_value_outlives_a_better_one_that_is_never_written(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
-        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         put(store, key(1), value(PAGE, 2))
         store.flush()
         assert get(store, key(1)) == value(PAGE, 2)
@@ -1037,7 +1037,7 @@ def test_a_durable_value_outlives_a_better_one_that_is_never_written(tmp_path: P
             put(store, key(number), value(PAGE, number))
             store.flush()
         assert get(store, key(1)) == value(PAGE, 1)
-        assert get(store, key(1), exact=True) is Miss.TAINTED
+        assert get(store, key(1), exact=True) is Miss.APPROXIMATE
         store.check()
     with opened(tmp_path) as store:
         assert get(store, key(1)) == value(PAGE, 1)
@@ -1047,7 +1047,7 @@ def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> No
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         old = Origin(domain="acme", document="old")
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE, origin=old)
-        store.value_file.write = refuse  # type: ignore[method-assign,assignment]
+        store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         put(store, key(1), value(PAGE, 2), origin=Origin(domain="acme", document="new"))
         store.flush()
         store.delete(Deletion(b"", documents=("old",), domain="acme"))
@@ -1071,11 +1071,11 @@ def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.Mon
         entered.set()
         assert gate.wait(TIMEOUT_S)
 
-    store.value_file.write = hang  # type: ignore[method-assign,assignment]
+    store.disk_tier.write = hang  # type: ignore[method-assign,assignment]
     put(store, key(1), value(PAGE))
     assert entered.wait(TIMEOUT_S)
     store.close()
-    os.fstat(store.value_file.fd)  # whoever is stuck must not write to another's file
+    os.fstat(store.disk_tier.fd)  # whoever is stuck must not write to another's file
     gate.set()
     eventually(store._mover.close)
     store._files.close()
@@ -1112,7 +1112,7 @@ def test_a_promotion_keeps_the_parent_that_is_in_memory(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=PAGE, leaves_only=True) as store:
         store.prefetch([key(1)])
         eventually(lambda: tier_of(store, key(1)) is Tier.MEMORY)
-        store._mover.promote(next(one for one in store._books.catalog if one.key == key(2)))
+        store._mover.promote(next(one for one in store._state.catalog if one.key == key(2)))
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
 
 
@@ -1136,10 +1136,10 @@ def test_nothing_is_its_own_parent(store: Store) -> None:
 
 def test_lookups_count_what_is_not_there(store: Store) -> None:
     put(store, key(1), b"tainted", exact=False)
-    store.lookup([Want.of(key(1)), Want.of(key(2)), Want(key(3).chunk)])
+    store.lookup([LookupKey.of(key(1)), LookupKey.of(key(2)), LookupKey(key(3).chunk)])
     assert store.stats().misses_by_reason == {"never_stored": 2}
-    store.lookup([Want.of(key(1))], exact=True)
-    assert store.stats().misses_by_reason == {"never_stored": 2, "tainted": 1}
+    store.lookup([LookupKey.of(key(1))], exact=True)
+    assert store.stats().misses_by_reason == {"never_stored": 2, "approximate": 1}
     assert store.stats().hits_memory == 0
 
 
@@ -1160,7 +1160,7 @@ def test_stats_count(tmp_path: Path) -> None:
         assert stats.hits_memory == 2
         assert stats.misses_by_reason == {"never_stored": 1, "other_precision": 1}
         assert stats.bytes_by_precision == {"native": 1000, "int8": 500}
-        assert stats.bytes_by_lane == {"socket": 1000}
+        assert stats.bytes_by_transport == {"socket": 1000}
         assert (stats.leases, stats.tombstones) == (1, 1)
         assert sum(stats.score_histogram) == 1
 

@@ -35,7 +35,7 @@ sizes = st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
 class Arriving:
     key: VariantKey
     raw: bytes
-    arrival: object
+    incoming: object
     deletes: int
 
 
@@ -73,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _end(self) -> None:
         for arriving in self.arriving:
-            arriving.arrival.abort()  # type: ignore[attr-defined]
+            arriving.incoming.abort()  # type: ignore[attr-defined]
         self.arriving.clear()
         self.store.release(self.leases)
         self.leases.clear()
@@ -102,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
             # Accepted or not: durable ones may have been accepted before the disk refused.
             self.may.setdefault(key(number), set()).add(raw)
             return
-        assert outcome in {PutOutcome.STORED, PutOutcome.HELD_ALREADY}
+        assert outcome in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}
         if ack is Ack.DURABLE:
             self.durable.add(key(number))
         if outcome is PutOutcome.STORED:
@@ -115,21 +115,21 @@ class StoreMachine(RuleBasedStateMachine):
             key(number), raw, origin=self._origin(number), as_of=self.store.lookup([]).as_of
         )
         try:
-            arrival = self.store.begin_put(new)
+            incoming = self.store.begin_put(new)
         except Unavailable:
             return
-        if not isinstance(arrival, PutOutcome):
-            self.arriving.append(Arriving(key(number), raw, arrival, self.deletes))
+        if not isinstance(incoming, PutOutcome):
+            self.arriving.append(Arriving(key(number), raw, incoming, self.deletes))
 
     @precondition(lambda self: self.arriving)
     @rule(whole=st.booleans())
     def end(self, whole: bool) -> None:
         one = self.arriving.pop()
         if not whole:
-            one.arrival.abort()  # type: ignore[attr-defined]
+            one.incoming.abort()  # type: ignore[attr-defined]
             return
-        fill(one.arrival.views, one.raw)  # type: ignore[attr-defined]
-        if one.arrival.commit(completion(one.arrival.new, one.raw)) is PutOutcome.STORED:  # type: ignore[attr-defined]
+        fill(one.incoming.views, one.raw)  # type: ignore[attr-defined]
+        if one.incoming.commit(completion(one.incoming.new, one.raw)) is PutOutcome.STORED:  # type: ignore[attr-defined]
             self.may.setdefault(one.key, set()).add(one.raw)
 
     @rule(number=keys)
@@ -222,9 +222,9 @@ class StoreMachine(RuleBasedStateMachine):
     def _read(self, lease: Lease) -> bytes:
         raw = bytearray(lease.info.num_bytes)
         if lease.on_disk:
-            assert self.store.value_file.read_into(lease.extents, [memoryview(raw)])
+            assert self.store.disk_tier.read_into(lease.extents, [memoryview(raw)])
             return bytes(raw)
-        return b"".join(self.store.arena.views(lease.extents))
+        return b"".join(self.store.memory_tier.views(lease.extents))
 
     @invariant()
     def what_is_leased_stays(self) -> None:
@@ -239,7 +239,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert stats.disk_bytes <= self.settings["disk_bytes"]  # type: ignore[operator]
             for tier in Tier:
                 allocator = (
-                    self.store.arena if tier is Tier.MEMORY else self.store.value_file
+                    self.store.memory_tier if tier is Tier.MEMORY else self.store.disk_tier
                 ).allocator
                 assert allocator.used_pages <= allocator.num_pages
 

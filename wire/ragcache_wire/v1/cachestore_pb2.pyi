@@ -28,14 +28,14 @@ class _AckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ack.ValueType], _
     ACCEPTED: _Ack.ValueType  # 0
     """visible in memory"""
     DURABLE: _Ack.ValueType  # 1
-    """survives the end of the process at any instant"""
+    """survives the end of the process at any time"""
 
 class Ack(_Ack, metaclass=_AckEnumTypeWrapper): ...
 
 ACCEPTED: Ack.ValueType  # 0
 """visible in memory"""
 DURABLE: Ack.ValueType  # 1
-"""survives the end of the process at any instant"""
+"""survives the end of the process at any time"""
 Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 class _Miss:
@@ -49,7 +49,8 @@ class _MissEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Miss.ValueType],
     MISS_EVICTED: _Miss.ValueType  # 2
     MISS_DELETED: _Miss.ValueType  # 3
     MISS_CORRUPT: _Miss.ValueType  # 4
-    MISS_TAINTED: _Miss.ValueType  # 5
+    MISS_APPROXIMATE: _Miss.ValueType  # 5
+    """stored, but not exact as asked"""
     MISS_OTHER_PRECISION: _Miss.ValueType  # 6
     MISS_OTHER_DOMAIN: _Miss.ValueType  # 7
 
@@ -60,7 +61,8 @@ MISS_NEVER_STORED: Miss.ValueType  # 1
 MISS_EVICTED: Miss.ValueType  # 2
 MISS_DELETED: Miss.ValueType  # 3
 MISS_CORRUPT: Miss.ValueType  # 4
-MISS_TAINTED: Miss.ValueType  # 5
+MISS_APPROXIMATE: Miss.ValueType  # 5
+"""stored, but not exact as asked"""
 MISS_OTHER_PRECISION: Miss.ValueType  # 6
 MISS_OTHER_DOMAIN: Miss.ValueType  # 7
 Global___Miss: _TypeAlias = Miss  # noqa: Y015
@@ -153,14 +155,14 @@ class VariantInfo(_message.Message):
     FORMAT_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_bytes: _builtins.int
-    """as held"""
+    """as stored"""
     base_position: _builtins.int
     exact: _builtins.bool
     """provenance: computed in full over an exact prefix"""
     precision: _builtins.str
-    """"key/value" of ragcache_core.variant.Precision; empty: native"""
+    """"key/value", as ragcache_core.identity.variant.Precision; empty: native"""
     format: _builtins.int
-    """version of the value's layout (ragcache_kv.value.FORMAT)"""
+    """version of the value's layout (ragcache_kv.values.layout)"""
     def __init__(
         self,
         *,
@@ -213,7 +215,7 @@ Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
 class AsOf(_message.Message):
-    """The deletes that a put's KV may not have seen: those after `sequence` of store `store`, and those
+    """The deletes that the KV of a put may have missed: those after `sequence` of store `store`, and those
     applied since `planned_at_ms`.
     """
 
@@ -227,7 +229,7 @@ class AsOf(_message.Message):
     sequence: _builtins.int
     """LookupReply.delete_sequence"""
     planned_at_ms: _builtins.int
-    """Unix time at which its chunks were chosen; 0: at the lookup"""
+    """Unix time at which the chunks were chosen; 0: at the lookup"""
     def __init__(
         self,
         *,
@@ -257,7 +259,7 @@ class PutHeader(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ack: Global___Ack.ValueType
     traceparent: _builtins.str
-    """as GetRequest's"""
+    """as in GetRequest"""
     @_builtins.property
     def key(self) -> Global___VariantKey: ...
     @_builtins.property
@@ -268,9 +270,7 @@ class PutHeader(_message.Message):
     def shape(self) -> Global___ValueShape: ...
     @_builtins.property
     def part_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sizes of its parts: they add up to info.num_bytes; with a shape, each is what a layer of it
-        takes.
-        """
+        """Sizes of the parts. They add up to info.num_bytes. With a shape, each part is one layer of it."""
 
     @_builtins.property
     def as_of(self) -> Global___AsOf: ...
@@ -296,8 +296,8 @@ Global___PutHeader: _TypeAlias = PutHeader  # noqa: Y015
 
 @_typing.final
 class PutCompletion(_message.Message):
-    """What is known of a value when its last byte is: whoever puts it may still be computing it when
-    the first one is sent.
+    """What is known of a value only after its last byte: the client may still compute the value when it
+    sends the first one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -305,7 +305,7 @@ class PutCompletion(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     COST_S_FIELD_NUMBER: _builtins.int
     cost_s: _builtins.float
-    """that computing it took; 0: unknown"""
+    """the time that computing the value took; 0: unknown"""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """XXH3-64 of each part"""
@@ -364,17 +364,17 @@ class PutReply(_message.Message):
     class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PutReply._Outcome.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         STORED: PutReply._Outcome.ValueType  # 0
-        HELD_ALREADY: PutReply._Outcome.ValueType  # 1
-        """as good or better"""
+        ALREADY_STORED: PutReply._Outcome.ValueType  # 1
+        """the store has it in the same or a better precision"""
         DELETED: PutReply._Outcome.ValueType  # 2
-        """a delete overtook it"""
+        """a delete covers it"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     STORED: PutReply.Outcome.ValueType  # 0
-    HELD_ALREADY: PutReply.Outcome.ValueType  # 1
-    """as good or better"""
+    ALREADY_STORED: PutReply.Outcome.ValueType  # 1
+    """the store has it in the same or a better precision"""
     DELETED: PutReply.Outcome.ValueType  # 2
-    """a delete overtook it"""
+    """a delete covers it"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     outcome: Global___PutReply.Outcome.ValueType
@@ -401,13 +401,13 @@ class GetRequest(_message.Message):
     BY_LAYER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     exact: _builtins.bool
-    """serve only what may stand for a computation"""
+    """serve only variants that equal a full computation"""
     domain: _builtins.str
-    """serve only variants of it; empty: any"""
+    """serve only variants of this domain; empty: any"""
     by_layer: _builtins.bool
-    """on the socket lane: layer by layer over all values, not value by value"""
+    """TCP transport only: layer by layer over all values, not value by value"""
     traceparent: _builtins.str
-    """On the lanes without metadata: the span that asks, as W3C writes it; empty: nobody traces."""
+    """W3C trace context of the calling span, for the transports without metadata; empty: no trace."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
     def __init__(
@@ -440,7 +440,7 @@ class GetHeader(_message.Message):
     index: _builtins.int
     """into GetRequest.keys"""
     miss: Global___Miss.ValueType
-    """set: there is no value, and nothing else follows"""
+    """if set, there is no value, and the other fields are empty"""
     tier: _builtins.str
     """"memory" or "disk" """
     @_builtins.property
@@ -493,7 +493,7 @@ class GetPart(_message.Message):
 Global___GetPart: _TypeAlias = GetPart  # noqa: Y015
 
 @_typing.final
-class Want(_message.Message):
+class LookupKey(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
@@ -513,36 +513,36 @@ class Want(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Want: _TypeAlias = Want  # noqa: Y015
+Global___LookupKey: _TypeAlias = LookupKey  # noqa: Y015
 
 @_typing.final
 class LookupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    WANTS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     exact: _builtins.bool
     domain: _builtins.str
     @_builtins.property
-    def wants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Want]: ...
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupKey]: ...
     def __init__(
         self,
         *,
-        wants: _abc.Iterable[Global___Want] | None = ...,
+        keys: _abc.Iterable[Global___LookupKey] | None = ...,
         exact: _builtins.bool = ...,
         domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "exact", b"exact", "wants", b"wants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "exact", b"exact", "keys", b"keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
-class Held(_message.Message):
+class StoredVariant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -551,23 +551,23 @@ class Held(_message.Message):
     LOAD_S_FIELD_NUMBER: _builtins.int
     PREFIX_CHUNKS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
-    WANTED_BETTER_FIELD_NUMBER: _builtins.int
+    WANTS_HIGHER_PRECISION_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     load_s: _builtins.float
-    """predicted, from its tier to the caller"""
-    wanted_better: _builtins.bool
-    """hot, and held with less than the precision it deserves"""
+    """predicted time from its tier to the caller"""
+    wants_higher_precision: _builtins.bool
+    """hot, and stored with less precision than the policy gives it"""
     @_builtins.property
     def key(self) -> Global___VariantKey: ...
     @_builtins.property
     def info(self) -> Global___VariantInfo: ...
     @_builtins.property
     def prefix_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of its origin, where every variant was asked for"""
+        """of its origin; set if every variant of the chunk was asked for"""
 
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """other shards that hold it too"""
+        """other shards that store it too"""
 
     def __init__(
         self,
@@ -578,39 +578,39 @@ class Held(_message.Message):
         load_s: _builtins.float = ...,
         prefix_chunks: _abc.Iterable[_builtins.bytes] | None = ...,
         replicas: _abc.Iterable[_builtins.str] | None = ...,
-        wanted_better: _builtins.bool = ...,
+        wants_higher_precision: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "replicas", b"replicas", "tier", b"tier", "wanted_better", b"wanted_better"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "replicas", b"replicas", "tier", b"tier", "wants_higher_precision", b"wants_higher_precision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Held: _TypeAlias = Held  # noqa: Y015
+Global___StoredVariant: _TypeAlias = StoredVariant  # noqa: Y015
 
 @_typing.final
-class Variants(_message.Message):
+class ChunkVariants(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    HELD_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
     miss: Global___Miss.ValueType
-    """where nothing is held"""
+    """set if nothing is stored"""
     @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredVariant]: ...
     def __init__(
         self,
         *,
-        held: _abc.Iterable[Global___Held] | None = ...,
+        stored: _abc.Iterable[Global___StoredVariant] | None = ...,
         miss: Global___Miss.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "miss", b"miss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Variants: _TypeAlias = Variants  # noqa: Y015
+Global___ChunkVariants: _TypeAlias = ChunkVariants  # noqa: Y015
 
 @_typing.final
 class LookupReply(_message.Message):
@@ -621,13 +621,13 @@ class LookupReply(_message.Message):
     delete_sequence: _builtins.int
     """for AsOf"""
     @_builtins.property
-    def variants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Variants]:
-        """one for each want, in order"""
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVariants]:
+        """one for each key, in order"""
 
     def __init__(
         self,
         *,
-        variants: _abc.Iterable[Global___Variants] | None = ...,
+        variants: _abc.Iterable[Global___ChunkVariants] | None = ...,
         delete_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -678,90 +678,8 @@ class PrefetchReply(_message.Message):
 Global___PrefetchReply: _TypeAlias = PrefetchReply  # noqa: Y015
 
 @_typing.final
-class PinRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEYS_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    seconds: _builtins.float
-    """at most 3,600"""
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
-    def __init__(
-        self,
-        *,
-        keys: _abc.Iterable[Global___VariantKey] | None = ...,
-        seconds: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "seconds", b"seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
-
-@_typing.final
-class PinReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PINNED_FIELD_NUMBER: _builtins.int
-    pinned: _builtins.int
-    def __init__(
-        self,
-        *,
-        pinned: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
-
-@_typing.final
-class UnpinRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEYS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantKey]: ...
-    def __init__(
-        self,
-        *,
-        keys: _abc.Iterable[Global___VariantKey] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
-
-@_typing.final
-class UnpinReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    UNPINNED_FIELD_NUMBER: _builtins.int
-    unpinned: _builtins.int
-    def __init__(
-        self,
-        *,
-        unpinned: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["unpinned", b"unpinned"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnpinReply: _TypeAlias = UnpinReply  # noqa: Y015
-
-@_typing.final
 class Deletion(_message.Message):
-    """What one delete names, which must be something. A shard applies an id once."""
+    """What one delete names; it names something. A shard applies each id once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -774,7 +692,7 @@ class Deletion(_message.Message):
     id: _builtins.bytes
     """16 random bytes; empty: the shard makes one"""
     domain: _builtins.str
-    """with no documents: everything of it, and names nothing else"""
+    """alone, without documents: everything of it"""
     made_at_ms: _builtins.int
     """Unix time"""
     @_builtins.property
@@ -869,7 +787,7 @@ class ChangeReplicaRequest(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     DROP_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
-    """"host:port" of the shard that is to hold it, or not any more"""
+    """"host:port" of the shard that gains or loses the copy"""
     drop: _builtins.bool
     @_builtins.property
     def key(self) -> Global___VariantKey: ...
@@ -914,7 +832,7 @@ class WatchRequest(_message.Message):
     BOOT_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
-    """with after: go on there, if that is still remembered"""
+    """with after: continue there, if the store still remembers it"""
     after: _builtins.int
     def __init__(
         self,
@@ -947,7 +865,7 @@ class Event(_message.Message):
         """by another precision"""
         DROPPED: Event._Kind.ValueType  # 3
         SNAPSHOT_BEGIN: Event._Kind.ValueType  # 4
-        """forget what was known; STORED follow"""
+        """the client forgets everything; STORED events follow"""
         SNAPSHOT_END: Event._Kind.ValueType  # 5
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
@@ -958,7 +876,7 @@ class Event(_message.Message):
     """by another precision"""
     DROPPED: Event.Kind.ValueType  # 3
     SNAPSHOT_BEGIN: Event.Kind.ValueType  # 4
-    """forget what was known; STORED follow"""
+    """the client forgets everything; STORED events follow"""
     SNAPSHOT_END: Event.Kind.ValueType  # 5
 
     BOOT_FIELD_NUMBER: _builtins.int
@@ -969,7 +887,7 @@ class Event(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     sequence: _builtins.int
-    """ascends by one; a gap means a new snapshot"""
+    """rises by one; after a gap the client needs a new snapshot"""
     kind: Global___Event.Kind.ValueType
     tier: _builtins.str
     @_builtins.property
@@ -1016,16 +934,16 @@ class HelloReply(_message.Message):
     BOOT_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     MAX_VALUE_BYTES_FIELD_NUMBER: _builtins.int
-    LANE_SOCKET_FIELD_NUMBER: _builtins.int
-    LANE_PORT_FIELD_NUMBER: _builtins.int
+    DATA_SOCKET_FIELD_NUMBER: _builtins.int
+    DATA_PORT_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     """16 bytes, new at every start"""
     store: _builtins.bytes
     """16 bytes, of the data folder"""
     max_value_bytes: _builtins.int
-    lane_socket: _builtins.str
-    """path of a Unix socket; a client that can connect shares memory"""
-    lane_port: _builtins.int
+    data_socket: _builtins.str
+    """path of a Unix socket; a client that can connect to it shares memory"""
+    data_port: _builtins.int
     """TCP, on the host of this call; 0: not offered"""
     def __init__(
         self,
@@ -1033,20 +951,20 @@ class HelloReply(_message.Message):
         boot: _builtins.bytes = ...,
         store: _builtins.bytes = ...,
         max_value_bytes: _builtins.int = ...,
-        lane_socket: _builtins.str = ...,
-        lane_port: _builtins.int = ...,
+        data_socket: _builtins.str = ...,
+        data_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "lane_port", b"lane_port", "lane_socket", b"lane_socket", "max_value_bytes", b"max_value_bytes", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "data_port", b"data_port", "data_socket", b"data_socket", "max_value_bytes", b"max_value_bytes", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
 
 @_typing.final
-class LaneExtent(_message.Message):
-    """The data lane's own messages: ragcache_kv.store.lane_protocol frames them."""
+class DataExtent(_message.Message):
+    """Messages of the shared memory and TCP transports. ragcache_kv.transport.framing frames them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1054,7 +972,7 @@ class LaneExtent(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     disk: _builtins.bool
-    """in the file of values, not in the arena"""
+    """in the file of values, not in the memory tier"""
     offset: _builtins.int
     num_bytes: _builtins.int
     def __init__(
@@ -1070,10 +988,10 @@ class LaneExtent(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneExtent: _TypeAlias = LaneExtent  # noqa: Y015
+Global___DataExtent: _TypeAlias = DataExtent  # noqa: Y015
 
 @_typing.final
-class LaneFound(_message.Message):
+class LeasedValue(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
@@ -1083,15 +1001,15 @@ class LaneFound(_message.Message):
     @_builtins.property
     def header(self) -> Global___GetHeader: ...
     @_builtins.property
-    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneExtent]:
-        """of the whole value, parts one after another"""
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataExtent]:
+        """of the whole value, one part after another"""
 
     def __init__(
         self,
         *,
         header: Global___GetHeader | None = ...,
         lease: _builtins.int = ...,
-        extents: _abc.Iterable[Global___LaneExtent] | None = ...,
+        extents: _abc.Iterable[Global___DataExtent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1099,30 +1017,30 @@ class LaneFound(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneFound: _TypeAlias = LaneFound  # noqa: Y015
+Global___LeasedValue: _TypeAlias = LeasedValue  # noqa: Y015
 
 @_typing.final
-class LaneGetReply(_message.Message):
+class DataGetReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    FOUND_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneFound]: ...
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedValue]: ...
     def __init__(
         self,
         *,
-        found: _abc.Iterable[Global___LaneFound] | None = ...,
+        values: _abc.Iterable[Global___LeasedValue] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneGetReply: _TypeAlias = LaneGetReply  # noqa: Y015
+Global___DataGetReply: _TypeAlias = DataGetReply  # noqa: Y015
 
 @_typing.final
-class LaneGrant(_message.Message):
+class PutGrant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTED_FIELD_NUMBER: _builtins.int
@@ -1130,17 +1048,17 @@ class LaneGrant(_message.Message):
     EXTENTS_FIELD_NUMBER: _builtins.int
     granted: _builtins.bool
     outcome: Global___PutReply.Outcome.ValueType
-    """where not granted"""
+    """if not granted"""
     @_builtins.property
-    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneExtent]:
-        """in the arena, to write the value to"""
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataExtent]:
+        """in the memory tier; the client writes the value there"""
 
     def __init__(
         self,
         *,
         granted: _builtins.bool = ...,
         outcome: Global___PutReply.Outcome.ValueType = ...,
-        extents: _abc.Iterable[Global___LaneExtent] | None = ...,
+        extents: _abc.Iterable[Global___DataExtent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1148,15 +1066,15 @@ class LaneGrant(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneGrant: _TypeAlias = LaneGrant  # noqa: Y015
+Global___PutGrant: _TypeAlias = PutGrant  # noqa: Y015
 
 @_typing.final
-class LaneWritten(_message.Message):
+class PutProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
-    """of the value, from its begin"""
+    """written so far, from the start of the value"""
     def __init__(
         self,
         *,
@@ -1168,17 +1086,17 @@ class LaneWritten(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneWritten: _TypeAlias = LaneWritten  # noqa: Y015
+Global___PutProgress: _TypeAlias = PutProgress  # noqa: Y015
 
 @_typing.final
-class LaneRelease(_message.Message):
+class LeaseRelease(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """that all of them took together; 0: not known"""
+    """time that all the reads took together; 0: unknown"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1198,10 +1116,12 @@ class LaneRelease(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneRelease: _TypeAlias = LaneRelease  # noqa: Y015
+Global___LeaseRelease: _TypeAlias = LeaseRelease  # noqa: Y015
 
 @_typing.final
-class LaneReads(_message.Message):
+class ReadReport(_message.Message):
+    """Reads that the client made without asking the store."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1213,7 +1133,7 @@ class LaneReads(_message.Message):
         SECONDS_FIELD_NUMBER: _builtins.int
         times: _builtins.int
         seconds: _builtins.float
-        """that all of them took together; 0: of a copy of the client's own, which"""
+        """time that all the reads took together; 0: the client read its own copy"""
         @_builtins.property
         def key(self) -> Global___VariantKey: ...
         def __init__(
@@ -1231,11 +1151,11 @@ class LaneReads(_message.Message):
 
     READS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneReads.Read]: ...
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReadReport.Read]: ...
     def __init__(
         self,
         *,
-        reads: _abc.Iterable[Global___LaneReads.Read] | None = ...,
+        reads: _abc.Iterable[Global___ReadReport.Read] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1243,10 +1163,10 @@ class LaneReads(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneReads: _TypeAlias = LaneReads  # noqa: Y015
+Global___ReadReport: _TypeAlias = ReadReport  # noqa: Y015
 
 @_typing.final
-class LaneError(_message.Message):
+class DataError(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TYPE_FIELD_NUMBER: _builtins.int
@@ -1255,7 +1175,7 @@ class LaneError(_message.Message):
     FIX_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     type: _builtins.str
-    """as ragcache_wire.status writes them"""
+    """as ragcache_wire.status writes it"""
     field: _builtins.str
     problem: _builtins.str
     fix: _builtins.str
@@ -1275,7 +1195,7 @@ class LaneError(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneError: _TypeAlias = LaneError  # noqa: Y015
+Global___DataError: _TypeAlias = DataError  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):
@@ -1357,7 +1277,7 @@ class StatsReply(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
-    class BytesByLaneEntry(_message.Message):
+    class BytesByTransportEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -1389,7 +1309,7 @@ class StatsReply(_message.Message):
     PUTS_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
     BYTES_BY_PRECISION_FIELD_NUMBER: _builtins.int
-    BYTES_BY_LANE_FIELD_NUMBER: _builtins.int
+    BYTES_BY_TRANSPORT_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     SCORE_HISTOGRAM_FIELD_NUMBER: _builtins.int
@@ -1407,7 +1327,7 @@ class StatsReply(_message.Message):
     leases: _builtins.int
     tombstones: _builtins.int
     unwritten: _builtins.int
-    """values whose write to disk is still to come"""
+    """values that the store has yet to write to disk"""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1417,7 +1337,7 @@ class StatsReply(_message.Message):
     @_builtins.property
     def bytes_by_precision(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
-    def bytes_by_lane(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+    def bytes_by_transport(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """sent and received"""
 
     @_builtins.property
@@ -1440,7 +1360,7 @@ class StatsReply(_message.Message):
         puts: _builtins.int = ...,
         evictions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         bytes_by_precision: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        bytes_by_lane: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        bytes_by_transport: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         leases: _builtins.int = ...,
         tombstones: _builtins.int = ...,
         score_histogram: _abc.Iterable[_builtins.int] | None = ...,
@@ -1448,7 +1368,7 @@ class StatsReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_lane", b"bytes_by_lane", "bytes_by_precision", b"bytes_by_precision", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_precision", b"bytes_by_precision", "bytes_by_transport", b"bytes_by_transport", "corrupt", b"corrupt", "disk_bytes", b"disk_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "evictions", b"evictions", "hits_disk", b"hits_disk", "hits_memory", b"hits_memory", "leases", b"leases", "memory_bytes", b"memory_bytes", "memory_capacity_bytes", b"memory_capacity_bytes", "misses", b"misses", "misses_by_reason", b"misses_by_reason", "puts", b"puts", "score_histogram", b"score_histogram", "tombstones", b"tombstones", "unwritten", b"unwritten", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

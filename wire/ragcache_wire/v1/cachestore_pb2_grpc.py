@@ -26,10 +26,11 @@ if _version_not_supported:
 
 
 class CacheStoreStub:
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+    """The cache store keeps variants: the KV of one chunk after one prefix. A miss is an answer, never an
+    error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store_client): shared memory, a plain
-    socket, or, where neither can be had, Get and Put below.
+    This service carries control calls. Values travel over a transport (ragcache_kv.transport): shared
+    memory or TCP. Where a client can use neither, Get and Put below carry them.
     """
 
     def __init__(self, channel):
@@ -63,16 +64,6 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchReply.FromString,
                 _registered_method=True)
-        self.Pin = channel.unary_unary(
-                '/ragcache.v1.CacheStore/Pin',
-                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinReply.FromString,
-                _registered_method=True)
-        self.Unpin = channel.unary_unary(
-                '/ragcache.v1.CacheStore/Unpin',
-                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinRequest.SerializeToString,
-                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinReply.FromString,
-                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/ragcache.v1.CacheStore/Delete',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.SerializeToString,
@@ -101,85 +92,73 @@ class CacheStoreStub:
 
 
 class CacheStoreServicer:
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+    """The cache store keeps variants: the KV of one chunk after one prefix. A miss is an answer, never an
+    error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store_client): shared memory, a plain
-    socket, or, where neither can be had, Get and Put below.
+    This service carries control calls. Values travel over a transport (ragcache_kv.transport): shared
+    memory or TCP. Where a client can use neither, Get and Put below carry them.
     """
 
     def Hello(self, request, context):
-        """Who this is, and which lanes it offers. The first call of every client.
+        """Returns the store's identity and its transports. Every client calls it first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """What is stored of many chunks, without values.
+        """Returns what the store has of many chunks, without values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """First message: header; then data in order; then completion. Visible to every call only once
-        whole and every part's checksum holds.
+        """The client sends a header, then the data in order, then a completion. The value becomes visible
+        when it is complete and the checksum of every part holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Values of many variants, in the order asked, each as header then data.
+        """Returns the values of many variants in the order asked, each as a header and then its data.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Bring variants from disk into memory, in the background.
+        """Brings variants from disk into memory, in the background.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Pin(self, request, context):
-        """Keep variants from eviction for some seconds; pinning again starts anew.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Unpin(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Removes what it names and every variant computed after a chunk of it. Durable when the reply
-        comes. A put whose KV was planned before then leaves nothing.
+        """Removes the named variants and every variant computed after a named chunk. The delete is durable
+        when the reply comes. A put whose KV was planned before the delete stores nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tombstones(self, request, context):
-        """Deletes that this shard knows of, oldest first, for a shard that was away.
+        """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeReplica(self, request, context):
-        """Make or drop a copy of a variant on another shard.
+        """Makes or drops a copy of a variant on another shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What is stored, moved and dropped from now on, after a snapshot if asked for.
+        """Returns each change of the stored variants from now on, after a snapshot if asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,16 +198,6 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchReply.SerializeToString,
             ),
-            'Pin': grpc.unary_unary_rpc_method_handler(
-                    servicer.Pin,
-                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.PinReply.SerializeToString,
-            ),
-            'Unpin': grpc.unary_unary_rpc_method_handler(
-                    servicer.Unpin,
-                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinRequest.FromString,
-                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinReply.SerializeToString,
-            ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.FromString,
@@ -263,10 +232,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheStore:
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+    """The cache store keeps variants: the KV of one chunk after one prefix. A miss is an answer, never an
+    error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store_client): shared memory, a plain
-    socket, or, where neither can be had, Get and Put below.
+    This service carries control calls. Values travel over a transport (ragcache_kv.transport): shared
+    memory or TCP. Where a client can use neither, Get and Put below carry them.
     """
 
     @staticmethod
@@ -394,60 +364,6 @@ class CacheStore:
             '/ragcache.v1.CacheStore/Prefetch',
             ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_cachestore__pb2.PrefetchReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pin(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ragcache.v1.CacheStore/Pin',
-            ragcache__wire_dot_v1_dot_cachestore__pb2.PinRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.PinReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Unpin(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ragcache.v1.CacheStore/Unpin',
-            ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinRequest.SerializeToString,
-            ragcache__wire_dot_v1_dot_cachestore__pb2.UnpinReply.FromString,
             options,
             channel_credentials,
             insecure,

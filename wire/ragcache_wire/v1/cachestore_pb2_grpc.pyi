@@ -27,10 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CacheStoreStub:
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+    """The cache store keeps variants: the KV of one chunk after one prefix. A miss is an answer, never an
+    error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
-    socket, or, where neither can be had, Get and Put below.
+    This service carries control calls. Values travel over a transport (ragcache_kv.transport): shared
+    memory or TCP. Where a client can use neither, Get and Put below carry them.
     """
 
     @_typing.overload
@@ -38,73 +39,69 @@ class CacheStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheStoreAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.HelloRequest, _cachestore_pb2.HelloReply]
-    """Who this is, and which lanes it offers. The first call of every client."""
+    """Returns the store's identity and its transports. Every client calls it first."""
     Lookup: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]
-    """What is stored of many chunks, without values."""
+    """Returns what the store has of many chunks, without values."""
     Put: _grpc.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]
-    """First message: header; then data in order; then completion. Visible to every call only once
-    whole and every part's checksum holds.
+    """The client sends a header, then the data in order, then a completion. The value becomes visible
+    when it is complete and the checksum of every part holds.
     """
     Get: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]
-    """Values of many variants, in the order asked, each as header then data."""
+    """Returns the values of many variants in the order asked, each as a header and then its data."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]
-    """Bring variants from disk into memory, in the background."""
-    Pin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinReply]
-    """Keep variants from eviction for some seconds; pinning again starts anew."""
-    Unpin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinReply]
+    """Brings variants from disk into memory, in the background."""
     Delete: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]
-    """Removes what it names and every variant computed after a chunk of it. Durable when the reply
-    comes. A put whose KV was planned before then leaves nothing.
+    """Removes the named variants and every variant computed after a named chunk. The delete is durable
+    when the reply comes. A put whose KV was planned before the delete stores nothing.
     """
     Tombstones: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.Deletion]
-    """Deletes that this shard knows of, oldest first, for a shard that was away."""
+    """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them."""
     ChangeReplica: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]
-    """Make or drop a copy of a variant on another shard."""
+    """Makes or drops a copy of a variant on another shard."""
     Watch: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]
-    """What is stored, moved and dropped from now on, after a snapshot if asked for."""
+    """Returns each change of the stored variants from now on, after a snapshot if asked for."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]
 
 @_typing.type_check_only
 class CacheStoreAsyncStub(CacheStoreStub):
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+    """The cache store keeps variants: the KV of one chunk after one prefix. A miss is an answer, never an
+    error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
-    socket, or, where neither can be had, Get and Put below.
+    This service carries control calls. Values travel over a transport (ragcache_kv.transport): shared
+    memory or TCP. Where a client can use neither, Get and Put below carry them.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.HelloRequest, _cachestore_pb2.HelloReply]  # type: ignore[assignment]
-    """Who this is, and which lanes it offers. The first call of every client."""
+    """Returns the store's identity and its transports. Every client calls it first."""
     Lookup: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupReply]  # type: ignore[assignment]
-    """What is stored of many chunks, without values."""
+    """Returns what the store has of many chunks, without values."""
     Put: _aio.StreamUnaryMultiCallable[_cachestore_pb2.PutPart, _cachestore_pb2.PutReply]  # type: ignore[assignment]
-    """First message: header; then data in order; then completion. Visible to every call only once
-    whole and every part's checksum holds.
+    """The client sends a header, then the data in order, then a completion. The value becomes visible
+    when it is complete and the checksum of every part holds.
     """
     Get: _aio.UnaryStreamMultiCallable[_cachestore_pb2.GetRequest, _cachestore_pb2.GetPart]  # type: ignore[assignment]
-    """Values of many variants, in the order asked, each as header then data."""
+    """Returns the values of many variants in the order asked, each as a header and then its data."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]  # type: ignore[assignment]
-    """Bring variants from disk into memory, in the background."""
-    Pin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinReply]  # type: ignore[assignment]
-    """Keep variants from eviction for some seconds; pinning again starts anew."""
-    Unpin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinReply]  # type: ignore[assignment]
+    """Brings variants from disk into memory, in the background."""
     Delete: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]  # type: ignore[assignment]
-    """Removes what it names and every variant computed after a chunk of it. Durable when the reply
-    comes. A put whose KV was planned before then leaves nothing.
+    """Removes the named variants and every variant computed after a named chunk. The delete is durable
+    when the reply comes. A put whose KV was planned before the delete stores nothing.
     """
     Tombstones: _aio.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.Deletion]  # type: ignore[assignment]
-    """Deletes that this shard knows of, oldest first, for a shard that was away."""
+    """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them."""
     ChangeReplica: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ChangeReplicaRequest, _cachestore_pb2.ChangeReplicaReply]  # type: ignore[assignment]
-    """Make or drop a copy of a variant on another shard."""
+    """Makes or drops a copy of a variant on another shard."""
     Watch: _aio.UnaryStreamMultiCallable[_cachestore_pb2.WatchRequest, _cachestore_pb2.Event]  # type: ignore[assignment]
-    """What is stored, moved and dropped from now on, after a snapshot if asked for."""
+    """Returns each change of the stored variants from now on, after a snapshot if asked for."""
     Stats: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsReply]  # type: ignore[assignment]
 
 class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
-    """Chunk-caches by (chunk, prefix). A miss is an answer, never an error.
+    """The cache store keeps variants: the KV of one chunk after one prefix. A miss is an answer, never an
+    error.
 
-    This is the control side. Values travel on a data lane (ragcache_kv.store): shared memory, a plain
-    socket, or, where neither can be had, Get and Put below.
+    This service carries control calls. Values travel over a transport (ragcache_kv.transport): shared
+    memory or TCP. Where a client can use neither, Get and Put below carry them.
     """
 
     @_abc_1.abstractmethod
@@ -113,7 +110,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.HelloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.HelloReply, _abc.Awaitable[_cachestore_pb2.HelloReply]]:
-        """Who this is, and which lanes it offers. The first call of every client."""
+        """Returns the store's identity and its transports. Every client calls it first."""
 
     @_abc_1.abstractmethod
     def Lookup(
@@ -121,7 +118,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.LookupReply, _abc.Awaitable[_cachestore_pb2.LookupReply]]:
-        """What is stored of many chunks, without values."""
+        """Returns what the store has of many chunks, without values."""
 
     @_abc_1.abstractmethod
     def Put(
@@ -129,8 +126,8 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cachestore_pb2.PutPart],
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PutReply, _abc.Awaitable[_cachestore_pb2.PutReply]]:
-        """First message: header; then data in order; then completion. Visible to every call only once
-        whole and every part's checksum holds.
+        """The client sends a header, then the data in order, then a completion. The value becomes visible
+        when it is complete and the checksum of every part holds.
         """
 
     @_abc_1.abstractmethod
@@ -139,7 +136,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.GetPart], _abc.AsyncIterator[_cachestore_pb2.GetPart]]:
-        """Values of many variants, in the order asked, each as header then data."""
+        """Returns the values of many variants in the order asked, each as a header and then its data."""
 
     @_abc_1.abstractmethod
     def Prefetch(
@@ -147,22 +144,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PrefetchReply, _abc.Awaitable[_cachestore_pb2.PrefetchReply]]:
-        """Bring variants from disk into memory, in the background."""
-
-    @_abc_1.abstractmethod
-    def Pin(
-        self,
-        request: _cachestore_pb2.PinRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_cachestore_pb2.PinReply, _abc.Awaitable[_cachestore_pb2.PinReply]]:
-        """Keep variants from eviction for some seconds; pinning again starts anew."""
-
-    @_abc_1.abstractmethod
-    def Unpin(
-        self,
-        request: _cachestore_pb2.UnpinRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_cachestore_pb2.UnpinReply, _abc.Awaitable[_cachestore_pb2.UnpinReply]]: ...
+        """Brings variants from disk into memory, in the background."""
 
     @_abc_1.abstractmethod
     def Delete(
@@ -170,8 +152,8 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.DeleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.DeleteReply, _abc.Awaitable[_cachestore_pb2.DeleteReply]]:
-        """Removes what it names and every variant computed after a chunk of it. Durable when the reply
-        comes. A put whose KV was planned before then leaves nothing.
+        """Removes the named variants and every variant computed after a named chunk. The delete is durable
+        when the reply comes. A put whose KV was planned before the delete stores nothing.
         """
 
     @_abc_1.abstractmethod
@@ -180,7 +162,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.TombstonesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.Deletion], _abc.AsyncIterator[_cachestore_pb2.Deletion]]:
-        """Deletes that this shard knows of, oldest first, for a shard that was away."""
+        """Returns the deletes that this shard knows, oldest first. A shard that was away asks for them."""
 
     @_abc_1.abstractmethod
     def ChangeReplica(
@@ -188,7 +170,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.ChangeReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.ChangeReplicaReply, _abc.Awaitable[_cachestore_pb2.ChangeReplicaReply]]:
-        """Make or drop a copy of a variant on another shard."""
+        """Makes or drops a copy of a variant on another shard."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -196,7 +178,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.Event], _abc.AsyncIterator[_cachestore_pb2.Event]]:
-        """What is stored, moved and dropped from now on, after a snapshot if asked for."""
+        """Returns each change of the stored variants from now on, after a snapshot if asked for."""
 
     @_abc_1.abstractmethod
     def Stats(

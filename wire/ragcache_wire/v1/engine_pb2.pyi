@@ -166,8 +166,8 @@ class RequestRecord(_message.Message):
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
     BLENDED_TOKENS_FIELD_NUMBER: _builtins.int
-    REPAIRED_TOKENS_FIELD_NUMBER: _builtins.int
-    REPAIR_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     HOLES_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
@@ -186,9 +186,9 @@ class RequestRecord(_message.Message):
     """why no more was loaded; empty when everything planned was"""
     blended_tokens: _builtins.int
     """of loaded_tokens, those computed behind another prefix"""
-    repaired_tokens: _builtins.int
+    recomputed_tokens: _builtins.int
     """computed anew before the request was scheduled"""
-    repair_s: _builtins.float
+    recompute_s: _builtins.float
     """of load_s, what that took"""
     @_builtins.property
     def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -207,13 +207,13 @@ class RequestRecord(_message.Message):
         loaded_bytes: _builtins.int = ...,
         miss: _builtins.str = ...,
         blended_tokens: _builtins.int = ...,
-        repaired_tokens: _builtins.int = ...,
-        repair_s: _builtins.float = ...,
+        recomputed_tokens: _builtins.int = ...,
+        recompute_s: _builtins.float = ...,
         holes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "holes", b"holes", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "repair_s", b"repair_s", "repaired_tokens", b"repaired_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "holes", b"holes", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

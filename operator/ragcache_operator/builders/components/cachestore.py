@@ -9,21 +9,21 @@ from ragcache_operator.builders.components.telemetry import telemetry_environmen
 from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects import members
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.objects.service import EVERY_POD, service
+from ragcache_operator.builders.objects.service import HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import Needs, resources
-from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.compute import DerivedResources, resources
+from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import PrecisionSpec, RagCache, StorageSpec
 
-PART: Final = "cachestore"
-SHARDS: Final = Place(f"{PART}-shards", "grpc")
+COMPONENT: Final = "cachestore"
+SHARDS: Final = Endpoint(f"{COMPONENT}-shards", "grpc")
 """What names each of its pods."""
-GRPC: Final = Place(PART, "grpc")
-LANE: Final = Place(PART, "lane")
-HEALTH: Final = Place(PART, "health")
+GRPC: Final = Endpoint(COMPONENT, "grpc")
+DATA: Final = Endpoint(COMPONENT, "data")
+HEALTH: Final = Endpoint(COMPONENT, "health")
 
 _PROCESS_BYTES = 768 << 20
 """What the process needs beside its memory tier: 75 MiB of its own, 160 more once it packs values,
@@ -51,18 +51,18 @@ _ADMISSIONS: Final = {"always": "always", "secondTouch": "second-touch", "score"
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Its objects."""
     store = cache.spec.cache_store
-    shards_service = object_name(cache, SHARDS.part)
+    shards_service = object_name(cache, SHARDS.workload)
     records_bytes = -(-store.disk.size_bytes // _DISK_PER_MEMORY >> 20) << 20
     num_bytes = store.memory_bytes + _PROCESS_BYTES + records_bytes
-    needs = Needs("100m", num_bytes, bounded=True)
+    derived = DerivedResources("100m", num_bytes, bounded=True)
     workload = Workload(
-        component=PART,
-        part=PART,
+        component=COMPONENT,
+        name=COMPONENT,
         command=("python", "-m", "ragcache_cachestore"),
         env=_environment(cache, site),
-        ports=(GRPC.port, LANE.port, HEALTH.port),
-        probes=Probes(site.listen(HEALTH).port, "/healthz", "/readyz", start_s=120),
-        resources=resources(needs, store.resources),
+        ports=(GRPC.port, DATA.port, HEALTH.port),
+        probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=120),
+        resources=resources(derived, store.resources),
         replicas=store.shards,
         mounts=(members.mount(cache),),
         storage=store.disk,
@@ -70,30 +70,30 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     )
     meta = workloads.metadata(cache, workload)
     return [
-        members.config_map(cache, PART, shards_service),
+        members.config_map(cache, COMPONENT, shards_service),
         service(
             {**meta, "name": shards_service},
             workloads.selector(cache, workload),
             [(port, PORT_NUMBERS[port]) for port in workload.ports],
             # A client keeps a shard's name through its restarts.
-            EVERY_POD,
+            HEADLESS_ALL_PODS,
         ),
         *workloads.build(cache, workload, site),
     ]
 
 
-def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
+def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     store = cache.spec.cache_store
-    socket = site.lane_socket()
+    socket = site.data_socket()
     return {
-        "RAGCACHE_LISTEN": str(site.listen(GRPC)),
-        "RAGCACHE_DATA_LISTEN": str(site.listen(LANE)),
+        "RAGCACHE_LISTEN": str(site.bind_address(GRPC)),
+        "RAGCACHE_DATA_LISTEN": str(site.bind_address(DATA)),
         **({"RAGCACHE_DATA_SOCKET": socket} if socket else {}),
-        "RAGCACHE_HEALTH_LISTEN": str(site.listen(HEALTH)),
+        "RAGCACHE_HEALTH_LISTEN": str(site.bind_address(HEALTH)),
         # Shards ask each other: for deletes they missed, and to hold copies.
-        "RAGCACHE_CACHESTORE": site.stores(),
-        **site.shard_name(SHARDS),
-        "RAGCACHE_DATA_DIR": site.data_dir(PART),
+        "RAGCACHE_CACHESTORE": site.cache_store_members(),
+        **site.shard_environment(SHARDS),
+        "RAGCACHE_DATA_DIR": site.data_dir(COMPONENT),
         "RAGCACHE_MEMORY_BYTES": str(store.memory_bytes),
         "RAGCACHE_DISK_BYTES": str(_values_on(store.disk)),
         "RAGCACHE_POLICY": store.policy,

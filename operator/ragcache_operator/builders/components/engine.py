@@ -10,16 +10,16 @@ from ragcache_operator.builders.components.model import model_environment, model
 from ragcache_operator.builders.components.telemetry import vllm_arguments, vllm_environment
 from ragcache_operator.builders.labels import ENGINE_LABEL
 from ragcache_operator.builders.objects import autoscaling, members, signing_key
-from ragcache_operator.builders.objects.autoscaling import Bounds
+from ragcache_operator.builders.objects.autoscaling import ReplicaRange
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import HEADLESS, service
 from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import Needs, resources
-from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.compute import DerivedResources, resources
+from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import EngineSpec, RagCache
 
 COMPONENT: Final = "engine"
@@ -46,17 +46,17 @@ _SHARED_MEMORY: Final = Mount(
 """vLLM's processes talk through it; a container's own is 64 MiB."""
 
 
-def http(engine: EngineSpec) -> Place:
+def http(engine: EngineSpec) -> Endpoint:
     """Its OpenAI server."""
-    return Place(part(engine), "http")
+    return Endpoint(workload_name(engine), "http")
 
 
-def records(engine: EngineSpec) -> Place:
+def records(engine: EngineSpec) -> Endpoint:
     """Its records of requests (engine.proto)."""
-    return Place(part(engine), "grpc")
+    return Endpoint(workload_name(engine), "grpc")
 
 
-def part(engine: EngineSpec) -> str:
+def workload_name(engine: EngineSpec) -> str:
     """Its name within the RagCache."""
     return f"{COMPONENT}-{engine.name}"
 
@@ -64,11 +64,13 @@ def part(engine: EngineSpec) -> str:
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
     """Its objects."""
     tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _TIER_WAITING_SHARE
-    needs = Needs("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
-    bounds = engine.autoscaling and Bounds(engine.replicas, engine.autoscaling.max_replicas)
+    derived = DerivedResources("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
+    replica_range = engine.autoscaling and ReplicaRange(
+        engine.replicas, engine.autoscaling.max_replicas
+    )
     workload = Workload(
         component=COMPONENT,
-        part=part(engine),
+        name=workload_name(engine),
         command=("python", "-m", "vllm.entrypoints.openai.api_server"),
         args=_arguments(cache, engine, site),
         env=_environment(cache, engine, site),
@@ -77,9 +79,9 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
             records(engine).port,
             *(port for port, at in _endpoints(engine, site).items() if at.startswith("tcp:")),
         ),
-        probes=Probes(site.listen(http(engine)).port, "/health", "/health", start_s=_START_S),
-        resources=resources(needs, engine.resources),
-        replicas=bounds or engine.replicas,
+        probes=Probes(site.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S),
+        resources=resources(derived, engine.resources),
+        replicas=replica_range or engine.replicas,
         mounts=(
             _SHARED_MEMORY,
             members.mount(cache),
@@ -91,7 +93,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         own_labels={ENGINE_LABEL: engine.name},
         # One that is alone would be away while its successor loads the model; where there are
         # several, a successor beside them would take a spare device for every rollout.
-        surge=engine.replicas == 1 and bounds is None,
+        surge=engine.replicas == 1 and replica_range is None,
     )
     meta = workloads.metadata(cache, workload)
     children = [
@@ -105,24 +107,24 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         *workloads.build(cache, workload, site),
     ]
     version = site.capabilities.autoscaling
-    if engine.autoscaling and bounds and version and site.capabilities.custom_metrics:
+    if engine.autoscaling and replica_range and version and site.capabilities.custom_metrics:
         depth = engine.autoscaling.queue_depth
-        children.append(autoscaling.by_queue(meta, version, bounds, depth))
+        children.append(autoscaling.queue_autoscaler(meta, version, replica_range, depth))
     return children
 
 
 def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
     model = cache.spec.model
-    listen = site.listen(http(engine))
+    bind_address = site.bind_address(http(engine))
     return [
         *("--model", site.model(model.parsed_source)),
         *("--served-model-name", model.served_name),
-        *("--host", listen.host),
-        *("--port", str(listen.port)),
+        *("--host", bind_address.host),
+        *("--port", str(bind_address.port)),
         *("--dtype", model.dtype),
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
-        *("--middleware", "ragcache_engine.telemetry.health.Health"),
+        *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
         *_kv_events(engine, site),
         # Gateways give what nobody waits for the lowest one, and all else the same.
@@ -154,21 +156,24 @@ def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
 
 def _endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
     """Of its KV events, by port."""
-    return {port: site.publish(Place(part(engine), port)) for port in ("events", "replay")}
+    return {
+        port: site.zmq_endpoint(Endpoint(workload_name(engine), port))
+        for port in ("events", "replay")
+    }
 
 
 def _json(config: Mapping[str, object]) -> str:
     return json.dumps(config, separators=(",", ":"))
 
 
-def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, Value]:
+def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, EnvValue]:
     tier = {"RAGCACHE_HOST_TIER_BYTES": str(engine.host_tier_bytes)} if engine.host_tier else {}
     return {
         **model_environment(cache.spec.model),
         **tier,
-        "RAGCACHE_CACHESTORE": site.stores(),
-        signing_key.VARIABLE: site.plan_key_file(),
-        "RAGCACHE_RECORDS_LISTEN": str(site.listen(records(engine))),
+        "RAGCACHE_CACHESTORE": site.cache_store_members(),
+        signing_key.VARIABLE: site.signing_key_file(),
+        "RAGCACHE_RECORDS_LISTEN": str(site.bind_address(records(engine))),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
         # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
         # two cores all of both; the connector's threads need little.

@@ -8,19 +8,19 @@ from ragcache_operator.builders.components import engine, retriever
 from ragcache_operator.builders.components.model import HUB_START_S, model_environment, model_mounts
 from ragcache_operator.builders.components.telemetry import telemetry_environment
 from ragcache_operator.builders.objects import autoscaling, ingress, members, signing_key
-from ragcache_operator.builders.objects.autoscaling import Bounds
+from ragcache_operator.builders.objects.autoscaling import ReplicaRange
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import service
 from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import Needs, resources
-from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.compute import DerivedResources, resources
+from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import Place, Site
+from ragcache_operator.builders.site import Endpoint, Site
 from ragcache_operator.spec import RagCache
 
-PART: Final = "gateway"
-HTTP: Final = Place(PART, "http")
+COMPONENT: Final = "gateway"
+HTTP: Final = Endpoint(COMPONENT, "http")
 
 _START_S = 120
 _UNNOTICED_S = 5
@@ -34,31 +34,35 @@ _END_S = 5
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Its objects."""
     model, gateway = cache.spec.model, cache.spec.gateway
-    bounds = gateway.autoscaling and Bounds(gateway.replicas, gateway.autoscaling.max_replicas)
+    replica_range = gateway.autoscaling and ReplicaRange(
+        gateway.replicas, gateway.autoscaling.max_replicas
+    )
     # It reads the weights for their fingerprint, and from the hub that means to fetch them.
     start_s = HUB_START_S if model.parsed_source.kind == "hf" else _START_S
     workload = Workload(
-        component=PART,
-        part=PART,
+        component=COMPONENT,
+        name=COMPONENT,
         command=("python", "-m", "ragcache_gateway"),
         env=_environment(cache, site),
         ports=(HTTP.port,),
-        probes=Probes(site.listen(HTTP).port, "/healthz", "/readyz", start_s=start_s),
-        resources=resources(Needs("100m", 512 << 20), gateway.resources),
-        replicas=bounds or gateway.replicas,
+        probes=Probes(site.bind_address(HTTP).port, "/healthz", "/readyz", start_s=start_s),
+        resources=resources(DerivedResources("100m", 512 << 20), gateway.resources),
+        replicas=replica_range or gateway.replicas,
         mounts=(members.mount(cache), signing_key.mount(cache, site), *model_mounts(model)),
         drain=("sleep", str(_UNNOTICED_S)),
         grace_s=_UNNOTICED_S + _STOP_GRACE_S + _END_S,
     )
     meta = workloads.metadata(cache, workload)
     children = [
-        service(meta, workloads.selector(cache, workload), [(HTTP.port, site.reach(HTTP).port)]),
+        service(
+            meta, workloads.selector(cache, workload), [(HTTP.port, site.address_of(HTTP).port)]
+        ),
         *workloads.build(cache, workload, site),
     ]
     version = site.capabilities.autoscaling
-    if gateway.autoscaling and bounds and version:
+    if gateway.autoscaling and replica_range and version:
         percent = gateway.autoscaling.cpu_percent
-        children.append(autoscaling.by_cpu(meta, version, bounds, percent))
+        children.append(autoscaling.cpu_autoscaler(meta, version, replica_range, percent))
     if gateway.ingress is not None:
         children.append(ingress.ingress(meta, gateway.ingress, HTTP.port))
     if gateway.http_route is not None and site.capabilities.http_route:
@@ -66,18 +70,20 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     return children
 
 
-def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
+def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     model, engines, reuse = cache.spec.model, cache.spec.engines, cache.spec.reuse
     return {
         **model_environment(model),
-        "RAGCACHE_LISTEN": str(site.listen(HTTP)),
-        "RAGCACHE_RETRIEVER": str(site.reach(retriever.GRPC)),
-        "RAGCACHE_ENGINES": ",".join(f"http://{site.reach(engine.http(one))}" for one in engines),
-        "RAGCACHE_ENGINE_RECORDS": ",".join(
-            str(site.reach(engine.records(one))) for one in engines
+        "RAGCACHE_LISTEN": str(site.bind_address(HTTP)),
+        "RAGCACHE_RETRIEVER": str(site.address_of(retriever.GRPC)),
+        "RAGCACHE_ENGINES": ",".join(
+            f"http://{site.address_of(engine.http(one))}" for one in engines
         ),
-        "RAGCACHE_CACHESTORE": site.stores(),
-        signing_key.VARIABLE: site.plan_key_file(),
+        "RAGCACHE_ENGINE_RECORDS": ",".join(
+            str(site.address_of(engine.records(one))) for one in engines
+        ),
+        "RAGCACHE_CACHESTORE": site.cache_store_members(),
+        signing_key.VARIABLE: site.signing_key_file(),
         "RAGCACHE_MODEL": site.model(model.parsed_source),
         "RAGCACHE_MODEL_NAME": model.served_name,
         "RAGCACHE_MODEL_DTYPE": model.dtype,

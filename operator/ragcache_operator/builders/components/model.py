@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ragcache_operator.builders.pods.environment import FromSecret, Value
+from ragcache_operator.builders.pods.environment import EnvValue, FromSecret
 from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.site import MODEL_FOLDER
 from ragcache_operator.spec import ModelSpec
@@ -14,7 +14,7 @@ HUB_START_S: Final = 1800
 """For weights to come from the hub, which every pod gets for itself."""
 
 
-def model_environment(model: ModelSpec) -> Mapping[str, Value]:
+def model_environment(model: ModelSpec) -> Mapping[str, EnvValue]:
     """What libraries that read models are told.
 
     A folder is whole: without being told so, every start would ask the hub about it.

@@ -9,31 +9,31 @@ from ragcache_operator.builders.components.telemetry import telemetry_environmen
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import service
 from ragcache_operator.builders.pods import workload as workloads
-from ragcache_operator.builders.pods.compute import Needs, resources
-from ragcache_operator.builders.pods.environment import FromSecret, Value
+from ragcache_operator.builders.pods.compute import DerivedResources, resources
+from ragcache_operator.builders.pods.environment import EnvValue, FromSecret
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
-from ragcache_operator.builders.site import PORT_NUMBERS, Place, Site
+from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import RagCache
 
-PART: Final = "retriever"
-GRPC: Final = Place(PART, "grpc")
-HEALTH: Final = Place(PART, "health")
+COMPONENT: Final = "retriever"
+GRPC: Final = Endpoint(COMPONENT, "grpc")
+HEALTH: Final = Endpoint(COMPONENT, "health")
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
     """Its objects."""
     model, retriever = cache.spec.model, cache.spec.retriever
     workload = Workload(
-        component=PART,
-        part=PART,
+        component=COMPONENT,
+        name=COMPONENT,
         command=("python", "-m", "ragcache_retriever"),
         env=_environment(cache, site),
         ports=(GRPC.port, HEALTH.port),
         # Alive once its modules are loaded. Embedding what an index lacks only delays its being
         # ready, however long that takes.
-        probes=Probes(site.listen(HEALTH).port, "/healthz", "/readyz", start_s=600),
-        resources=resources(Needs("250m", 1 << 30), retriever.resources),
+        probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
+        resources=resources(DerivedResources("250m", 1 << 30), retriever.resources),
         mounts=model_mounts(model),
         storage=retriever.storage,
         scales=False,
@@ -48,13 +48,13 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     ]
 
 
-def _environment(cache: RagCache, site: Site) -> dict[str, Value]:
+def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     retriever = cache.spec.retriever
-    env: dict[str, Value] = {
+    env: dict[str, EnvValue] = {
         **model_environment(cache.spec.model),
-        "RAGCACHE_LISTEN": str(site.listen(GRPC)),
-        "RAGCACHE_HEALTH_LISTEN": str(site.listen(HEALTH)),
-        "RAGCACHE_DATA_DIR": site.data_dir(PART),
+        "RAGCACHE_LISTEN": str(site.bind_address(GRPC)),
+        "RAGCACHE_HEALTH_LISTEN": str(site.bind_address(HEALTH)),
+        "RAGCACHE_DATA_DIR": site.data_dir(COMPONENT),
         "RAGCACHE_MODEL": site.model(cache.spec.model.parsed_source),
         "RAGCACHE_EMBEDDER": retriever.embedder.source,
         "RAGCACHE_CHUNK_TOKENS": str(retriever.chunking.size),

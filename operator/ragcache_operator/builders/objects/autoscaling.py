@@ -13,7 +13,7 @@ from typing import Final
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.spec import GROUP
 
-BOUNDS: Final = f"{GROUP}/replica-bounds"
+REPLICA_RANGE: Final = f"{GROUP}/replica-bounds"
 """Annotation of a Deployment whose number of replicas is somebody else's, like ``2-8``."""
 
 QUEUE_METRIC: Final = "vllm_num_requests_waiting"
@@ -25,24 +25,24 @@ _ENGINE_CALM_S = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ReplicaRange:
     """Fewest and most replicas."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
     def __str__(self) -> str:
-        return f"{self.least}-{self.most}"
+        return f"{self.minimum}-{self.maximum}"
 
     @classmethod
-    def parse(cls, text: str) -> Bounds:
+    def parse(cls, text: str) -> ReplicaRange:
         """Read what ``str`` gives."""
-        least, _, most = text.partition("-")
-        return cls(int(least), int(most))
+        minimum, _, maximum = text.partition("-")
+        return cls(int(minimum), int(maximum))
 
-    def nearest(self, replicas: int) -> int:
+    def clamp(self, replicas: int) -> int:
         """The number within the bounds that is nearest."""
-        return min(max(replicas, self.least), self.most)
+        return min(max(replicas, self.minimum), self.maximum)
 
 
 def with_replicas(desired: Object, live: Object | None) -> Object:
@@ -52,31 +52,37 @@ def with_replicas(desired: Object, live: Object | None) -> Object:
     one, so a Deployment that others scale is applied with the number it has, kept within its
     bounds, and made with the fewest.
     """
-    bounds = desired["metadata"].get("annotations", {}).get(BOUNDS)
-    if bounds is None:
+    replica_range = desired["metadata"].get("annotations", {}).get(REPLICA_RANGE)
+    if replica_range is None:
         return desired
     found = 0 if live is None else live["spec"].get("replicas", 0)
-    replicas = Bounds.parse(bounds).nearest(found)
+    replicas = ReplicaRange.parse(replica_range).clamp(found)
     return {**desired, "spec": {**desired["spec"], "replicas": replicas}}
 
 
-def by_cpu(metadata: Object, version: str, bounds: Bounds, percent: int) -> Object:
+def cpu_autoscaler(
+    metadata: Object, version: str, replica_range: ReplicaRange, percent: int
+) -> Object:
     """Autoscaler of the Deployment of the same name by use of the CPU it requests."""
     target = {"type": "Utilization", "averageUtilization": percent}
     metric = {"type": "Resource", "resource": {"name": "cpu", "target": target}}
-    return _autoscaler(metadata, version, bounds, metric)
+    return _autoscaler(metadata, version, replica_range, metric)
 
 
-def by_queue(metadata: Object, version: str, bounds: Bounds, depth: int) -> Object:
+def queue_autoscaler(
+    metadata: Object, version: str, replica_range: ReplicaRange, depth: int
+) -> Object:
     """Autoscaler of an engine's Deployment by the requests that wait in it."""
     target = {"type": "AverageValue", "averageValue": str(depth)}
     metric = {"type": "Pods", "pods": {"metric": {"name": QUEUE_METRIC}, "target": target}}
-    child = _autoscaler(metadata, version, bounds, metric)
+    child = _autoscaler(metadata, version, replica_range, metric)
     child["spec"]["behavior"] = {"scaleDown": {"stabilizationWindowSeconds": _ENGINE_CALM_S}}
     return child
 
 
-def _autoscaler(metadata: Object, version: str, bounds: Bounds, metric: Object) -> Object:
+def _autoscaler(
+    metadata: Object, version: str, replica_range: ReplicaRange, metric: Object
+) -> Object:
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"]}
     return {
         "apiVersion": f"autoscaling/{version}",
@@ -84,8 +90,8 @@ def _autoscaler(metadata: Object, version: str, bounds: Bounds, metric: Object) 
         "metadata": metadata,
         "spec": {
             "scaleTargetRef": target,
-            "minReplicas": bounds.least,
-            "maxReplicas": bounds.most,
+            "minReplicas": replica_range.minimum,
+            "maxReplicas": replica_range.maximum,
             "metrics": [metric],
         },
     }

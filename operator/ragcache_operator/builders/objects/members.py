@@ -11,7 +11,7 @@ from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.site import MEMBERS_FILE, MEMBERS_FOLDER, PORT_NUMBERS
 from ragcache_operator.spec import RagCache
 
-_PART: Final = "members"
+_SUFFIX: Final = "members"
 
 
 def config_map(cache: RagCache, component: str, shards_service: str) -> Object:
@@ -23,7 +23,7 @@ def config_map(cache: RagCache, component: str, shards_service: str) -> Object:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {
-            "name": object_name(cache, _PART),
+            "name": object_name(cache, _SUFFIX),
             "namespace": cache.metadata.namespace,
             "labels": labels(cache.metadata.name, component),
         },
@@ -36,6 +36,6 @@ def mount(cache: RagCache) -> Mount:
     return Mount(
         "members",
         MEMBERS_FOLDER,
-        {"configMap": {"name": object_name(cache, _PART)}},
+        {"configMap": {"name": object_name(cache, _SUFFIX)}},
         read_only=True,
     )

@@ -12,8 +12,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ragcache_operator.builders.labels import (
-    OPERATOR_PODS,
-    SYNC,
+    OPERATOR_POD_LABELS,
+    SYNC_COMPONENT,
     component_selector,
     instance_selector,
     labels,
@@ -33,10 +33,10 @@ _EDGES: Final = (
     ("gateway", "engine", "replay"),
     ("gateway", "cachestore", "grpc"),
     ("engine", "cachestore", "grpc"),
-    ("engine", "cachestore", "lane"),
+    ("engine", "cachestore", "data"),
     ("cachestore", "cachestore", "grpc"),
-    ("cachestore", "cachestore", "lane"),
-    (SYNC, "gateway", "http"),
+    ("cachestore", "cachestore", "data"),
+    (SYNC_COMPONENT, "gateway", "http"),
 )
 """Who asks whom on which port, by component."""
 
@@ -66,10 +66,10 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         *(_of_component(cache, component, site) for component in COMPONENTS),
         _policy(
             cache,
-            SYNC,
-            SYNC,
+            SYNC_COMPONENT,
+            SYNC_COMPONENT,
             {
-                "podSelector": {"matchLabels": component_selector(name, SYNC)},
+                "podSelector": {"matchLabels": component_selector(name, SYNC_COMPONENT)},
                 "policyTypes": _BOTH,
                 # A collection's sources are anywhere.
                 "egress": [{}],
@@ -78,12 +78,12 @@ def build(cache: RagCache, site: Site) -> list[Object]:
     ]
 
 
-def _policy(cache: RagCache, part: str, component: str | None, spec: Object) -> Object:
+def _policy(cache: RagCache, name: str, component: str | None, spec: Object) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {
-            "name": object_name(cache, part),
+            "name": object_name(cache, name),
             "namespace": cache.metadata.namespace,
             "labels": labels(cache.metadata.name, component),
         },
@@ -153,7 +153,10 @@ def _pods_of(cache_name: str, component: str) -> Object:
 
 def _operator(site: Site) -> Object:
     namespace = _namespace(site.operator_namespace, site)
-    return {"namespaceSelector": namespace, "podSelector": {"matchLabels": dict(OPERATOR_PODS)}}
+    return {
+        "namespaceSelector": namespace,
+        "podSelector": {"matchLabels": dict(OPERATOR_POD_LABELS)},
+    }
 
 
 def _namespace(name: str | None, site: Site) -> Object:

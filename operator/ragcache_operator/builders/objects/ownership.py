@@ -14,7 +14,7 @@ Object = dict[str, Any]
 SPEC_HASH = f"{GROUP}/spec-hash"
 
 
-def owned(child: Object, cache: RagCache, owner_uid: str) -> Object:
+def with_owner(child: Object, cache: RagCache, owner_uid: str) -> Object:
     """Child, deleted with the cache. owner_uid: of the live object; empty when there is none."""
     if not owner_uid:
         return child
@@ -29,7 +29,7 @@ def owned(child: Object, cache: RagCache, owner_uid: str) -> Object:
     return {**child, "metadata": {**child["metadata"], "ownerReferences": [owner]}}
 
 
-def hashed(child: Object) -> Object:
+def with_spec_hash(child: Object) -> Object:
     """Child with the hash of its own content, so that a change is seen without comparing fields.
 
     Comparing alone would miss what is no longer asked for: a server fills in defaults and others

@@ -11,7 +11,7 @@ Addressing = Mapping[str, str | bool]
 
 HEADLESS: Final[Addressing] = {"clusterIP": "None"}
 """Its name stands for every pod that is ready; who asks balances between them."""
-EVERY_POD: Final[Addressing] = {**HEADLESS, "publishNotReadyAddresses": True}
+HEADLESS_ALL_PODS: Final[Addressing] = {**HEADLESS, "publishNotReadyAddresses": True}
 """Headless, and a pod has its name before it is ready and while it is not."""
 
 

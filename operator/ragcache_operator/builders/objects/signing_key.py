@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_operator.builders.labels import labels, object_name
-from ragcache_operator.builders.objects.ownership import Object, owned
+from ragcache_operator.builders.objects.ownership import Object, with_owner
 from ragcache_operator.builders.pods.pod import Mount
-from ragcache_operator.builders.site import PLAN_KEY_FILE, PLAN_KEY_FOLDER, Site
+from ragcache_operator.builders.site import SIGNING_KEY_FILE, SIGNING_KEY_FOLDER, Site
 from ragcache_operator.spec import RagCache
 
 VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
 
-_PART: Final = "plan-key"
+_SUFFIX: Final = "signing-key"
 _UID_CHARS: Final = 8
 _READABLE_BY_GROUP: Final = 0o440
 """The pod's group, which the kubelet gives the file to."""
@@ -28,7 +28,7 @@ def secret_name(cache: RagCache, site: Site) -> str:
     Who cannot read a Secret cannot tell whose it is: not one that somebody else made, nor that of
     a RagCache of the same name which is deleted and takes its Secret along, sooner or later.
     """
-    name = object_name(cache, _PART)
+    name = object_name(cache, _SUFFIX)
     return f"{name}-{site.owner[:_UID_CHARS]}" if site.owner else name
 
 
@@ -43,12 +43,12 @@ def secret(cache: RagCache, site: Site, key: bytes) -> Object:
             "labels": labels(cache.metadata.name),
         },
         "type": "Opaque",
-        "stringData": {PLAN_KEY_FILE: f"{key.hex()}\n"},
+        "stringData": {SIGNING_KEY_FILE: f"{key.hex()}\n"},
     }
-    return owned(made, cache, site.owner)
+    return with_owner(made, cache, site.owner)
 
 
 def mount(cache: RagCache, site: Site) -> Mount:
     """The keys in a pod; as a whole folder, because a file mounted by itself never changes."""
     volume = {"secretName": secret_name(cache, site), "defaultMode": _READABLE_BY_GROUP}
-    return Mount(_PART, PLAN_KEY_FOLDER, {"secret": volume}, read_only=True)
+    return Mount(_SUFFIX, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)

@@ -11,7 +11,7 @@ from ragcache_operator.spec.quantity import format_bytes, parse_quantity
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class DerivedResources:
     """What a part needs by its own reckoning.
 
     bounded: the part keeps its own memory within memory_bytes, so that a limit there is a
@@ -23,19 +23,19 @@ class Needs:
     bounded: bool = False
 
 
-def resources(needs: Needs, given: ResourcesSpec) -> Object:
+def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
     """The container's ``resources``. No CPU limit: throttling only makes answers late.
 
     A limit that is given below what is derived lowers the request too, or no server would take it.
     """
     limit = given.memory_limit
-    request = given.memory or format_bytes(needs.memory_bytes)
-    if given.memory is None and limit is not None and parse_quantity(limit) < needs.memory_bytes:
+    request = given.memory or format_bytes(derived.memory_bytes)
+    if given.memory is None and limit is not None and parse_quantity(limit) < derived.memory_bytes:
         request = limit
-    if limit is None and needs.bounded:
+    if limit is None and derived.bounded:
         limit = request
     found: Object = {
-        "requests": {"cpu": canonical(given.cpu or needs.cpu), "memory": canonical(request)}
+        "requests": {"cpu": canonical(given.cpu or derived.cpu), "memory": canonical(request)}
     }
     if limit is not None:
         found["limits"] = {"memory": canonical(limit)}

@@ -29,15 +29,15 @@ class FromField:
     path: str
 
 
-Value = str | FromSecret | FromField
+EnvValue = str | FromSecret | FromField
 
 
-def environment(values: Mapping[str, Value]) -> list[Object]:
+def environment(values: Mapping[str, EnvValue]) -> list[Object]:
     """Variables as a container lists them, by name; one may name those before it: ``$(NAME)``."""
     return [_variable(name, value) for name, value in sorted(values.items())]
 
 
-def _variable(name: str, value: Value) -> Object:
+def _variable(name: str, value: EnvValue) -> Object:
     if isinstance(value, FromSecret):
         reference = {"name": value.name, "key": value.key}
         return {"name": name, "valueFrom": {"secretKeyRef": reference}}

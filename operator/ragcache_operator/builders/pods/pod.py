@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.pods.environment import Value, environment
+from ragcache_operator.builders.pods.environment import EnvValue, environment
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.spec import SchedulingSpec
 
@@ -61,7 +61,7 @@ class Container:
     image: str
     command: Sequence[str]
     args: Sequence[str]
-    env: Mapping[str, Value]
+    env: Mapping[str, EnvValue]
     ports: Sequence[tuple[str, int]]
     probes: Probes
     resources: Object

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from ragcache_operator.builders.labels import component_selector, labels, object_name
 from ragcache_operator.builders.objects import autoscaling
 from ragcache_operator.builders.objects.account import account
-from ragcache_operator.builders.objects.autoscaling import Bounds
+from ragcache_operator.builders.objects.autoscaling import ReplicaRange
 from ragcache_operator.builders.objects.claims import DATA_VOLUME, claim_template
 from ragcache_operator.builders.objects.disruption import disruption_budget
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.pods.environment import Value
+from ragcache_operator.builders.pods.environment import EnvValue
 from ragcache_operator.builders.pods.pod import SCRATCH, Container, Mount, pod_template
 from ragcache_operator.builders.pods.probes import Probes
-from ragcache_operator.builders.site import Place, Site
+from ragcache_operator.builders.site import Endpoint, Site
 from ragcache_operator.spec import RagCache, StorageSpec
 
 _PROGRESS_DEADLINE_S = 3600
@@ -34,13 +34,13 @@ class Workload:
     """
 
     component: str
-    part: str
+    name: str
     command: Sequence[str]
-    env: Mapping[str, Value]
+    env: Mapping[str, EnvValue]
     ports: Sequence[str]
     probes: Probes
     resources: Object
-    replicas: int | Bounds = 1
+    replicas: int | ReplicaRange = 1
     args: Sequence[str] = ()
     mounts: Sequence[Mount] = ()
     storage: StorageSpec | None = None
@@ -57,7 +57,7 @@ class Workload:
 def metadata(cache: RagCache, workload: Workload) -> Object:
     """Name, namespace and labels of a part's objects."""
     return {
-        "name": object_name(cache, workload.part),
+        "name": object_name(cache, workload.name),
         "namespace": cache.metadata.namespace,
         "labels": {**labels(cache.metadata.name, workload.component), **workload.own_labels},
     }
@@ -86,14 +86,14 @@ def _deployment(cache: RagCache, workload: Workload, site: Site) -> Object:
     surge = {"maxSurge": 1, "maxUnavailable": 0}
     in_place = {"maxSurge": 0, "maxUnavailable": 1}
     meta, count = metadata(cache, workload), workload.replicas
-    if isinstance(count, Bounds):
-        meta["annotations"] = {autoscaling.BOUNDS: str(count)}
+    if isinstance(count, ReplicaRange):
+        meta["annotations"] = {autoscaling.REPLICA_RANGE: str(count)}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": meta,
         "spec": {
-            **({} if isinstance(count, Bounds) else {"replicas": count}),
+            **({} if isinstance(count, ReplicaRange) else {"replicas": count}),
             "selector": {"matchLabels": selector(cache, workload)},
             "strategy": {
                 "type": "RollingUpdate",
@@ -108,7 +108,7 @@ def _deployment(cache: RagCache, workload: Workload, site: Site) -> Object:
 
 def _stateful_set(cache: RagCache, workload: Workload, site: Site) -> Object:
     assert workload.storage is not None
-    name = object_name(cache, workload.part)
+    name = object_name(cache, workload.name)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -133,7 +133,7 @@ def _stateful_set(cache: RagCache, workload: Workload, site: Site) -> Object:
 def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
     mounts = [SCRATCH, *workload.mounts]
     if workload.storage is not None:
-        mounts.append(Mount(DATA_VOLUME, site.data_dir(workload.part), None))
+        mounts.append(Mount(DATA_VOLUME, site.data_dir(workload.name), None))
     common = {**site.env(), "PYTHONUNBUFFERED": "1", "RAGCACHE_LOG_LEVEL": "info"}
     container = Container(
         name=workload.component,
@@ -141,7 +141,9 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
         command=workload.command,
         args=workload.args,
         env={**common, **workload.env},
-        ports=[(port, site.listen(Place(workload.part, port)).port) for port in workload.ports],
+        ports=[
+            (port, site.bind_address(Endpoint(workload.name, port)).port) for port in workload.ports
+        ],
         probes=workload.probes,
         resources=workload.resources,
         mounts=mounts,
@@ -152,7 +154,7 @@ def _template(cache: RagCache, workload: Workload, site: Site) -> Object:
     return pod_template(
         container,
         metadata(cache, workload)["labels"],
-        object_name(cache, workload.part),
+        object_name(cache, workload.name),
         cache.spec.scheduling,
         pods if workload.scales else None,
     )

@@ -1,11 +1,11 @@
-"""The data lanes' end at the store: values as frames over Unix and TCP sockets.
+"""The data transports' end at the store: values as frames over Unix and TCP sockets.
 
 One thread for each connection, blocking: a round trip is two system calls and no event loop. On the
 Unix socket only the place of a value is told, for clients on this machine, which share the
 memory tier and read the file of values themselves. Over TCP values go straight from either.
 ``ragcache_kv.transport.framing`` says what is sent when.
 
-What a connection holds, leases and arrivals, goes with it; and it goes when its client is slower
+What a connection holds, leases and incoming_puts, goes with it; and it goes when its client is slower
 than a lease lasts, or silent for IDLE_S.
 """
 
@@ -24,23 +24,23 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from ragcache_cachestore.incoming_put import Arrival
+from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.state.leases import Lease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Miss, Part, Tier
+from ragcache_core.identity.variant import Miss, Tier, ValuePart
+from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
     LEASE_S,
     MAX_KEYS,
     Ack,
-    Completion,
     Hello,
     NewVariant,
+    PutCompletion,
     PutOutcome,
 )
-from ragcache_core.tiering.extents import Extent
 from ragcache_kv.transport.framing import (
     MAX_REQUEST_BYTES,
     PIECE_BYTES,
@@ -96,7 +96,7 @@ SOCKET_MODE: Final = 0o660
 """Who may connect to the Unix socket may write to the memory tier."""
 
 
-class LaneServer:
+class DataServer:
     """Serves store's values on a Unix socket at path and on TCP; None: not offered.
 
     listen: (host, port); port 0 takes a free one, found in ``port``.
@@ -125,18 +125,18 @@ class LaneServer:
                 listener.close()
             raise
         self._threads = [
-            threading.Thread(target=self._accept, args=[listener], name="lanes", daemon=True)
+            threading.Thread(target=self._accept, args=[listener], name="transports", daemon=True)
             for listener in self._listeners
         ]
 
     def hello(self) -> Hello:
-        """Who the store is, and which lanes there are."""
+        """Who the store is, and which transports there are."""
         return Hello(
             boot=self._store.boot,
             store=self._store.store_id,
             max_value_bytes=self._store.max_value_bytes,
-            lane_socket="" if self._path is None else str(self._path.absolute()),
-            lane_port=self.port,
+            data_socket="" if self._path is None else str(self._path.absolute()),
+            data_port=self.port,
         )
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class LaneServer:
 
         A call that a disk holds up is left behind after CLOSE_S.
         """
-        give_up = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + CLOSE_S
         with self._lock:
             self._closed = True
             connections = list(self._connections)
@@ -164,7 +164,7 @@ class LaneServer:
             connection.channel.interrupt()
         threads = [*connections, *(thread for thread in self._threads if thread.ident is not None)]
         for thread in threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         if left := sum(thread.is_alive() for thread in threads):
             log.warning("%d calls are left behind: the disk holds them up", left)
 
@@ -207,10 +207,10 @@ class _Headers:
     """
 
     def __init__(self) -> None:
-        self._encoded: dict[VariantKey, tuple[tuple[Part, ...], Tier, bytes]] = {}
+        self._encoded: dict[VariantKey, tuple[tuple[ValuePart, ...], Tier, bytes]] = {}
 
     def of(self, lease: Lease) -> bytes:
-        """A LaneFound with nothing but the header."""
+        """A LeasedValue with nothing but the header."""
         known = self._encoded.get(lease.key)
         if known is not None and known[0] is lease.parts and known[1] is lease.tier:
             return known[2]
@@ -218,7 +218,7 @@ class _Headers:
         header = to_value_header(
             0, lease.info, lease.parts, lease.shape, lease.value_format, lease.tier
         )
-        encoded = pb.LaneFound(header=header).SerializeToString()
+        encoded = pb.LeasedValue(header=header).SerializeToString()
         if len(self._encoded) >= MAX_HEADERS:
             self._encoded.clear()
         self._encoded[lease.key] = (lease.parts, lease.tier, encoded)
@@ -236,7 +236,7 @@ class _Connection(threading.Thread):
         headers: _Headers,
         ended: Callable[[_Connection], None],
     ) -> None:
-        super().__init__(name="lane", daemon=True)
+        super().__init__(name="transport", daemon=True)
         self.channel = Channel(sock)
         self._store = store
         self._hello = hello
@@ -273,22 +273,22 @@ class _Connection(threading.Thread):
                     self.channel.deadline = time.monotonic() + LEASE_S
                     self.channel.send(Kind.ERROR, to_error(error))
         except Broken as error:
-            log.debug("a %s lane ended: %s", self._lane, error)
+            log.debug("a %s transport ended: %s", self._lane, error)
         except Exception:
-            log.exception("a %s lane failed", self._lane)
+            log.exception("a %s transport failed", self._lane)
         finally:
             self.channel.close()
             try:
                 self._store.release(self._leases)
             except RagCacheError as error:
-                log.warning("leases of a %s lane end by themselves: %s", self._lane, error)
+                log.warning("leases of a %s transport end by themselves: %s", self._lane, error)
             self._ended(self)
 
     def _greet(self) -> None:
         self.channel.deadline = time.monotonic() + GREETING_S
         if self._shared:
             store = self._store
-            fds = [store.arena.fd, store.value_file.reader_fd, store.board.reader_fd]
+            fds = [store.memory_tier.fd, store.disk_tier.reader_fd, store.status_page.reader_fd]
             try:
                 socket.send_fds(self.channel.socket, [b"\0"], fds)
             except OSError as error:
@@ -300,9 +300,9 @@ class _Connection(threading.Thread):
             case Kind.GET:
                 self._get(parse(pb.GetRequest, payload))
             case Kind.RELEASE:
-                self._release(parse(pb.LaneRelease, payload))
+                self._release(parse(pb.LeaseRelease, payload))
             case Kind.READS:
-                self._reads(parse(pb.LaneReads, payload))
+                self._reads(parse(pb.ReadReport, payload))
             case Kind.PUT:
                 self._put(parse(pb.PutHeader, payload))
             case _:
@@ -324,7 +324,7 @@ class _Connection(threading.Thread):
                         count_miss(span, one)
                     else:
                         count_hit(span, one.tier, one.info.num_bytes)
-            reply = pb.LaneGetReply()
+            reply = pb.DataGetReply()
             for one in answers:
                 self._add(reply, one)
             pieces = iter(()) if self._shared else self._pieces(leases, request.by_layer)
@@ -332,8 +332,8 @@ class _Connection(threading.Thread):
             self._store.note_opened(answers)  # its client is busy with what has come
             self._send(rest)
 
-    def _add(self, reply: pb.LaneGetReply, one: Lease | Miss) -> None:
-        found = reply.found.add()
+    def _add(self, reply: pb.DataGetReply, one: Lease | Miss) -> None:
+        found = reply.values.add()
         if isinstance(one, Miss):
             found.header.miss = to_miss(one)
             return
@@ -346,7 +346,7 @@ class _Connection(threading.Thread):
                 )
 
     def _send_first(
-        self, reply: pb.LaneGetReply, pieces: Iterator[memoryview | Extent]
+        self, reply: pb.DataGetReply, pieces: Iterator[memoryview | Extent]
     ) -> Iterator[memoryview | Extent]:
         """Send an answer, and with it the first bytes after it; what is left to be sent."""
         first = next(pieces, None)
@@ -360,7 +360,7 @@ class _Connection(threading.Thread):
     def _send(self, pieces: Iterator[memoryview | Extent]) -> None:
         for piece in pieces:
             if isinstance(piece, Extent):
-                self.channel.send_file(self._store.value_file.fd, piece.offset, piece.num_bytes)
+                self.channel.send_file(self._store.disk_tier.fd, piece.offset, piece.num_bytes)
             elif piece:
                 # Not by sendfile, whose page by page halves the speed on memory.
                 self.channel.send_raw(piece)
@@ -380,7 +380,7 @@ class _Connection(threading.Thread):
 
     def _cut(self, lease: Lease, start: int, num_bytes: int) -> Iterator[memoryview | Extent]:
         if not lease.on_disk:
-            yield from cut(self._store.arena.views(lease.extents), start, num_bytes)
+            yield from cut(self._store.memory_tier.views(lease.extents), start, num_bytes)
             return
         for extent in lease.extents:
             step = min(extent.num_bytes - start, num_bytes)
@@ -389,7 +389,7 @@ class _Connection(threading.Thread):
                 num_bytes -= step
             start = max(0, start - extent.num_bytes)
 
-    def _release(self, message: pb.LaneRelease) -> None:
+    def _release(self, message: pb.LeaseRelease) -> None:
         # Only its own: a client cannot end what another one holds.
         held = [self._leases[one] for one in message.leases if one in self._leases]
         corrupt = set(message.corrupt)
@@ -401,7 +401,7 @@ class _Connection(threading.Thread):
         for lease, since in held:
             self._leases.pop(lease.id, None)
             if lease.id in late:
-                self._store.note_late(lease.tier)
+                self._store.note_timed_out(lease.tier)
             elif lease.id not in corrupt:
                 # This message may have waited for another to go with, and all values came as one.
                 taken_s = message.seconds if message.seconds > 0 else now - since
@@ -410,15 +410,15 @@ class _Connection(threading.Thread):
         if corrupt:
             self.channel.send(Kind.RELEASED)
 
-    def _reads(self, message: pb.LaneReads) -> None:
+    def _reads(self, message: pb.ReadReport) -> None:
         if not self._shared:
-            raise Broken("nothing can be read without asking over this lane")
+            raise Broken("nothing can be read without asking over this transport")
         now, since = time.monotonic(), self._reads_told_at
         self._reads_told_at = now
         for read in message.reads:
             times = min(read.times, MAX_REREADS)
             num_bytes = self._store.note_reread(from_key("reads.key", read.key), times)
-            if num_bytes and read.seconds != 0:  # else no lane has carried it
+            if num_bytes and read.seconds != 0:  # else no transport has carried it
                 said_s = read.seconds if math.isfinite(read.seconds) else 0.0
                 seconds = min(max(0.0, said_s / times), now - since)  # none took longer
                 for _ in range(times):
@@ -428,17 +428,17 @@ class _Connection(threading.Thread):
         since = time.monotonic()
         with self._span("Put", header) as span:
             new, ack = from_put_header("header", header, self._store.max_value_bytes)
-            arrival = self._store.begin_put(new, ack, LEASE_S)
-            if isinstance(arrival, PutOutcome):
-                self._note_put(arrival, ack, new, since, span)
-                refusal = pb.LaneGrant(granted=False, outcome=to_outcome(arrival))
+            incoming = self._store.begin_put(new, ack, LEASE_S)
+            if isinstance(incoming, PutOutcome):
+                self._note_put(incoming, ack, new, since, span)
+                refusal = pb.PutGrant(granted=False, outcome=to_outcome(incoming))
                 self.channel.send(Kind.GRANT, refusal)
                 return
-            with arrival:
-                completion = self._receive(arrival)
+            with incoming:
+                completion = self._receive(incoming)
                 if completion is None:
                     return
-                outcome = arrival.commit(completion, ack, LEASE_S)
+                outcome = incoming.commit(completion, ack, LEASE_S)
             self._note_put(outcome, ack, new, since, span)
             self.channel.deadline = time.monotonic() + LEASE_S
             self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
@@ -448,33 +448,33 @@ class _Connection(threading.Thread):
         parent = trace_metadata(request.traceparent)
         if parent is None:
             return NO_SPAN
-        return self._store.telemetry.span(name, parent, lane=self._lane)
+        return self._store.telemetry.span(name, parent, transport=self._lane)
 
-    def _receive(self, arrival: Arrival) -> Completion | None:
-        """Let the client write to an arrival; None if it is not to be committed after all."""
+    def _receive(self, incoming: IncomingPut) -> PutCompletion | None:
+        """Let the client write to an incoming; None if it is not to be committed after all."""
         if self._shared:
             try:
-                self.channel.send(Kind.GRANT, _grant(arrival.extents))
-                payload = self._follow(arrival)
+                self.channel.send(Kind.GRANT, _grant(incoming.extents))
+                payload = self._follow(incoming)
             except BaseException:
-                arrival.abort(quiet_s=LEASE_S)  # its client may write on, unaware
+                incoming.abort(quarantine_s=LEASE_S)  # its client may write on, unaware
                 raise
         else:
             self.channel.take_early()
             self.channel.send(Kind.GRANT, _grant(()))
             # Summed up piece by piece, while the next one comes and this one is in the CPU's cache.
-            for view in arrival.views:
+            for view in incoming.views:
                 for start in range(0, len(view), PIECE_BYTES):
                     piece = view[start : start + PIECE_BYTES]
                     self.channel.receive_into(piece)
-                    arrival.sums.add(piece)
+                    incoming.sums.add(piece)
             payload = self._commit(*self.channel.receive(MAX_REQUEST_BYTES))
         if payload is None:
             return None
         message = parse(pb.PutCompletion, payload)
-        return from_completion("completion", message, len(arrival.new.part_bytes))
+        return from_completion("completion", message, len(incoming.new.part_bytes))
 
-    def _follow(self, arrival: Arrival) -> memoryview | None:
+    def _follow(self, incoming: IncomingPut) -> memoryview | None:
         """Sum up what the client writes, as it says so; its completion, None if there is none."""
         while True:
             kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
@@ -482,10 +482,10 @@ class _Connection(threading.Thread):
                 return None
             if kind != Kind.WRITTEN:
                 return self._commit(kind, payload)
-            num_bytes = parse(pb.LaneWritten, payload).num_bytes
-            if not arrival.sums.num_bytes <= num_bytes <= arrival.new.info.num_bytes:
-                raise Broken(f"{num_bytes} bytes written of {arrival.new.info.num_bytes}")
-            arrival.sum_up(num_bytes)
+            num_bytes = parse(pb.PutProgress, payload).num_bytes
+            if not incoming.sums.num_bytes <= num_bytes <= incoming.new.info.num_bytes:
+                raise Broken(f"{num_bytes} bytes written of {incoming.new.info.num_bytes}")
+            incoming.add_checksums_up_to(num_bytes)
 
     @staticmethod
     def _commit(kind: int, payload: memoryview) -> memoryview:
@@ -501,10 +501,10 @@ class _Connection(threading.Thread):
         self._store.note_put(outcome, ack, self._lane, new.info.num_bytes, seconds)
 
 
-def _grant(extents: Sequence[Extent]) -> pb.LaneGrant:
-    return pb.LaneGrant(
+def _grant(extents: Sequence[Extent]) -> pb.PutGrant:
+    return pb.PutGrant(
         granted=True,
-        extents=[pb.LaneExtent(offset=e.offset, num_bytes=e.num_bytes) for e in extents],
+        extents=[pb.DataExtent(offset=e.offset, num_bytes=e.num_bytes) for e in extents],
     )
 
 

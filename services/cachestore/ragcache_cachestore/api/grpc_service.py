@@ -21,25 +21,25 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ragcache_cachestore.cluster.replicator import Replication
-from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, Arrival
+from ragcache_cachestore.cluster.replicator import Replicator
+from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
 from ragcache_cachestore.state.leases import Lease
-from ragcache_cachestore.storage.checksums import PartSums
+from ragcache_cachestore.storage.checksums import PartChecksums
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.variant import Miss
+from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
     LEASE_S,
     Ack,
-    Completion,
     Event,
     EventKind,
     Hello,
     NewVariant,
+    PutCompletion,
     PutOutcome,
 )
-from ragcache_core.tiering.extents import Extent
 from ragcache_kv.values.conversions import (
     from_completion,
     from_deletion,
@@ -47,7 +47,6 @@ from ragcache_kv.values.conversions import (
     from_key,
     from_keys,
     from_lookup_request,
-    from_pin_seconds,
     from_put_header,
     to_deletion,
     to_event,
@@ -98,7 +97,7 @@ class CacheStoreService:
         self,
         store: Store,
         hello: Hello,
-        replication: Replication | None = None,
+        replication: Replicator | None = None,
         *,
         gated: bool = False,
     ) -> None:
@@ -137,10 +136,6 @@ class CacheStoreService:
             "Get": stream(self._get, pb.GetRequest.FromString),
             "Prefetch": unary(
                 self._prefetch, pb.PrefetchRequest.FromString, pb.PrefetchReply.SerializeToString
-            ),
-            "Pin": unary(self._pin, pb.PinRequest.FromString, pb.PinReply.SerializeToString),
-            "Unpin": unary(
-                self._unpin, pb.UnpinRequest.FromString, pb.UnpinReply.SerializeToString
             ),
             "Delete": unary(
                 self._delete, pb.DeleteRequest.FromString, pb.DeleteReply.SerializeToString
@@ -182,16 +177,16 @@ class CacheStoreService:
 
         One that a disk holds up is left behind after CLOSE_S; the store's end ends it.
         """
-        give_up = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + CLOSE_S
         for pool in (self._writes, self._reads, self._control, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
-        while time.monotonic() < give_up and self._busy:
+        while time.monotonic() < deadline and self._busy:
             time.sleep(0.01)
         if self._busy:
             log.warning("%d calls are left behind: the disk holds them up", self._busy)
 
     async def _hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
-        """Who this is, and which lanes it offers."""
+        """Who this is, and which transports it offers."""
         self._require_open()  # whoever asks wants values next
         return self._hello_reply
 
@@ -203,8 +198,8 @@ class CacheStoreService:
             wants, exact, domain = from_lookup_request(request)
             return to_lookup_reply(self._store.lookup(wants, exact, domain), 0)
 
-        with self._span("Lookup", context, wants=len(request.wants)):
-            if len(request.wants) <= INLINE_KEYS:
+        with self._span("Lookup", context, keys=len(request.keys)):
+            if len(request.keys) <= INLINE_KEYS:
                 return look()
             return await self._in(self._control, look)
 
@@ -213,7 +208,7 @@ class CacheStoreService:
         self._require_open()
         _require_deadline(context)
         began = time.monotonic()
-        with self._span("Put", context, lane=LANE) as span:
+        with self._span("Put", context, transport=LANE) as span:
             async with self._puts:
                 new, ack, outcome = await self._receive(request_iterator, context)
             span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
@@ -230,21 +225,21 @@ class CacheStoreService:
         if first.WhichOneof("part") != "header":
             raise InvalidInput("header", "is missing", "send it as the first message")
         new, ack = from_put_header("header", first.header, self._store.max_value_bytes)
-        arrival = await self._begin(new, ack, _remaining_s(context, COMMIT_TIMEOUT_S))
-        if isinstance(arrival, PutOutcome):
-            return new, ack, arrival
+        incoming = await self._begin(new, ack, _remaining_s(context, COMMIT_TIMEOUT_S))
+        if isinstance(incoming, PutOutcome):
+            return new, ack, incoming
         try:
             async with _slowness(context):
-                completion = await _fill(arrival, messages)
+                completion = await _fill(incoming, messages)
         except BaseException:
-            arrival.abort()
+            incoming.abort()
             raise
         # Once begun, it ends by itself, whether or not anybody still waits.
         timeout_s = _remaining_s(context, COMMIT_TIMEOUT_S)
-        commit = self._in(self._writes, lambda: arrival.commit(completion, ack, timeout_s))
+        commit = self._in(self._writes, lambda: incoming.commit(completion, ack, timeout_s))
         return new, ack, await asyncio.shield(commit)
 
-    async def _begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> Arrival | PutOutcome:
+    async def _begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> IncomingPut | PutOutcome:
         begun = self._in(self._writes, lambda: self._store.begin_put(new, ack, timeout_s))
         try:
             return await asyncio.shield(begun)
@@ -259,7 +254,7 @@ class CacheStoreService:
         """
         self._require_open()
         _require_deadline(context)
-        with self._span("Get", context, lane=LANE, keys=len(request.keys)) as span:
+        with self._span("Get", context, transport=LANE, keys=len(request.keys)) as span:
             keys, exact, domain = from_get_request(request)
             async with _Turn(self._gets) as turn:
                 for index, key in enumerate(keys):
@@ -272,7 +267,7 @@ class CacheStoreService:
                         header = to_miss_header(index, lease)
                         yield pb.GetPart(header=header).SerializeToString()
                         continue
-                    sums = PartSums([part.num_bytes for part in lease.parts])
+                    sums = PartChecksums([part.num_bytes for part in lease.parts])
                     try:
                         yield pb.GetPart(header=_header(index, lease)).SerializeToString()
                         for extent in _pieces(lease.extents):
@@ -284,26 +279,26 @@ class CacheStoreService:
                                 )
                             yield piece
                     finally:
-                        if sums.first_wrong([part.checksum for part in lease.parts]) is None:
+                        if sums.first_mismatch([part.checksum for part in lease.parts]) is None:
                             self._store.release([lease.id])
-                        else:  # the caller sees it, too, but on this lane has nobody to tell
+                        else:  # the caller sees it, too, but on this transport has nobody to tell
                             release = partial(self._store.release, [lease.id], [lease.id])
                             self._in(self._reads, release).add_done_callback(_log_failure)
                     seconds = time.monotonic() - began
                     self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
                     count_hit(span, lease.tier, lease.info.num_bytes)
 
-    async def _piece(self, lease: Lease, extent: Extent, sums: PartSums) -> bytes:
+    async def _piece(self, lease: Lease, extent: Extent, sums: PartChecksums) -> bytes:
         """An encoded GetPart with the bytes of a short extent of a leased value."""
         if not lease.on_disk:
-            (view,) = self._store.arena.views([extent])
+            (view,) = self._store.memory_tier.views([extent])
             sums.add(view)
             return encode_data(view)
 
         def read() -> bytes:
             piece = memoryview(bytearray(extent.num_bytes))
             # What a disk does not give is found out by the checksums.
-            self._store.value_file.read_into([extent], [piece])
+            self._store.disk_tier.read_into([extent], [piece])
             sums.add(piece)
             return encode_data(piece)
 
@@ -315,19 +310,6 @@ class CacheStoreService:
         with self._span("Prefetch", context, keys=len(request.keys)):
             started = self._store.prefetch(from_keys("keys", request.keys))
         return pb.PrefetchReply(started=started)
-
-    async def _pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
-        """Keep values from eviction for some time."""
-        self._require_open()
-        with self._span("Pin", context, keys=len(request.keys)):
-            keys = from_keys("keys", request.keys)
-            seconds = from_pin_seconds("seconds", request.seconds)
-            return pb.PinReply(pinned=self._store.pin(keys, seconds))
-
-    async def _unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinReply:
-        """End pins."""
-        with self._span("Unpin", context, keys=len(request.keys)):
-            return pb.UnpinReply(unpinned=self._store.unpin(from_keys("keys", request.keys)))
 
     async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
         """Remove variants; gone from every later read, and for good, when the reply comes."""
@@ -414,7 +396,7 @@ class CacheStoreService:
             puts=stats.puts,
             evictions={tier.value: count for tier, count in stats.evictions.items()},
             bytes_by_precision=stats.bytes_by_precision,
-            bytes_by_lane=stats.bytes_by_lane,
+            bytes_by_transport=stats.bytes_by_transport,
             leases=stats.leases,
             tombstones=stats.tombstones,
             unwritten=stats.unwritten,
@@ -481,20 +463,20 @@ async def _slowness(context: Context) -> AsyncIterator[None]:
         raise Unavailable("cachestore", "the value was sent too slowly") from None
 
 
-async def _fill(arrival: Arrival, messages: AsyncIterator[bytes]) -> Completion:
+async def _fill(incoming: IncomingPut, messages: AsyncIterator[bytes]) -> PutCompletion:
     """Write the data of messages to where the value is to lie, until its completion.
 
     Raises InvalidInput.
     """
-    num_bytes = arrival.new.info.num_bytes
-    views, received = arrival.views, 0
-    completion: Completion | None = None
+    num_bytes = incoming.new.info.num_bytes
+    views, received = incoming.views, 0
+    completion: PutCompletion | None = None
     async for message in messages:
         data = _data(message)
         if completion is not None:
             raise InvalidInput("completion", "is not the last message", "send nothing after it")
         if isinstance(data, pb.PutCompletion):
-            completion = from_completion("completion", data, len(arrival.new.part_bytes))
+            completion = from_completion("completion", data, len(incoming.new.part_bytes))
             continue
         received += len(data)
         if received > num_bytes:
@@ -520,12 +502,12 @@ async def _fill(arrival: Arrival, messages: AsyncIterator[bytes]) -> Completion:
     return completion
 
 
-def _abort_late(begun: asyncio.Future[Arrival | PutOutcome]) -> None:
+def _abort_late(begun: asyncio.Future[IncomingPut | PutOutcome]) -> None:
     """Nobody waits any more for the room that was made."""
     if not begun.cancelled() and begun.exception() is None:
-        arrival = begun.result()
-        if isinstance(arrival, Arrival):
-            arrival.abort()
+        incoming = begun.result()
+        if isinstance(incoming, IncomingPut):
+            incoming.abort()
 
 
 def _pieces(extents: Sequence[Extent]) -> Iterator[Extent]:

@@ -10,25 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-QUIET_S = 0.02
+IDLE_AFTER_S = 0.02
 """A pause: so long no call came in."""
 
-WAIT_S = 0.5
+MAX_WAIT_S = 0.5
 """How long work may wait for a pause. What is killed before it is written is lost, as it was only
 accepted."""
 
 
-class Pauses:
-    """Looks out for pauses. clock: seconds. Safe for threads."""
+class IdleWindow:
+    """Looks out for idle_window. clock: seconds. Safe for threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._quiet_at = 0.0
+        self._idle_at = 0.0
 
     def note_call(self) -> None:
         """A call came in: this is no pause."""
-        self._quiet_at = self.clock() + QUIET_S
+        self._idle_at = self.clock() + IDLE_AFTER_S
 
     def wait_s(self, since: float) -> float:
         """How long what has waited since then has to wait on; 0 or less: no longer."""
-        return min(since + WAIT_S, self._quiet_at) - self.clock()
+        return min(since + MAX_WAIT_S, self._idle_at) - self.clock()

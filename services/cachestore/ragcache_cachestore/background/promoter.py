@@ -1,4 +1,4 @@
-"""Brings values from disk into memory in the background: in pauses, or when asked to at once."""
+"""Brings values from disk into memory in the background: in idle_window, or when asked to at once."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ragcache_cachestore.background.idle_window import Pauses
+from ragcache_cachestore.background.idle_window import IdleWindow
 from ragcache_cachestore.background.threads import END_TIMEOUT_S, end
-from ragcache_cachestore.state.catalog import Holding
+from ragcache_cachestore.state.catalog import CatalogVariant
 
 log = logging.getLogger(__name__)
 
 THREADS = 2
 CAPACITY = 4096
-"""Promotions waiting; further ones are not begun, since by their turn they would be of no use."""
+"""Promoter waiting; further ones are not begun, since by their turn they would be of no use."""
 
 
-class Promotions:
-    """Threads that call promote for each holding once, in order."""
+class Promoter:
+    """Threads that call promote for each variant once, in order."""
 
-    def __init__(self, promote: Callable[[Holding], None], pauses: Pauses | None = None) -> None:
+    def __init__(self, promote: Callable[[CatalogVariant], None], idle_window: IdleWindow | None = None) -> None:
         self._promote = promote
-        self._pauses = pauses or Pauses()
+        self._idle_window = idle_window or IdleWindow()
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[int, tuple[Holding, float]] = OrderedDict()
+        self._waiting: OrderedDict[int, tuple[CatalogVariant, float]] = OrderedDict()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"promoter-{n}", daemon=True)
@@ -35,16 +35,16 @@ class Promotions:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, holding: Holding, *, now: bool) -> bool:
-        """Queue a holding; False if too many wait already. now: not only in the next pause."""
+    def submit(self, variant: CatalogVariant, *, now: bool) -> bool:
+        """Queue a variant; False if too many wait already. now: not only in the next pause."""
         with self._changed:
             if len(self._waiting) >= CAPACITY:
                 return False
             if now:
-                self._waiting[holding.identity] = holding, -math.inf
-                self._waiting.move_to_end(holding.identity, last=False)
+                self._waiting[variant.identity] = variant, -math.inf
+                self._waiting.move_to_end(variant.identity, last=False)
             else:
-                self._waiting.setdefault(holding.identity, (holding, self._pauses.clock()))
+                self._waiting.setdefault(variant.identity, (variant, self._idle_window.clock()))
             self._changed.notify_all()
             return True
 
@@ -57,24 +57,24 @@ class Promotions:
 
     def _run(self) -> None:
         while True:
-            holding = self._next()
-            if holding is None:
+            variant = self._next()
+            if variant is None:
                 return
             try:
-                self._promote(holding)
+                self._promote(variant)
             except Exception:
                 log.exception("a value could not be brought into memory")
 
-    def _next(self) -> Holding | None:
+    def _next(self) -> CatalogVariant | None:
         with self._changed:
             while not self._closed:
                 if not self._waiting:
                     self._changed.wait()
                     continue
-                identity, (holding, since) = next(iter(self._waiting.items()))
-                wait_s = self._pauses.wait_s(since)
+                identity, (variant, since) = next(iter(self._waiting.items()))
+                wait_s = self._idle_window.wait_s(since)
                 if wait_s <= 0:
                     del self._waiting[identity]
-                    return holding
+                    return variant
                 self._changed.wait(wait_s)
             return None

@@ -18,14 +18,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ragcache_cachestore.background.recoding import CorruptValue, native_bytes, recode
+from ragcache_cachestore.background.recoding import CorruptValue, native_bytes, re_encode_value
 from ragcache_cachestore.background.threads import end
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Part, Precision, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape, VariantInfo
 from ragcache_core.tiering.access_counts import DecayedCounts
-from ragcache_core.tiering.fidelity import settle
-from ragcache_core.tiering.precision_assignment import Assignment, Observation, Placement
+from ragcache_core.tiering.fidelity import decide_re_encoding
+from ragcache_core.tiering.precision_assignment import (
+    AccessObservation,
+    Placement,
+    PrecisionAssignment,
+)
 from ragcache_kv.values.layout import FORMAT, checksum
 
 log = logging.getLogger(__name__)
@@ -35,7 +39,7 @@ LOOKING_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ReEncodingCandidate:
     """What a store says of one variant it holds.
 
     identity: names this very record among all of a store; another after any put or swap.
@@ -48,17 +52,17 @@ class Candidate:
     info: VariantInfo
     shape: ValueShape | None
     value_format: int
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     tier: Tier
     reads: int
     score: float
-    wanted_better: bool
+    wants_higher_precision: bool
 
 
-class KeptStore(Protocol):
+class ReEncodableStore(Protocol):
     """What the keeper needs of a store. Every method may be called from its thread."""
 
-    def candidates(self, now: float) -> Iterable[Candidate]:
+    def candidates(self, now: float) -> Iterable[ReEncodingCandidate]:
         """A snapshot of all that is held and visible."""
 
     def read(self, key: VariantKey, identity: int) -> bytearray | None:
@@ -72,7 +76,7 @@ class KeptStore(Protocol):
         key: VariantKey,
         identity: int,
         precision: Precision,
-        parts: Sequence[Part],
+        parts: Sequence[ValuePart],
         views: Sequence[memoryview],
     ) -> bool:
         """Hold a value in another encoding, if that record is still held and nobody reads it.
@@ -108,7 +112,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class KeeperCounters:
+class ReEncoderCounters:
     """What the keeper has done since it started."""
 
     looks: int = 0
@@ -117,7 +121,7 @@ class KeeperCounters:
     refused: int = 0  # read or replaced meanwhile; tried again after the next look
     corrupt: int = 0  # not re-encoded, which would have given bad bytes a good checksum
     prefetched: int = 0
-    wanted_better: int = 0  # as of the last look
+    wants_higher_precision: int = 0  # as of the last look
 
 
 class Allowance:
@@ -149,16 +153,20 @@ class _Known:
     brought_at: float = float("-inf")
 
 
-class Keeper:
+class ReEncoder:
     """Looks, and does one piece of work at a time; ``start`` gives it a thread.
 
     clock: seconds, monotonic.
     """
 
     def __init__(
-        self, store: KeptStore, assignment: Assignment, pace: Pace, clock: Callable[[], float]
+        self,
+        store: ReEncodableStore,
+        assignment: PrecisionAssignment,
+        pace: Pace,
+        clock: Callable[[], float],
     ) -> None:
-        self.counters = KeeperCounters()
+        self.counters = ReEncoderCounters()
         self._store = store
         self._assignment = assignment
         self._pace = pace
@@ -168,8 +176,8 @@ class Keeper:
         self._known: dict[bytes, _Known] = {}  # by the key's bytes, as in all that follows
         self._encoding = Allowance(pace.encode_bytes_per_s, now)
         self._moving = Allowance(pace.move_bytes_per_s, now)
-        self._to_encode: deque[tuple[Candidate, Precision]] = deque()
-        self._to_bring: deque[Candidate] = deque()
+        self._to_encode: deque[tuple[ReEncodingCandidate, Precision]] = deque()
+        self._to_bring: deque[ReEncodingCandidate] = deque()
         self._useless: set[int] = set()  # identities of what is not smaller when re-encoded
         self._next_look = now + pace.look_s
         self._ended = threading.Event()
@@ -227,7 +235,7 @@ class Keeper:
         known_numbers, observed = [], []
         for name, candidate in held.items():
             native = _native_bytes(candidate)
-            observation = Observation(
+            observation = AccessObservation(
                 name,
                 self._counts.count(name, now),
                 candidate.info.num_bytes if native is None else native,
@@ -241,7 +249,7 @@ class Keeper:
         self._plan_moves(held, observed, now)
         self.counters.looks += 1
 
-    def _count(self, held: dict[bytes, Candidate], now: float) -> None:
+    def _count(self, held: dict[bytes, ReEncodingCandidate], now: float) -> None:
         known = {}
         for name, candidate in held.items():
             one = known[name] = self._known.get(name) or _Known(reads=0, since=now)
@@ -256,16 +264,16 @@ class Keeper:
             self._useless &= {candidate.identity for candidate in held.values()}
 
     def _plan_encoding(
-        self, held: dict[bytes, Candidate], observed: list[Observation[bytes]], now: float
+        self, held: dict[bytes, ReEncodingCandidate], observed: list[AccessObservation[bytes]], now: float
     ) -> None:
-        wanted = self._assignment.assign(observed)
+        wanted = self._assignment.assign_precisions(observed)
         to_encode = []
-        self.counters.wanted_better = 0
+        self.counters.wants_higher_precision = 0
         for one in observed:
             candidate = held[one.key]
-            settled = settle(one.held, wanted[one.key])
-            self.counters.wanted_better += settled.want_better
-            if settled.want_better != candidate.wanted_better:
+            settled = decide_re_encoding(one.held, wanted[one.key])
+            self.counters.wants_higher_precision += settled.want_better
+            if settled.want_better != candidate.wants_higher_precision:
                 self._store.want_better(candidate.key, settled.want_better)
             agreed = self._agreed(one.key, settled.re_encode, now)
             if agreed and settled.re_encode and candidate.identity not in self._useless:
@@ -281,9 +289,9 @@ class Keeper:
         return known.looks >= self._pace.looks and now - known.since >= self._pace.settle_s
 
     def _plan_moves(
-        self, held: dict[bytes, Candidate], observed: list[Observation[bytes]], now: float
+        self, held: dict[bytes, ReEncodingCandidate], observed: list[AccessObservation[bytes]], now: float
     ) -> None:
-        placed = self._assignment.place(observed)
+        placed = self._assignment.assign_placements(observed)
         too_low = [
             (-one.accesses, one.key)
             for one in observed
@@ -294,18 +302,18 @@ class Keeper:
         ]
         self._to_bring = deque(held[name] for _, name in sorted(too_low))
 
-    def _bring(self, candidate: Candidate, now: float) -> None:
+    def _bring(self, candidate: ReEncodingCandidate, now: float) -> None:
         self._known[candidate.key.to_bytes()].brought_at = now
         self.counters.prefetched += self._store.prefetch([candidate.key])
 
-    def _re_encode(self, candidate: Candidate, target: Precision) -> None:
+    def _re_encode(self, candidate: ReEncodingCandidate, target: Precision) -> None:
         value = self._store.read(candidate.key, candidate.identity)
         if value is None or candidate.shape is None:
             self.counters.refused += 1
             return
         info = candidate.info
         try:
-            views = recode(
+            views = re_encode_value(
                 value, candidate.parts, candidate.shape, info.num_tokens, info.precision, target
             )
         except (CorruptValue, ValueError):  # also what was put with sizes that cannot be
@@ -316,7 +324,7 @@ class Keeper:
         if num_bytes >= info.num_bytes:
             self._useless.add(candidate.identity)
             return
-        parts = [Part(view.nbytes, checksum(view)) for view in views]
+        parts = [ValuePart(view.nbytes, checksum(view)) for view in views]
         if self._store.swap(candidate.key, candidate.identity, target, parts, views):
             self.counters.re_encoded += 1
             self.counters.bytes_saved += info.num_bytes - num_bytes
@@ -324,7 +332,7 @@ class Keeper:
             self.counters.refused += 1
 
 
-def _native_bytes(candidate: Candidate) -> int | None:
+def _native_bytes(candidate: ReEncodingCandidate) -> int | None:
     """Size of a value as computed; None where its numbers are not known."""
     if candidate.shape is None or candidate.value_format != FORMAT:
         return None

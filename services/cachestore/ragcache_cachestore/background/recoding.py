@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragcache_core.identity.variant import Part, Precision, ValueShape
+from ragcache_core.identity.variant import Precision, ValuePart, ValueShape
 from ragcache_kv.codecs import decode_part, encode_part, native_part_bytes
 from ragcache_kv.values.layout import checksum
 
@@ -23,9 +23,9 @@ def native_bytes(shape: ValueShape, num_tokens: int) -> int | None:
         return None
 
 
-def recode(
+def re_encode_value(
     value: bytearray,
-    parts: Sequence[Part],
+    parts: Sequence[ValuePart],
     shape: ValueShape,
     num_tokens: int,
     held: Precision,

@@ -18,11 +18,11 @@ def end(threads: Iterable[threading.Thread], timeout_s: float = END_TIMEOUT_S) -
 
     Such a thread is a daemon: it ends with the process.
     """
-    give_up = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     stuck = []
     for thread in threads:
         if thread.is_alive():
-            thread.join(max(0.0, give_up - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             stuck.append(thread.name)
     if stuck:

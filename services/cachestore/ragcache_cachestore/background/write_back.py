@@ -1,6 +1,6 @@
 """Writes what was accepted to disk, in the background; what somebody waits for first.
 
-What nobody waits for is written in the pauses, unless it has waited for long or has become much.
+What nobody waits for is written in the idle_window, unless it has waited for long or has become much.
 What somebody waits for goes before it always.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
-from ragcache_cachestore.background.idle_window import Pauses
+from ragcache_cachestore.background.idle_window import IdleWindow
 from ragcache_cachestore.background.threads import end
-from ragcache_cachestore.state.catalog import Holding
+from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ THREADS = 2
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class WriteJob:
     """A write to come. urgent: somebody waits for it."""
 
-    holding: Holding
+    variant: CatalogVariant
     urgent: bool
     since: float
     done: Future[None] = field(default_factory=Future)
@@ -45,29 +45,29 @@ class Job:
             ) from None
 
 
-class WriteBehind:
+class WriteBack:
     """Threads that call write for each job, in order, urgent ones first.
 
-    room_bytes: of values that may wait for a pause together.
+    max_waiting_bytes: of values that may wait for a pause together.
     """
 
     def __init__(
         self,
-        write: Callable[[Holding], None],
+        write: Callable[[CatalogVariant], None],
         threads: int = THREADS,
         *,
-        room_bytes: float = 0,
-        pauses: Pauses | None = None,
+        max_waiting_bytes: float = 0,
+        idle_window: IdleWindow | None = None,
     ) -> None:
         self._write = write
-        self._room_bytes = room_bytes
-        self._pauses = pauses or Pauses()
+        self._max_waiting_bytes = max_waiting_bytes
+        self._idle_window = idle_window or IdleWindow()
         self._waiting_bytes = 0
-        self._pressed = False
+        self._draining = False
         self._watched = False
         self._changed = threading.Condition()
-        self._urgent: OrderedDict[Job, None] = OrderedDict()
-        self._jobs: OrderedDict[Job, None] = OrderedDict()
+        self._urgent: OrderedDict[WriteJob, None] = OrderedDict()
+        self._jobs: OrderedDict[WriteJob, None] = OrderedDict()
         self._running = 0
         self._closed = False
         self._threads = [
@@ -77,22 +77,22 @@ class WriteBehind:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, holding: Holding, *, urgent: bool) -> Job:
-        """Queue the write of a holding."""
-        job = Job(holding, urgent, since=self._pauses.clock())
+    def submit(self, variant: CatalogVariant, *, urgent: bool) -> WriteJob:
+        """Queue the write of a variant."""
+        job = WriteJob(variant, urgent, since=self._idle_window.clock())
         with self._changed:
             if urgent:
                 self._urgent[job] = None
             else:
                 self._jobs[job] = None
-                self._waiting_bytes += holding.info.num_bytes
+                self._waiting_bytes += variant.info.num_bytes
             # Who watches the clock already need not be woken for one more.
-            if urgent or not self._watched or self._waiting_bytes > self._room_bytes:
+            if urgent or not self._watched or self._waiting_bytes > self._max_waiting_bytes:
                 self._changed.notify_all()
         job.done.add_done_callback(lambda _: self._forget(job))
         return job
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: WriteJob) -> None:
         """A job is done, or cancelled before its turn."""
         if not job.done.cancelled():
             return
@@ -101,12 +101,12 @@ class WriteBehind:
             self._unqueue(job)
             self._changed.notify_all()
 
-    def _unqueue(self, job: Job) -> bool:
+    def _unqueue(self, job: WriteJob) -> bool:
         """Take a job out of those that wait for a pause; whether it was there."""
         if job not in self._jobs:
             return False
         del self._jobs[job]
-        self._waiting_bytes -= job.holding.info.num_bytes
+        self._waiting_bytes -= job.variant.info.num_bytes
         return True
 
     @property
@@ -115,14 +115,14 @@ class WriteBehind:
         with self._changed:
             return len(self._urgent) + len(self._jobs) + self._running
 
-    def press(self) -> None:
-        """Somebody waits for room: write without waiting for pauses until nothing is queued."""
+    def drain(self) -> None:
+        """Somebody waits for room: write without waiting for idle_window until nothing is queued."""
         with self._changed:
-            if self._jobs and not self._pressed:
-                self._pressed = True
+            if self._jobs and not self._draining:
+                self._draining = True
                 self._changed.notify_all()
 
-    def hurry(self, job: Job) -> None:
+    def make_urgent(self, job: WriteJob) -> None:
         """Somebody waits for a job that was queued without hurry."""
         with self._changed:
             job.urgent = True
@@ -132,7 +132,7 @@ class WriteBehind:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything queued has been written or refused; False if that takes longer."""
-        self.press()
+        self.drain()
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._jobs or self._urgent or self._running), timeout_s
@@ -153,7 +153,7 @@ class WriteBehind:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                self._write(job.holding)
+                self._write(job.variant)
             except Unavailable as error:
                 job.done.set_exception(error)
             except Exception as error:
@@ -165,7 +165,7 @@ class WriteBehind:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> WriteJob | None:
         with self._changed:
             while not self._closed:
                 job = self._due()
@@ -180,20 +180,20 @@ class WriteBehind:
                 self._changed.notify_all()  # cancelled right now
             return None
 
-    def _due(self) -> Job | None:
+    def _due(self) -> WriteJob | None:
         """The job whose turn it is; None if none is to be written yet."""
         if self._urgent:
             return next(iter(self._urgent))
         if not self._jobs:
-            self._pressed = False
+            self._draining = False
             return None
         first = next(iter(self._jobs))
         return first if self._wait_s(first) <= 0 else None
 
-    def _wait_s(self, first: Job) -> float:
-        if self._pressed or self._waiting_bytes > self._room_bytes:
+    def _wait_s(self, first: WriteJob) -> float:
+        if self._draining or self._waiting_bytes > self._max_waiting_bytes:
             return 0.0
-        return self._pauses.wait_s(first.since)
+        return self._idle_window.wait_s(first.since)
 
     def _wait(self) -> None:
         """Until something changes or the first job is due; one thread watches the clock for it."""

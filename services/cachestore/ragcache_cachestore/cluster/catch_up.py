@@ -4,7 +4,7 @@ A delete is acknowledged when one shard has it for good; those that were dead or
 here. ``__main__`` runs, with members the shards of the store (None: it is the only one) and own its
 name among them:
 
-    rejoin = Rejoin(store, members, own)
+    rejoin = CatchUp(store, members, own)
     await asyncio.to_thread(rejoin.start)  # before it serves values, while it tells its own deletes
     rejoin.close()                         # before the store is closed
 
@@ -88,7 +88,7 @@ class _Told:
     removed: int = 0
 
 
-class Rejoin:
+class CatchUp:
     """Pulls tombstones; safe to close from any thread.
 
     progress: told how far the start has come. now_ms: Unix time in milliseconds. first_pull_s: see
@@ -131,7 +131,7 @@ class Rejoin:
         """
         if self._members is None:
             return
-        give_up = time.monotonic() + self._first_pull_s
+        deadline = time.monotonic() + self._first_pull_s
         heard: set[str] = set()
         while not self._stop.is_set():
             peers = set(self._peers())
@@ -141,7 +141,7 @@ class Rejoin:
             )
             answered, applied = self._pull(peers - heard)
             heard |= answered
-            over = time.monotonic() >= give_up or not len(self._store)
+            over = time.monotonic() >= deadline or not len(self._store)
             if applied and (over or peers <= heard):
                 break
             if not applied:

@@ -4,7 +4,7 @@ A thread looks every few seconds at what this shard has served; ``ragcache_core.
 decides. ``__main__`` runs, with members the shards of the store (None: it is the only one, or is to
 make no copies) and own its name among them:
 
-    replication = Replication(store, members, own)
+    replication = Replicator(store, members, own)
     replication.start()  # once it serves
     replication.close()  # before the store is closed
 
@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ragcache_core.cluster.replication import ServedBytes, Thresholds, decide
-from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.cluster.replication import ReplicationThresholds, ServedBytes, decide_replication
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import NewVariant, PutOutcome
@@ -59,7 +59,7 @@ class ReplicatedStore(Protocol):
         """Drop a variant as eviction does, without a tombstone; whether it was held."""
 
 
-class Replication:
+class Replicator:
     """The replicas that this shard has made. clock: seconds, never going back."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Replication:
         store: ReplicatedStore,
         members: Members | None,
         own: str,
-        thresholds: Thresholds | None = None,
+        thresholds: ReplicationThresholds | None = None,
         *,
         look_every_s: float = LOOK_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
@@ -75,12 +75,12 @@ class Replication:
         self._store = store
         self._members = members
         self._own = own
-        self._thresholds = thresholds or Thresholds()
+        self._thresholds = thresholds or ReplicationThresholds()
         self._look_every_s = look_every_s
         self._clock = clock
         self._served = ServedBytes(HALF_LIFE_S)
         self._addresses: tuple[str, ...] = ()
-        self._rendezvous = Rendezvous(())
+        self._rendezvous = RendezvousHash(())
         self._held_by: dict[VariantKey, str] = {}
         # Guards the three above; a copy is made under it, one at a time: they are rare.
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class Replication:
             return False
         if shard == self._own:
             # Without the lock: two shards that drop replicas of each other would wait for it.
-            owned = Rendezvous(addresses).owners([key.chunk])[0] == self._own
+            owned = RendezvousHash(addresses).owners([key.chunk])[0] == self._own
             return drop and not owned and self._store.discard(key)
         with self._lock:
             self._follow()
@@ -119,12 +119,12 @@ class Replication:
         """Decide and act once."""
         for key, num_bytes in self._store.take_served().items():
             self._served.add(key, num_bytes, self._clock())
-        load = self._served.load(self._clock())
+        load = self._served.measure_load(self._clock())
         with self._lock:
             self._follow()
             if self._own not in self._addresses or len(self._addresses) < 2:
                 return
-            changes = decide(load, frozenset(self._held_by), self._thresholds)
+            changes = decide_replication(load, frozenset(self._held_by), self._thresholds)
             for key in changes.drop:
                 self._quietly(self._drop, key, self._held_by[key])
             for key in changes.copy:
@@ -144,7 +144,7 @@ class Replication:
         """Follow the members; under the lock."""
         addresses = () if self._members is None else self._members.current()
         if addresses is not self._addresses:
-            self._addresses, self._rendezvous = addresses, Rendezvous(addresses)
+            self._addresses, self._rendezvous = addresses, RendezvousHash(addresses)
             for key, shard in [*self._held_by.items()]:
                 if shard not in addresses:
                     self._forget(key)
@@ -159,7 +159,7 @@ class Replication:
             outcome = client.put(variant, value, COPY_TIMEOUT_S)
         finally:
             client.close()
-        if outcome not in {PutOutcome.STORED, PutOutcome.HELD_ALREADY}:
+        if outcome not in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}:
             log.info("shard %s does not take a replica: %s", shard, outcome.value)
             return False
         self._held_by[key] = shard

@@ -8,26 +8,33 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from ragcache_cachestore.storage.tier_space import Copy
-from ragcache_core.eviction import Candidate
+from ragcache_cachestore.storage.tier_space import TierCopy
+from ragcache_core.eviction import EvictionCandidate
 from ragcache_core.identity.keys import ChunkKey, VariantKey
-from ragcache_core.identity.variant import Origin, Part, Precision, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import (
+    Origin,
+    Precision,
+    Tier,
+    ValuePart,
+    ValueShape,
+    VariantInfo,
+)
 from ragcache_core.store_api import Deletion
 
 if TYPE_CHECKING:
-    from ragcache_cachestore.background.write_back import Job
+    from ragcache_cachestore.background.write_back import WriteJob
 
 HALF_LIFE_S = 600.0
 """After this long a use counts half in the score."""
 
-MAX_IN_VAIN = 8
+MAX_WASTED_PROMOTIONS = 8
 """Bound of how patient a value becomes: after that it takes 256 reads to try once more."""
 
 H = TypeVar("H", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class CatalogVariant:
     """A variant as it is held. What it says of its value never changes: a better value is another.
 
     identity: names this very record, and orders records by when they came. delete_sequence: of the
@@ -39,21 +46,21 @@ class Holding:
     key: VariantKey
     identity: int
     info: VariantInfo
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     origin: Origin
     shape: ValueShape | None
     value_format: int
     delete_sequence: int
     put_at: float
-    memory: Copy | None = None
-    disk: Copy | None = None
-    superseded: Holding | None = None
-    job: Job | None = None
-    wanted_better: bool = False
+    memory: TierCopy | None = None
+    disk: TierCopy | None = None
+    superseded: CatalogVariant | None = None
+    job: WriteJob | None = None
+    wants_higher_precision: bool = False
     reads: int = 0
-    _bring_at: int = 2
-    _brought_at: int | None = None
-    _in_vain: int = 0
+    _promote_at_reads: int = 2
+    _promoted_at_reads: int | None = None
+    _wasted_promotions: int = 0
     _uses: float = 1.0
     _uses_at: float = field(init=False)
 
@@ -66,9 +73,9 @@ class Holding:
         return Tier.DISK if self.memory is None else Tier.MEMORY
 
     @property
-    def candidate(self) -> Candidate[VariantKey]:
+    def eviction_candidate(self) -> EvictionCandidate[VariantKey]:
         """What a policy is told of it."""
-        return Candidate(
+        return EvictionCandidate(
             self.info.num_bytes, self.info.num_tokens, self.origin.cost_s, self.origin.parent
         )
 
@@ -86,35 +93,35 @@ class Holding:
         from there, takes twice as many reads as the time before: a working set that memory cannot
         hold would else only be carried to and fro.
         """
-        return self.reads >= self._bring_at
+        return self.reads >= self._promote_at_reads
 
-    def note_brought(self) -> None:
+    def note_promoted(self) -> None:
         """It was brought from disk into memory."""
-        self._brought_at = self.reads
+        self._promoted_at_reads = self.reads
 
-    def note_taken(self) -> None:
+    def note_demoted(self) -> None:
         """Its copy in memory made room for others."""
-        if self._brought_at is None:
+        if self._promoted_at_reads is None:
             return
-        in_vain = self._brought_at == self.reads
-        self._in_vain = min(self._in_vain + 1, MAX_IN_VAIN) if in_vain else 0
-        self._bring_at = self.reads + (1 << self._in_vain)
-        self._brought_at = None
+        in_vain = self._promoted_at_reads == self.reads
+        self._wasted_promotions = min(self._wasted_promotions + 1, MAX_WASTED_PROMOTIONS) if in_vain else 0
+        self._promote_at_reads = self.reads + (1 << self._wasted_promotions)
+        self._promoted_at_reads = None
 
     def score(self, now: float) -> float:
         """Decayed saved seconds per byte (DESIGN §1): of the put and of the reads since."""
         return self._decayed_uses(now) * self.origin.cost_s / self.info.num_bytes
 
-    def continues(self, other: Holding) -> None:
+    def inherit_use(self, other: CatalogVariant) -> None:
         """Take over how hot other was, which this one replaces."""
         self.reads, self._uses, self._uses_at = other.reads, other._uses, other._uses_at
-        self._bring_at, self._in_vain = other._bring_at, other._in_vain
+        self._promote_at_reads, self._wasted_promotions = other._promote_at_reads, other._wasted_promotions
 
     def _decayed_uses(self, now: float) -> float:
         return self._uses * math.exp2((self._uses_at - now) / HALF_LIFE_S)
 
 
-def replaces(new: VariantInfo, held: Holding) -> bool:
+def replaces(new: VariantInfo, held: CatalogVariant) -> bool:
     """Whether a new value is to take the place of the one held.
 
     It must be better in one of exactness and losslessness and worse in neither. One that deserves
@@ -123,7 +130,7 @@ def replaces(new: VariantInfo, held: Holding) -> bool:
     mine = (new.provenance.exact, new.precision.lossless)
     theirs = (held.info.provenance.exact, held.info.precision.lossless)
     if mine == theirs:
-        return held.wanted_better and new.num_bytes > held.info.num_bytes
+        return held.wants_higher_precision and new.num_bytes > held.info.num_bytes
     return mine[0] >= theirs[0] and mine[1] >= theirs[1]
 
 
@@ -135,7 +142,7 @@ class Catalog:
     """
 
     bytes_by_precision: Counter[Precision] = field(default_factory=Counter)
-    _holdings: dict[VariantKey, Holding] = field(default_factory=dict)
+    _variants: dict[VariantKey, CatalogVariant] = field(default_factory=dict)
     _of_chunk: defaultdict[ChunkKey, set[VariantKey]] = field(
         default_factory=lambda: defaultdict(set)
     )
@@ -148,68 +155,68 @@ class Catalog:
     _of_domain: defaultdict[str, set[VariantKey]] = field(default_factory=lambda: defaultdict(set))
 
     def __len__(self) -> int:
-        return len(self._holdings)
+        return len(self._variants)
 
-    def __iter__(self) -> Iterator[Holding]:
-        return iter(self._holdings.values())
+    def __iter__(self) -> Iterator[CatalogVariant]:
+        return iter(self._variants.values())
 
-    def get(self, key: VariantKey) -> Holding | None:
+    def get(self, key: VariantKey) -> CatalogVariant | None:
         """What is held of key."""
-        return self._holdings.get(key)
+        return self._variants.get(key)
 
-    def holds(self, holding: Holding) -> bool:
+    def contains(self, variant: CatalogVariant) -> bool:
         """Whether this very record is still held."""
-        return self._holdings.get(holding.key) is holding
+        return self._variants.get(variant.key) is variant
 
-    def variants_of(self, chunk: ChunkKey) -> list[Holding]:
+    def variants_of(self, chunk: ChunkKey) -> list[CatalogVariant]:
         """Every variant of a chunk, in no order."""
-        return [self._holdings[key] for key in self._of_chunk.get(chunk, ())]
+        return [self._variants[key] for key in self._of_chunk.get(chunk, ())]
 
-    def add(self, holding: Holding) -> None:
+    def add(self, variant: CatalogVariant) -> None:
         """Hold a variant whose key is not held."""
-        assert holding.key not in self._holdings
-        key, origin = holding.key, holding.origin
-        self._holdings[key] = holding
+        assert variant.key not in self._variants
+        key, origin = variant.key, variant.origin
+        self._variants[key] = variant
         self._of_chunk[key.chunk].add(key)
         for chunk in origin.prefix_chunks:
             self._after_chunk[chunk].add(key)
         if origin.document:
             self._of_document[origin.domain, origin.document].add(key)
         self._of_domain[origin.domain].add(key)
-        self.bytes_by_precision[holding.info.precision] += holding.info.num_bytes
+        self.bytes_by_precision[variant.info.precision] += variant.info.num_bytes
 
-    def remove(self, holding: Holding) -> None:
+    def remove(self, variant: CatalogVariant) -> None:
         """Hold it no more."""
-        key, origin = holding.key, holding.origin
-        assert self._holdings.pop(key) is holding
+        key, origin = variant.key, variant.origin
+        assert self._variants.pop(key) is variant
         _discard(self._of_chunk, key.chunk, key)
         for chunk in set(origin.prefix_chunks):
             _discard(self._after_chunk, chunk, key)
         if origin.document:
             _discard(self._of_document, (origin.domain, origin.document), key)
         _discard(self._of_domain, origin.domain, key)
-        self.bytes_by_precision[holding.info.precision] -= holding.info.num_bytes
-        if not self.bytes_by_precision[holding.info.precision]:
-            del self.bytes_by_precision[holding.info.precision]
+        self.bytes_by_precision[variant.info.precision] -= variant.info.num_bytes
+        if not self.bytes_by_precision[variant.info.precision]:
+            del self.bytes_by_precision[variant.info.precision]
 
-    def covered(self, deletion: Deletion) -> list[Holding]:
+    def covered_by(self, deletion: Deletion) -> list[CatalogVariant]:
         """Everything that a delete removes."""
         keys: set[VariantKey] = set()
         for chunk in deletion.chunks:
             keys |= self._of_chunk.get(chunk, set())
             keys |= self._after_chunk.get(chunk, set())
-        keys.update(key for key in deletion.variants if key in self._holdings)
+        keys.update(key for key in deletion.variants if key in self._variants)
         for document in deletion.documents:
             keys |= self._of_document.get((deletion.domain, document), set())
         if deletion.domain and not deletion.documents:
             keys |= self._of_domain.get(deletion.domain, set())
-        return [self._holdings[key] for key in keys]
+        return [self._variants[key] for key in keys]
 
     def check(self) -> None:
         """Raise AssertionError if the indexes do not agree."""
         again = Catalog()
-        for holding in self:
-            again.add(holding)
+        for variant in self:
+            again.add(variant)
         assert again == self
 
 

@@ -14,7 +14,7 @@ REMEMBERED = 16_384
 """Events that a watcher may lag behind before it needs a snapshot."""
 
 
-class Feed:
+class EventFeed:
     """The last events of one boot. Under the store's lock.
 
     boot: new at every start, so that a restart cannot be mistaken for a pause.

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ragcache_cachestore.state.catalog import Holding
-from ragcache_cachestore.storage.tier_space import Copy
+from ragcache_cachestore.state.catalog import CatalogVariant
+from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Origin, Part, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import Origin, Tier, ValuePart, ValueShape, VariantInfo
+from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import LEASE_S
-from ragcache_core.tiering.extents import Extent
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A copy of a value that may be read where it lies: extents of the arena or of the file.
+    """A copy of a value that may be read where it lies: extents of the memory_tier or of the file.
 
     The parts lie one after another. expires_at: on the store's clock; a reader that takes longer
     notices by the checksums.
@@ -24,19 +24,19 @@ class Lease:
     id: int
     key: VariantKey
     info: VariantInfo
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     shape: ValueShape | None
     value_format: int
     origin: Origin
     tier: Tier
     extents: tuple[Extent, ...]
     expires_at: float
-    holding: Holding
-    copy: Copy
+    variant: CatalogVariant
+    copy: TierCopy
 
     @property
     def on_disk(self) -> bool:
-        """Whether the extents are of the file of values, not of the arena."""
+        """Whether the extents are of the file of values, not of the memory_tier."""
         return self.tier is Tier.DISK
 
 
@@ -53,21 +53,21 @@ class Leases:
     def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._leases
 
-    def grant(self, holding: Holding, tier: Tier, copy: Copy, now: float) -> Lease:
+    def grant(self, variant: CatalogVariant, tier: Tier, copy: TierCopy, now: float) -> Lease:
         """A lease of copy, which it holds from now on."""
-        copy.holds += 1
+        copy.ref_count += 1
         lease = Lease(
             id=self._next_id,
-            key=holding.key,
-            info=holding.info,
-            parts=holding.parts,
-            shape=holding.shape,
-            value_format=holding.value_format,
-            origin=holding.origin,
+            key=variant.key,
+            info=variant.info,
+            parts=variant.parts,
+            shape=variant.shape,
+            value_format=variant.value_format,
+            origin=variant.origin,
             tier=tier,
             extents=copy.extents,
             expires_at=now + LEASE_S,
-            holding=holding,
+            variant=variant,
             copy=copy,
         )
         self._next_id += 1

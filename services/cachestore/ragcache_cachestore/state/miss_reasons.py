@@ -11,7 +11,7 @@ CAPACITY = 65_536
 """How many are remembered; about 10 MiB."""
 
 
-class Misses:
+class MissReasons:
     """Reasons by 64 bits of a key; the oldest are forgotten. Under the store's lock."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -29,11 +29,11 @@ class Misses:
         while len(self._reasons) > self._capacity:
             self._reasons.popitem(last=False)
 
-    def why(self, key: VariantKey) -> Miss:
+    def miss_reason(self, key: VariantKey) -> Miss:
         """Why key is not held, as far as is remembered."""
         return self._reasons.get(_of_variant(key), Miss.NEVER_STORED)
 
-    def why_none_of(self, chunk: ChunkKey) -> Miss:
+    def chunk_miss_reason(self, chunk: ChunkKey) -> Miss:
         """Why no variant of chunk is held, as far as is remembered."""
         return self._reasons.get(_of_chunk(chunk), Miss.NEVER_STORED)
 

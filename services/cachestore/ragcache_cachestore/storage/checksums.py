@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-from ragcache_cachestore.storage.disk_tier import ValueFile
-from ragcache_core.identity.variant import Part
-from ragcache_core.tiering.extents import Extent
+from ragcache_cachestore.storage.disk_tier import DiskTier
+from ragcache_core.identity.variant import ValuePart
+from ragcache_core.storage.extents import Extent
 
 SLICE_BYTES = 1 << 20
 
 
-class PartSums:
+class PartChecksums:
     """XXH3-64 of parts whose sizes are given, one part after another, as their bytes pass by.
 
     sums: of those that are whole so far. num_bytes: that have passed.
@@ -40,31 +40,31 @@ class PartSums:
             if len(self.sums) < len(self._sizes):
                 self._missing = self._sizes[len(self.sums)]
 
-    def first_wrong(self, checksums: Sequence[int]) -> int | None:
+    def first_mismatch(self, checksums: Sequence[int]) -> int | None:
         """Index of the first part, of those that are whole, that has another one."""
         pairs = enumerate(zip(self.sums, checksums, strict=False))
         return next((index for index, (found, wanted) in pairs if found != wanted), None)
 
-    def first_wrong_or_missing(self, checksums: Sequence[int]) -> int | None:
+    def first_mismatch_or_missing(self, checksums: Sequence[int]) -> int | None:
         """There are no more bytes: the first wrong part, which one that is not whole is too."""
-        wrong = self.first_wrong(checksums)
+        wrong = self.first_mismatch(checksums)
         if wrong is None and len(self.sums) < len(self._sizes):
             return len(self.sums)
         return wrong
 
 
-def first_wrong_part(parts: Sequence[Part], pieces: Iterable[memoryview]) -> int | None:
+def first_corrupt_part(parts: Sequence[ValuePart], pieces: Iterable[memoryview]) -> int | None:
     """Index of the first part that does not match its checksum; None if all do.
 
     pieces: the bytes of the parts one after another, cut anywhere.
     """
-    sums = PartSums([part.num_bytes for part in parts])
+    sums = PartChecksums([part.num_bytes for part in parts])
     for piece in pieces:
         sums.add(piece)
-    return sums.first_wrong_or_missing([part.checksum for part in parts])
+    return sums.first_mismatch_or_missing([part.checksum for part in parts])
 
 
-def read_slices(file: ValueFile, extents: Iterable[Extent]) -> Iterator[memoryview]:
+def read_slices(file: DiskTier, extents: Iterable[Extent]) -> Iterator[memoryview]:
     """The bytes of extents of a file; ends early where they cannot be read.
 
     Each slice is good until the next: they share one buffer.

@@ -1,7 +1,7 @@
 """The data folder: whose it is, and which version of the layout it holds.
 
 ``LOCK`` is held by the one process that uses the folder, ``FORMAT`` names the layout, ``values``
-holds the values (``value_file``) and ``records/`` what is known of them (``records``).
+holds the values (``disk_tier``) and ``records/`` what is known of them (``records``).
 
 A layout of an earlier release is dropped, so that an upgrade needs nobody: all of it can be
 computed again, and nothing deleted can come back with it. One that is not known is left alone.
@@ -24,7 +24,7 @@ _EARLIER = {"ragcache-cachestore 1\n": ("rocksdb",)}
 """Layouts before this one, each with the folders it is made of."""
 
 
-class DataFolder:
+class DataDir:
     """The folder at path, created when missing and locked until close.
 
     values: path of the file of values. records: path of RocksDB's folder.

@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 FREE_RESERVE_BYTES = 64 << 20
 """Room that a write leaves on the volume: RocksDB's memtables, their log, and a compaction of the
@@ -56,7 +56,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class ValueFile:
+class DiskTier:
     """The file at path, at most capacity_bytes long; created when missing.
 
     fd: open for reading and writing. reader_fd: for reading only, to hand to clients.
@@ -140,11 +140,11 @@ class ValueFile:
                     share = self.allocator.free_bytes // PUNCH_SHARE // PAGE_BYTES * PAGE_BYTES
                     most = max(PAGE_BYTES, min(PUNCH_BYTES, share))
                     piece = Extent(offset, min(most, end - offset))
-                    aside = self.allocator.set_aside(piece)
+                    aside = self.allocator.reserve(piece)
                 if aside:
                     self._punch((piece,))
                     with lock:
-                        self.allocator.put_back(piece)
+                        self.allocator.unreserve(piece)
                 offset += piece.num_bytes
 
     def close(self) -> None:

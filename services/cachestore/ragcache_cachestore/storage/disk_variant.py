@@ -9,13 +9,13 @@ from typing import Any
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import (
     Origin,
-    Part,
     Precision,
     Provenance,
+    ValuePart,
     ValueShape,
     VariantInfo,
 )
-from ragcache_core.tiering.extents import Extent
+from ragcache_core.storage.extents import Extent
 
 VERSION = 1
 """First byte of every record; a record with another one is dropped."""
@@ -29,7 +29,7 @@ _EXACT, _SHAPED, _PARENTED = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DiskVariant:
     """A variant without its value.
 
     extents: where the value lies in the file of values; parts: its layers, one after another in
@@ -41,7 +41,7 @@ class Record:
     extents: tuple[Extent, ...]
     info: VariantInfo
     shape: ValueShape | None
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     origin: Origin
     value_format: int
     delete_sequence: int
@@ -88,12 +88,12 @@ class Record:
         return b"".join(out)
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Record:
+    def from_bytes(cls, raw: bytes) -> DiskVariant:
         """Inverse of to_bytes.
 
         Raises ValueError for anything else, and if the sizes of info, parts and extents disagree.
         """
-        reader = Reader(raw)
+        reader = ByteReader(raw)
         (
             version,
             flags,
@@ -111,7 +111,7 @@ class Record:
         if version != VERSION:
             raise ValueError(f"a record of version {version}")
         extents = tuple(Extent(*reader.unpack(_PAIR)) for _ in range(num_extents))
-        parts = tuple(Part(*reader.unpack(_PAIR)) for _ in range(num_parts))
+        parts = tuple(ValuePart(*reader.unpack(_PAIR)) for _ in range(num_parts))
         prefix_chunks = tuple(reader.take(KEY_BYTES) for _ in range(num_chunks))
         parent = VariantKey.from_bytes(reader.take(2 * KEY_BYTES)) if flags & _PARENTED else None
         dimensions = reader.unpack(_SHAPE) if flags & _SHAPED else None
@@ -139,7 +139,7 @@ class Record:
         )
 
 
-class Reader:
+class ByteReader:
     """Walks along bytes. Every method raises ValueError where they end too early."""
 
     def __init__(self, raw: bytes) -> None:

@@ -10,7 +10,7 @@ _M_ARENA_MAX = -8
 
 KEPT_BYTES = 8 << 20
 """Free memory kept for reuse instead of being given back to the system: a few messages. Values lie
-in the arena, and what is kept here counts on top of that."""
+in the memory_tier, and what is kept here counts on top of that."""
 
 
 def reuse_freed_memory() -> None:
@@ -25,4 +25,4 @@ def reuse_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
     mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(_M_ARENA_MAX, 2)  # every arena keeps its own free memory
+    mallopt(_M_ARENA_MAX, 2)  # every memory_tier keeps its own free memory

@@ -2,7 +2,7 @@
 
 It is a file without a name (memfd), as large as the tier may become, of which only pages that were
 written take memory. It is sealed: nobody who maps it can make it shorter, which would kill
-every other process at its next read, or longer. Pages once written stay with the arena, also when
+every other process at its next read, or longer. Pages once written stay with the memory_tier, also when
 the value in them is dropped, so it takes at most its capacity and no more.
 """
 
@@ -14,11 +14,11 @@ import threading
 from collections.abc import Iterable
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.tiering.extents import Extent, ExtentAllocator
+from ragcache_core.storage.extents import Extent, ExtentAllocator
 from ragcache_kv.transport.shared_memory import HUGE_BYTES, SharedMemory
 
 
-class Arena:
+class MemoryTier:
     """Shared memory of capacity_bytes, mapped once; 0 is allowed and holds nothing.
 
     fd: the memory as a file, for clients to map; ``allocator.num_pages`` whole pages long.
@@ -33,7 +33,7 @@ class Arena:
         self._grown_bytes = 0
         fd = -1
         try:
-            fd = os.memfd_create("ragcache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("ragcache-memory_tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, num_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -55,7 +55,7 @@ class Arena:
     def grow(self, extents: Iterable[Extent]) -> None:
         """Have huge pages up to the end of extents that are to be written, if there are any.
 
-        Places are handed out from the arena's start on, so it grows page by page.
+        Places are handed out from the memory_tier's start on, so it grows page by page.
         """
         end = max([extent.offset + extent.num_bytes for extent in extents], default=0)
         if end <= self._grown_bytes:

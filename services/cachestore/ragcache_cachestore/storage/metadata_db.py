@@ -1,6 +1,6 @@
 """What is known of the values on disk, and of deletes, in RocksDB: small records, no values.
 
-Keys: ``v`` + variant key -> Record; ``t`` + sequence, big endian -> Deletion; ``m`` + name -> meta.
+Keys: ``v`` + variant key -> DiskVariant; ``t`` + sequence, big endian -> Deletion; ``m`` + name -> meta.
 
 Durability. Every call writes RocksDB's log with write(2) before it returns (its buffer is not
 kept back: ``manual_wal_flush`` is off), so what returned survives ``kill -9``. Tombstones and meta
@@ -45,11 +45,11 @@ from rocksdict import (
     WriteOptions,
 )
 
-from ragcache_cachestore.storage.disk_variant import Reader, Record
+from ragcache_cachestore.storage.disk_variant import ByteReader, DiskVariant
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.store_api import ID_BYTES, Deletion, Tombstone
-from ragcache_core.tiering.extents import ExtentAllocator
+from ragcache_core.storage.extents import ExtentAllocator
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ _Change = tuple[bytes, bytes | None]
 """Key, and the new value or None to delete."""
 
 
-class Records:
+class MetadataDb:
     """RocksDB in folder, created when missing. Every method is for any thread.
 
     store_id: ID_BYTES random bytes, made with the folder. delete_sequence: that of the last
@@ -105,24 +105,24 @@ class Records:
         """Flush and close; the folder may be opened again. No call may be running or come."""
         self._db.close()
 
-    def load(self, allocator: ExtentAllocator) -> list[tuple[VariantKey, Record]]:
+    def load(self, allocator: ExtentAllocator) -> list[tuple[VariantKey, DiskVariant]]:
         """Every record in the order of puts, its place taken in allocator.
 
         What does not parse, lies outside of the file, or where a newer record lies, is dropped and
         counted. Raises InvalidInput if RocksDB itself is damaged.
         """
-        found: list[tuple[VariantKey, Record]] = []
+        found: list[tuple[VariantKey, DiskVariant]] = []
         damaged: list[bytes] = []
         for raw_key, raw in self._items(_VARIANT):
             try:
-                found.append((VariantKey.from_bytes(raw_key), Record.from_bytes(raw)))
+                found.append((VariantKey.from_bytes(raw_key), DiskVariant.from_bytes(raw)))
             except ValueError as error:
                 log.warning("dropped the record of %s: %s", raw_key.hex(), error)
                 damaged.append(raw_key)
         found.sort(key=lambda item: item[1].put_order, reverse=True)
         kept = []
         for key, record in found:
-            if allocator.take(record.extents):
+            if allocator.mark_used(record.extents):
                 kept.append((key, record))
             else:
                 log.warning(
@@ -137,7 +137,7 @@ class Records:
             log.warning("damaged records stay: %s", error)
         return kept[::-1]
 
-    def put(self, key: VariantKey, record: Record) -> None:
+    def put(self, key: VariantKey, record: DiskVariant) -> None:
         """Write or replace the record of key, after its value.
 
         It survives the end of the process when this returns. Raises Unavailable, leaving things as
@@ -241,7 +241,7 @@ class Records:
         """Write changes as one atomic batch, waiting while RocksDB has too much to flush."""
         if not changes:
             return
-        give_up = time.monotonic() + STALL_TIMEOUT_S
+        deadline = time.monotonic() + STALL_TIMEOUT_S
         while True:
             batch = WriteBatch(raw_mode=True)
             for key, value in changes:
@@ -253,7 +253,7 @@ class Records:
                 self._db.write(batch, self._write_options)
             except Exception as error:  # the binding raises nothing more precise
                 stalled = str(error).startswith("Result incomplete")
-                if not stalled or time.monotonic() > give_up:
+                if not stalled or time.monotonic() > deadline:
                     raise Unavailable("cachestore", f"its disk refuses: {error}") from error
                 time.sleep(_STALL_POLL_S)
             else:
@@ -303,7 +303,7 @@ def _deletion_to_bytes(deletion: Deletion) -> bytes:
 
 
 def _deletion_from_bytes(raw: bytes) -> Deletion:
-    reader = Reader(raw)
+    reader = ByteReader(raw)
     version, made_at_ms, num_chunks, num_variants, num_documents = reader.unpack(_DELETION)
     if version != _DELETION_VERSION:
         raise ValueError(f"a tombstone of version {version}")

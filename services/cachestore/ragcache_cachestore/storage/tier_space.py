@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ragcache_core.eviction import Policy
+from ragcache_core.eviction import EvictionPolicy
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class TierCopy:
     """One copy of a value in one tier.
 
     holds: who needs its pages to stay as they are: its variant, each lease, whoever moves it. The
@@ -20,15 +20,15 @@ class Copy:
 
     extents: tuple[Extent, ...]
     num_bytes: int
-    holds: int = 1
+    ref_count: int = 1
 
     @property
     def in_use(self) -> bool:
         """Whether somebody beside its variant needs it."""
-        return self.holds > 1
+        return self.ref_count > 1
 
 
-class Shelf:
+class TierSpace:
     """One tier: copies within a capacity. Under the store's lock; holds no bytes itself.
 
     high, low: watermarks, as shares of the capacity. Past high, whoever looks after the tier evicts
@@ -38,7 +38,7 @@ class Shelf:
     def __init__(
         self,
         allocator: ExtentAllocator,
-        policy: Policy[VariantKey],
+        policy: EvictionPolicy[VariantKey],
         *,
         high: float = 0.95,
         low: float = 0.90,
@@ -61,15 +61,15 @@ class Shelf:
         """Bytes of all copies."""
         return self.allocator.used_bytes
 
-    def place(self, num_bytes: int) -> Copy | None:
+    def allocate(self, num_bytes: int) -> TierCopy | None:
         """Room for a copy; None if there is not enough of it."""
         extents = self.allocator.allocate(num_bytes)
-        return None if extents is None else Copy(extents, num_bytes)
+        return None if extents is None else TierCopy(extents, num_bytes)
 
-    def let_go(self, copy: Copy) -> bool:
+    def release(self, copy: TierCopy) -> bool:
         """One hold less. Returns whether that was the last and its pages are free."""
-        copy.holds -= 1
-        if copy.holds:
+        copy.ref_count -= 1
+        if copy.ref_count:
             return False
         self.allocator.free(copy.extents)
         return True

@@ -20,7 +20,7 @@ class Counters:
     hits: Counter[Tier] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     evictions: Counter[Tier] = field(default_factory=Counter)
-    bytes_by_lane: Counter[str] = field(default_factory=Counter)
+    bytes_by_transport: Counter[str] = field(default_factory=Counter)
     corrupt: int = 0
     puts: int = 0
 
@@ -45,7 +45,7 @@ class Stats:
     puts: int
     evictions: dict[Tier, int]
     bytes_by_precision: dict[str, int]
-    bytes_by_lane: dict[str, int]
+    bytes_by_transport: dict[str, int]
     leases: int
     tombstones: int
     unwritten: int

@@ -44,7 +44,7 @@ _DURATION_BOUNDS_S: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class StoreLevels:
     """How a store stands at one moment; sizes in bytes.
 
     bytes_by_precision: of values held, by "key/value" of their codecs. score_histogram: how many
@@ -66,13 +66,13 @@ class Levels:
 class Telemetry:
     """Telemetry that goes nowhere. Every method is safe to call from any thread."""
 
-    def hit(self, tier: Tier, lane: str, num_bytes: int, seconds: float) -> None:
+    def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
         """A value was served. seconds: from the call until its last byte was handed over."""
 
     def miss(self, reason: Miss) -> None:
         """A variant that was asked for was not served."""
 
-    def put(self, outcome: PutOutcome, ack: Ack, lane: str, num_bytes: int, seconds: float) -> None:
+    def put(self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float) -> None:
         """A put ended. seconds: from the call until it was acknowledged."""
 
     def evicted(self, tier: Tier, policy: str, num_bytes: int) -> None:
@@ -81,7 +81,7 @@ class Telemetry:
     def deleted(self, num_variants: int) -> None:
         """A delete dropped so many variants."""
 
-    def observe(self, read: Callable[[], Levels]) -> None:
+    def observe(self, read: Callable[[], StoreLevels]) -> None:
         """Ask read for the store's levels at each export, in a thread of its own."""
 
     def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
@@ -104,11 +104,11 @@ class ExportingTelemetry(Telemetry):
         self._tracer = tracer
         meter = meters.get_meter(_SCOPE)
         self._meter = meter
-        self._hits = _Sum("tier", "lane")
-        self._read_bytes = _Sum("tier", "lane")
+        self._hits = _Sum("tier", "transport")
+        self._read_bytes = _Sum("tier", "transport")
         self._misses = _Sum("reason")
-        self._puts = _Sum("outcome", "ack", "lane")
-        self._written_bytes = _Sum("outcome", "lane")
+        self._puts = _Sum("outcome", "ack", "transport")
+        self._written_bytes = _Sum("outcome", "transport")
         self._evictions = _Sum("tier", "policy")
         self._evicted_bytes = _Sum("tier", "policy")
         self._deletions = _Sum()
@@ -160,21 +160,21 @@ class ExportingTelemetry(Telemetry):
         tracer = ExportingTracer.to(endpoint, _PART, instance, tells_errors=True)
         return cls(meters, tracer)
 
-    def hit(self, tier: Tier, lane: str, num_bytes: int, seconds: float) -> None:
+    def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
         """A value was served."""
-        self._hits.add(1, tier.value, lane)
-        self._read_bytes.add(num_bytes, tier.value, lane)
-        self._read_seconds.record(seconds, {"tier": tier.value, "lane": lane})
+        self._hits.add(1, tier.value, transport)
+        self._read_bytes.add(num_bytes, tier.value, transport)
+        self._read_seconds.record(seconds, {"tier": tier.value, "transport": transport})
 
     def miss(self, reason: Miss) -> None:
         """A variant that was asked for was not served."""
         self._misses.add(1, reason.value)
 
-    def put(self, outcome: PutOutcome, ack: Ack, lane: str, num_bytes: int, seconds: float) -> None:
+    def put(self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float) -> None:
         """A put ended."""
-        self._puts.add(1, outcome.value, ack.value, lane)
-        self._written_bytes.add(num_bytes, outcome.value, lane)
-        self._write_seconds.record(seconds, {"ack": ack.value, "lane": lane})
+        self._puts.add(1, outcome.value, ack.value, transport)
+        self._written_bytes.add(num_bytes, outcome.value, transport)
+        self._write_seconds.record(seconds, {"ack": ack.value, "transport": transport})
 
     def evicted(self, tier: Tier, policy: str, num_bytes: int) -> None:
         """A value left a tier to make room there."""
@@ -185,7 +185,7 @@ class ExportingTelemetry(Telemetry):
         """A delete dropped so many variants."""
         self._deletions.add(num_variants)
 
-    def observe(self, read: Callable[[], Levels]) -> None:
+    def observe(self, read: Callable[[], StoreLevels]) -> None:
         """Ask read for the store's levels at each export."""
         once = _Once(read)
         for gauge in _GAUGES:
@@ -240,14 +240,14 @@ class _Sum:
 
 
 class _Once:
-    """Levels read once for all gauges of an export: drawing them up looks at every variant."""
+    """StoreLevels read once for all gauges of an export: drawing them up looks at every variant."""
 
-    def __init__(self, read: Callable[[], Levels]) -> None:
+    def __init__(self, read: Callable[[], StoreLevels]) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._kept: tuple[float, Levels] | None = None
+        self._kept: tuple[float, StoreLevels] | None = None
 
-    def read(self) -> Levels:
+    def read(self) -> StoreLevels:
         """The levels, at most a second old."""
         with self._lock:
             now = time.monotonic()
@@ -266,9 +266,9 @@ class _Gauge:
     name: str
     unit: str
     description: str
-    series: Callable[[Levels], _Series]
+    series: Callable[[StoreLevels], _Series]
 
-    def create(self, meter: Meter, read: Callable[[], Levels]) -> None:
+    def create(self, meter: Meter, read: Callable[[], StoreLevels]) -> None:
         """Export it from what read says."""
         from opentelemetry.metrics import Observation as Seen  # noqa: PLC0415
 

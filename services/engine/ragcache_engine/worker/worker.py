@@ -26,7 +26,7 @@ from ragcache_engine.protocol.messages import (
     StepJobs,
     StepReport,
 )
-from ragcache_engine.protocol.roles import Role
+from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.tiers.local_tiers import OfferedValue, make_local_tiers
 from ragcache_engine.worker.compute_costs import ComputeCosts
@@ -110,7 +110,7 @@ class ConnectorWorker:
         if config.layerwise:
             self._layering = LayerwiseLoader(cache, self._writer)
         # Of an engine for whose prompts somebody waits, values go out as they are computed.
-        hands_over = config.role is Role.PREFILL
+        hands_over = config.role is EngineRole.PREFILL
         self._staging = LayerStaging(cache) if hands_over else None
         self._saver = Saver(
             self._client,
@@ -159,7 +159,7 @@ class ConnectorWorker:
         self._save_computed()
         completes = False
         if self._layering is not None:
-            for load in self._layering.settle(jobs.ended):
+            for load in self._layering.settle(jobs.finished_ids):
                 self._mark_bad(load, load.first)
             completes = bool(jobs.num_tokens) and self._layering.begin_pass()
         # A pass that layers are written beside says nothing of what computing takes.
@@ -201,7 +201,7 @@ class ConnectorWorker:
                 self._released.add(observe.request_id)
             else:
                 self._observing.start(observe)
-        if jobs.let_go and self._observing is not None:
+        if jobs.release_kept_blocks and self._observing is not None:
             self._observing.let_go()
 
     def end_pass(self, jobs: StepJobs, *, failed: bool = False) -> None:
@@ -214,8 +214,8 @@ class ConnectorWorker:
         began, self._pass_began = self._pass_began, None
         ended = self._moment() if jobs.num_tokens else None
         if began is not None and ended is not None and not failed:
-            if jobs.computing:
-                self._costs.add(jobs.computing, jobs.num_tokens, began, ended)
+            if jobs.computed:
+                self._costs.add(jobs.computed, jobs.num_tokens, began, ended)
             if jobs.prompt_tokens >= _LEAST_PASS:
                 self._passes.append((jobs.work, began, ended))
         # What was computed in a pass that lacked something is computed again, and not kept.
@@ -272,8 +272,8 @@ class ConnectorWorker:
         while self._passes and self._passes[0][2].is_complete:
             work, began, ended = self._passes.pop(0)
             self._report.passes.append((work, ended.seconds_since(began)))
-        self._report.kept = self._tiers.take_changes()
-        if not (self._report.outcomes or self._report.passes or self._report.kept):
+        self._report.tier_changes = self._tiers.take_changes()
+        if not (self._report.outcomes or self._report.passes or self._report.tier_changes):
             return None
         report, self._report = self._report, StepReport()
         return report
@@ -398,7 +398,7 @@ class ConnectorWorker:
         if job.recompute is not None:
             good = min(good, max(job.first, job.recompute.exact_end))
         tokens = max(0, self._mark_bad(job, good) - job.first)
-        return replace(outcome, tokens=tokens, lost=(), blended=0, repaired=0)
+        return replace(outcome, tokens=tokens, missing_ranges=(), blended_tokens=0, recomputed_tokens=0)
 
     def _mark_bad(self, job: LoadJob, good: int) -> int:
         """Report blocks from position good on; returns the position that vLLM computes from."""

@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache_cachestore.background.re_encoder import Allowance, Candidate, Keeper, Pace
+from ragcache_cachestore.background.re_encoder import Allowance, ReEncodingCandidate, ReEncoder, Pace
 from ragcache_cachestore.background.recoding import native_bytes
-from ragcache_cachestore.incoming_put import Arrival
+from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.state.leases import Lease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
@@ -26,19 +26,19 @@ from ragcache_core.identity.variant import (
     Codec,
     Miss,
     Origin,
-    Part,
     Precision,
     Provenance,
     Tier,
+    ValuePart,
     ValueShape,
     VariantInfo,
 )
-from ragcache_core.store_api import Ack, Completion, NewVariant, PutOutcome, Want
+from ragcache_core.store_api import Ack, LookupKey, NewVariant, PutCompletion, PutOutcome
 from ragcache_core.tiering.precision_assignment import (
     HA_RAG_SCHEMES,
-    Assignment,
     FixedAssignment,
     HaRagAssignment,
+    PrecisionAssignment,
     RankPlacement,
 )
 from ragcache_core.tiering.score_assignment import Grade, ScoreAssignment
@@ -74,13 +74,13 @@ def widened(raw: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Record:
-    candidate: Candidate
+    candidate: ReEncodingCandidate
     value: bytes
     busy: bool = False
 
 
 class DictStore:
-    """A KeptStore without tiers, threads or bounds."""
+    """A ReEncodableStore without tiers, threads or bounds."""
 
     def __init__(self) -> None:
         self.held: dict[VariantKey, Record] = {}
@@ -92,9 +92,9 @@ class DictStore:
         value = bfloat16(numbers(name))
         half = len(value) // 2
         info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
-        parts = tuple(Part(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
+        parts = tuple(ValuePart(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
         self.held[key(name)] = Record(
-            Candidate(
+            ReEncodingCandidate(
                 key(name), next(self._identities), info, shape, FORMAT, parts, tier, 0, 0.0, False
             ),
             value,
@@ -119,7 +119,7 @@ class DictStore:
             layers.append(widened(native))
         return np.concatenate(layers)
 
-    def candidates(self, now: float) -> Iterator[Candidate]:
+    def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
         if self.down:
             raise Unavailable("disk", "is full")
         return iter([record.candidate for record in self.held.values()])
@@ -135,7 +135,7 @@ class DictStore:
         key: VariantKey,
         identity: int,
         precision: Precision,
-        parts: Sequence[Part],
+        parts: Sequence[ValuePart],
         views: Sequence[memoryview],
     ) -> bool:
         record = self.held.get(key)
@@ -150,7 +150,7 @@ class DictStore:
 
     def want_better(self, key: VariantKey, wanted: bool) -> None:
         if (record := self.held.get(key)) is not None:
-            record.candidate = replace(record.candidate, wanted_better=wanted)
+            record.candidate = replace(record.candidate, wants_higher_precision=wanted)
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
         self.prefetched.extend(keys)
@@ -167,16 +167,16 @@ class Clock:
         return self.now
 
 
-def run(keeper: Keeper, clock: Clock, seconds: float) -> None:
+def run(keeper: ReEncoder, clock: Clock, seconds: float) -> None:
     """What its thread would do in that time."""
     until = clock.now + seconds
     while clock.now < until:
         clock.now = min(until, clock.now + max(keeper.step(clock.now), 1e-3))
 
 
-def make(assignment: Assignment, pace: Pace = PACE) -> tuple[DictStore, Keeper, Clock]:
+def make(assignment: PrecisionAssignment, pace: Pace = PACE) -> tuple[DictStore, ReEncoder, Clock]:
     store, clock = DictStore(), Clock()
-    return store, Keeper(store, assignment, pace, clock), clock
+    return store, ReEncoder(store, assignment, pace, clock), clock
 
 
 def test_by_default_what_is_exact_stays_exact() -> None:
@@ -266,14 +266,14 @@ def test_what_turns_hot_is_wanted_better_until_it_is_computed_anew() -> None:
     before = store.held[key(1)].value
     store.use(1, times=1000)
     run(keeper, clock, 100)
-    assert store.held[key(1)].candidate.wanted_better
-    assert keeper.counters.wanted_better == 1
+    assert store.held[key(1)].candidate.wants_higher_precision
+    assert keeper.counters.wants_higher_precision == 1
     assert store.held[key(1)].value == before
     store.put(1)
     store.use(1, times=1000)
     run(keeper, clock, 100)
     assert store.precision(1) == HA_RAG_SCHEMES[0]
-    assert not store.held[key(1)].candidate.wanted_better
+    assert not store.held[key(1)].candidate.wants_higher_precision
     assert np.abs(store.decoded(1) - numbers(1)).max() < 0.05
 
 
@@ -282,17 +282,17 @@ def test_what_is_coarser_than_a_fixed_precision_is_wanted_better_and_left() -> N
     store.put(0)
     run(keeper, clock, 100)
     assert store.precision(0) == MIXED
-    exact = Keeper(store, FixedAssignment(), PACE, clock)
+    exact = ReEncoder(store, FixedAssignment(), PACE, clock)
     run(exact, clock, 100)
     assert store.precision(0) == MIXED
-    assert store.held[key(0)].candidate.wanted_better
+    assert store.held[key(0)].candidate.wants_higher_precision
 
 
 def test_a_coarser_wish_is_met_from_what_is_held() -> None:
     store, keeper, clock = make(FixedAssignment(INT8))
     store.put(0)
     run(keeper, clock, 100)
-    coarser = Keeper(store, FixedAssignment(MIXED), PACE, clock)
+    coarser = ReEncoder(store, FixedAssignment(MIXED), PACE, clock)
     run(coarser, clock, 100)
     assert store.precision(0) == MIXED
     assert np.sqrt(np.mean((store.decoded(0) - numbers(0)) ** 2)) < 0.15
@@ -317,7 +317,7 @@ def test_a_value_of_a_size_that_cannot_be_stops_nothing() -> None:
     record.value = record.value[:-3]
     cut = record.value[NATIVE_BYTES // 2 :]
     info = replace(record.candidate.info, num_bytes=len(record.value))
-    parts = (record.candidate.parts[0], Part(len(cut), checksum(cut)))
+    parts = (record.candidate.parts[0], ValuePart(len(cut), checksum(cut)))
     record.candidate = replace(record.candidate, info=info, parts=parts)
     run(keeper, clock, 200)
     assert store.precision(1) == INT8
@@ -384,7 +384,7 @@ def test_its_thread_outlives_a_store_that_fails() -> None:
     swapped = threading.Event()
 
     class Watched(DictStore):
-        def candidates(self, now: float) -> Iterator[Candidate]:
+        def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
             looked.set()
             return store.candidates(now)
 
@@ -396,7 +396,7 @@ def test_its_thread_outlives_a_store_that_fails() -> None:
             return store.read(key, identity)
 
     pace = replace(PACE, look_s=1e-3, settle_s=0)
-    keeper = Keeper(Watched(), FixedAssignment(INT8), pace, time.monotonic)
+    keeper = ReEncoder(Watched(), FixedAssignment(INT8), pace, time.monotonic)
     keeper.start()
     try:
         assert looked.wait(20)
@@ -430,16 +430,16 @@ def put_for_real(store: Store, name: int) -> None:
     half = len(value) // 2
     sums = tuple(checksum(value[i * half : (i + 1) * half]) for i in range(2))
     info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
-    arrival = store.begin_put(
+    incoming = store.begin_put(
         NewVariant(key(name), info, Origin(), SHAPE, (half, half), FORMAT), Ack.DURABLE
     )
-    assert isinstance(arrival, Arrival)
-    with arrival:
+    assert isinstance(incoming, IncomingPut)
+    with incoming:
         start = 0
-        for view in arrival.views:
+        for view in incoming.views:
             view[:] = value[start : start + len(view)]
             start += len(view)
-        assert arrival.commit(Completion(sums, 1.0), Ack.DURABLE) is PutOutcome.STORED
+        assert incoming.commit(PutCompletion(sums, 1.0), Ack.DURABLE) is PutOutcome.STORED
 
 
 def read_for_real(store: Store, name: int) -> np.ndarray:
@@ -462,7 +462,7 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
 def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path: Path) -> None:
     clock = Clock()
     store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
-    keeper = Keeper(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
+    keeper = ReEncoder(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
     try:
         for name in range(4):
             put_for_real(store, name)
@@ -486,8 +486,8 @@ def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path:
         for _ in range(500):
             read_for_real(store, 3)
         run(keeper, clock, 20)
-        (found,) = store.lookup([Want.of(key(3))]).variants
-        assert found.held[0].wanted_better
+        (found,) = store.lookup([LookupKey.of(key(3))]).variants
+        assert found.held[0].wants_higher_precision
         assert found.held[0].info.precision == HA_RAG_SCHEMES[3]
     finally:
         store.close()
@@ -515,14 +515,14 @@ def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 
-        def candidates(self, now: float) -> Iterator[Candidate]:
+        def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
             for one in store.candidates(now):
                 yield replace(one, reads=5) if one.key == key(2) else one
 
     try:
         assert {one.tier for one in store.candidates(0.0)} == {Tier.DISK}
         placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
-        keeper = Keeper(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
+        keeper = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
         run(keeper, clock, 15)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

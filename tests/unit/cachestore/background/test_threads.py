@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from ragcache_cachestore.background.idle_window import QUIET_S, WAIT_S, Pauses
-from ragcache_cachestore.background.promoter import Promotions
+from ragcache_cachestore.background.idle_window import IDLE_AFTER_S, MAX_WAIT_S, IdleWindow
+from ragcache_cachestore.background.promoter import Promoter
 from ragcache_cachestore.background.sweeper import Sweeper
-from ragcache_cachestore.background.write_back import WriteBehind
-from ragcache_cachestore.state.catalog import Holding
+from ragcache_cachestore.background.write_back import WriteBack
+from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import Unavailable
 from tests.helpers.cachestore_parts import TIMEOUT_S
-from tests.unit.cachestore.state.test_catalog import holding
+from tests.unit.cachestore.state.test_catalog import variant
 
 
 class Gate:
@@ -24,7 +24,7 @@ class Gate:
         self.open = threading.Event()
         self.order: list[int] = []
 
-    def __call__(self, one: Holding) -> None:
+    def __call__(self, one: CatalogVariant) -> None:
         self.order.append(one.identity)
         self.entered.set()
         assert self.open.wait(TIMEOUT_S)
@@ -32,12 +32,12 @@ class Gate:
 
 def test_what_somebody_waits_for_is_written_first() -> None:
     gate = Gate()
-    writer = WriteBehind(gate, threads=1)
-    jobs = [writer.submit(holding(n), urgent=False) for n in range(3)]
+    writer = WriteBack(gate, threads=1)
+    jobs = [writer.submit(variant(n), urgent=False) for n in range(3)]
     assert gate.entered.wait(TIMEOUT_S)
-    urgent = writer.submit(holding(7), urgent=True)
-    writer.hurry(jobs[2])
-    writer.hurry(jobs[2])
+    urgent = writer.submit(variant(7), urgent=True)
+    writer.make_urgent(jobs[2])
+    writer.make_urgent(jobs[2])
     gate.open.set()
     urgent.wait(TIMEOUT_S)
     writer.flush()
@@ -49,14 +49,14 @@ def test_what_somebody_waits_for_is_written_first() -> None:
 class Written:
     """Notes what is written, by a clock that stands still until it is set."""
 
-    def __init__(self, room_bytes: int) -> None:
+    def __init__(self, max_waiting_bytes: int) -> None:
         self.now = 0.0
         self.numbers: list[int] = []
         self._some = threading.Semaphore(0)
-        self.pauses = Pauses(lambda: self.now)
-        self.writer = WriteBehind(self._write, threads=2, room_bytes=room_bytes, pauses=self.pauses)
+        self.idle_window = IdleWindow(lambda: self.now)
+        self.writer = WriteBack(self._write, threads=2, max_waiting_bytes=max_waiting_bytes, idle_window=self.idle_window)
 
-    def _write(self, one: Holding) -> None:
+    def _write(self, one: CatalogVariant) -> None:
         self.numbers.append(one.identity)
         self._some.release()
 
@@ -66,41 +66,41 @@ class Written:
 
 
 def test_what_nobody_waits_for_is_written_in_a_pause() -> None:
-    written = Written(room_bytes=100)
-    written.pauses.note_call()
+    written = Written(max_waiting_bytes=100)
+    written.idle_window.note_call()
     for number in range(3):
-        written.writer.submit(holding(number), urgent=False)
+        written.writer.submit(variant(number), urgent=False)
     assert not written.within(0.1)
-    written.now = QUIET_S
+    written.now = IDLE_AFTER_S
     assert all(written.within(TIMEOUT_S) for _ in range(3))
     assert sorted(written.numbers) == [0, 1, 2]
     assert written.writer.close(TIMEOUT_S)
 
 
 def test_without_a_pause_it_is_written_when_it_has_waited_long_enough() -> None:
-    written = Written(room_bytes=100)
-    written.pauses.note_call()
-    written.writer.submit(holding(1), urgent=False)
-    written.now = WAIT_S - QUIET_S / 2
-    written.pauses.note_call()
+    written = Written(max_waiting_bytes=100)
+    written.idle_window.note_call()
+    written.writer.submit(variant(1), urgent=False)
+    written.now = MAX_WAIT_S - IDLE_AFTER_S / 2
+    written.idle_window.note_call()
     assert not written.within(0.1)
-    written.now = WAIT_S
+    written.now = MAX_WAIT_S
     assert written.within(TIMEOUT_S)
     assert written.writer.close(TIMEOUT_S)
 
 
 def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
-    written = Written(room_bytes=25)
-    written.pauses.note_call()
+    written = Written(max_waiting_bytes=25)
+    written.idle_window.note_call()
     for number in range(3):  # of 10 bytes
-        written.writer.submit(holding(number), urgent=False)
+        written.writer.submit(variant(number), urgent=False)
     assert written.within(TIMEOUT_S)
     assert written.numbers == [0]
     assert not written.within(0.1)
-    written.writer.press()
+    written.writer.drain()
     assert written.within(TIMEOUT_S)
     assert written.within(TIMEOUT_S)
-    written.writer.submit(holding(3), urgent=False)  # pressed for what was queued then, no more
+    written.writer.submit(variant(3), urgent=False)  # pressed for what was queued then, no more
     assert not written.within(0.1)
     assert written.writer.flush(TIMEOUT_S)
     assert len(written.numbers) == 4
@@ -108,33 +108,33 @@ def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
 
 
 def test_somebody_who_waits_is_not_kept_until_a_pause() -> None:
-    written = Written(room_bytes=100)
-    written.pauses.note_call()
-    jobs = [written.writer.submit(holding(number), urgent=False) for number in range(3)]
-    written.writer.hurry(jobs[1])
+    written = Written(max_waiting_bytes=100)
+    written.idle_window.note_call()
+    jobs = [written.writer.submit(variant(number), urgent=False) for number in range(3)]
+    written.writer.make_urgent(jobs[1])
     jobs[1].wait(TIMEOUT_S)
     assert written.numbers == [1]
     assert written.writer.close(TIMEOUT_S)
 
 
 def test_errors_reach_who_waits_and_the_next_is_written() -> None:
-    def fail(one: Holding) -> None:
+    def fail(one: CatalogVariant) -> None:
         raise (Unavailable("cachestore", "full") if one.identity else ZeroDivisionError)
 
-    writer = WriteBehind(fail)
+    writer = WriteBack(fail)
     for number, said in ((0, "fails"), (1, "full")):
         with pytest.raises(Unavailable, match=said):
-            writer.submit(holding(number), urgent=True).wait(TIMEOUT_S)
+            writer.submit(variant(number), urgent=True).wait(TIMEOUT_S)
     writer.flush()
     assert writer.close(TIMEOUT_S)
 
 
 def test_what_is_cancelled_is_not_written_and_what_is_slow_says_so() -> None:
     gate = Gate()
-    writer = WriteBehind(gate, threads=1)
-    slow = writer.submit(holding(1), urgent=True)
+    writer = WriteBack(gate, threads=1)
+    slow = writer.submit(variant(1), urgent=True)
     assert gate.entered.wait(TIMEOUT_S)
-    cancelled = writer.submit(holding(2), urgent=False)
+    cancelled = writer.submit(variant(2), urgent=False)
     assert cancelled.done.cancel()
     with pytest.raises(Unavailable, match="dropped"):
         cancelled.wait(TIMEOUT_S)
@@ -153,57 +153,57 @@ def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyP
     gate = Gate()
     done = threading.Event()
 
-    def promote(one: Holding) -> None:
+    def promote(one: CatalogVariant) -> None:
         gate(one)
         if one.identity == 1:
             raise ZeroDivisionError
         if one.identity == 3:
             done.set()
 
-    promotions = Promotions(promote)
-    assert promotions.submit(holding(1), now=True)
+    promoter = Promoter(promote)
+    assert promoter.submit(variant(1), now=True)
     assert gate.entered.wait(TIMEOUT_S)
-    assert promotions.submit(holding(2), now=False)
-    assert promotions.submit(holding(3), now=False)
-    assert not promotions.submit(holding(4), now=True)
+    assert promoter.submit(variant(2), now=False)
+    assert promoter.submit(variant(3), now=False)
+    assert not promoter.submit(variant(4), now=True)
     gate.open.set()
     assert done.wait(TIMEOUT_S)
-    assert promotions.close()
+    assert promoter.close()
     assert gate.order == [1, 2, 3]
 
 
 def test_promotions_wait_for_a_pause_unless_asked_for() -> None:
     now = 0.0
-    pauses = Pauses(lambda: now)
+    idle_window = IdleWindow(lambda: now)
     brought: list[int] = []
     some = threading.Semaphore(0)
 
-    def promote(one: Holding) -> None:
+    def promote(one: CatalogVariant) -> None:
         brought.append(one.identity)
         some.release()
 
-    promotions = Promotions(promote, pauses)
-    pauses.note_call()
+    promoter = Promoter(promote, idle_window)
+    idle_window.note_call()
     for _ in range(2):  # read again while it waits: it waits no longer for that
-        assert promotions.submit(holding(1), now=False)
-        now = WAIT_S - QUIET_S / 2
-        pauses.note_call()
-    assert promotions.submit(holding(2), now=False)
-    assert promotions.submit(holding(3), now=True)
+        assert promoter.submit(variant(1), now=False)
+        now = MAX_WAIT_S - IDLE_AFTER_S / 2
+        idle_window.note_call()
+    assert promoter.submit(variant(2), now=False)
+    assert promoter.submit(variant(3), now=True)
     assert some.acquire(timeout=TIMEOUT_S)
     assert not some.acquire(timeout=0.1)
     assert brought == [3]
-    now = WAIT_S
-    assert promotions.submit(holding(4), now=False)  # which wakes them
+    now = MAX_WAIT_S
+    assert promoter.submit(variant(4), now=False)  # which wakes them
     assert some.acquire(timeout=TIMEOUT_S)
     assert not some.acquire(timeout=0.1)
     assert brought == [3, 1]
-    now += QUIET_S
-    assert promotions.submit(holding(5), now=False)
+    now += IDLE_AFTER_S
+    assert promoter.submit(variant(5), now=False)
     for _ in range(3):
         assert some.acquire(timeout=TIMEOUT_S)
     assert sorted(brought) == [1, 2, 3, 4, 5]
-    assert promotions.close()
+    assert promoter.close()
 
 
 def test_a_sweeper_does_the_first_duty_when_woken_and_goes_on_after_errors() -> None:
@@ -224,12 +224,12 @@ def test_a_sweeper_does_the_first_duty_when_woken_and_goes_on_after_errors() -> 
 
 def test_what_is_cancelled_is_not_kept() -> None:
     gate = Gate()
-    writer = WriteBehind(gate, threads=1)
-    writer.submit(holding(1), urgent=True)
+    writer = WriteBack(gate, threads=1)
+    writer.submit(variant(1), urgent=True)
     assert gate.entered.wait(TIMEOUT_S)
-    jobs = [writer.submit(holding(n), urgent=n % 2 == 0) for n in range(2, 40)]
+    jobs = [writer.submit(variant(n), urgent=n % 2 == 0) for n in range(2, 40)]
     for job in jobs:
-        writer.hurry(job)
+        writer.make_urgent(job)
         assert job.done.cancel()
     assert not writer._jobs
     assert not writer._urgent
@@ -240,9 +240,9 @@ def test_what_is_cancelled_is_not_kept() -> None:
 
 def test_who_is_stuck_is_not_waited_for() -> None:
     gate = Gate()
-    writer = WriteBehind(gate, threads=1)
-    writer.submit(holding(1), urgent=True)
-    left = writer.submit(holding(2), urgent=False)
+    writer = WriteBack(gate, threads=1)
+    writer.submit(variant(1), urgent=True)
+    left = writer.submit(variant(2), urgent=False)
     assert gate.entered.wait(TIMEOUT_S)
     assert not writer.flush(0.01)
     assert not writer.close(0.01)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.state.catalog import HALF_LIFE_S, MAX_IN_VAIN, Catalog, Holding, replaces
+from ragcache_cachestore.state.catalog import HALF_LIFE_S, MAX_WASTED_PROMOTIONS, Catalog, CatalogVariant, replaces
 from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
 from ragcache_core.store_api import Deletion
 from tests.helpers.cachestore_parts import key, parts_of
@@ -20,8 +20,8 @@ def about(*, exact: bool, lossless: bool, num_bytes: int = 10) -> VariantInfo:
     return VariantInfo(256, num_bytes, 0, Provenance(exact), Precision() if lossless else LOSSY)
 
 
-def holding(number: int, origin: Origin | None = None, **kind: bool) -> Holding:
-    return Holding(
+def variant(number: int, origin: Origin | None = None, **kind: bool) -> CatalogVariant:
+    return CatalogVariant(
         key=key(number),
         identity=number,
         info=about(**({"exact": True, "lossless": True} | kind)),
@@ -37,7 +37,7 @@ def holding(number: int, origin: Origin | None = None, **kind: bool) -> Holding:
 @pytest.mark.parametrize(("exact", "lossless"), [*product([False, True], repeat=2)])
 def test_only_what_is_better_and_in_nothing_worse_replaces(exact: bool, lossless: bool) -> None:
     new = about(exact=exact, lossless=lossless)
-    held = {(e, p): holding(1, exact=e, lossless=p) for e, p in product([False, True], repeat=2)}
+    held = {(e, p): variant(1, exact=e, lossless=p) for e, p in product([False, True], repeat=2)}
     given_way = {kind for kind, one in held.items() if replaces(new, one)}
     assert given_way == {
         (e, p) for e, p in held if e <= exact and p <= lossless and (e, p) != (exact, lossless)
@@ -45,64 +45,64 @@ def test_only_what_is_better_and_in_nothing_worse_replaces(exact: bool, lossless
 
 
 def test_one_that_deserves_better_gives_way_to_more_bytes_of_its_kind() -> None:
-    held = holding(1, lossless=False)
+    held = variant(1, lossless=False)
     more = about(exact=True, lossless=False, num_bytes=20)
     assert not replaces(more, held)
-    held.wanted_better = True
+    held.wants_higher_precision = True
     assert replaces(more, held)
     assert not replaces(about(exact=True, lossless=False, num_bytes=10), held)
     assert not replaces(about(exact=False, lossless=False, num_bytes=20), held)
 
 
 def test_a_score_is_saved_seconds_per_byte_and_halves() -> None:
-    one = holding(1, Origin(cost_s=5.0))
+    one = variant(1, Origin(cost_s=5.0))
     assert one.score(100.0) == pytest.approx(0.5)
     assert one.score(100.0 + HALF_LIFE_S) == pytest.approx(0.25)
     one.note_read(100.0 + HALF_LIFE_S)
     assert one.score(100.0 + HALF_LIFE_S) == pytest.approx(0.75)
     assert one.reads == 1
-    heir = holding(1, Origin(cost_s=5.0))
-    heir.continues(one)
+    heir = variant(1, Origin(cost_s=5.0))
+    heir.inherit_use(one)
     assert (heir.reads, heir.score(2000.0)) == (1, one.score(2000.0))
 
 
 def test_bringing_a_value_in_vain_takes_twice_as_many_reads_each_time() -> None:
-    one = holding(1)
+    one = variant(1)
     brought_at = []
     for _ in range(100):
         one.note_read(0.0)
         if one.deserves_memory:
             brought_at.append(one.reads)
-            one.note_brought()
-            one.note_taken()
+            one.note_promoted()
+            one.note_demoted()
     assert brought_at == [2, 4, 8, 16, 32, 64]
     for _ in range(3000):
         one.note_read(0.0)
         if one.deserves_memory:
-            one.note_brought()
-            one.note_taken()
+            one.note_promoted()
+            one.note_demoted()
     waited = one.reads
     while not one.deserves_memory:
         one.note_read(0.0)
-    assert one.reads - waited <= 1 << MAX_IN_VAIN
+    assert one.reads - waited <= 1 << MAX_WASTED_PROMOTIONS
 
 
 def test_bringing_a_value_that_is_then_read_from_memory_is_not_in_vain() -> None:
-    one = holding(1)
+    one = variant(1)
     for _ in range(10):
         while not one.deserves_memory:
             one.note_read(0.0)
-        one.note_brought()
+        one.note_promoted()
         one.note_read(0.0)
-        one.note_taken()
+        one.note_demoted()
         assert not one.deserves_memory
         one.note_read(0.0)
         assert one.deserves_memory
 
 
 def test_what_was_put_into_memory_and_went_unread_is_brought_back_as_ever() -> None:
-    one = holding(1)
-    one.note_taken()
+    one = variant(1)
+    one.note_demoted()
     one.note_read(0.0)
     assert not one.deserves_memory
     one.note_read(0.0)
@@ -133,19 +133,19 @@ def test_a_delete_covers_what_it_says_and_no_more(
     held: dict[int, Origin], gone: set[int], deletion: Deletion
 ) -> None:
     catalog = Catalog()
-    holdings = {number: holding(number, origin) for number, origin in held.items()}
-    for one in holdings.values():
+    variants = {number: variant(number, origin) for number, origin in held.items()}
+    for one in variants.values():
         catalog.add(one)
     for number in gone & held.keys():
-        catalog.remove(holdings.pop(number))
+        catalog.remove(variants.pop(number))
     catalog.check()
     expected = {
         one.key
-        for one in holdings.values()
+        for one in variants.values()
         if {one.key.chunk, *one.origin.prefix_chunks} & set(deletion.chunks)
         or one.key in deletion.variants
         or (one.origin.domain == deletion.domain and one.origin.document in deletion.documents)
         or (one.origin.domain == deletion.domain and not deletion.documents)
     }
-    assert {one.key for one in catalog.covered(deletion)} == expected
-    assert catalog.bytes_by_precision.total() == 10 * len(holdings)
+    assert {one.key for one in catalog.covered_by(deletion)} == expected
+    assert catalog.bytes_by_precision.total() == 10 * len(variants)

@@ -1,4 +1,4 @@
-"""The small books: a tier's shelf, leases, pins, misses, events, counters."""
+"""The small state: a tier's shelf, leases, pins, misses, events, counters."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.state.event_feed import Feed
+from ragcache_cachestore.state.event_feed import EventFeed
 from ragcache_cachestore.state.leases import Leases
-from ragcache_cachestore.state.miss_reasons import Misses
+from ragcache_cachestore.state.miss_reasons import MissReasons
 from ragcache_cachestore.state.pins import Pins
-from ragcache_cachestore.storage.tier_space import Copy, Shelf
+from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
 from ragcache_cachestore.telemetry.counters import HISTOGRAM_BINS, score_histogram
 from ragcache_core.eviction import make_policy
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import LEASE_S, EventKind
-from ragcache_core.tiering.extents import PAGE_BYTES, ExtentAllocator
+from ragcache_core.storage.extents import PAGE_BYTES, ExtentAllocator
 from tests.helpers.cachestore_parts import info, key
-from tests.unit.cachestore.state.test_catalog import holding
+from tests.unit.cachestore.state.test_catalog import variant
 
 
-def shelf(pages: int) -> Shelf:
-    return Shelf(ExtentAllocator(pages * PAGE_BYTES), make_policy("lru", leaves_only=False))
+def shelf(pages: int) -> TierSpace:
+    return TierSpace(ExtentAllocator(pages * PAGE_BYTES), make_policy("lru", leaves_only=False))
 
 
 def test_pages_are_free_when_the_last_lets_go() -> None:
@@ -29,12 +29,12 @@ def test_pages_are_free_when_the_last_lets_go() -> None:
     copy = tier.place(2 * PAGE_BYTES)
     assert copy is not None
     assert not copy.in_use
-    copy.holds += 1
+    copy.ref_count += 1
     assert copy.in_use
-    assert not tier.let_go(copy)
+    assert not tier.release(copy)
     assert tier.place(1) is None
     assert tier.lacking_pages(PAGE_BYTES + 1) == 2
-    assert tier.let_go(copy)
+    assert tier.release(copy)
     assert tier.place(1) is not None
 
 
@@ -48,14 +48,14 @@ def test_past_the_high_mark_all_down_to_the_low_one_is_too_much() -> None:
 
 def test_watermarks_have_an_order() -> None:
     with pytest.raises(ValueError, match="low"):
-        Shelf(ExtentAllocator(0), make_policy("lru", leaves_only=False), high=0.5, low=0.6)
+        TierSpace(ExtentAllocator(0), make_policy("lru", leaves_only=False), high=0.5, low=0.6)
 
 
 def test_leases_hold_what_they_are_of_and_end_in_order() -> None:
-    leases, copy = Leases(), Copy((), 10)
-    first = leases.grant(holding(1), Tier.MEMORY, copy, 0.0)
-    second = leases.grant(holding(1), Tier.DISK, copy, 1.0)
-    assert copy.holds == 3
+    leases, copy = Leases(), TierCopy((), 10)
+    first = leases.grant(variant(1), Tier.MEMORY, copy, 0.0)
+    second = leases.grant(variant(1), Tier.DISK, copy, 1.0)
+    assert copy.ref_count == 3
     assert first.id != second.id
     assert (first.on_disk, second.on_disk) == (False, True)
     assert leases.expire(LEASE_S - 0.1) == []
@@ -94,21 +94,21 @@ def test_pins_stay_within_their_bound(steps: list[tuple[str, int, int]]) -> None
 
 
 def test_misses_are_remembered_up_to_a_bound() -> None:
-    misses = Misses(capacity=4)
+    misses = MissReasons(capacity=4)
     misses.note(key(1, 5), Miss.EVICTED)
-    assert misses.why(key(1, 5)) is Miss.EVICTED
-    assert misses.why(key(1, 6)) is Miss.NEVER_STORED
-    assert misses.why_none_of(key(1).chunk) is Miss.EVICTED
+    assert misses.miss_reason(key(1, 5)) is Miss.EVICTED
+    assert misses.miss_reason(key(1, 6)) is Miss.NEVER_STORED
+    assert misses.chunk_miss_reason(key(1).chunk) is Miss.EVICTED
     misses.note(key(1, 5), Miss.CORRUPT)
-    assert misses.why(key(1, 5)) is Miss.CORRUPT
+    assert misses.miss_reason(key(1, 5)) is Miss.CORRUPT
     for number in range(2, 10):
         misses.note(key(number), Miss.EVICTED)
     assert len(misses) == 4
-    assert misses.why(key(1, 5)) is Miss.NEVER_STORED
+    assert misses.miss_reason(key(1, 5)) is Miss.NEVER_STORED
 
 
 def test_a_feed_remembers_the_last_events() -> None:
-    feed, woken = Feed(remembered=3), []
+    feed, woken = EventFeed(remembered=3), []
     feed.watch(lambda: woken.append(feed.sequence))
     for number in range(1, 6):
         feed.publish(EventKind.STORED, key(number), Tier.MEMORY, info(10))
@@ -117,7 +117,7 @@ def test_a_feed_remembers_the_last_events() -> None:
     assert feed.after(1) is None
     assert feed.after(5) == []
     assert feed.after(6) is None
-    assert feed.boot != Feed().boot
+    assert feed.boot != EventFeed().boot
 
 
 @given(st.lists(st.floats(0, 1e30)))

@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.storage.checksums import SLICE_BYTES, first_wrong_part, read_slices
-from ragcache_cachestore.storage.disk_tier import ValueFile
-from ragcache_core.tiering.extents import Extent
+from ragcache_cachestore.storage.checksums import SLICE_BYTES, first_corrupt_part, read_slices
+from ragcache_cachestore.storage.disk_tier import DiskTier
+from ragcache_core.storage.extents import Extent
 from tests.helpers.cachestore_parts import MIB, parts_of, value
 
 
@@ -32,17 +32,17 @@ def test_the_first_part_that_changed_is_found(
         wrong = next(index for index, end in enumerate(ends) if flip < end)
     edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
     pieces = [memoryview(spoilt)[a:b] for a, b in pairwise(edges)]
-    assert first_wrong_part(parts, pieces) == wrong
+    assert first_corrupt_part(parts, pieces) == wrong
 
 
 @given(raw=st.binary(min_size=1, max_size=50), num_parts=st.integers(1, 4))
 def test_a_value_that_ends_too_early_is_wrong(raw: bytes, num_parts: int) -> None:
     parts = parts_of(raw, num_parts)
-    assert first_wrong_part(parts, [memoryview(raw)[:-1]]) is not None
+    assert first_corrupt_part(parts, [memoryview(raw)[:-1]]) is not None
 
 
 def test_extents_of_a_file_are_read_in_slices_and_end_where_the_file_does(tmp_path: Path) -> None:
-    file = ValueFile(tmp_path / "values", 8 * MIB)
+    file = DiskTier(tmp_path / "values", 8 * MIB)
     raw = value(3 * SLICE_BYTES + 5)
     extents = [Extent(0, 2 * MIB), Extent(4 * MIB, len(raw) - 2 * MIB)]
     file.write(extents, [memoryview(raw)])

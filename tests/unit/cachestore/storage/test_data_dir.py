@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_cachestore.storage.data_dir import FORMAT, DataFolder
+from ragcache_cachestore.storage.data_dir import FORMAT, DataDir
 from ragcache_core.errors import InvalidInput
 
 
 def test_a_new_folder_is_made_and_says_its_layout(tmp_path: Path) -> None:
-    folder = DataFolder(tmp_path / "a" / "b")
+    folder = DataDir(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b" / "FORMAT").read_text() == FORMAT == "ragcache-cachestore 2\n"
     folder.close()
-    DataFolder(tmp_path / "a" / "b").close()
+    DataDir(tmp_path / "a" / "b").close()
 
 
 def test_an_empty_volume_with_what_its_file_system_made_is_fine(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
-    DataFolder(tmp_path).close()
+    DataDir(tmp_path).close()
 
 
 def test_a_layout_that_is_not_known_is_refused_with_the_fix_and_left_alone(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_layout_that_is_not_known_is_refused_with_the_fix_and_left_alone(tmp_p
     (tmp_path / "rocksdb").mkdir()
     for _ in range(2):  # the lock was given back, so the error stays the same
         with pytest.raises(InvalidInput, match="RAGCACHE_DATA_DIR") as caught:
-            DataFolder(tmp_path)
+            DataDir(tmp_path)
         assert "holds format 'ragcache-cachestore 99'" in caught.value.problem
         assert "empty the folder" in caught.value.fix
     assert (tmp_path / "rocksdb").is_dir()
@@ -49,12 +49,12 @@ def test_what_an_earlier_release_left_is_dropped_and_said_so(
 ) -> None:
     earlier_release(tmp_path)
     with caplog.at_level(logging.WARNING):
-        DataFolder(tmp_path).close()
+        DataDir(tmp_path).close()
     assert "'ragcache-cachestore 1' of an earlier release: dropped" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["FORMAT", "LOCK", "lost+found"]
     assert (tmp_path / "FORMAT").read_text() == FORMAT
     caplog.clear()
-    DataFolder(tmp_path).close()
+    DataDir(tmp_path).close()
     assert not caplog.text
 
 
@@ -72,11 +72,11 @@ def test_a_kill_while_it_is_dropped_is_made_good_at_the_next_start(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", kill)
         with pytest.raises(Killed):
-            DataFolder(tmp_path)
+            DataDir(tmp_path)
     assert (tmp_path / "FORMAT").read_text() == "ragcache-cachestore 1\n"
     # A process's end gives its lock back; here the descriptor is still open.
     (tmp_path / "LOCK").unlink()
-    DataFolder(tmp_path).close()
+    DataDir(tmp_path).close()
     assert not (tmp_path / "rocksdb").exists()
     assert (tmp_path / "FORMAT").read_text() == FORMAT
 
@@ -85,27 +85,27 @@ def test_a_kill_while_it_is_dropped_is_made_good_at_the_next_start(
 def test_a_folder_without_a_version_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(InvalidInput, match="holds format 'unknown'"):
-        DataFolder(tmp_path)
+        DataDir(tmp_path)
 
 
 def test_a_version_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "FORMAT").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidInput, match="holds format"):
-        DataFolder(tmp_path)
+        DataDir(tmp_path)
 
 
 def test_a_folder_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> None:
-    folder = DataFolder(tmp_path)
+    folder = DataDir(tmp_path)
     with pytest.raises(InvalidInput, match="in use by another process"):
-        DataFolder(tmp_path)
+        DataDir(tmp_path)
     folder.close()
-    DataFolder(tmp_path).close()
+    DataDir(tmp_path).close()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="cannot be written"):
-        DataFolder(tmp_path / "file" / "folder")
+        DataDir(tmp_path / "file" / "folder")
 
 
 def test_a_full_volume_is_refused_and_the_lock_given_back(
@@ -117,5 +117,5 @@ def test_a_full_volume_is_refused_and_the_lock_given_back(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", refuse)
         with pytest.raises(InvalidInput, match="No space left"):
-            DataFolder(tmp_path)
-    DataFolder(tmp_path).close()
+            DataDir(tmp_path)
+    DataDir(tmp_path).close()

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES, LOW_BYTES, ValueFile
+from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES, LOW_BYTES, DiskTier
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent
+from ragcache_core.storage.extents import PAGE_BYTES, Extent
 
 PLENTY = 100 * LOW_BYTES
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[ValueFile]:
-    found = ValueFile(tmp_path / "values", 64 * PAGE_BYTES)
+def file(tmp_path: Path) -> Iterator[DiskTier]:
+    found = DiskTier(tmp_path / "values", 64 * PAGE_BYTES)
     yield found
     found.close()
 
@@ -34,7 +34,7 @@ def views(raw: bytes, *cuts: int) -> list[memoryview]:
     return [memoryview(raw)[a:b] for a, b in pairwise(edges)]
 
 
-def read(file: ValueFile, extents: tuple[Extent, ...]) -> bytes:
+def read(file: DiskTier, extents: tuple[Extent, ...]) -> bytes:
     """The bytes of extents."""
     buffer = bytearray(sum(extent.num_bytes for extent in extents))
     assert file.read_into(extents, [memoryview(buffer)])
@@ -54,7 +54,7 @@ NUM_BYTES = 3 * PAGE_BYTES + 77
 def test_a_value_comes_back_however_it_is_cut(
     tmp_path_factory: pytest.TempPathFactory, in_cuts: list[int], out_cuts: list[int]
 ) -> None:
-    file = ValueFile(tmp_path_factory.mktemp("file") / "values", 64 * PAGE_BYTES)
+    file = DiskTier(tmp_path_factory.mktemp("file") / "values", 64 * PAGE_BYTES)
     raw = random.Random(1).randbytes(NUM_BYTES)
     file.write(SCATTERED, views(raw, *in_cuts))
     buffer = bytearray(NUM_BYTES)
@@ -65,7 +65,7 @@ def test_a_value_comes_back_however_it_is_cut(
     file.close()
 
 
-def test_extents_do_not_touch_their_neighbours(file: ValueFile) -> None:
+def test_extents_do_not_touch_their_neighbours(file: DiskTier) -> None:
     whole = (Extent(0, 4 * PAGE_BYTES),)
     file.write(whole, [memoryview(b"a" * 4 * PAGE_BYTES)])
     file.write((Extent(PAGE_BYTES, 10),), [memoryview(b"b" * 10)])
@@ -73,7 +73,7 @@ def test_extents_do_not_touch_their_neighbours(file: ValueFile) -> None:
     assert raw == b"a" * PAGE_BYTES + b"b" * 10 + b"a" * (3 * PAGE_BYTES - 10)
 
 
-def test_views_of_any_number_and_type(file: ValueFile) -> None:
+def test_views_of_any_number_and_type(file: DiskTier) -> None:
     raw = random.Random(2).randbytes(6000)
     extents = (Extent(0, 6000),)
     many = [memoryview(raw)[i : i + 1] for i in range(6000)]  # more than one call takes
@@ -84,7 +84,7 @@ def test_views_of_any_number_and_type(file: ValueFile) -> None:
     assert numbers.tobytes() == raw
 
 
-def test_totals_that_differ_are_an_error(file: ValueFile) -> None:
+def test_totals_that_differ_are_an_error(file: DiskTier) -> None:
     with pytest.raises(ValueError, match="differ"):
         file.write((Extent(0, 5),), [memoryview(b"four")])
     with pytest.raises(ValueError, match="differ"):
@@ -92,7 +92,7 @@ def test_totals_that_differ_are_an_error(file: ValueFile) -> None:
 
 
 def test_short_writes_and_reads_are_continued(
-    file: ValueFile, monkeypatch: pytest.MonkeyPatch
+    file: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, b, o: pwritev(fd, [b[0][:1000]], o))
@@ -103,7 +103,7 @@ def test_short_writes_and_reads_are_continued(
     assert read(file, extents) == raw
 
 
-def test_what_is_not_there_is_not_read(file: ValueFile) -> None:
+def test_what_is_not_there_is_not_read(file: DiskTier) -> None:
     file.write((Extent(0, 10),), [memoryview(b"0123456789")])
     assert not file.read_into((Extent(0, 11),), [memoryview(bytearray(11))])
     os.close(file.fd)
@@ -113,7 +113,7 @@ def test_what_is_not_there_is_not_read(file: ValueFile) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_a_disk_that_refuses_is_unavailable_for_now(
-    file: ValueFile, monkeypatch: pytest.MonkeyPatch, number: int
+    file: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(fd: int, buffers: object, offset: int) -> int:
         raise OSError(number, os.strerror(number))
@@ -126,7 +126,7 @@ def test_a_disk_that_refuses_is_unavailable_for_now(
 
 def test_a_write_leaves_room_for_the_records(tmp_path: Path) -> None:
     free = [FREE_RESERVE_BYTES + 10]
-    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
+    file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
     file.write((Extent(0, 10),), [memoryview(bytes(10))])
     with pytest.raises(Unavailable, match="disk is full"):
         file.write((Extent(PAGE_BYTES, 11),), [memoryview(bytes(11))])
@@ -138,7 +138,7 @@ def test_a_write_leaves_room_for_the_records(tmp_path: Path) -> None:
 
 def test_blocks_that_are_there_are_written_to_on_a_full_volume(tmp_path: Path) -> None:
     free = [PLENTY]
-    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
+    file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
     here, hole = (Extent(0, 2 * PAGE_BYTES),), (Extent(PAGE_BYTES, 2 * PAGE_BYTES),)
     file.write(here, [memoryview(bytes(2 * PAGE_BYTES))])
     file.write((Extent(9 * PAGE_BYTES, 1),), [memoryview(b"x")])
@@ -152,7 +152,7 @@ def test_blocks_that_are_there_are_written_to_on_a_full_volume(tmp_path: Path) -
 
 def test_room_comes_back_when_the_volume_is_low(tmp_path: Path) -> None:
     free = [PLENTY]
-    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
+    file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
     kept, dropped = (Extent(0, PAGE_BYTES),), (Extent(PAGE_BYTES, 8 * PAGE_BYTES),)
     file.write(kept, [memoryview(b"k" * PAGE_BYTES)])
     file.write(dropped, [memoryview(b"d" * 8 * PAGE_BYTES)])
@@ -167,7 +167,7 @@ def test_room_comes_back_when_the_volume_is_low(tmp_path: Path) -> None:
 
 def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> None:
     free = [PLENTY]
-    file = ValueFile(tmp_path / "values", 8 * PAGE_BYTES, free_bytes=lambda: free[0])
+    file = DiskTier(tmp_path / "values", 8 * PAGE_BYTES, free_bytes=lambda: free[0])
     held = []
     for number in range(8):
         extents = file.allocator.allocate(PAGE_BYTES)
@@ -190,7 +190,7 @@ def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> 
 
 def test_writers_together_leave_the_reserve(tmp_path: Path) -> None:
     """Each alone would fit: what the first is to take counts before it is written."""
-    file = ValueFile(
+    file = DiskTier(
         tmp_path / "values",
         8 * PAGE_BYTES,
         free_bytes=lambda: FREE_RESERVE_BYTES + PAGE_BYTES,
@@ -216,7 +216,7 @@ def test_writers_together_leave_the_reserve(tmp_path: Path) -> None:
 
 
 def test_holes_are_punched_a_little_at_a_time(tmp_path: Path) -> None:
-    file = ValueFile(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: 0)
+    file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: 0)
     punched = []
 
     def punch(extents: Sequence[Extent]) -> None:
@@ -233,15 +233,15 @@ def test_holes_are_punched_a_little_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_lower_capacity_cuts_the_file(tmp_path: Path) -> None:
-    file = ValueFile(tmp_path / "values", 8 * PAGE_BYTES)
+    file = DiskTier(tmp_path / "values", 8 * PAGE_BYTES)
     file.write((Extent(0, 8 * PAGE_BYTES),), [memoryview(bytes(8 * PAGE_BYTES))])
     file.close()
-    file = ValueFile(tmp_path / "values", 3 * PAGE_BYTES + 5)
+    file = DiskTier(tmp_path / "values", 3 * PAGE_BYTES + 5)
     assert os.fstat(file.fd).st_size == 3 * PAGE_BYTES
     file.close()
 
 
-def test_the_descriptor_for_readers_cannot_write(file: ValueFile) -> None:
+def test_the_descriptor_for_readers_cannot_write(file: DiskTier) -> None:
     file.write((Extent(0, 3),), [memoryview(b"abc")])
     assert os.pread(file.reader_fd, 3, 0) == b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -251,4 +251,4 @@ def test_the_descriptor_for_readers_cannot_write(file: ValueFile) -> None:
 def test_a_file_that_does_not_open_is_refused_with_the_setting_named(tmp_path: Path) -> None:
     (tmp_path / "values").mkdir()
     with pytest.raises(InvalidInput, match="RAGCACHE_DATA_DIR"):
-        ValueFile(tmp_path / "values", PAGE_BYTES)
+        DiskTier(tmp_path / "values", PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""The arena: shared, sealed, and no more memory than what was written."""
+"""The memory_tier: shared, sealed, and no more memory than what was written."""
 
 from __future__ import annotations
 
@@ -7,81 +7,81 @@ import os
 
 import pytest
 
-from ragcache_cachestore.storage.memory_tier import Arena
+from ragcache_cachestore.storage.memory_tier import MemoryTier
 from ragcache_core.errors import InvalidInput
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent
+from ragcache_core.storage.extents import PAGE_BYTES, Extent
 from ragcache_kv.transport.shared_memory import HUGE_BYTES
 
 
 def test_what_is_written_is_seen_by_who_maps_the_descriptor() -> None:
-    arena = Arena(8 * PAGE_BYTES)
+    memory_tier = MemoryTier(8 * PAGE_BYTES)
     extents = (Extent(2 * PAGE_BYTES, PAGE_BYTES), Extent(5 * PAGE_BYTES, 3))
-    first, second = arena.views(extents)
+    first, second = memory_tier.views(extents)
     first[:] = b"a" * PAGE_BYTES
     second[:] = b"xyz"
-    with mmap.mmap(arena.fd, 8 * PAGE_BYTES) as other:
+    with mmap.mmap(memory_tier.fd, 8 * PAGE_BYTES) as other:
         assert other[2 * PAGE_BYTES : 3 * PAGE_BYTES] == b"a" * PAGE_BYTES
         assert other[5 * PAGE_BYTES : 5 * PAGE_BYTES + 4] == b"xyz\0"
         other[0:5] = b"hello"
-    assert bytes(arena.views((Extent(0, 5),))[0]) == b"hello"
-    arena.close()
+    assert bytes(memory_tier.views((Extent(0, 5),))[0]) == b"hello"
+    memory_tier.close()
 
 
 @pytest.mark.parametrize("num_bytes", [0, PAGE_BYTES, 100 * PAGE_BYTES])
 def test_nobody_can_change_its_length(num_bytes: int) -> None:
-    arena = Arena(8 * PAGE_BYTES)
+    memory_tier = MemoryTier(8 * PAGE_BYTES)
     with pytest.raises(PermissionError):
-        os.ftruncate(arena.fd, num_bytes)
-    arena.close()
+        os.ftruncate(memory_tier.fd, num_bytes)
+    memory_tier.close()
 
 
 def test_only_pages_written_take_memory() -> None:
-    arena = Arena(1 << 30)
-    assert os.fstat(arena.fd).st_blocks == 0
-    arena.views((Extent(512 << 20, PAGE_BYTES),))[0][:] = bytes(PAGE_BYTES)
-    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= 4 << 20  # a huge page at most
-    arena.close()
+    memory_tier = MemoryTier(1 << 30)
+    assert os.fstat(memory_tier.fd).st_blocks == 0
+    memory_tier.views((Extent(512 << 20, PAGE_BYTES),))[0][:] = bytes(PAGE_BYTES)
+    assert 0 < os.fstat(memory_tier.fd).st_blocks * 512 <= 4 << 20  # a huge page at most
+    memory_tier.close()
 
 
 def test_it_grows_to_what_is_to_be_written_and_keeps_what_was() -> None:
-    arena = Arena(5 * HUGE_BYTES + PAGE_BYTES)
+    memory_tier = MemoryTier(5 * HUGE_BYTES + PAGE_BYTES)
     first, second = (Extent(0, HUGE_BYTES),), (Extent(HUGE_BYTES, HUGE_BYTES + PAGE_BYTES),)
     for extents, most in ((first, HUGE_BYTES), (second, 3 * HUGE_BYTES)):
-        arena.grow(extents)
-        assert os.fstat(arena.fd).st_blocks * 512 <= most
-        arena.views(extents)[0][:4] = b"kept"
-    arena.grow((Extent(5 * HUGE_BYTES, PAGE_BYTES),))  # the end is no whole huge page
-    arena.grow(())
-    assert [bytes(arena.views(extents)[0][:4]) for extents in (first, second)] == [b"kept"] * 2
-    assert os.fstat(arena.fd).st_blocks * 512 <= 5 * HUGE_BYTES + PAGE_BYTES
-    arena.close()
+        memory_tier.grow(extents)
+        assert os.fstat(memory_tier.fd).st_blocks * 512 <= most
+        memory_tier.views(extents)[0][:4] = b"kept"
+    memory_tier.grow((Extent(5 * HUGE_BYTES, PAGE_BYTES),))  # the end is no whole huge page
+    memory_tier.grow(())
+    assert [bytes(memory_tier.views(extents)[0][:4]) for extents in (first, second)] == [b"kept"] * 2
+    assert os.fstat(memory_tier.fd).st_blocks * 512 <= 5 * HUGE_BYTES + PAGE_BYTES
+    memory_tier.close()
 
 
 @pytest.mark.parametrize("capacity", [0, PAGE_BYTES - 1])
 def test_a_capacity_of_no_page_holds_nothing(capacity: int) -> None:
-    arena = Arena(capacity)
-    assert arena.allocator.allocate(1) is None
-    assert arena.views(()) == []
-    arena.close()
+    memory_tier = MemoryTier(capacity)
+    assert memory_tier.allocator.allocate(1) is None
+    assert memory_tier.views(()) == []
+    memory_tier.close()
 
 
 def test_its_length_is_whole_pages() -> None:
-    arena = Arena(3 * PAGE_BYTES + 17)
-    assert os.fstat(arena.fd).st_size == 3 * PAGE_BYTES == arena.allocator.free_bytes
-    arena.close()
+    memory_tier = MemoryTier(3 * PAGE_BYTES + 17)
+    assert os.fstat(memory_tier.fd).st_size == 3 * PAGE_BYTES == memory_tier.allocator.free_bytes
+    memory_tier.close()
 
 
 def test_closing_leaves_views_that_are_out_usable() -> None:
-    arena = Arena(PAGE_BYTES)
-    (view,) = arena.views((Extent(0, 4),))
-    arena.close()
+    memory_tier = MemoryTier(PAGE_BYTES)
+    (view,) = memory_tier.views((Extent(0, 4),))
+    memory_tier.close()
     view[:] = b"last"
     assert bytes(view) == b"last"
 
 
 def test_more_than_the_system_gives_is_refused_with_the_setting_named() -> None:
     with pytest.raises(InvalidInput, match="RAGCACHE_MEMORY_BYTES"):
-        Arena(1 << 62)
+        MemoryTier(1 << 62)
 
 
 def test_a_system_without_memfd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,4 +90,4 @@ def test_a_system_without_memfd_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
     with pytest.raises(InvalidInput, match="memfd_create allowed"):
-        Arena(PAGE_BYTES)
+        MemoryTier(PAGE_BYTES)

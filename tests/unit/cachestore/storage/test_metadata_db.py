@@ -1,4 +1,4 @@
-"""Records on a real RocksDB: what returned survives, and what is damaged says so or is dropped."""
+"""MetadataDb on a real RocksDB: what returned survives, and what is damaged says so or is dropped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.storage.disk_variant import Record
-from ragcache_cachestore.storage.metadata_db import Records
+from ragcache_cachestore.storage.disk_variant import DiskVariant
+from ragcache_cachestore.storage.metadata_db import MetadataDb
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
     Codec,
     Origin,
-    Part,
     Precision,
     Provenance,
+    ValuePart,
     ValueShape,
     VariantInfo,
 )
+from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 from ragcache_core.store_api import Deletion, Tombstone
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 PAGES = 64
 
@@ -39,13 +39,13 @@ def key(number: int) -> VariantKey:
     return VariantKey(number.to_bytes(16), bytes(16))
 
 
-def record(page: int, num_bytes: int = 100, put_order: int = 1) -> Record:
+def record(page: int, num_bytes: int = 100, put_order: int = 1) -> DiskVariant:
     """A record whose value lies at a page."""
-    return Record(
+    return DiskVariant(
         (Extent(page * PAGE_BYTES, num_bytes),),
         VariantInfo(256, num_bytes, 17, Provenance(exact=True)),
         None,
-        (Part(num_bytes, 99),),
+        (ValuePart(num_bytes, 99),),
         Origin(),
         1,
         0,
@@ -62,8 +62,8 @@ def tombstone(sequence: int, made_at_ms: int = 1000) -> Tombstone:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Records]:
-    records = Records(folder / "records")
+def opened(folder: Path) -> Iterator[MetadataDb]:
+    records = MetadataDb(folder / "records")
     try:
         yield records
     finally:
@@ -82,13 +82,13 @@ names = st.text(max_size=20)
 
 
 @st.composite
-def any_record(draw: st.DrawFn) -> Record:
+def any_record(draw: st.DrawFn) -> DiskVariant:
     """A record whose sizes agree."""
     sizes = draw(st.lists(st.integers(1, 2**40), max_size=5))
     num_bytes = sum(sizes)
-    parts = tuple(Part(size, draw(u64)) for size in sizes)
+    parts = tuple(ValuePart(size, draw(u64)) for size in sizes)
     extents = (Extent(draw(u64), num_bytes),) if num_bytes else ()
-    return Record(
+    return DiskVariant(
         extents,
         VariantInfo(
             draw(u32),
@@ -113,25 +113,25 @@ def any_record(draw: st.DrawFn) -> Record:
 
 
 @given(any_record())
-def test_a_record_comes_back_as_it_was(found: Record) -> None:
-    assert Record.from_bytes(found.to_bytes()) == found
+def test_a_record_comes_back_as_it_was(found: DiskVariant) -> None:
+    assert DiskVariant.from_bytes(found.to_bytes()) == found
 
 
 @given(any_record(), st.data())
-def test_a_record_cut_short_or_too_long_does_not_parse(found: Record, data: st.DataObject) -> None:
+def test_a_record_cut_short_or_too_long_does_not_parse(found: DiskVariant, data: st.DataObject) -> None:
     raw = found.to_bytes()
     with pytest.raises(ValueError, match="ends too early"):
-        Record.from_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
+        DiskVariant.from_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
     with pytest.raises(ValueError, match="after its end"):
-        Record.from_bytes(raw + b"x")
+        DiskVariant.from_bytes(raw + b"x")
 
 
 @given(any_record(), st.data())
-def test_a_damaged_record_parses_or_is_a_value_error(found: Record, data: st.DataObject) -> None:
+def test_a_damaged_record_parses_or_is_a_value_error(found: DiskVariant, data: st.DataObject) -> None:
     raw = bytearray(found.to_bytes())
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     with suppress(ValueError):
-        Record.from_bytes(bytes(raw))
+        DiskVariant.from_bytes(bytes(raw))
 
 
 def test_loading_gives_the_order_of_puts_and_takes_their_places(tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.unit.cachestore.storage.test_metadata_db import key, record, tombstone
-from ragcache_cachestore.storage.metadata_db import Records
-records = Records(Path(sys.argv[1]))
+from ragcache_cachestore.storage.metadata_db import MetadataDb
+records = MetadataDb(Path(sys.argv[1]))
 for number in range(60):
     records.put(key(number), record(number, put_order=number))
 records.remove([key(3), key(4)])
@@ -279,8 +279,8 @@ def test_what_returned_survives_kill_without_a_sync(tmp_path: Path) -> None:
 
 
 def test_many_threads_write_more_than_the_memtables_hold(tmp_path: Path) -> None:
-    parts = tuple(Part(1, n) for n in range(1000))  # 16 KB a record, 20 MB in all
-    big = Record((Extent(0, 1000),), record(0, 1000).info, None, parts, Origin(), 1, 0, 1)
+    parts = tuple(ValuePart(1, n) for n in range(1000))  # 16 KB a record, 20 MB in all
+    big = DiskVariant((Extent(0, 1000),), record(0, 1000).info, None, parts, Origin(), 1, 0, 1)
     failures: list[BaseException] = []
 
     def work(thread: int) -> None:
@@ -329,7 +329,7 @@ def test_a_damaged_database_is_refused_with_its_setting_named(tmp_path: Path, fi
         path.write_text("nonsense")
     for _ in range(2):
         with pytest.raises(InvalidInput, match=r"RAGCACHE_DATA_DIR.*does not open"):
-            Records(tmp_path / "records")
+            MetadataDb(tmp_path / "records")
 
 
 def test_a_damaged_table_is_refused_not_read_as_the_end(tmp_path: Path) -> None:

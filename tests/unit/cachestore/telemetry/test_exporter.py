@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Levels, Telemetry
+from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, StoreLevels, Telemetry
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.tracing import ExportingTracer
@@ -29,7 +29,7 @@ METADATA = [
     ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),
     ("blob-bin", b"\0"),
 ]
-LEVELS = Levels(
+LEVELS = StoreLevels(
     variants=3,
     memory_bytes=10,
     memory_capacity_bytes=100,
@@ -94,13 +94,13 @@ def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
     telemetry.put(PutOutcome.DELETED, Ack.ACCEPTED, "grpc", 12, 0.01)
     telemetry.evicted(Tier.MEMORY, "pgdsf", 13)
     telemetry.deleted(4)
-    assert kept.value("hits", tier="memory", lane="shared") == 2
-    assert kept.value("read.size", tier="memory", lane="shared") == 150
-    assert kept.value("hits", tier="disk", lane="socket") == 1
+    assert kept.value("hits", tier="memory", transport="shared") == 2
+    assert kept.value("read.size", tier="memory", transport="shared") == 150
+    assert kept.value("hits", tier="disk", transport="socket") == 1
     assert kept.value("misses", reason="evicted") == 2
     assert kept.value("misses", reason="never_stored") == 1
-    assert kept.value("puts", outcome="stored", ack="durable", lane="grpc") == 1
-    assert kept.value("write.size", outcome="deleted", lane="grpc") == 12
+    assert kept.value("puts", outcome="stored", ack="durable", transport="grpc") == 1
+    assert kept.value("write.size", outcome="deleted", transport="grpc") == 12
     assert kept.value("evictions", tier="memory", policy="pgdsf") == 1
     assert kept.value("evictions.size", tier="memory", policy="pgdsf") == 13
     assert kept.value("deletions") == 4
@@ -109,7 +109,7 @@ def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
 def test_durations_tell_microseconds_from_seconds(kept: Kept) -> None:
     for seconds in (0.00002, 0.0003, 5.0):
         kept.telemetry.hit(Tier.MEMORY, "shared", 1, seconds)
-    where = frozenset({("tier", "memory"), ("lane", "shared")})
+    where = frozenset({("tier", "memory"), ("transport", "shared")})
     point = kept.points()["ragcache.store.read.duration", where]
     assert point.count == 3
     assert point.sum == pytest.approx(5.00032)
@@ -119,7 +119,7 @@ def test_durations_tell_microseconds_from_seconds(kept: Kept) -> None:
 def test_levels_are_asked_for_when_they_are_exported(kept: Kept) -> None:
     asked = []
 
-    def read() -> Levels:
+    def read() -> StoreLevels:
         asked.append(1)
         return LEVELS
 
@@ -181,7 +181,7 @@ def test_an_error_is_on_the_span_and_goes_on(kept: Kept) -> None:
 def test_telemetry_that_goes_nowhere_takes_everything() -> None:
     telemetry = Telemetry()
     telemetry.hit(Tier.MEMORY, "shared", 1, 0.1)
-    telemetry.miss(Miss.LATE)
+    telemetry.miss(Miss.TIMED_OUT)
     telemetry.put(PutOutcome.STORED, Ack.ACCEPTED, "shared", 1, 0.1)
     telemetry.evicted(Tier.DISK, "lru", 1)
     telemetry.deleted(1)
@@ -219,7 +219,7 @@ def test_a_collector_gets_metrics_and_spans_by_the_end_at_the_latest() -> None:
     assert hits.as_int == 1
     assert {a.key: a.value.string_value for a in hits.attributes} == {
         "tier": "disk",
-        "lane": "socket",
+        "transport": "socket",
     }
     assert len(by_name["ragcache.store.used"].gauge.data_points) == 2
     [span] = receiver.spans()

@@ -62,7 +62,7 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     # Engines of this machine share memory with it.
     assert store.env["RAGCACHE_DATA_SOCKET"] == str(tmp_path / "data" / "run" / "cachestore.sock")
     assert (
-        store.env["RAGCACHE_SELF"]
+        store.env["RAGCACHE_OWN_ADDRESS"]
         == store.env["RAGCACHE_CACHESTORE"]
         == store.env["RAGCACHE_LISTEN"]
     )
@@ -169,8 +169,8 @@ def test_a_volume_of_a_cluster_is_refused_here(source: ModelSource) -> None:
 
 def test_a_socket_that_no_kernel_would_take_is_left_out() -> None:
     short, long = (LocalSite(Path("/", "d" * n), 1, count(20_000)) for n in (10, 100))
-    assert len(short.lane_socket()) < 108
-    assert long.lane_socket() == ""
+    assert len(short.data_socket()) < 108
+    assert long.data_socket() == ""
 
 
 def test_loopback_is_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

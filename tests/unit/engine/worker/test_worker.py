@@ -39,7 +39,7 @@ from ragcache_engine.protocol.messages import (  # noqa: E402
     VariantSpan,
     StepJobs,
 )
-from ragcache_engine.protocol.roles import Role  # noqa: E402
+from ragcache_engine.protocol.roles import EngineRole  # noqa: E402
 from ragcache_engine.worker import worker as worker_module
 from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
@@ -244,7 +244,7 @@ def test_every_token_lands_in_its_own_slot(worker: Worker) -> None:
     tensors = worker.store.fill(wanted)
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
     assert worker.store.asked_exact == [True]
-    assert (outcome.tokens, outcome.missing) == (131, None)
+    assert (outcome.tokens, outcome.missing_variant) == (131, None)
     assert outcome.num_bytes == value_bytes(SPACE, 131)
     assert worker.side.take_bad_blocks() == set()
     for span in wanted:
@@ -314,7 +314,7 @@ def test_a_missing_value_reports_the_blocks_from_it_on(worker: Worker) -> None:
     worker.store.fill(wanted)
     del worker.store.values[key(1)]
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
-    assert (outcome.tokens, outcome.missing) == (0, key(1))  # its block is computed again
+    assert (outcome.tokens, outcome.missing_variant) == (0, key(1))  # its block is computed again
     assert worker.side.take_bad_blocks() == set(BLOCKS)
 
 
@@ -345,7 +345,7 @@ def test_a_value_of_another_layout_is_never_written(worker: Worker, damage: str)
             other = replace(stored, shape=None)
     worker.store.values[key(0)] = other
     outcome = worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
-    assert (outcome.tokens, outcome.missing, outcome.reason) == (0, key(0), "other layout")
+    assert (outcome.tokens, outcome.missing_variant, outcome.reason) == (0, key(0), "other layout")
     assert worker.cache.slots_written == {}
 
 
@@ -409,8 +409,8 @@ def test_an_outage_at_any_moment_ends_the_load(worker: Worker, after: int) -> No
     worker.store.fill(wanted)
     worker.store.outage_after = after
     outcome = worker.load(LoadJob("r", wanted, 0, 131, BLOCKS, "tenant"))
-    assert outcome.missing == key(after)
-    assert (outcome.reason, outcome.late) == ("store unavailable", False)
+    assert outcome.missing_variant == key(after)
+    assert (outcome.reason, outcome.timed_out) == ("store unavailable", False)
     assert outcome.tokens == (0, 0, BLOCK)[after]  # whole blocks of what had come
 
 
@@ -420,7 +420,7 @@ def test_a_store_that_falls_silent_is_given_up() -> None:
     worker.store.fill(wanted)
     worker.store.gate.clear()
     outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant", deadline_s=0.05))
-    assert (outcome.reason, outcome.late) == ("load late", True)
+    assert (outcome.reason, outcome.timed_out) == ("load late", True)
     worker.store.gate.set()
     worker.side.close()
 
@@ -481,7 +481,7 @@ def test_an_outage_ends_all_loads_that_go_together(worker: Worker, after: int) -
     assert ended["r"].reason == "store unavailable"
     # What both want has come before what is the first one's alone, but goes out in their order.
     assert ended["shorter"].reason == "store unavailable"
-    assert ended["shorter"].missing == key(0)
+    assert ended["shorter"].missing_variant == key(0)
 
 
 def test_one_that_leaves_takes_no_other_along(worker: Worker) -> None:
@@ -534,7 +534,7 @@ def test_a_write_that_raises_fails_the_load_not_the_engine(worker: Worker) -> No
     worker.store.fill(wanted)
     worker.cache.broken = True
     outcome = worker.load(LoadJob("r", wanted, 0, 10, BLOCKS, "tenant"))
-    assert (outcome.missing, outcome.reason) == (key(0), "write failed")
+    assert (outcome.missing_variant, outcome.reason) == (key(0), "write failed")
     assert worker.side.take_bad_blocks() == {BLOCKS[0]}
 
 
@@ -609,7 +609,7 @@ def test_a_step_without_a_pass_completes_nothing() -> None:
 def test_blocks_of_a_request_that_has_ended_are_whole_before_they_are_others() -> None:
     worker = layerwise()
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant", compute_s=60.0))
-    worker.side.begin_step(StepJobs(num_tokens=8, ended=("r",)))
+    worker.side.begin_step(StepJobs(num_tokens=8, finished_ids=("r",)))
     assert is_whole(worker)
     worker.side.close()
 
@@ -714,7 +714,7 @@ def test_the_first_token_does_not_wait_for_what_is_copied_out(worker: Worker) ->
     worker.side.end_pass(StepJobs(saves=(save_job(5, 0, 40),), num_tokens=40))
     worker.side.advance(set(), busy=True)
     worker.cache.broken = False
-    worker.side.begin_step(StepJobs(ended=("r",)))  # before its blocks may be others'
+    worker.side.begin_step(StepJobs(finished_ids=("r",)))  # before its blocks may be others'
     worker.cache.broken = True
     until_put(worker.store, 1)
     assert worker.store.put_bytes == [bytes(native_bytes(tensors[key(0)]))]
@@ -747,7 +747,7 @@ def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
 
 @pytest.mark.parametrize("done", [("first", "second"), ("first",), ()])
 def test_a_prefill_engine_saves_layers_as_they_were_when_they_ended(done: Sequence[str]) -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
     tensors = worker.store.fill(spans(10, 40))
     worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
@@ -776,7 +776,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def prefill_engine() -> tuple[Worker, StepJobs]:
     """A worker whose cache holds 40 tokens, and a pass that is to save them as two variants."""
-    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
     worker.store.fill(spans(10, 40))
     worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
     return worker, StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
@@ -816,8 +816,8 @@ def test_what_a_pass_did_not_end_well_for_is_given_up(ended: str) -> None:
     worker.side.close()
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
-def test_nothing_of_a_pass_that_failed_is_saved(role: Role) -> None:
+@pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.BOTH])
+def test_nothing_of_a_pass_that_failed_is_saved(role: EngineRole) -> None:
     worker = Worker(EngineConfig(FixedMembers(()), role=role))
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
@@ -878,7 +878,7 @@ def test_a_pass_that_takes_longer_than_a_put_may_is_put_when_it_is_over() -> Non
 
 
 def test_passes_of_our_own_are_not_saved() -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
@@ -892,7 +892,7 @@ def test_passes_of_our_own_are_not_saved() -> None:
 
 
 def test_a_layer_that_cannot_be_copied_costs_its_early_copy_and_no_more() -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=Role.PREFILL))
+    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
@@ -907,7 +907,7 @@ def test_a_layer_that_cannot_be_copied_costs_its_early_copy_and_no_more() -> Non
 
 def test_the_queue_is_bounded_for_what_is_copied_early_too() -> None:
     config = EngineConfig(
-        FixedMembers(()), role=Role.PREFILL, save_queue_bytes=value_bytes(SPACE, 50)
+        FixedMembers(()), role=EngineRole.PREFILL, save_queue_bytes=value_bytes(SPACE, 50)
     )
     worker = Worker(config)
     worker.store.fill(spans(40))
@@ -933,10 +933,10 @@ def test_a_save_carries_what_the_scheduler_side_knows_and_what_computing_cost() 
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     worker.side.begin_step(StepJobs())  # at 10
     # Two seconds for 100 tokens of all requests, 30 of them of this one, and then one for 10.
-    worker.side.end_pass(StepJobs(computing=(ComputedRange("r", 0, 30),), num_tokens=100))
+    worker.side.end_pass(StepJobs(computed=(ComputedRange("r", 0, 30),), num_tokens=100))
     worker.side.begin_step(StepJobs())
     job = save_job(3, 20, 40)
-    worker.side.end_pass(StepJobs(saves=(job,), computing=(ComputedRange("r", 30, 40),), num_tokens=10))
+    worker.side.end_pass(StepJobs(saves=(job,), computed=(ComputedRange("r", 30, 40),), num_tokens=10))
     worker.side.begin_step(StepJobs())
     until_put(worker.store, 1)
     (put,) = worker.store.puts
@@ -961,9 +961,9 @@ def test_a_broken_device_clock_costs_the_cost_and_no_more(worker: Worker) -> Non
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))  # begins a pass
     worker.cache.clock = clock
     computing = (ComputedRange("r", 20, 40),)
-    worker.side.end_pass(StepJobs(saves=(save_job(3, 20, 40),), computing=computing, num_tokens=20))
+    worker.side.end_pass(StepJobs(saves=(save_job(3, 20, 40),), computed=computing, num_tokens=20))
     worker.side.begin_step(StepJobs())
-    worker.side.end_pass(StepJobs(saves=(save_job(4, 20, 40),), computing=computing, num_tokens=20))
+    worker.side.end_pass(StepJobs(saves=(save_job(4, 20, 40),), computed=computing, num_tokens=20))
     worker.side.begin_step(StepJobs())
     until_put(worker.store, 2)
     assert worker.store.costs_s == [0, 0]

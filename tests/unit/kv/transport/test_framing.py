@@ -23,10 +23,10 @@ from ragcache_core.identity.variant import (
     Codec,
     Miss,
     Origin,
-    Part,
     Precision,
     Provenance,
     Tier,
+    ValuePart,
     ValueShape,
     VariantInfo,
 )
@@ -73,7 +73,7 @@ origins = st.builds(
     document=names,
 )
 parts = st.lists(
-    st.builds(Part, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
+    st.builds(ValuePart, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
 ).filter(lambda parts: sum(part.num_bytes for part in parts) > 0)
 heads, dims = st.integers(1, 3), st.integers(1, 8)
 dtypes = st.sampled_from(conversions.DTYPES)
@@ -98,19 +98,19 @@ def new_variants(draw: st.DrawFn) -> store_api.NewVariant:
 
 
 held = st.builds(
-    store_api.Held,
+    store_api.StoredVariant,
     key=keys,
     info=infos,
     tier=st.sampled_from(Tier),
     load_s=seconds,
     prefix_chunks=st.lists(ids, max_size=3).map(tuple),
     replicas=st.lists(names, max_size=3).map(tuple),
-    wanted_better=st.booleans(),
+    wants_higher_precision=st.booleans(),
 )
-told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.LATE, Miss.LOST}])
+told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.TIMED_OUT, Miss.LOST}])
 variants = st.builds(
-    store_api.Variants, st.lists(held, min_size=1, max_size=3).map(tuple), st.none()
-) | st.builds(store_api.Variants, st.just(()), told_misses)
+    store_api.ChunkVariants, st.lists(held, min_size=1, max_size=3).map(tuple), st.none()
+) | st.builds(store_api.ChunkVariants, st.just(()), told_misses)
 
 
 @given(new_variants(), st.sampled_from(store_api.Ack))
@@ -127,7 +127,7 @@ def test_a_lookup_crosses_whole(found: Any, store: bytes, sequence: int) -> None
     assert conversions.from_lookup_reply(pb.LookupReply.FromString(raw), store) == answer
 
 
-@given(st.lists(st.builds(store_api.Want, ids, st.none() | ids), max_size=4), st.booleans(), names)
+@given(st.lists(st.builds(store_api.LookupKey, ids, st.none() | ids), max_size=4), st.booleans(), names)
 def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
     raw = conversions.to_lookup_request(wants, exact, domain).SerializeToString()
     request = pb.LookupRequest.FromString(raw)
@@ -178,12 +178,6 @@ def test_a_deletion_of_nothing_or_of_too_much_is_refused(deletion: pb.Deletion, 
     assert raised.value.field == field
 
 
-def test_a_delete_of_0_3_is_none_of_now() -> None:
-    """Its chunks stood where the deletion would, and must not be read as one of something else."""
-    old = b"\x0a\x10" + bytes(16) + b"\x12\x24\x0a\x10" + bytes(16) + b"\x12\x10" + bytes(16)
-    assert not pb.DeleteRequest.FromString(old).HasField("deletion")
-
-
 @given(
     st.builds(
         store_api.Event,
@@ -209,7 +203,7 @@ def test_a_get_crosses_whole(wanted: list[VariantKey], exact: bool, domain: str)
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple), seconds)
 def test_a_completion_crosses_whole(checksums: tuple[int, ...], cost_s: float) -> None:
-    completion = store_api.Completion(checksums, cost_s)
+    completion = store_api.PutCompletion(checksums, cost_s)
     raw = conversions.to_completion(completion).SerializeToString()
     message = pb.PutCompletion.FromString(raw)
     assert conversions.from_completion("c", message, len(checksums)) == completion
@@ -221,7 +215,7 @@ def test_a_completion_crosses_whole(checksums: tuple[int, ...], cost_s: float) -
 @given(new_variants(), st.sampled_from(Tier))
 def test_a_values_header_crosses_whole(new: store_api.NewVariant, tier: Tier) -> None:
     sizes = enumerate(new.part_bytes)
-    told = (new.info, tuple(Part(n, i) for i, n in sizes), new.shape, new.value_format, tier)
+    told = (new.info, tuple(ValuePart(n, i) for i, n in sizes), new.shape, new.value_format, tier)
     header = conversions.to_value_header(3, *told)
     read = conversions.from_value_header("f", pb.GetHeader.FromString(header.SerializeToString()))
     assert read == told
@@ -232,7 +226,7 @@ def test_outcomes_cross(outcome: store_api.PutOutcome) -> None:
     assert conversions.from_outcome(conversions.to_outcome(outcome)) is outcome
 
 
-@pytest.mark.parametrize("miss", [m for m in Miss if m not in {Miss.LATE, Miss.LOST}])
+@pytest.mark.parametrize("miss", [m for m in Miss if m not in {Miss.TIMED_OUT, Miss.LOST}])
 def test_misses_cross(miss: Miss) -> None:
     assert conversions.from_miss(conversions.to_miss(miss)) is miss
     assert conversions.from_miss(pb.MISS_UNSPECIFIED) is None
@@ -347,7 +341,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_cross_as_themselves(error: RagCacheError) -> None:
-    again = from_error("cachestore", pb.LaneError.FromString(to_error(error).SerializeToString()))
+    again = from_error("cachestore", pb.DataError.FromString(to_error(error).SerializeToString()))
     assert type(again) is type(error)
     assert str(error) in str(again)
     if type(error) is not RagCacheError:
@@ -390,7 +384,7 @@ def test_frames_and_raw_bytes_come_as_they_went(ends: tuple[Channel, Channel], s
 
 def test_what_is_owed_goes_with_the_next_frame(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
-    one.owed.append((Kind.RELEASE, pb.LaneRelease(leases=[5])))
+    one.owed.append((Kind.RELEASE, pb.LeaseRelease(leases=[5])))
     one.send(Kind.GET, pb.GetRequest())
     assert other.receive(100)[0] == Kind.GET
     assert other.receive(100)[0] == Kind.RELEASE
@@ -406,7 +400,7 @@ def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
         (Kind.PUT, [Kind.RELEASE, Kind.PUT]),
         (Kind.GET, [Kind.GET, Kind.RELEASE]),
     ):
-        one.owed = [(Kind.RELEASE, pb.LaneRelease())]
+        one.owed = [(Kind.RELEASE, pb.LeaseRelease())]
         one.send(kind)
         assert [other.receive(0)[0] for _ in range(2)] == expected
         assert not one.owed
@@ -423,7 +417,7 @@ def test_bytes_after_a_message_may_be_taken_or_left(
 
     def send() -> None:
         for _ in range(2):
-            one.owed = [(Kind.RELEASE, pb.LaneRelease())]
+            one.owed = [(Kind.RELEASE, pb.LeaseRelease())]
             one.send(Kind.PUT, asked, [data, frame(Kind.COMMIT)], skippable=True)
         one.send(Kind.GET, asked, [data])  # not to be left
         one.send(Kind.ABORT)

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.identity.variant import Part
+from ragcache_core.identity.variant import ValuePart
 from ragcache_kv.values import buffers
 from ragcache_kv.values.buffers import (
     BLOCK_BYTES,
@@ -105,11 +105,11 @@ def test_too_few_and_too_many_bytes_are_not_good(value: bytes, parts: list[int])
 
 
 def test_an_empty_part_has_a_checksum_too() -> None:
-    empty = Part(0, xxhash.xxh3_64_intdigest(b""))
-    one = Part(1, xxhash.xxh3_64_intdigest(b"a"))
+    empty = ValuePart(0, xxhash.xxh3_64_intdigest(b""))
+    one = ValuePart(1, xxhash.xxh3_64_intdigest(b"a"))
     assert verified([memoryview(b"a")], [empty, one, empty])
     assert verified([], [empty])
-    assert not verified([memoryview(b"a")], [Part(0, 5), one])
+    assert not verified([memoryview(b"a")], [ValuePart(0, 5), one])
 
 
 @given(values, cuts)

@@ -21,7 +21,7 @@ from ragcache_kv.transport.status_page import ALIVE, WITHDRAWALS
 _F_SEAL_FUTURE_WRITE = 0x0010
 
 
-class Board:
+class StatusPage:
     """The page, to write. Its owner guards it.
 
     reader_fd: the page as a file that can only be read, for clients to map.
@@ -30,7 +30,7 @@ class Board:
     def __init__(self) -> None:
         """Raises InvalidInput if the system gives no shared memory."""
         try:
-            fd = os.memfd_create("ragcache-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("ragcache-status_page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, mmap.PAGESIZE)
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -1,0 +1,133 @@
+"""Settings of the cache store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.eviction.admission import default_admission
+from ragcache_core.identity.variant import Precision
+from ragcache_core.storage.extents import PAGE_BYTES
+from ragcache_wire.settings.field_types import (
+    Address,
+    HttpUrl,
+    LogLevel,
+    OnOff,
+    ShardMembers,
+    whole_number,
+)
+from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
+
+NATIVE: Final = Precision()
+
+_MAX_SOCKET_PATH_BYTES: Final = 107
+"""The limit is 108 with the byte that ends the path (unix(7))."""
+
+
+def _precision(value: object) -> Literal["harag", "score"] | Precision:
+    match value:
+        case "harag" | "score" | Precision():
+            return value  # type: ignore[return-value]  # mypy does not narrow by the patterns
+    return Precision.parse(str(value))
+
+
+def _socket(value: Path) -> Path:
+    if not value.is_absolute() or len(os.fsencode(value)) > _MAX_SOCKET_PATH_BYTES:
+        raise ValueError("no path of a socket")
+    return value
+
+
+_TierBytes = Annotated[
+    int,
+    BeforeValidator(whole_number),
+    Field(ge=PAGE_BYTES),
+    Accepts(f"a number of bytes, {PAGE_BYTES} or more"),
+]
+
+
+class CacheStoreSettings(ServiceSettings):
+    """What one shard of the cache store reads from its environment."""
+
+    service: ClassVar[str] = "cachestore"
+
+    listen: Address = setting(internal="The operator chooses the port.")
+    """Address that the gRPC server binds."""
+    health_listen: Address | None = setting(None, internal="The operator chooses the port.")
+    """Address for health over HTTP: /healthz and /readyz. Without it, health is served by gRPC
+    alone."""
+    data_listen: Address | None = setting(None, internal="The operator chooses the port.")
+    """Address of the data transport over TCP. Without it, the store does not offer it."""
+    data_socket: (
+        Annotated[
+            Path,
+            AfterValidator(_socket),
+            Accepts(f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"),
+        ]
+        | None
+    ) = setting(None, internal="Only services on one machine share a folder.")
+    """Unix socket of the data transport over shared memory. Whoever can open it shares memory with
+    the store. Without it, the store does not offer it."""
+    data_dir: Path = setting(internal="The operator mounts the volume.")
+    """Folder that the store owns. The store creates it when it is missing."""
+    memory_bytes: _TierBytes = setting(spec="spec.cacheStore.memory")
+    """Size of the memory tier. Its pages are taken as they are first written to, and kept."""
+    disk_bytes: _TierBytes = setting(spec="spec.cacheStore.disk.size")
+    """Size of the disk tier. The store leaves 64 MiB of the volume free besides."""
+    policy: Literal["score", "pgdsf", "lru", "cachecraft"] = setting(
+        "score", spec="spec.cacheStore.policy"
+    )
+    """What a full tier evicts first."""
+    admission: Literal["always", "second-touch", "score"] = setting(
+        "always", spec="spec.cacheStore.admission"
+    )
+    """What is written to the disk. The default is score for reuse blend with policy score."""
+    precision: Annotated[
+        Literal["harag", "score"] | Precision,
+        PlainValidator(_precision),
+        Accepts('harag, score, or a precision like "native" or "int8/int4"'),
+    ] = setting(NATIVE, spec="spec.cacheStore.precision")
+    """Codecs of keys and values that all values are held in, or the policy that chooses them."""
+    reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
+    """What the store is used for. exact: a variant outlives the variants after it. blend: each is
+    worth something by itself."""
+    cachestore: ShardMembers | None = setting(
+        None, internal="The operator mounts the file with the shards."
+    )
+    """All shards, this one among them. A file is read again when it changes. Without it, this
+    shard is the only one."""
+    own_address: Address | None = setting(
+        None, internal="The operator derives it from the pod's name."
+    )
+    """Address of this shard among the shards."""
+    replication: OnOff = setting(True, spec="spec.cacheStore.replication.enabled")
+    """Whether the shard copies its busiest variants to another shard."""
+    otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
+    """Base URL of an OpenTelemetry collector (OTLP over HTTP). Without it, no telemetry is sent."""
+    log_level: LogLevel = setting("info", internal="The operator runs every service at info.")
+    """Least severe level that is logged."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_admission(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("policy", "score") != "score" or "admission" in values:
+            return values
+        leaves_only = values.get("reuse", "exact") == "exact"
+        return {**values, "admission": default_admission(leaves_only=leaves_only)}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.cachestore is not None and self.own_address is None:
+            raise InvalidInput(
+                variable("own_address"), "is not set", "set it to this shard's host:port"
+            )
+        if self.admission == "score" and self.policy != "score":
+            raise InvalidInput(
+                variable("admission"),
+                f"is score, but the policy is {self.policy}",
+                "use policy score",
+            )
+        return self

@@ -1,0 +1,120 @@
+"""Types of settings. A validator takes the variable's text, or a value that a caller passes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
+
+from ragcache_wire.settings.table import Accepts, variable
+from ragcache_wire.watched.members import Members, members_from
+from ragcache_wire.watched.signing_keys import PlanKeys
+
+_UNITS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def _checked_address(value: str) -> str:
+    split_address(value)
+    return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``; an IPv6 host may have brackets.
+
+    Raises:
+        ValueError: It is no such address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{address!r} is no host:port")
+    return host.strip("[]"), int(port)
+
+
+def _on_or_off(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value not in ("on", "off"):
+        raise ValueError("neither on nor off")
+    return value == "on"
+
+
+def whole_number(value: object) -> int:
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, str) or not value.isascii() or not value.isdigit():
+        raise ValueError("not a whole number")
+    return int(value)
+
+
+def _quantity(value: object) -> int:
+    found = re.fullmatch(r"([0-9]+)(Ki|Mi|Gi)?", str(value), re.ASCII)
+    if found is None:
+        raise ValueError("not a number of bytes")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _finite_above_zero(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError("not above 0")
+    return value
+
+
+def _http_url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("no URL")
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _members(value: Members | str, info: ValidationInfo) -> Members:
+    if not isinstance(value, str):
+        return value
+    assert info.field_name is not None
+    return members_from(variable(info.field_name), value)
+
+
+def _signing_keys(value: PlanKeys | str, info: ValidationInfo) -> PlanKeys:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    return PlanKeys(Path(value))
+
+
+Address = Annotated[str, AfterValidator(_checked_address), Accepts("host:port")]
+OnOff = Annotated[bool, BeforeValidator(_on_or_off), Accepts("on or off")]
+WholeSeconds = Annotated[
+    int, BeforeValidator(whole_number), Accepts("a whole number of seconds, 0 or more")
+]
+Seconds = Annotated[
+    float, AfterValidator(_finite_above_zero), Accepts("a number of seconds above 0")
+]
+TokenCount = Annotated[
+    int, BeforeValidator(whole_number), Field(ge=1), Accepts("a number of tokens, 1 or more")
+]
+Count = Annotated[int, BeforeValidator(whole_number), Accepts("a whole number, 0 or more")]
+ByteQuantity = Annotated[int, BeforeValidator(_quantity), Accepts("bytes, as 4294967296 or 4Gi")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Accepts("a share from 0 to 1")]
+HttpUrl = Annotated[str, AfterValidator(_http_url), Accepts("a URL like http://collector:4318")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    BeforeValidator(_lower),
+    Accepts("debug, info, warning or error"),
+]
+ShardMembers = Annotated[
+    Members,
+    PlainValidator(_members),
+    Accepts('host:port, several with commas between, or file:PATH of {"members": ["host:port"]}'),
+]
+SigningKeyFile = Annotated[
+    PlanKeys,
+    PlainValidator(_signing_keys),
+    Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
+]
