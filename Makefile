@@ -1,15 +1,18 @@
-# `make demo` and `make test` are all a newcomer needs; both set up .venv first.
+# `make demo` and `make test` are all that a newcomer needs; both set up .venv first.
 
 SHELL := /bin/bash
 PYTHON ?= python3
 WHEELS ?=
+PART ?=
+T ?=
 BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
 SOURCES := $(PACKAGES) tests bench tools examples models
-# Two files of tests at a time, in their order: an engine's start keeps one core busy, and no more.
-BY_TWOS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo up test test-cluster check format wire crds images bench wheelhouse clean
+.PHONY: help setup dev demo up test test-slow test-cluster coverage check format wire crds settings images bench wheelhouse clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
 
@@ -17,57 +20,65 @@ setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
 	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh
 	@touch $@
 
-demo: setup ## answer questions about a handbook made just now, cold and warm
+dev: ## make .venv for one part, without vLLM and torch: make dev PART=operator
+	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh --part "$(PART)"
+
+demo: setup ## answer questions about a generated handbook, cold and warm
 	$(BIN)/python examples/demo.py
 
 up: setup ## run examples/quickstart.yaml on this machine until Ctrl-C
 	$(BIN)/ragcache up -f examples/quickstart.yaml
 
-test: check ## everything CI runs, fastest first
-	$(BIN)/python -m pytest -n logical tests/unit
-	$(BIN)/python -m tests.cluster.binaries
-	$(BIN)/python -m pytest $(BY_TWOS) tests/integration tests/e2e
-	$(BIN)/python -m pytest tests/cluster
+ifeq ($(T),)
+test: setup ## run what CI runs, fastest first; T=tests/unit/operator runs one part
+	$(BIN)/python -m tools.test_stages
+else
+test: $(if $(wildcard $(BIN)/python),,setup)
+	$(BIN)/python -m pytest $(T)
+endif
 
-test-cluster: setup ## a real Kubernetes on this machine: API, operator, pods, answers (root, Debian)
-	$(BIN)/python -m pytest tests/cluster
+test-slow: setup ## run the tests that take many minutes each: upgrade, soak; part of a release
+	$(BIN)/python -m tools.test_stages --slow
 
-check: setup ## format, lint, types, import layers, generated code
-	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/lint-imports
-	$(BIN)/mypy
-	$(BIN)/python tools/generate_wire.py --check
-	$(BIN)/python tools/generate_crds.py --check
-	$(BIN)/python tools/generate_chart.py --check
+test-cluster: setup ## run the tests on a real Kubernetes on this machine (root, Debian)
+	$(BIN)/python -m pytest tests/cluster -m "not slow"
 
-format: setup ## rewrite the sources in the house format
+coverage: setup ## measure which lines the unit tests reach
+	$(BIN)/python -m pytest -n logical tests/unit --cov --cov-report=term:skip-covered
+
+check: setup ## check format, lint, types, import layers, generated code, terms and prose
+	$(BIN)/python -m tools.test_stages --only check
+
+format: ## rewrite the sources in the project's format
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 wire: setup ## regenerate wire/ragcache_wire/v1 from the protos
 	$(BIN)/python tools/generate_wire.py
 
-crds: setup ## regenerate crds/, docs/reference/ and the chart from the typed spec and the chart's schema
+crds: setup ## regenerate crds/, docs/reference/ and the chart's values
 	$(BIN)/python tools/generate_crds.py
 	$(BIN)/python tools/generate_chart.py
 
-images: setup ## the images of this release as OCI archives, without Docker (root, debootstrap)
+settings: setup ## regenerate docs/reference/settings.md from the settings tables
+	$(BIN)/python tools/generate_settings.py
+
+images: setup ## build the images as OCI archives, without Docker (root, debootstrap)
 	$(BIN)/python -m tools.images --out dist/images
 
-bench: setup ## every benchmark, the quick way
+bench: setup ## run every benchmark with --quick
 	@for file in bench/*.py; do \
 		name=$$(basename $$file .py); \
 		if grep -q 'add_argument("--quick"' $$file; then \
 			echo "== $$name"; $(BIN)/python -m bench.$$name --quick || exit 1; \
 		fi; \
 	done
-	@echo "== blend_quality, text that nobody trained on"
+	@echo "== blend_quality --foreign"
 	@$(BIN)/python -m bench.blend_quality --quick --foreign
 
 wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine without network
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse
 
 clean: ## remove the environment, caches and local data
-	rm -rf .venv .ragcache wheelhouse dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .ragcache wheelhouse dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

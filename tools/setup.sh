@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv with everything the project needs, or with --download DIR fetch it for a machine
-# without network. CPU builds unless an NVIDIA GPU is there.
+# Make .venv with everything the project needs. CPU builds unless an NVIDIA GPU is there.
+#   --download DIR  fetch the wheels for a machine without network, and install nothing
+#   --part PART     install only what one part and its unit tests need: no vLLM, no torch
 #   PYTHON  interpreter to make the environment with (default python3)
 #   WHEELS  folder of wheels to install from instead of the network
 set -euo pipefail
@@ -27,8 +28,8 @@ extras="gateway,retriever,cachestore,engine-$device,operator,install,dev"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
-# vLLM's CPU wheel needs torch's CPU build, which has an index of its own. It is looked for in the
-# configured indexes first, so that a mirror or a folder of wheels serves as well.
+# vLLM's CPU wheel needs torch's CPU build, which has an index of its own. The configured indexes come
+# first, so a mirror or a folder of wheels also works.
 cpu_torch() {
     pip "$@" "torch==$torch+cpu" 2>/dev/null || pip "$@" --index-url "$torch_cpu_index" "torch==$torch+cpu"
 }
@@ -44,19 +45,35 @@ if [ "${1:-}" = --download ]; then
 fi
 
 started=$SECONDS
-echo "setup: installing into .venv for $device (several minutes the first time)"
 if [ -n "$wheels" ]; then
-    [ -d "$wheels" ] || { echo "setup: WHEELS=$wheels is no folder; fill one with 'make wheelhouse'" >&2; exit 1; }
+    [ -d "$wheels" ] || { echo "setup: WHEELS=$wheels is not a folder; fill one with 'make wheelhouse'" >&2; exit 1; }
     from=(--no-index --find-links "$wheels")
 else
     from=()
-    [ "$device" = gpu ] || cpu_torch install --constraint constraints.txt
 fi
+
+if [ "${1:-}" = --part ]; then
+    part=${2:-}
+    case $part in
+        core) extras=dev ;;
+        operator|gateway|cachestore) extras="$part,dev" ;;
+        retriever) extras="retriever-base,dev" ;;
+        cli) extras="install,dev" ;;
+        *) echo "setup: PART=$part is unknown; use core, operator, gateway, retriever, cachestore or cli" >&2; exit 1 ;;
+    esac
+    pip install "${from[@]}" --constraint constraints.txt "setuptools>=77" wheel
+    pip install "${from[@]}" --constraint constraints.txt --no-build-isolation --editable ".[$extras]"
+    echo "setup: ready for $part in $((SECONDS - started)) s; run: make test T=tests/unit/$part"
+    exit 0
+fi
+
+echo "setup: installing into .venv for $device (several minutes the first time)"
+if [ -z "$wheels" ] && [ "$device" = cpu ]; then cpu_torch install --constraint constraints.txt; fi
 pip install "${from[@]}" --constraint constraints.txt "setuptools>=77" wheel
 pip install "${from[@]}" --constraint constraints.txt --no-build-isolation --editable ".[$extras]"
 if [ "$device" = cpu ]; then
-    # vLLM's wheel asks for these, nothing of ours uses them, and what the index gives may be CUDA
-    # builds whose import fails and takes vLLM's and sentence-transformers' import with it.
+    # vLLM's wheel requires these packages and RagCache does not use them. The index may give CUDA
+    # builds, whose failing import breaks the imports of vLLM and sentence-transformers.
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 fi
 .venv/bin/python - <<'CHECK'

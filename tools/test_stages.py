@@ -1,0 +1,101 @@
+"""Run the checks and tests in stages, fastest first, and print how long each stage took.
+
+::
+
+    python -m tools.test_stages [--only STAGE ...] [--slow]
+
+The run stops at the first stage that fails. CI runs the same stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+SOURCES: Final = "core wire kv operator services cli tests bench tools examples models"
+# Two test files at a time: an engine's start keeps one core busy, and no more.
+BY_TWOS: Final = "-n 2 --dist loadfile --no-loadscope-reorder"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Commands that run one after the other."""
+
+    name: str
+    commands: tuple[str, ...]
+
+
+STAGES: Final = (
+    Stage(
+        "check",
+        (
+            f"ruff format --check {SOURCES}",
+            f"ruff check {SOURCES}",
+            "codespell",
+            "lint-imports",
+            "mypy",
+            "python tools/generate_wire.py --check",
+            "python tools/generate_crds.py --check",
+            "python tools/generate_chart.py --check",
+            "python tools/generate_settings.py --check",
+            "python -m tools.prose",
+            "python -m tools.house --check",
+        ),
+    ),
+    Stage("unit", ("python -m pytest -n logical tests/unit",)),
+    Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
+    Stage(
+        "integration, end to end",
+        (f"python -m pytest {BY_TWOS} -m 'not slow' tests/integration tests/e2e",),
+    ),
+    Stage("cluster", ("python -m pytest -m 'not slow' tests/cluster",)),
+)
+SLOW: Final = (
+    Stage("build Kubernetes", ("python -m tests.cluster.binaries",)),
+    Stage("slow tests", ("python -m pytest -m slow tests/integration tests/e2e tests/cluster",)),
+    Stage("soak", ("python -m bench.soak",)),
+)
+
+
+def run(command: str) -> bool:
+    """Run one command of the environment this Python belongs to."""
+    program, *words = shlex.split(command)
+    print(f"$ {command}", flush=True)
+    path = Path(sys.executable).with_name(program)
+    return subprocess.run([str(path), *words], cwd=ROOT, check=False).returncode == 0
+
+
+def main() -> int:
+    """Run the stages; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description="Run checks and tests in stages.")
+    parser.add_argument("--only", nargs="*", help="names of the stages to run", default=[])
+    parser.add_argument("--slow", action="store_true", help="the slow tests in place of the others")
+    given = parser.parse_args()
+    stages = SLOW if given.slow else STAGES
+    taken: list[tuple[str, float, bool]] = []
+    for stage in stages:
+        if given.only and stage.name not in given.only:
+            continue
+        started_s = time.monotonic()
+        passed = all(run(command) for command in stage.commands)
+        taken.append((stage.name, time.monotonic() - started_s, passed))
+        if not passed:
+            break
+    print("\nstage                       time")
+    for name, seconds, passed in taken:
+        minutes, rest = divmod(round(seconds), 60)
+        print(f"{name:<26} {minutes:3d}:{rest:02d}{'' if passed else '  failed'}")
+    minutes, rest = divmod(round(sum(seconds for _, seconds, _ in taken)), 60)
+    print(f"{'all':<26} {minutes:3d}:{rest:02d}", flush=True)
+    return 0 if all(passed for _, _, passed in taken) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
