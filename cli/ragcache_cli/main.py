@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from ragcache_operator.builders.unsupported import unsupported_features
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
@@ -36,7 +37,6 @@ from ragcache_cli.local.state_file import ROOT, find_data, recorded
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
 
@@ -337,7 +337,7 @@ def render(
         from ragcache_cli.kubernetes.cluster import capabilities_at  # noqa: PLC0415  slow to import
 
         capabilities = asyncio.run(capabilities_at(choice))
-    for refusal in refusals(cache, capabilities or Capabilities.latest()):
+    for refusal in unsupported_features(cache, capabilities or Capabilities.latest()):
         print(f"ragcache: left out: {refusal.message}", file=sys.stderr)
     print(render_yaml(cache, capabilities), end="")
 

@@ -15,7 +15,7 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.config import OperatorConfig
 from ragcache_operator.health import serving_health
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import LeaseLost, lead
+from ragcache_operator.kube.lease import LeaseLost, run_while_leading
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.leader import reconcile_all
 from ragcache_operator.webhooks.admission import AdmissionConfig, serving_admission
@@ -36,7 +36,7 @@ async def serve(config: OperatorConfig) -> None:
         work = partial(reconcile_all, api, config, metrics)
         if config.lease:
             identity = f"{config.identity}_{uuid.uuid4().hex[:8]}"
-            await lead(api, config.namespace, config.lease, identity, work)
+            await run_while_leading(api, config.namespace, config.lease, identity, work)
         else:
             await work()
 

@@ -15,7 +15,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._passes = Histogram(
+        self._pass_seconds = Histogram(
             "ragcache_operator_reconcile_seconds",
             "One pass over an object, by its kind and outcome.",
             ("kind", "outcome"),
@@ -35,7 +35,7 @@ class Metrics:
         )
 
     @contextmanager
-    def reconciling(self, kind: str) -> Iterator[None]:
+    def time_pass(self, kind: str) -> Iterator[None]:
         """Time a pass over an object of a kind."""
         started = time.monotonic()
         outcome = "failed"
@@ -46,7 +46,7 @@ class Metrics:
             outcome = "cancelled"
             raise
         finally:
-            self._passes.labels(kind, outcome).observe(time.monotonic() - started)
+            self._pass_seconds.labels(kind, outcome).observe(time.monotonic() - started)
 
     def applied(self, kind: str) -> None:
         """Count a child that was written."""

@@ -14,8 +14,8 @@ from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.objects.autoscaling import with_replicas
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.discovery import discover
+from ragcache_operator.kube.drift import difference
 from ragcache_operator.kube.resources import NAMESPACES, Resource, resource_of
-from ragcache_operator.reconcile.drift import difference
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.helpers.children_parts import Object, children_of, make_cache, of

@@ -14,11 +14,11 @@ import pytest
 
 from ragcache_operator.collections.job import parse_time
 from ragcache_operator.collections.reconciler import (
-    REMOVAL_PATIENCE_S,
-    WATCH_S,
+    JOB_POLL_S,
+    REMOVAL_TIMEOUT_S,
     CollectionReconciler,
 )
-from ragcache_operator.collections.schedule import LOOK_S, RETRY_S
+from ragcache_operator.collections.schedule import CONFIG_MAP_POLL_S, FAILED_RETRY_S
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import (
     CONFIG_MAPS,
@@ -32,7 +32,7 @@ from ragcache_operator.kube.resources import (
     Resource,
 )
 from ragcache_operator.spec.crd import KINDS, definition
-from ragcache_operator.status.conditions import Transition, find
+from ragcache_operator.status.conditions import ObjectEvent, find
 from tests.cluster.control_plane import ControlPlane
 
 # A server this old knows no CEL.
@@ -49,7 +49,7 @@ class Team:
     api: Api
     namespace: str
     ahead_s: float = 0.0
-    events: list[Transition] = field(default_factory=list)
+    events: list[ObjectEvent] = field(default_factory=list)
 
     @property
     def reconciler(self) -> CollectionReconciler:
@@ -265,14 +265,14 @@ async def test_a_collection_comes_to_be_synced(team: Team) -> None:
     assert await team.condition("Synced") == ("False", "SourceNotFound")
 
     await team.write(a="A")
-    assert await team.reconcile() == WATCH_S
+    assert await team.reconcile() == JOB_POLL_S
     assert await team.condition("Synced") == ("False", "Syncing")
     assert (await team.status())["phase"] == "Syncing"
 
     await team.reconcile()
     assert len(await team.jobs()) == 1
     await team.end_well(written=2)
-    assert await team.reconcile() == LOOK_S
+    assert await team.reconcile() == CONFIG_MAP_POLL_S
     status = await team.status()
     assert await team.condition("Ready") == ("True", "Synced")
     assert (status["phase"], status["documents"], status["chunks"]) == ("Ready", 2, 4)
@@ -321,9 +321,9 @@ async def test_a_changed_config_map_is_synced_and_a_label_on_it_is_not(team: Tea
     await synced(team)
     patch = {"metadata": {"labels": {"team": "x"}}}
     await team.api.merge(CONFIG_MAPS, "faq", team.namespace, patch)
-    assert await team.reconcile() == LOOK_S
+    assert await team.reconcile() == CONFIG_MAP_POLL_S
     await team.write(a="A changed")
-    assert await team.reconcile() == WATCH_S
+    assert await team.reconcile() == JOB_POLL_S
     assert await team.condition("Synced") == ("False", "Syncing")
     # What the sync before brought still answers.
     assert await team.condition("Ready") == ("True", "Synced")
@@ -341,7 +341,7 @@ async def test_other_sources_are_looked_at_again_after_the_interval(team: Team) 
     assert again_s is not None
     assert 500 < again_s <= 600
     team.ahead_s = 601
-    assert await team.reconcile() == WATCH_S
+    assert await team.reconcile() == JOB_POLL_S
     # A look that may find nothing new says nothing.
     assert await team.condition("Synced") == ("True", "Synced")
     await team.end_well()
@@ -355,7 +355,7 @@ async def test_failures_are_told_and_tried_again_at_the_interval(team: Team) -> 
     await team.reconcile()
     await team.end(1, result(failures=1))
     again_s = await team.reconcile()
-    assert again_s == LOOK_S
+    assert again_s == CONFIG_MAP_POLL_S
     assert await team.condition("Synced") == ("False", "PartlySynced")
     assert await team.condition("Ready") == ("True", "PartlySynced")
     status = await team.status()
@@ -364,7 +364,7 @@ async def test_failures_are_told_and_tried_again_at_the_interval(team: Team) -> 
     assert [(event.kind, event.reason) for event in team.events][-1] == ("Warning", "PartlySynced")
     assert len(await team.jobs()) == 1
     team.ahead_s = 301
-    assert await team.reconcile() == WATCH_S
+    assert await team.reconcile() == JOB_POLL_S
 
 
 async def test_a_sync_that_dies_is_tried_again_after_a_while(team: Team) -> None:
@@ -374,14 +374,14 @@ async def test_a_sync_that_dies_is_tried_again_after_a_while(team: Team) -> None
     await team.end(137, "the last line of its log")
     again_s = await team.reconcile()
     assert again_s is not None
-    assert WATCH_S < again_s <= RETRY_S
+    assert JOB_POLL_S < again_s <= FAILED_RETRY_S
     synced_condition = find((await team.status())["conditions"], "Synced")
     assert synced_condition is not None
     assert synced_condition["reason"] == "SyncFailed"
     assert "the last line of its log" in synced_condition["message"]
     assert await team.condition("Ready") == ("True", "Synced")
-    team.ahead_s = RETRY_S + 1
-    assert await team.reconcile() == WATCH_S
+    team.ahead_s = FAILED_RETRY_S + 1
+    assert await team.reconcile() == JOB_POLL_S
     await team.end_well()
     await team.reconcile()
     assert await team.condition("Synced") == ("True", "Synced")
@@ -475,7 +475,7 @@ async def test_its_documents_go_with_a_collection(team: Team) -> None:
     assert not await remove(team)
     await team.end_well(deleted=2)
     assert await remove(team)
-    assert team.events == [Transition("Normal", "DocumentsDeleted", "2 documents deleted")]
+    assert team.events == [ObjectEvent("Normal", "DocumentsDeleted", "2 documents deleted")]
     assert await team.jobs() == ()
 
 
@@ -502,7 +502,7 @@ async def test_a_job_that_never_starts_holds_no_deletion_up_either(team: Team) -
     while not any("-remove-" in job["metadata"]["name"] for job in await team.jobs()):
         assert not await remove(team)
     assert not await remove(team)
-    team.ahead_s = REMOVAL_PATIENCE_S + 1
+    team.ahead_s = REMOVAL_TIMEOUT_S + 1
     assert await remove(team)
     assert team.events[-1].reason == "DocumentsLeft"
 

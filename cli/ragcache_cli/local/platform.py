@@ -195,7 +195,7 @@ class LocalPlatform:
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
         site = LocalSite(self._data, self._gateway_port, ports)
-        self._held.enter_context(plan_key_file(Path(site.plan_key_file())))
+        self._held.enter_context(plan_key_file(Path(site.signing_key_file())))
         for part in parts_from(build_children(self._cache, site), self._cache.metadata.name):
             self._keepers.append(self._keeper(part))
         for keeper in self._keepers:

@@ -183,8 +183,8 @@ class ClusterSite:
     def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
         """The pod's own name in front of the Service's, as the members' file has it."""
         return {
-            "RAGCACHE_POD": FromField("metadata.name"),
-            "RAGCACHE_OWN_ADDRESS": f"$(RAGCACHE_POD).{self.address_of(shards)}",
+            "POD_NAME": FromField("metadata.name"),
+            "RAGCACHE_OWN_ADDRESS": f"$(POD_NAME).{self.address_of(shards)}",
         }
 
     def data_socket(self) -> str:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from ragcache_operator.collections.job import format_time
 from ragcache_operator.collections.outcome import Outcome
-from ragcache_operator.collections.schedule import Situation, Step, Wait, Watch
+from ragcache_operator.collections.schedule import AwaitJob, Postpone, Situation, SyncStep
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.status.conditions import Condition, Transition, Truth, find
+from ragcache_operator.status.conditions import Condition, ObjectEvent, Truth, find
 
 READY = "Ready"
 SYNCED = "Synced"
@@ -31,7 +31,7 @@ _WARNINGS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ConditionState:
     """One condition, without what follows from the one before it."""
 
     status: Truth
@@ -40,19 +40,19 @@ class State:
 
 
 def make_status(
-    before: Mapping[str, Any], generation: int, here: Situation, step: Step, progress: str
+    before: Mapping[str, Any], generation: int, situation: Situation, step: SyncStep, progress: str
 ) -> Object:
     """Status of a RagCollection that is acted on. before: its status so far.
 
     progress: how far the running sync is, or what its pod waits for; empty when none runs.
     """
-    synced = _synced(here, step)
-    ready = _ready(before, here, synced)
-    last = here.last
+    synced = _synced(situation, step)
+    ready = _ready(before, situation, synced)
+    last = situation.last
     status: Object = {
         "observedGeneration": generation,
         "phase": _phase(ready, synced),
-        "conditions": _conditions(before, generation, here.now, ready, synced),
+        "conditions": _conditions(before, generation, situation.now, ready, synced),
     }
     if progress:
         status["progress"] = progress
@@ -68,7 +68,7 @@ def make_status(
 
 def refused_status(before: Mapping[str, Any], generation: int, message: str, now: float) -> Object:
     """Status of a RagCollection whose spec is not acted on; what it brought stays."""
-    state = State("False", INVALID, message)
+    state = ConditionState("False", INVALID, message)
     return {
         **{key: value for key, value in before.items() if key != "progress"},
         "observedGeneration": generation,
@@ -77,7 +77,7 @@ def refused_status(before: Mapping[str, Any], generation: int, message: str, now
     }
 
 
-def transitions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Transition]:
+def events_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ObjectEvent]:
     """Events that the change of Synced earns; what there is to say of Ready, Synced says too."""
     old = find(before.get("conditions") or (), SYNCED)
     new = find(after["conditions"], SYNCED)
@@ -85,10 +85,10 @@ def transitions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Tra
     if old is not None and old["reason"] == new["reason"]:
         return []
     kind: Literal["Normal", "Warning"] = "Warning" if new["reason"] in _WARNINGS else "Normal"
-    return [Transition(kind, new["reason"], new["message"])]
+    return [ObjectEvent(kind, new["reason"], new["message"])]
 
 
-def ended(outcome: Outcome) -> list[Transition]:
+def document_events(outcome: Outcome) -> list[ObjectEvent]:
     """Events that the end of a sync earns beside those of the conditions."""
     if not outcome.written and not outcome.deleted:
         return []
@@ -96,51 +96,53 @@ def ended(outcome: Outcome) -> list[Transition]:
         f"{outcome.written} documents written, {outcome.deleted} deleted; "
         f"{outcome.documents} are there"
     )
-    return [Transition("Normal", "DocumentsChanged", words)]
+    return [ObjectEvent("Normal", "DocumentsChanged", words)]
 
 
-def _synced(here: Situation, step: Step) -> State:
-    last = here.last
-    if last is not None and last.revision == here.revision:
+def _synced(situation: Situation, step: SyncStep) -> ConditionState:
+    last = situation.last
+    if last is not None and last.revision == situation.revision:
         return _state_of(last.outcome)
-    if isinstance(step, Wait):
-        return State("False", step.reason, step.message)
-    if isinstance(step, Watch):
-        return State("False", SYNCING, "a sync reads the sources")
-    return State("False", SYNCING, "a sync starts")
+    if isinstance(step, Postpone):
+        return ConditionState("False", step.reason, step.message)
+    if isinstance(step, AwaitJob):
+        return ConditionState("False", SYNCING, "a sync reads the sources")
+    return ConditionState("False", SYNCING, "a sync starts")
 
 
-def _state_of(outcome: Outcome) -> State:
+def _state_of(outcome: Outcome) -> ConditionState:
     there = f"{outcome.documents} documents in {outcome.chunks} chunks"
     match outcome.verdict:
         case "well":
             of_revision = f", of revision {outcome.revision}" if outcome.revision else ""
-            return State("True", SYNCED, f"{there}{of_revision}")
+            return ConditionState("True", SYNCED, f"{there}{of_revision}")
         case "partly":
             words = f"{there}; {outcome.failure_count} failures, the first: {outcome.message}"
-            return State("False", PARTLY_SYNCED, words)
+            return ConditionState("False", PARTLY_SYNCED, words)
         case "mistake":
-            return State("False", SYNC_REFUSED, outcome.message)
+            return ConditionState("False", SYNC_REFUSED, outcome.message)
         case "lost":
-            return State("False", SYNC_FAILED, outcome.message)
+            return ConditionState("False", SYNC_FAILED, outcome.message)
 
 
-def _ready(before: Mapping[str, Any], here: Situation, synced: State) -> State:
+def _ready(
+    before: Mapping[str, Any], situation: Situation, synced: ConditionState
+) -> ConditionState:
     """Whether documents are there to be asked, if only those of the sync before."""
-    if here.blocked is not None and here.blocked[0] == CACHE_NOT_FOUND:
-        return State("False", *here.blocked)
-    last = here.last
-    if last is not None and last.revision == here.revision:
+    if situation.blocked is not None and situation.blocked[0] == CACHE_NOT_FOUND:
+        return ConditionState("False", *situation.blocked)
+    last = situation.last
+    if last is not None and last.revision == situation.revision:
         outcome = last.outcome
         if outcome.verdict == "well" or (outcome.verdict == "partly" and outcome.documents):
-            return State("True", synced.reason, synced.message)
+            return ConditionState("True", synced.reason, synced.message)
     old = find(before.get("conditions") or (), READY)
     if old is not None and old["status"] == "True":
-        return State("True", old["reason"], old["message"])
-    return State("False", synced.reason, synced.message)
+        return ConditionState("True", old["reason"], old["message"])
+    return ConditionState("False", synced.reason, synced.message)
 
 
-def _phase(ready: State, synced: State) -> str:
+def _phase(ready: ConditionState, synced: ConditionState) -> str:
     if synced.status == "True" and ready.status == "True":
         return "Ready"
     if synced.reason == SYNCING:
@@ -150,7 +152,11 @@ def _phase(ready: State, synced: State) -> str:
 
 
 def _conditions(
-    before: Mapping[str, Any], generation: int, now: float, ready: State, synced: State
+    before: Mapping[str, Any],
+    generation: int,
+    now: float,
+    ready: ConditionState,
+    synced: ConditionState,
 ) -> list[Condition]:
     old: Sequence[Condition] = before.get("conditions") or ()
     return [
@@ -160,7 +166,7 @@ def _conditions(
 
 
 def _condition(
-    old: Condition | None, name: str, state: State, generation: int, now: float
+    old: Condition | None, name: str, state: ConditionState, generation: int, now: float
 ) -> Condition:
     same = old is not None and old["status"] == state.status
     return {

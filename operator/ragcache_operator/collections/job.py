@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_operator.builders.labels import SYNC, labels
+from ragcache_operator.builders.labels import SYNC_COMPONENT, labels
 from ragcache_operator.builders.pods.pod import CONTAINER_SECURITY, POD_SECURITY, placement
 from ragcache_operator.collections.mounts import MOUNTS, mount_name, token_variable
 from ragcache_operator.collections.outcome import Outcome
@@ -198,7 +198,10 @@ def _job(
     manifest = collection.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"metadata": {"uid"}}
     )
-    mine = {**labels(cache.metadata.name, SYNC), COLLECTION_LABEL: collection.metadata.name}
+    mine = {
+        **labels(cache.metadata.name, SYNC_COMPONENT),
+        COLLECTION_LABEL: collection.metadata.name,
+    }
     arguments = ("--object", json.dumps(manifest), "--gateway", gateway_url, "--result", _RESULT)
     container = {
         "name": CONTAINER,

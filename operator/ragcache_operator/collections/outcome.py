@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragcache_operator.kube.resources import Object
 
-Verdict = Literal["well", "partly", "mistake", "lost"]
+SyncVerdict = Literal["well", "partly", "mistake", "lost"]
 _MISTAKE_STATUS = 2
 _LONGEST_WORDS = 500
 
@@ -24,7 +24,7 @@ class Outcome:
     sync names it. failure_count: of all; failures holds those that fit.
     """
 
-    verdict: Verdict
+    verdict: SyncVerdict
     message: str = ""
     documents: int = 0
     chunks: int = 0
@@ -75,7 +75,7 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     except (ValueError, TypeError, KeyError):
         last = said.strip().rpartition("\n")[2] or f"it ended with status {status}"
         return Outcome("lost", f"{ended.get('reason') or 'Error'}: {last}"[:_LONGEST_WORDS])
-    verdict: Verdict
+    verdict: SyncVerdict
     if finished:
         verdict = "partly" if failures else "well"
     else:
@@ -97,7 +97,7 @@ def _failure(failure: Mapping[str, Any]) -> str:
     return ": ".join(str(part) for part in parts if part)
 
 
-def waiting_words(pods: Sequence[Object]) -> str:
+def waiting_reason(pods: Sequence[Object]) -> str:
     """Why the youngest pod of a Job does not run yet; empty if it does, or nobody knows."""
     youngest = max(pods, key=_created, default=None)
     if youngest is None:

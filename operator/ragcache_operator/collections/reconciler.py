@@ -20,10 +20,10 @@ from ragcache_operator.collections.conditions import (
     CACHE_NOT_FOUND,
     CACHE_NOT_READY,
     SOURCE_NOT_FOUND,
-    ended,
+    document_events,
+    events_for,
     make_status,
     refused_status,
-    transitions,
 )
 from ragcache_operator.collections.job import (
     COLLECTION_LABEL,
@@ -39,7 +39,7 @@ from ragcache_operator.collections.job import (
     removal_name,
     sync_job,
 )
-from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_words
+from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_reason
 from ragcache_operator.collections.revision import (
     Revision,
     claim_names,
@@ -47,15 +47,15 @@ from ragcache_operator.collections.revision import (
     revision_of,
 )
 from ragcache_operator.collections.schedule import (
+    AwaitJob,
+    Idle,
     LastSync,
-    Record,
+    Postpone,
+    RecordOutcome,
     Situation,
-    Sleep,
-    Start,
-    Step,
-    Stop,
-    Wait,
-    Watch,
+    StartJob,
+    StopJob,
+    SyncStep,
     newest_job,
     next_step,
     superseded,
@@ -72,22 +72,22 @@ from ragcache_operator.kube.resources import (
 from ragcache_operator.kube.status import write_status
 from ragcache_operator.spec import RagCache, RagCollection, parse_duration
 from ragcache_operator.spec.manifest import parse_collection, parse_manifest
-from ragcache_operator.spec.rules import violations
-from ragcache_operator.status.conditions import Transition, find
+from ragcache_operator.spec.rules import find_problems
+from ragcache_operator.status.conditions import ObjectEvent, find
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 2.0
+JOB_POLL_S = 2.0
 """Between two looks at a Job that runs; what its pod says is on no watch."""
-REMOVAL_PATIENCE_S = LONGEST_REMOVAL_S + 60.0
+REMOVAL_TIMEOUT_S = LONGEST_REMOVAL_S + 60.0
 """How long a deletion waits for its Job, the time to start its pod included."""
 _IMAGE = "tools"
 
-Say = Callable[[Transition], None]
+PostEvent = Callable[[ObjectEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class ObservedCache:
     """The RagCache a collection belongs to, as far as it can be used.
 
     spec: None while it is not one that is acted on. problem: why it takes no documents now, as a
@@ -110,39 +110,39 @@ class CollectionReconciler:
         self._tag = tag
         self._clock = clock
 
-    async def reconcile(self, body: Object, memory: object, say: Say) -> float | None:
+    async def reconcile(self, body: Object, memory: object, post_event: PostEvent) -> float | None:
         """One pass over a RagCollection. Returns the seconds after which to look again by oneself.
 
         None: only when something changes. memory: nothing is kept in it. say: posts an Event.
         """
-        problems = violations(body)
+        problems = find_problems(body)
         if problems:
             message = "; ".join(map(str, problems))
             before, generation = body.get("status") or {}, body["metadata"]["generation"]
             status = refused_status(before, generation, message, self._clock())
-            await self._write(body, status, say)
+            await self._write(body, status, post_event)
             return None
         collection = parse_collection(body)
         cache = await self._cache(collection)
-        here = await self._look(body, collection, cache)
-        step = next_step(here)
-        if isinstance(step, Record):
+        situation = await self._observe(body, collection, cache)
+        step = next_step(situation)
+        if isinstance(step, RecordOutcome):
             outcome = await self._record(body, step.job)
-            for transition in ended(outcome):
-                say(transition)
-            here = await self._look(body, collection, cache)
-            step = next_step(here)
+            for event in document_events(outcome):
+                post_event(event)
+            situation = await self._observe(body, collection, cache)
+            step = next_step(situation)
         again_s = await self._act(body, collection, cache, step)
-        running = step.job if isinstance(step, Watch) else None
+        running = step.job if isinstance(step, AwaitJob) else None
         progress = "" if running is None else await self._progress(body, running)
         generation = body["metadata"]["generation"]
-        status = make_status(body.get("status") or {}, generation, here, step, progress)
-        await self._write(body, status, say)
-        for job in superseded(here.jobs):
+        status = make_status(body.get("status") or {}, generation, situation, step, progress)
+        await self._write(body, status, post_event)
+        for job in superseded(situation.jobs):
             await self._api.delete(JOBS, job.name, _namespace(body))
         return again_s
 
-    async def remove(self, body: Object, say: Say) -> bool:
+    async def remove(self, body: Object, post_event: PostEvent) -> bool:
         """Delete a deleted RagCollection's documents; False while that is not done yet.
 
         Documents stay where nobody can delete them, and where prune says that they do.
@@ -158,12 +158,12 @@ class CollectionReconciler:
         words = await self._removed(body, removal)
         if words is None:
             return False
-        say(words)
+        post_event(words)
         if removal is not None:
             await self._delete_job(removal, "Background")
         return True
 
-    async def _removed(self, body: Object, removal: Object | None) -> Transition | None:
+    async def _removed(self, body: Object, removal: Object | None) -> ObjectEvent | None:
         """What came of the deletion of its documents; None while it goes on."""
         try:
             collection = parse_collection(body)
@@ -190,23 +190,27 @@ class CollectionReconciler:
             return _deleted(outcome)
         waited_s = self._clock() - parse_time(body["metadata"]["deletionTimestamp"])
         late = _left("Warning", "nothing could be started that deletes them")
-        return late if waited_s > REMOVAL_PATIENCE_S else None
+        return late if waited_s > REMOVAL_TIMEOUT_S else None
 
     # Looking
 
-    async def _cache(self, collection: RagCollection) -> Cache:
+    async def _cache(self, collection: RagCollection) -> ObservedCache:
         name, namespace = collection.spec.cache_ref.name, collection.metadata.namespace
         found = await self._api.get(RAG_CACHES, name, namespace)
         if found is None:
             words = f"there is no RagCache {name} in namespace {namespace}"
-            return Cache("", None, (CACHE_NOT_FOUND, words))
+            return ObservedCache("", None, (CACHE_NOT_FOUND, words))
         uid = found["metadata"]["uid"]
         if "deletionTimestamp" in found["metadata"]:
-            return Cache(uid, None, (CACHE_NOT_READY, f"the RagCache {name} is being deleted"))
+            return ObservedCache(
+                uid, None, (CACHE_NOT_READY, f"the RagCache {name} is being deleted")
+            )
         try:
             spec = parse_manifest(found)
         except InvalidInput as error:
-            return Cache(uid, None, (CACHE_NOT_READY, f"the RagCache {name} is refused: {error}"))
+            return ObservedCache(
+                uid, None, (CACHE_NOT_READY, f"the RagCache {name} is refused: {error}")
+            )
         # Documents can come before the model has loaded.
         conditions = (found.get("status") or {}).get("conditions") or ()
         for part in ("RetrieverReady", "GatewayReady"):
@@ -214,10 +218,12 @@ class CollectionReconciler:
             if condition is None or condition["status"] != "True":
                 said = "" if condition is None else f": {condition['message']}"
                 words = f"the RagCache {name} is not {part}{said}"
-                return Cache(uid, spec, (CACHE_NOT_READY, words))
-        return Cache(uid, spec, None)
+                return ObservedCache(uid, spec, (CACHE_NOT_READY, words))
+        return ObservedCache(uid, spec, None)
 
-    async def _look(self, body: Object, collection: RagCollection, cache: Cache) -> Situation:
+    async def _observe(
+        self, body: Object, collection: RagCollection, cache: ObservedCache
+    ) -> Situation:
         namespace = _namespace(body)
         names = config_map_names(collection)
         config_maps = {name: await self._api.get(CONFIG_MAPS, name, namespace) for name in names}
@@ -228,7 +234,7 @@ class CollectionReconciler:
             last=last_sync(body.get("status") or {}, jobs),
             jobs=jobs,
             blocked=cache.problem or _all_missing(collection, config_maps),
-            watched=bool(names),
+            polls_sources=bool(names),
             now=self._clock(),
         )
 
@@ -251,24 +257,24 @@ class CollectionReconciler:
     # Acting
 
     async def _act(
-        self, body: Object, collection: RagCollection, cache: Cache, step: Step
+        self, body: Object, collection: RagCollection, cache: ObservedCache, step: SyncStep
     ) -> float:
         """Do what a step says; the seconds after which to look again."""
         match step:
-            case Stop(job):
+            case StopJob(job):
                 # In the foreground: the Job is there until its pod is gone.
                 await self._api.delete(JOBS, job.name, _namespace(body), "Foreground")
-            case Start(revision, attempt, after):
+            case StartJob(revision, attempt, after):
                 await self._start(body, collection, cache, revision, attempt, after)
-            case Wait(_, _, again_s) | Sleep(again_s):
+            case Postpone(_, _, again_s) | Idle(again_s):
                 return again_s
-        return WATCH_S
+        return JOB_POLL_S
 
     async def _start(
         self,
         body: Object,
         collection: RagCollection,
-        cache: Cache,
+        cache: ObservedCache,
         revision: Revision,
         attempt: int,
         after: float | None,
@@ -323,7 +329,7 @@ class CollectionReconciler:
                 except ApiError:
                     # It has just ended, or its node does not answer: nothing to say.
                     return ""
-        return waiting_words(pods)
+        return waiting_reason(pods)
 
     async def _delete_job(self, job: Object, how: Literal["Background", "Foreground"]) -> None:
         meta = job["metadata"]
@@ -333,12 +339,12 @@ class CollectionReconciler:
     def _site(self, cache: RagCache) -> ClusterSite:
         return ClusterSite.of(cache, images=self._images, tag=self._tag)
 
-    async def _write(self, body: Object, status: Object, say: Say) -> None:
+    async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
         """Write the status if it says anything new, and tell of its transitions."""
         live = body.get("status") or {}
         if await write_status(self._api, body, status):
-            for transition in transitions(live, status):
-                say(transition)
+            for event in events_for(live, status):
+                post_event(event)
 
 
 def last_sync(status: Object, jobs: Sequence[SyncJob]) -> LastSync | None:
@@ -376,15 +382,15 @@ def _all_missing(
     return SOURCE_NOT_FOUND, f"there is no ConfigMap {names} in its namespace"
 
 
-def _deleted(outcome: Outcome) -> Transition:
+def _deleted(outcome: Outcome) -> ObjectEvent:
     """What a Job that was to delete documents has come to."""
     if outcome.verdict != "well":
         return _left("Warning", outcome.message)
-    return Transition("Normal", "DocumentsDeleted", f"{outcome.deleted} documents deleted")
+    return ObjectEvent("Normal", "DocumentsDeleted", f"{outcome.deleted} documents deleted")
 
 
-def _left(kind: Literal["Normal", "Warning"], why: str) -> Transition:
-    return Transition(kind, "DocumentsLeft", f"its documents are left where they are: {why}")
+def _left(kind: Literal["Normal", "Warning"], why: str) -> ObjectEvent:
+    return ObjectEvent(kind, "DocumentsLeft", f"its documents are left where they are: {why}")
 
 
 def _namespace(body: Object) -> str:

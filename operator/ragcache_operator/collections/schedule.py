@@ -9,11 +9,11 @@ from ragcache_operator.collections.job import SyncJob
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
 
-LOOK_S = 30.0
+CONFIG_MAP_POLL_S = 30.0
 """Between two looks at ConfigMaps: nobody tells the operator of their changes."""
-WAIT_S = 5.0
+BLOCKED_RETRY_S = 5.0
 """Between two looks at a RagCache that is not ready."""
-RETRY_S = 30.0
+FAILED_RETRY_S = 30.0
 """After a sync that was lost; twice as long after every further one, up to the interval."""
 _MOST_DOUBLINGS = 12
 
@@ -42,33 +42,33 @@ class Situation:
     last: LastSync | None
     jobs: Sequence[SyncJob]
     blocked: tuple[str, str] | None
-    watched: bool
+    polls_sources: bool
     now: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopJob:
     """Delete a Job that brings what is no longer asked for."""
 
     job: SyncJob
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class AwaitJob:
     """Wait for a Job."""
 
     job: SyncJob
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordOutcome:
     """Keep what a finished Job said."""
 
     job: SyncJob
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartJob:
     """Start a Job. after: when the sync before ended; None if there was none."""
 
     revision: Revision
@@ -77,7 +77,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Postpone:
     """A sync is due and cannot start. reason and message: a condition's."""
 
     reason: str
@@ -86,34 +86,34 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class Idle:
     """Nothing to do for so long."""
 
     again_s: float
 
 
-Step = Stop | Watch | Record | Start | Wait | Sleep
+SyncStep = StopJob | AwaitJob | RecordOutcome | StartJob | Postpone | Idle
 
 
-def next_step(here: Situation) -> Step:
+def next_step(situation: Situation) -> SyncStep:
     """What to do next. There is never more than one Job that may run."""
-    running = [job for job in here.jobs if job.may_run]
+    running = [job for job in situation.jobs if job.may_run]
     for job in running:
         # A changed ConfigMap waits for its turn: stopping for it could go on for ever.
-        if not job.ending and job.revision.spec != here.revision.spec:
-            return Stop(job)
+        if not job.ending and job.revision.spec != situation.revision.spec:
+            return StopJob(job)
     if running:
-        return Watch(running[0])
-    newest = newest_job(here.jobs)
+        return AwaitJob(running[0])
+    newest = newest_job(situation.jobs)
     if newest is not None and newest.outcome is None:
-        return Record(newest)
-    due_s = due_at(here) - here.now
+        return RecordOutcome(newest)
+    due_s = due_at(situation) - situation.now
     if due_s <= 0:
-        if here.blocked is not None:
-            return Wait(*here.blocked, WAIT_S)
-        after = None if here.last is None else here.last.at
-        return Start(here.revision, _attempt(here), after)
-    return Sleep(min(due_s, LOOK_S) if here.watched else due_s)
+        if situation.blocked is not None:
+            return Postpone(*situation.blocked, BLOCKED_RETRY_S)
+        after = None if situation.last is None else situation.last.at
+        return StartJob(situation.revision, _attempt(situation), after)
+    return Idle(min(due_s, CONFIG_MAP_POLL_S) if situation.polls_sources else due_s)
 
 
 def newest_job(jobs: Sequence[SyncJob]) -> SyncJob | None:
@@ -131,19 +131,19 @@ def superseded(jobs: Sequence[SyncJob]) -> list[SyncJob]:
     return [job for job in jobs if not job.may_run and job is not newest]
 
 
-def due_at(here: Situation) -> float:
+def due_at(situation: Situation) -> float:
     """When the next sync is due, in seconds since 1970."""
-    last = here.last
-    if last is None or last.revision != here.revision:
-        return here.now
+    last = situation.last
+    if last is None or last.revision != situation.revision:
+        return situation.now
     if last.outcome.verdict == "lost":
         doublings = min(last.attempt, _MOST_DOUBLINGS)
-        return last.at + min(here.interval_s, RETRY_S * float(2**doublings))
-    return last.at + here.interval_s
+        return last.at + min(situation.interval_s, FAILED_RETRY_S * float(2**doublings))
+    return last.at + situation.interval_s
 
 
-def _attempt(here: Situation) -> int:
-    last = here.last
-    if last is None or last.revision != here.revision or last.outcome.verdict != "lost":
+def _attempt(situation: Situation) -> int:
+    last = situation.last
+    if last is None or last.revision != situation.revision or last.outcome.verdict != "lost":
         return 0
     return last.attempt + 1

@@ -27,7 +27,7 @@ class LeaseLost(RagCacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class LeaseTiming:
     """Seconds. The defaults are those of Kubernetes' own controllers.
 
     duration_s: how long others wait for a holder that has fallen silent; whole, as the API has it.
@@ -43,13 +43,13 @@ class Timing:
         assert self.retry_s < self.renew_deadline_s < self.duration_s
 
     @property
-    def ending_s(self) -> float:
+    def stop_window_s(self) -> float:
         """How long the work of a holder that lost the Lease may take to end."""
         return self.duration_s - self.renew_deadline_s
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class ObservedLease:
     """What a contender knows of the Lease.
 
     holder: empty if nobody has it. version: changes with every renewal; empty if there is no Lease.
@@ -62,11 +62,13 @@ class Sighting:
     since_s: float
 
 
-def sight(before: Sighting | None, lease: Object | None, now_s: float) -> Sighting:
+def observe_lease(
+    before: ObservedLease | None, lease: Object | None, now_s: float
+) -> ObservedLease:
     """Take note of the Lease as it is now."""
     if lease is None:
         if before is None:
-            return Sighting("", 0.0, "", now_s)
+            return ObservedLease("", 0.0, "", now_s)
         # Somebody deleted it, which tells its holder nothing: it has as long as after a renewal.
         return before if not before.version else replace(before, version="", since_s=now_s)
     version = lease["metadata"]["resourceVersion"]
@@ -74,15 +76,15 @@ def sight(before: Sighting | None, lease: Object | None, now_s: float) -> Sighti
         return before
     spec = lease.get("spec") or {}
     duration_s = float(spec.get("leaseDurationSeconds") or 0)
-    return Sighting(spec.get("holderIdentity") or "", duration_s, version, now_s)
+    return ObservedLease(spec.get("holderIdentity") or "", duration_s, version, now_s)
 
 
-def may_take(seen: Sighting, identity: str, now_s: float) -> bool:
+def may_acquire(seen: ObservedLease, identity: str, now_s: float) -> bool:
     """Whether the Lease is given up, was ours all along, or its holder has fallen silent."""
     return seen.holder in ("", identity) or now_s >= seen.since_s + seen.duration_s
 
 
-def held_by(identity: str, lease: Object | None, timing: Timing, wall: datetime) -> Object:
+def lease_spec(identity: str, lease: Object | None, timing: LeaseTiming, wall: datetime) -> Object:
     """Spec of a Lease that identity takes or renews at wall, a time that only people read."""
     before: Object = (lease or {}).get("spec") or {}
     at = wall.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -97,14 +99,14 @@ def held_by(identity: str, lease: Object | None, timing: Timing, wall: datetime)
     }
 
 
-async def lead(
+async def run_while_leading(
     api: Api,
     namespace: str,
     name: str,
     identity: str,
     run: Callable[[], Awaitable[None]],
     *,
-    timing: Timing = Timing(),
+    timing: LeaseTiming = LeaseTiming(),
     jitter: Callable[[], float] = random.random,
 ) -> None:
     """Wait for the Lease, run while it is held, give it up; returns or raises as run does.
@@ -115,7 +117,7 @@ async def lead(
     after run is cancelled and has had timing.ending_s to end; the process must then exit, because
     a run that ignores its cancellation would work beside the next holder.
     """
-    contender = _Contender(api, namespace, name, identity, timing, jitter)
+    contender = _Candidate(api, namespace, name, identity, timing, jitter)
     await contender.take()
     work = asyncio.ensure_future(run())
     renewal = asyncio.create_task(contender.keep())
@@ -127,7 +129,7 @@ async def lead(
         await asyncio.wait((work, renewal), return_when=asyncio.FIRST_COMPLETED)
         if renewal.done():
             log.error("%s", renewal.exception())
-            await asyncio.wait((work,), timeout=timing.ending_s)
+            await asyncio.wait((work,), timeout=timing.stop_window_s)
         else:
             renewal.cancel()
             await asyncio.wait((renewal,))
@@ -137,14 +139,14 @@ async def lead(
     await work
 
 
-class _Contender:
+class _Candidate:
     def __init__(
         self,
         api: Api,
         namespace: str,
         name: str,
         identity: str,
-        timing: Timing,
+        timing: LeaseTiming,
         jitter: Callable[[], float],
     ) -> None:
         self._api = api
@@ -153,7 +155,7 @@ class _Contender:
         self._identity = identity
         self._timing = timing
         self._jitter = jitter
-        self._seen: Sighting | None = None
+        self._seen: ObservedLease | None = None
         self._held: Object | None = None  # the Lease as this replica last wrote it
         self._renewed_s = 0.0  # when that write was begun
 
@@ -206,7 +208,7 @@ class _Contender:
     async def give_up(self) -> None:
         """Let the next one in at once; a Lease that cannot be given up runs out by itself."""
         try:
-            async with asyncio.timeout(self._timing.ending_s):
+            async with asyncio.timeout(self._timing.stop_window_s):
                 lease = await self._api.get(LEASES, self._name, self._namespace)
                 if lease is None or lease["spec"].get("holderIdentity") != self._identity:
                     return
@@ -227,11 +229,11 @@ class _Contender:
         lease, self._held = self._held, None
         if lease is None:
             lease = await self._api.get(LEASES, self._name, self._namespace)
-        self._seen = sight(self._seen, lease, clock())
+        self._seen = observe_lease(self._seen, lease, clock())
         began_s = clock()
-        if not may_take(self._seen, self._identity, began_s):
+        if not may_acquire(self._seen, self._identity, began_s):
             return False
-        spec = held_by(self._identity, lease, self._timing, datetime.now(UTC))
+        spec = lease_spec(self._identity, lease, self._timing, datetime.now(UTC))
         if lease is None:
             meta = {"name": self._name, "namespace": self._namespace}
             api_version, kind = LEASES.api_version, LEASES.kind
@@ -239,7 +241,7 @@ class _Contender:
             written = await self._api.create(LEASES, new)
         else:
             written = await self._api.replace(LEASES, {**lease, "spec": spec})
-        self._seen = sight(self._seen, written, clock())
+        self._seen = observe_lease(self._seen, written, clock())
         self._held, self._renewed_s = written, began_s
         return True
 

@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.objects.ownership import SPEC_HASH
+from ragcache_operator.kube.drift import addition, difference
 from ragcache_operator.kube.resources import Object, identity
-from ragcache_operator.reconcile.drift import addition, difference
 
 _NEVER_PRUNED = frozenset({"Pod", "PersistentVolumeClaim", "Job"})
 """What others make for us: pods and claims of workloads, and collections' Jobs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Make:
+class CreateChild:
     """Make an object that is not there."""
 
     obj: Object
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class UpdateChild:
     """Make an object say what this spec, or this release, asks for."""
 
     obj: Object
 
 
 @dataclass(frozen=True, slots=True)
-class Correct:
+class CorrectDrift:
     """Undo what others changed. path: the first field. added: they added what may not be added."""
 
     obj: Object
@@ -38,20 +38,20 @@ class Correct:
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class DeleteChild:
     """Delete an object that the spec asks for no more."""
 
     obj: Object
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class NameConflict:
     """An object of this name belongs to somebody else, and is left alone."""
 
     obj: Object
 
 
-Action = Make | Change | Correct | Remove | Taken
+Action = CreateChild | UpdateChild | CorrectDrift | DeleteChild | NameConflict
 
 
 def plan_actions(
@@ -68,7 +68,7 @@ def plan_actions(
     actions = [action for obj in desired if (action := _for(obj, live(obj), uid)) is not None]
     wanted = {identity(obj) for obj in desired}
     actions.extend(
-        Remove(obj)
+        DeleteChild(obj)
         for obj in held
         if obj["kind"] not in _NEVER_PRUNED
         and identity(obj) not in wanted
@@ -78,7 +78,7 @@ def plan_actions(
     return actions
 
 
-def may_lack(
+def may_be_missing(
     secret: str,
     desired: Sequence[Object],
     live: Callable[[Object], Object | None],
@@ -112,16 +112,16 @@ def _is_being_set_up(pod: Object) -> bool:
 
 def _for(obj: Object, found: Object | None, uid: str) -> Action | None:
     if found is None:
-        return Make(obj)
+        return CreateChild(obj)
     if not is_owned(found, uid):
-        return Taken(obj)
+        return NameConflict(obj)
     # The hash first: what differs then is what we ask for, and nobody's doing.
     if _hash(obj) != _hash(found):
-        return Change(obj)
+        return UpdateChild(obj)
     if (path := difference(obj, found)) is not None:
-        return Correct(obj, path)
+        return CorrectDrift(obj, path)
     if (path := addition(obj, found)) is not None:
-        return Correct(obj, path, added=True)
+        return CorrectDrift(obj, path, added=True)
     return None
 
 

@@ -12,7 +12,7 @@ from ragcache_operator.kube.informer import Informer
 from ragcache_operator.kube.resources import Object, Resource, identity
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
-OURS = "app.kubernetes.io/name=ragcache,app.kubernetes.io/instance"
+CHILD_SELECTOR = "app.kubernetes.io/name=ragcache,app.kubernetes.io/instance"
 """Selects what belongs to some RagCache: pods and claims carry what their workload's selector says,
 which must never change, so it says no more than this."""
 
@@ -56,7 +56,7 @@ class Children:
         self._on_change = on_change
         self._by_owner: dict[Owner, dict[tuple[str, str, str], Object]] = {}
         self._informers = {
-            resource.kind: Informer(api, resource, OURS, self._changed, namespaces)
+            resource.kind: Informer(api, resource, CHILD_SELECTOR, self._changed, namespaces)
             for resource in child_resources(capabilities)
         }
 

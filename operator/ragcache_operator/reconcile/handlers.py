@@ -22,10 +22,10 @@ from ragcache_core.errors import RagCacheError
 from ragcache_operator.collections.reconciler import CollectionReconciler
 from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS, Object, Resource
 from ragcache_operator.metrics import Metrics
-from ragcache_operator.reconcile.reconciler import CacheReconciler, Memory, Say
-from ragcache_operator.reconcile.wakeups import Key, Wakeups, woken
+from ragcache_operator.reconcile.reconciler import CacheReconciler, PostEvent, ReconcileState
+from ragcache_operator.reconcile.wakeups import Key, Wakeups, wait_for_wakeup
 from ragcache_operator.spec import GROUP
-from ragcache_operator.status.conditions import Transition
+from ragcache_operator.status.conditions import ObjectEvent
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ def reconciling_registry(
     return registry
 
 
-Reconcile = Callable[[Object, Memory, Say], Awaitable[float | None]]
-Remove = Callable[[Object, Say], Awaitable[bool]]
+Reconcile = Callable[[Object, ReconcileState, PostEvent], Awaitable[float | None]]
+Remove = Callable[[Object, PostEvent], Awaitable[bool]]
 
 
 def look_after(
@@ -112,18 +112,18 @@ def look_after(
     )
     async def run(body: kopf.Body, uid: str, stopped: kopf.DaemonStopped, **_: Any) -> None:
         key = _key(body)
-        memory = Memory()
+        state = ReconcileState()
         written: Object | None = None
         failures = 0
-        with wakeups.listening(key) as flag:
+        with wakeups.subscribe(key) as flag:
             while not stopped:
                 async with locks[uid]:
                     seen = _newer(_plain(body), written)
                     if "deletionTimestamp" in body["metadata"]:
                         return
                     try:
-                        with metrics.reconciling(resource.kind):
-                            wait_s = await reconcile(seen, memory, _say_for(body))
+                        with metrics.time_pass(resource.kind):
+                            wait_s = await reconcile(seen, state, _say_for(body))
                         failures = 0
                     except Exception as error:
                         # One object's trouble must not end the looking after of all others.
@@ -136,7 +136,7 @@ def look_after(
                         )
                     written = seen
                 timeout_s = None if wait_s is None else wait_s * _jitter()
-                await _first(woken(flag, timeout_s), stopped.wait())
+                await _first(wait_for_wakeup(flag, timeout_s), stopped.wait())
 
     @kopf.on.delete(*selector, registry=registry)
     async def delete(body: kopf.Body, uid: str, started: Any, **_: Any) -> None:
@@ -183,11 +183,11 @@ def _newer(seen: Object, written: Object | None) -> Object:
     return max((written, seen), key=lambda obj: int(obj["metadata"]["resourceVersion"]))
 
 
-def _say_for(body: kopf.Body) -> Say:
-    def say(transition: Transition) -> None:
+def _say_for(body: kopf.Body) -> PostEvent:
+    def post_event(transition: ObjectEvent) -> None:
         kopf.event(body, type=transition.kind, reason=transition.reason, message=transition.message)
 
-    return say
+    return post_event
 
 
 async def _first(*waits: Awaitable[object]) -> None:

@@ -18,7 +18,7 @@ from ragcache_operator.reconcile.children import INSTANCE_LABEL, Children
 from ragcache_operator.reconcile.handlers import configure, reconciling_registry
 from ragcache_operator.reconcile.reconciler import CacheReconciler
 from ragcache_operator.reconcile.wakeups import Wakeups
-from ragcache_operator.status.gateway_client import Gateways
+from ragcache_operator.status.gateway_client import GatewayClient
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
             collection_wakeups.wake((namespace, labels[COLLECTION_LABEL]))
 
     children = Children(api, capabilities, changed, config.namespaces)
-    gateways = Gateways()
+    gateway_client = GatewayClient()
     caches = CacheReconciler(
         api,
         children,
         capabilities,
-        gateways,
+        gateway_client,
         metrics,
         images=config.images,
         tag=config.tag,
@@ -81,4 +81,4 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
         for task in (working, following):
             task.cancel()
         await asyncio.gather(working, following, return_exceptions=True)
-        await gateways.close()
+        await gateway_client.close()

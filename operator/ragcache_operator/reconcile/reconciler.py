@@ -18,45 +18,45 @@ from dataclasses import dataclass, field
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.labels import WORKLOADS, component_of, selectors
+from ragcache_operator.builders.labels import WORKLOADS, component_of, component_selectors
 from ragcache_operator.builders.objects import signing_key
 from ragcache_operator.builders.objects.autoscaling import with_replicas
-from ragcache_operator.builders.refusals import refusals
 from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.kube.api import Api, ApiError, Conflict
+from ragcache_operator.kube.drift import restoration
 from ragcache_operator.kube.resources import CLAIMS, SECRETS, Object, identity, resource_of
 from ragcache_operator.kube.status import write_status
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.actions import (
-    Change,
-    Correct,
-    Make,
-    Remove,
-    Taken,
+    CorrectDrift,
+    CreateChild,
+    DeleteChild,
+    NameConflict,
+    UpdateChild,
     is_owned,
-    may_lack,
+    may_be_missing,
     plan_actions,
 )
 from ragcache_operator.reconcile.children import Children, Owner
-from ragcache_operator.reconcile.drift import restoration
 from ragcache_operator.spec import COMPONENTS, RagCache
 from ragcache_operator.spec.manifest import parse_manifest
-from ragcache_operator.spec.rules import violations
+from ragcache_operator.spec.rules import find_problems
 from ragcache_operator.status.component import is_ready
 from ragcache_operator.status.conditions import (
     VALID,
     Acceptance,
     Condition,
+    ObjectEvent,
     SelfTest,
-    Transition,
-    holding_test,
+    current_test,
+    events_for,
     is_test_due,
     make_conditions,
     refused_conditions,
     self_test_of,
-    transitions,
 )
-from ragcache_operator.status.gateway_client import CacheUse, Gateways
+from ragcache_operator.status.gateway_client import GatewayClient, StoreUsage
 from ragcache_operator.status.observe import component_states, workload_states
 from ragcache_operator.status.report import accepted_status, refused_status
 
@@ -71,19 +71,19 @@ REFUSED_RETRY_S = (2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 """After writes that the server refuses by rule. A quota or a policy may change; and a server that
 has just learnt of our kinds refuses owners of them for some seconds."""
 
-PLAN_KEY_BYTES = 32
-PLAN_KEY_RETRY_S = 60.0
+SIGNING_KEY_BYTES = 32
+SIGNING_KEY_RETRY_S = 60.0
 """Before a Secret is offered again to pods that are not started, for this reason or for another."""
 
 CORRECTION_RETRY_S = (0.0, 0.0, 5.0, 30.0, 120.0, 300.0)
 """Before a correction that did not hold is made again: whoever undoes it means it."""
 CORRECTION_FORGOTTEN_S = 600.0
 
-Say = Callable[[Transition], None]
+PostEvent = Callable[[ObjectEvent], None]
 
 
 @dataclass(slots=True)
-class Correction:
+class DriftCorrection:
     """How often an object was put right, and until when it is left alone."""
 
     times: int = 0
@@ -91,7 +91,7 @@ class Correction:
 
 
 @dataclass(slots=True)
-class Memory:
+class ReconcileState:
     """What is remembered of one RagCache between passes; losing it costs a look, no more.
 
     Times are of the monotonic clock.
@@ -101,12 +101,12 @@ class Memory:
     next_test_s: float = 0.0
     api_failures: int = 0
     refused: int = 0
-    cache: CacheUse | None = None
+    cache: StoreUsage | None = None
     next_cache_s: float = 0.0
-    next_plan_key_s: float = 0.0
-    told: frozenset[str] = frozenset()
+    next_signing_key_s: float = 0.0
+    reported: frozenset[str] = frozenset()
     """Refusals that an Event has told of."""
-    corrections: dict[tuple[str, str, str], Correction] = field(default_factory=dict)
+    corrections: dict[tuple[str, str, str], DriftCorrection] = field(default_factory=dict)
 
 
 class CacheReconciler:
@@ -117,7 +117,7 @@ class CacheReconciler:
         api: Api,
         children: Children,
         capabilities: Capabilities,
-        gateways: Gateways,
+        gateway_client: GatewayClient,
         metrics: Metrics,
         *,
         images: str,
@@ -127,41 +127,43 @@ class CacheReconciler:
         self._api = api
         self._children = children
         self._capabilities = capabilities
-        self._gateways = gateways
+        self._gateway_client = gateway_client
         self._metrics = metrics
         self._images = images
         self._tag = tag
         self._operator_namespace = operator_namespace
 
-    async def reconcile(self, body: Object, memory: Memory, say: Say) -> float | None:
+    async def reconcile(
+        self, body: Object, state: ReconcileState, post_event: PostEvent
+    ) -> float | None:
         """One pass over a RagCache. Returns the seconds after which to look again by oneself.
 
         None: only when something changes. say: posts an Event.
         """
-        problems = violations(body)
+        problems = find_problems(body)
         if problems:
-            await self._refuse(body, "Invalid", "; ".join(map(str, problems)), say)
+            await self._refuse(body, "Invalid", "; ".join(map(str, problems)), post_event)
             return None
         cache = parse_manifest(body)
         site = self._site(cache, body)
         try:
             desired = build_children(cache, site)
         except InvalidInput as error:
-            await self._refuse(body, "NotServed", str(error), say)
+            await self._refuse(body, "NotServed", str(error), post_event)
             return None
-        self._tell_refusals(cache, memory, say)
-        troubles, key_again_s = await self._keep_plan_key(body, cache, site, desired, memory)
-        troubles += await self._act(body, desired, memory, say)
-        accepted, again_s = _judged(troubles, memory)
+        self._tell_refusals(cache, state, post_event)
+        troubles, key_again_s = await self._ensure_signing_key(body, cache, site, desired, state)
+        troubles += await self._act(body, desired, state, post_event)
+        accepted, again_s = _judged(troubles, state)
         waits_s = [
             again_s,
             key_again_s,
-            _until_correction(memory),
-            await self._report(body, cache, site, desired, accepted, memory, say),
+            _until_correction(state),
+            await self._report(body, cache, site, desired, accepted, state, post_event),
         ]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
-    async def remove(self, body: Object, say: Say) -> bool:
+    async def remove(self, body: Object, post_event: PostEvent) -> bool:
         """Take down what a deleted RagCache leaves behind; False while it is not all gone yet.
 
         Everything is told to go at once: Kubernetes keeps a claim until no pod uses it.
@@ -183,7 +185,7 @@ class CacheReconciler:
             return False
         if claims:
             names = ", ".join(sorted(claim["metadata"]["name"] for claim in claims))
-            say(Transition("Normal", "DataRetained", f"dataPolicy Retain keeps {names}"))
+            post_event(ObjectEvent("Normal", "DataRetained", f"dataPolicy Retain keeps {names}"))
         return True
 
     def _claims(self, owner: Owner) -> list[Object]:
@@ -206,20 +208,20 @@ class CacheReconciler:
             operator_namespace=self._operator_namespace,
         )
 
-    def _tell_refusals(self, cache: RagCache, memory: Memory, say: Say) -> None:
-        found = refusals(cache, self._capabilities)
+    def _tell_refusals(self, cache: RagCache, state: ReconcileState, post_event: PostEvent) -> None:
+        found = unsupported_features(cache, self._capabilities)
         for refusal in found:
-            if refusal.message not in memory.told:
-                say(Transition("Warning", refusal.reason, refusal.message))
-        memory.told = frozenset(refusal.message for refusal in found)
+            if refusal.message not in state.reported:
+                post_event(ObjectEvent("Warning", refusal.reason, refusal.message))
+        state.reported = frozenset(refusal.message for refusal in found)
 
-    async def _keep_plan_key(
+    async def _ensure_signing_key(
         self,
         body: Object,
         cache: RagCache,
         site: ClusterSite,
         desired: Sequence[Object],
-        memory: Memory,
+        state: ReconcileState,
     ) -> tuple[list[RagCacheError], float | None]:
         """Make the Secret with the plans' key where it may be missing; never change one.
 
@@ -227,12 +229,12 @@ class CacheReconciler:
         after which to look again.
         """
         name, pods = signing_key.secret_name(cache, site), self._children.of(_owner(body), "Pod")
-        if not may_lack(name, desired, self._children.get, pods):
+        if not may_be_missing(name, desired, self._children.get, pods):
             return [], None
-        wait_s = memory.next_plan_key_s - time.monotonic()
+        wait_s = state.next_signing_key_s - time.monotonic()
         if wait_s > 0:
             return [], wait_s
-        made = signing_key.secret(cache, site, secrets.token_bytes(PLAN_KEY_BYTES))
+        made = signing_key.secret(cache, site, secrets.token_bytes(SIGNING_KEY_BYTES))
         try:
             await self._api.create(SECRETS, made)
             self._metrics.applied(SECRETS.kind)
@@ -242,11 +244,11 @@ class CacheReconciler:
         except ApiError as error:
             log.warning("%s: %s", "/".join(_owner(body)), error)
             return [error], None
-        memory.next_plan_key_s = time.monotonic() + PLAN_KEY_RETRY_S
+        state.next_signing_key_s = time.monotonic() + SIGNING_KEY_RETRY_S
         return [], None
 
     async def _act(
-        self, body: Object, desired: Sequence[Object], memory: Memory, say: Say
+        self, body: Object, desired: Sequence[Object], state: ReconcileState, post_event: PostEvent
     ) -> list[RagCacheError]:
         """Write what differs. Returns what stood in the way, after trying everything."""
         uid = body["metadata"]["uid"]
@@ -255,15 +257,15 @@ class CacheReconciler:
         for action in plan_actions(desired, self._children.get, held, uid):
             try:
                 match action:
-                    case Make(obj):
+                    case CreateChild(obj):
                         await self._make(obj, uid)
-                    case Change(obj):
+                    case UpdateChild(obj):
                         await self._apply(obj)
-                    case Correct():
-                        await self._correct(action, memory, say)
-                    case Remove(obj):
+                    case CorrectDrift():
+                        await self._correct(action, state, post_event)
+                    case DeleteChild(obj):
                         await self._delete(obj)
-                    case Taken(obj):
+                    case NameConflict(obj):
                         raise _taken(obj)
             except RagCacheError as error:
                 log.warning("%s: %s", "/".join(_owner(body)), error)
@@ -283,10 +285,12 @@ class CacheReconciler:
         self._children.learn(applied)
         self._metrics.applied(obj["kind"])
 
-    async def _correct(self, action: Correct, memory: Memory, say: Say) -> None:
+    async def _correct(
+        self, action: CorrectDrift, state: ReconcileState, post_event: PostEvent
+    ) -> None:
         """Undo what others changed, ever less often where they change it again."""
         obj, now_s = action.obj, time.monotonic()
-        before = memory.corrections.setdefault(identity(obj), Correction())
+        before = state.corrections.setdefault(identity(obj), DriftCorrection())
         if now_s < before.not_before_s:
             return
         if now_s > before.not_before_s + CORRECTION_FORGOTTEN_S:
@@ -306,10 +310,12 @@ class CacheReconciler:
         before.not_before_s = now_s + _step(CORRECTION_RETRY_S, before.times)
         before.times += 1
         if before.times < len(CORRECTION_RETRY_S):
-            say(Transition("Normal", "DriftCorrected", f"{name}: others changed {action.path}"))
+            post_event(
+                ObjectEvent("Normal", "DriftCorrected", f"{name}: others changed {action.path}")
+            )
         elif before.times == len(CORRECTION_RETRY_S):
             words = f"{name}: others change {action.path} again and again; find out who"
-            say(Transition("Warning", "DriftPersists", words))
+            post_event(ObjectEvent("Warning", "DriftPersists", words))
 
     async def _delete(self, obj: Object) -> None:
         meta = obj["metadata"]
@@ -319,11 +325,11 @@ class CacheReconciler:
         if not await self._api.delete(resource, meta["name"], meta["namespace"]):
             self._children.forget(obj)
 
-    async def _refuse(self, body: Object, reason: str, message: str, say: Say) -> None:
+    async def _refuse(self, body: Object, reason: str, message: str, post_event: PostEvent) -> None:
         """Say that the spec is not acted on; what runs goes on as it was."""
         generation = body["metadata"]["generation"]
         conditions = refused_conditions(reason, message, generation, _conditions(body), _now())
-        await self._write(body, refused_status(body, conditions), conditions, say)
+        await self._write(body, refused_status(body, conditions), conditions, post_event)
 
     async def _report(
         self,
@@ -332,14 +338,14 @@ class CacheReconciler:
         site: ClusterSite,
         desired: Sequence[Object],
         accepted: Acceptance,
-        memory: Memory,
-        say: Say,
+        state: ReconcileState,
+        post_event: PostEvent,
     ) -> float | None:
         pods = self._children.of(_owner(body), "Pod")
         progress = await self._progress(_owner(body), pods)
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
-        test = holding_test(components, self_test_of(_conditions(body)), generation)
+        test = current_test(components, self_test_of(_conditions(body)), generation)
         url = site.gateway_url
 
         async def say_state(test: SelfTest) -> None:
@@ -347,36 +353,38 @@ class CacheReconciler:
                 components, test, generation, _conditions(body), _now(), accepted
             )
             states = workload_states(desired, self._children.get)
-            selector = selectors(cache)["gateway"]
+            selector = component_selectors(cache)["gateway"]
             status = accepted_status(
                 *(cache, generation, components, states, conditions, test),
-                *(memory.cache, url, selector),
+                *(state.cache, url, selector),
             )
-            await self._write(body, status, conditions, say)
+            await self._write(body, status, conditions, post_event)
 
         waits_s = [PROGRESS_POLL_S] if progress else []
         if is_test_due(components, test, generation):
-            if time.monotonic() >= memory.next_test_s:
+            if time.monotonic() >= state.next_test_s:
                 if test.passed is None:
                     await say_state(SelfTest(None, "Asking", f"asking {url}", generation))
-                test = await self._ask(url, cache, generation, memory)
+                test = await self._ask(url, cache, generation, state)
             if not test.passed or test.generation != generation:
-                waits_s.append(max(0.0, memory.next_test_s - time.monotonic()))
+                waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
         if test.passed:
-            if time.monotonic() >= memory.next_cache_s:
-                memory.next_cache_s = time.monotonic() + CACHE_POLL_S
-                memory.cache = await self._gateways.cache(url) or memory.cache
+            if time.monotonic() >= state.next_cache_s:
+                state.next_cache_s = time.monotonic() + CACHE_POLL_S
+                state.cache = await self._gateway_client.cache(url) or state.cache
             waits_s.append(CACHE_POLL_S)
         await say_state(test)
         return min(waits_s, default=None)
 
-    async def _ask(self, url: str, cache: RagCache, generation: int, memory: Memory) -> SelfTest:
-        verdict = await self._gateways.self_test(url, cache.spec.model.served_name)
+    async def _ask(
+        self, url: str, cache: RagCache, generation: int, state: ReconcileState
+    ) -> SelfTest:
+        verdict = await self._gateway_client.self_test(url, cache.spec.model.served_name)
         if verdict.passed:
-            memory.test_failures, memory.next_test_s = 0, 0.0
+            state.test_failures, state.next_test_s = 0, 0.0
             return SelfTest(True, "Answered", verdict.message, generation)
-        memory.next_test_s = time.monotonic() + _step(TEST_RETRY_S, memory.test_failures)
-        memory.test_failures += 1
+        state.next_test_s = time.monotonic() + _step(TEST_RETRY_S, state.test_failures)
+        state.test_failures += 1
         return SelfTest(False, "SelfTestFailed", verdict.message, generation)
 
     async def _progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
@@ -393,42 +401,44 @@ class CacheReconciler:
             and any(is_owned(pod, uid) for uid in sets)
             and (address := health_address(pod)) is not None
         }
-        said = await asyncio.gather(*map(self._gateways.progress, asked.values()))
+        said = await asyncio.gather(*map(self._gateway_client.progress, asked.values()))
         return {name: words or "" for name, words in zip(asked, said, strict=True)}
 
     async def _write(
-        self, body: Object, status: Object, conditions: Sequence[Condition], say: Say
+        self, body: Object, status: Object, conditions: Sequence[Condition], post_event: PostEvent
     ) -> None:
         """Write the status if it says anything new, and tell of its transitions."""
         before = _conditions(body)
         if await write_status(self._api, body, status):
-            for transition in transitions(before, conditions):
-                say(transition)
+            for event in events_for(before, conditions):
+                post_event(event)
 
 
-def _judged(troubles: Sequence[RagCacheError], memory: Memory) -> tuple[Acceptance, float | None]:
+def _judged(
+    troubles: Sequence[RagCacheError], state: ReconcileState
+) -> tuple[Acceptance, float | None]:
     """What troubles with children mean for the spec, and when to try again."""
     if not troubles:
-        memory.api_failures = memory.refused = 0
+        state.api_failures = state.refused = 0
         return VALID, None
     lasting = [e for e in troubles if not isinstance(e, ApiError) or e.is_permanent]
     if lasting:
         reason = "ApplyFailed" if isinstance(lasting[0], ApiError) else "ObjectTaken"
-        memory.refused += 1
-        again_s = _step(REFUSED_RETRY_S, memory.refused - 1)
+        state.refused += 1
+        again_s = _step(REFUSED_RETRY_S, state.refused - 1)
         return Acceptance("False", reason, str(lasting[0])), again_s
     # The API server is busy or away: nothing about the object is known to be wrong.
-    memory.api_failures += 1
-    again_s = _step(API_RETRY_S, memory.api_failures - 1)
-    if memory.api_failures <= len(API_RETRY_S):
+    state.api_failures += 1
+    again_s = _step(API_RETRY_S, state.api_failures - 1)
+    if state.api_failures <= len(API_RETRY_S):
         return VALID, again_s
     return Acceptance("Unknown", "ApplyRetried", str(troubles[0])), again_s
 
 
-def _until_correction(memory: Memory) -> float | None:
+def _until_correction(state: ReconcileState) -> float | None:
     """Seconds until the next object that is left alone for now may be corrected again."""
     now_s = time.monotonic()
-    left_s = (correction.not_before_s - now_s for correction in memory.corrections.values())
+    left_s = (correction.not_before_s - now_s for correction in state.corrections.values())
     return min((wait_s for wait_s in left_s if wait_s > 0), default=None)
 
 

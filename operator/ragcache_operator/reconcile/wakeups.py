@@ -26,7 +26,7 @@ class Wakeups:
             flag.set()
 
     @contextmanager
-    def listening(self, key: Key) -> Iterator[asyncio.Event]:
+    def subscribe(self, key: Key) -> Iterator[asyncio.Event]:
         """The flag of an object, for as long as it is looked after.
 
         Of two that have one name after each other, each has a flag of its own.
@@ -39,7 +39,7 @@ class Wakeups:
                 del self._flags[key]
 
 
-async def woken(flag: asyncio.Event, timeout_s: float | None) -> None:
+async def wait_for_wakeup(flag: asyncio.Event, timeout_s: float | None) -> None:
     """Return once the flag was set, or after timeout_s."""
     try:
         async with asyncio.timeout(timeout_s):

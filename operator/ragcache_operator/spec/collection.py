@@ -11,13 +11,13 @@ from ragcache_operator.spec.values import (
     HTTP_URL,
     ChunkingSpec,
     ForeignName,
-    Matches,
+    ManifestModel,
     ObjectMeta,
     ObjectName,
-    OnServer,
     RelativePath,
     SecretKey,
-    Values,
+    ServerSchema,
+    StringPattern,
 )
 
 KIND = "RagCollection"
@@ -34,20 +34,20 @@ def parse_duration(text: str) -> int:
     return hours * 3600 + minutes * 60 + seconds
 
 
-class CacheRef(Values):
+class CacheRef(ManifestModel):
     """A RagCache in the same namespace."""
 
     name: ObjectName
     """Name of the RagCache, in the namespace of this object."""
 
 
-class SyncSpec(Values):
+class SyncSpec(ManifestModel):
     """When sources are looked at again."""
 
     interval: Annotated[
         str,
         Field(min_length=2, max_length=18),
-        Matches(_DURATION, "duration", "write it like 90s, 5m or 1h30m"),
+        StringPattern(_DURATION, "duration", "write it like 90s, 5m or 1h30m"),
     ] = "5m"
     """Time between two looks at the sources, from 10s to 24h, like 90s, 5m or 1h30m. A change of
     a ConfigMap or of this object is seen at once."""
@@ -58,14 +58,14 @@ class SyncSpec(Values):
         return parse_duration(self.interval)
 
 
-class ConfigMapSource(Values):
+class ConfigMapSource(ManifestModel):
     """Documents in a ConfigMap, one per key."""
 
     name: ForeignName
     """Name of the ConfigMap, in the namespace of this object."""
 
 
-class VolumeSource(Values):
+class VolumeSource(ManifestModel):
     """Documents in a volume."""
 
     claim_name: ForeignName
@@ -74,13 +74,13 @@ class VolumeSource(Values):
     """Folder in the volume whose files are the documents. The default is the whole volume."""
 
 
-class HttpSource(Values):
+class HttpSource(ManifestModel):
     """A document or an archive of documents behind a URL."""
 
     url: Annotated[
         str,
         Field(max_length=2048),
-        Matches(
+        StringPattern(
             rf"{HTTP_URL}(\?[^\s#]*)?", "URL", "write it like https://example.com/handbook.zip"
         ),
     ]
@@ -89,13 +89,13 @@ class HttpSource(Values):
     """Token to send as "Authorization: Bearer". Without it, none is sent."""
 
 
-class GitSource(Values):
+class GitSource(ManifestModel):
     """Documents in a Git repository."""
 
     url: Annotated[
         str,
         Field(max_length=2048),
-        Matches(
+        StringPattern(
             HTTP_URL, "URL of a repository", "write it like https://example.com/team/handbook.git"
         ),
     ]
@@ -103,7 +103,7 @@ class GitSource(Values):
     ref: Annotated[
         str,
         Field(max_length=255),
-        Matches(
+        StringPattern(
             r"[A-Za-z0-9][A-Za-z0-9._/+-]*",
             "branch, tag or commit",
             "write it like main, v1.2 or a commit's hash",
@@ -116,7 +116,7 @@ class GitSource(Values):
     """Token to send as "Authorization: Bearer". Without it, none is sent."""
 
 
-class SourceSpec(Values):
+class SourceSpec(ManifestModel):
     """Where documents come from: exactly one of the fields."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
@@ -131,7 +131,7 @@ class SourceSpec(Values):
     """Documents in a Git repository."""
 
     @property
-    def given(self) -> dict[str, Values]:
+    def given(self) -> dict[str, ManifestModel]:
         """Those of the four that are given, by their names in manifests."""
         four = {
             "configMap": self.config_map,
@@ -148,7 +148,7 @@ class SourceSpec(Values):
         return kind
 
 
-class RagCollectionSpec(Values):
+class RagCollectionSpec(ManifestModel):
     """Which documents to keep where."""
 
     cache_ref: CacheRef
@@ -166,12 +166,12 @@ class RagCollectionSpec(Values):
     sources: Annotated[
         tuple[SourceSpec, ...],
         Field(strict=False, min_length=1, max_length=32),
-        OnServer({"x-kubernetes-list-type": "atomic"}),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ]
     """Where the documents come from."""
 
 
-class RagCollection(Values):
+class RagCollection(ManifestModel):
     """Documents for a RagCache, brought from a ConfigMap, a volume, a URL or a Git repository and
     kept in step with it."""
 

@@ -37,7 +37,7 @@ LEAST_STORE_MEMORY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Violation:
     """Why a rule does not hold. at: where below the value, for what only the value knows."""
 
     problem: str
@@ -46,7 +46,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Cel:
+class CelRule:
     """A rule as the API server has it.
 
     expression: true where the rule holds. message: problem and fix, like a Fault's, without values.
@@ -67,204 +67,204 @@ class Rule:
     name: str
     model: type[BaseModel]
     field: str
-    fault: Callable[[Any], Fault | None]
-    cel: Cel | str
+    check: Callable[[Any], Violation | None]
+    cel: CelRule | str
 
 
-BY_SCHEMA = "the schema says it"
-BY_QUANTITY = (
+ENFORCED_BY_SCHEMA = "the schema says it"
+NO_CEL_FOR_QUANTITIES = (
     "CEL compares quantities from 1.29 on, and an expression with them makes older servers refuse "
     "the whole definition"
 )
 
 
-def faults(rules: Sequence[Rule], value: BaseModel, path: str = "") -> list[InvalidInput]:
+def check_rules(rules: Sequence[Rule], value: BaseModel, path: str = "") -> list[InvalidInput]:
     """Everything in value, and below it, that breaks one of rules. path: of value itself."""
     found = []
-    for at, part in parts(value, path):
+    for at, part in walk_models(value, path):
         for rule in rules:
-            if type(part) is rule.model and (fault := rule.fault(part)) is not None:
-                field = ".".join(piece for piece in (at, rule.field) if piece) + fault.at
-                found.append(InvalidInput(field, fault.problem, fault.fix))
+            if type(part) is rule.model and (check := rule.check(part)) is not None:
+                field = ".".join(piece for piece in (at, rule.field) if piece) + check.at
+                found.append(InvalidInput(field, check.problem, check.fix))
     return found
 
 
-def parts(value: BaseModel, path: str = "") -> Iterator[tuple[str, BaseModel]]:
+def walk_models(value: BaseModel, path: str = "") -> Iterator[tuple[str, BaseModel]]:
     """Value and every mapping below it, each with its path as manifests write it."""
     yield path, value
     for name, field in type(value).model_fields.items():
         below = getattr(value, name)
         at = ".".join(piece for piece in (path, field.alias or name) if piece)
         if isinstance(below, BaseModel):
-            yield from parts(below, at)
+            yield from walk_models(below, at)
         elif isinstance(below, tuple):
             for i, item in enumerate(below):
                 if isinstance(item, BaseModel):
-                    yield from parts(item, f"{at}[{i}]")
+                    yield from walk_models(item, f"{at}[{i}]")
 
 
-def _overlap_below_half(chunking: ChunkingSpec) -> Fault | None:
+def _overlap_below_half(chunking: ChunkingSpec) -> Violation | None:
     if 2 * chunking.overlap < chunking.size:
         return None
-    return Fault(
+    return Violation(
         f"{chunking.overlap} is not less than half of size {chunking.size}",
         "use about an eighth of the size",
     )
 
 
-def _length_is_known(model: ModelSpec) -> Fault | None:
+def _length_is_known(model: ModelSpec) -> Violation | None:
     source = model.parsed_source
     limit = BUNDLED_MODELS[source.value] if source.kind == "bundled" else model.max_length
     if model.max_length <= limit:
         return None
-    return Fault(
+    return Violation(
         f"{model.max_length} is over the {limit} tokens that {model.source} knows",
         f"use {limit} or less",
     )
 
 
-def _token_for_the_hub(model: ModelSpec) -> Fault | None:
+def _token_for_the_hub(model: ModelSpec) -> Violation | None:
     if model.token_secret is None or model.parsed_source.kind == "hf":
         return None
-    return Fault(
+    return Violation(
         f"is given, but {model.source} needs no token",
         "leave it out, or name a model of the hub as source, like hf:ORGANISATION/NAME",
     )
 
 
-def _one_way_in(gateway: GatewaySpec) -> Fault | None:
+def _one_way_in(gateway: GatewaySpec) -> Violation | None:
     if gateway.ingress is None or gateway.http_route is None:
         return None
-    return Fault("is given beside ingress", "keep the one that your cluster has")
+    return Violation("is given beside ingress", "keep the one that your cluster has")
 
 
-def _most_is_not_below_fewest(part: GatewaySpec | EngineSpec) -> Fault | None:
+def _most_is_not_below_fewest(part: GatewaySpec | EngineSpec) -> Violation | None:
     if part.autoscaling is None or part.autoscaling.max_replicas >= part.replicas:
         return None
-    return Fault(
+    return Violation(
         f"{part.autoscaling.max_replicas} is below replicas, the {part.replicas} that always run",
         f"use {part.replicas} or more, or lower replicas",
     )
 
 
-def _no_model_when_bundled(embedder: EmbedderSpec) -> Fault | None:
+def _no_model_when_bundled(embedder: EmbedderSpec) -> Violation | None:
     if embedder.source != BUNDLED_EMBEDDER or embedder.model is None:
         return None
-    return Fault(
+    return Violation(
         "is given, but the bundled embedder has only one",
         "leave it out, or name an endpoint's URL as source",
     )
 
 
-def _model_with_a_url(embedder: EmbedderSpec) -> Fault | None:
+def _model_with_a_url(embedder: EmbedderSpec) -> Violation | None:
     if embedder.source == BUNDLED_EMBEDDER or embedder.model is not None:
         return None
-    return Fault("is missing: an endpoint serves many models", "name the one to ask for")
+    return Violation("is missing: an endpoint serves many models", "name the one to ask for")
 
 
-def _no_key_when_bundled(embedder: EmbedderSpec) -> Fault | None:
+def _no_key_when_bundled(embedder: EmbedderSpec) -> Violation | None:
     if embedder.source != BUNDLED_EMBEDDER or embedder.key_secret is None:
         return None
-    return Fault(
+    return Violation(
         "is given, but the bundled embedder needs no key",
         "leave it out, or name an endpoint's URL as source",
     )
 
 
-def _limit_holds_the_request(resources: ResourcesSpec) -> Fault | None:
+def _limit_holds_the_request(resources: ResourcesSpec) -> Violation | None:
     request, limit = resources.memory_bytes, resources.memory_limit_bytes
     if request is None or limit is None or limit >= request:
         return None
-    return Fault(
+    return Violation(
         f"{resources.memory_limit} is below the {resources.memory} that memory requests",
         f"use {resources.memory} or more",
     )
 
 
-def _engine_names_differ(spec: RagCacheSpec) -> Fault | None:
+def _engine_names_differ(spec: RagCacheSpec) -> Violation | None:
     names = [engine.name for engine in spec.engines]
     return _twice(names, "name")
 
 
-def _pull_secrets_differ(scheduling: SchedulingSpec) -> Fault | None:
+def _pull_secrets_differ(scheduling: SchedulingSpec) -> Violation | None:
     return _twice([secret.name for secret in scheduling.image_pull_secrets], "name")
 
 
-def _hostnames_differ(route: HTTPRouteSpec) -> Fault | None:
+def _hostnames_differ(route: HTTPRouteSpec) -> Violation | None:
     return _twice(route.hostnames)
 
 
-def _admission_fits_the_policy(store: CacheStoreSpec) -> Fault | None:
+def _admission_fits_the_policy(store: CacheStoreSpec) -> Violation | None:
     if store.admission != "score" or store.policy == "score":
         return None
-    return Fault(
+    return Violation(
         f"score compares scores, and policy {store.policy} has none",
         "use policy score, or admission always or secondTouch",
     )
 
 
-def _memory_holds_values(store: CacheStoreSpec) -> Fault | None:
+def _memory_holds_values(store: CacheStoreSpec) -> Violation | None:
     if store.memory_bytes >= LEAST_STORE_MEMORY_BYTES:
         return None
-    return Fault(
+    return Violation(
         f"{store.memory} does not hold the values that are on their way in and out",
         "use 64Mi or more, and four times the largest chunk-cache at least",
     )
 
 
-def _twice(names: Sequence[str], field: str = "") -> Fault | None:
+def _twice(names: Sequence[str], field: str = "") -> Violation | None:
     for i, name in enumerate(names):
         if name in names[:i]:
             at = f"[{i}].{field}" if field else f"[{i}]"
-            return Fault(f"{name!r} is there already", "give each its own", at)
+            return Violation(f"{name!r} is there already", "give each its own", at)
     return None
 
 
-def _values_fit_the_operator(requirement: LabelRequirement) -> Fault | None:
+def _values_fit_the_operator(requirement: LabelRequirement) -> Violation | None:
     compares = requirement.operator in ("In", "NotIn")
     if compares and not requirement.values:
-        return Fault(f"{requirement.operator} compares with nothing", "list one value or more")
+        return Violation(f"{requirement.operator} compares with nothing", "list one value or more")
     if not compares and requirement.values:
-        return Fault(f"{requirement.operator} takes no values", "leave them out")
+        return Violation(f"{requirement.operator} takes no values", "leave them out")
     return None
 
 
-def _selects_something(client: ClientSpec) -> Fault | None:
+def _selects_something(client: ClientSpec) -> Violation | None:
     if client.namespace_selector is not None or client.pod_selector is not None:
         return None
-    return Fault("selects nobody", "give namespaceSelector, podSelector or both")
+    return Violation("selects nobody", "give namespaceSelector, podSelector or both")
 
 
-def _no_key_means_every_taint(toleration: TolerationSpec) -> Fault | None:
+def _no_key_means_every_taint(toleration: TolerationSpec) -> Violation | None:
     if toleration.key is not None or toleration.operator == "Exists":
         return None
-    return Fault("is missing, and operator is not Exists", "name the taint's key")
+    return Violation("is missing, and operator is not Exists", "name the taint's key")
 
 
-def _exists_has_no_value(toleration: TolerationSpec) -> Fault | None:
+def _exists_has_no_value(toleration: TolerationSpec) -> Violation | None:
     if toleration.operator == "Equal" or not toleration.value:
         return None
-    return Fault("is given, but operator Exists looks at none", "leave it out, or use Equal")
+    return Violation("is given, but operator Exists looks at none", "leave it out, or use Equal")
 
 
-def _seconds_need_no_execute(toleration: TolerationSpec) -> Fault | None:
+def _seconds_need_no_execute(toleration: TolerationSpec) -> Violation | None:
     if toleration.toleration_seconds is None or toleration.effect == "NoExecute":
         return None
-    return Fault("is given, but only NoExecute ends", "leave it out, or use effect NoExecute")
+    return Violation("is given, but only NoExecute ends", "leave it out, or use effect NoExecute")
 
 
-def _interval_is_in_range(sync: SyncSpec) -> Fault | None:
+def _interval_is_in_range(sync: SyncSpec) -> Violation | None:
     if SHORTEST_INTERVAL_S <= sync.interval_s <= LONGEST_INTERVAL_S:
         return None
-    return Fault(f"{sync.interval} is out of range", "use 10s to 24h")
+    return Violation(f"{sync.interval} is out of range", "use 10s to 24h")
 
 
-def _is_one_source(source: SourceSpec) -> Fault | None:
+def _is_one_source(source: SourceSpec) -> Violation | None:
     given = source.given
     if not given:
-        return Fault("names no source", "give one of configMap, volume, http, git")
+        return Violation("names no source", "give one of configMap, volume, http, git")
     if len(given) > 1:
-        return Fault(
+        return Violation(
             f"names {len(given)} sources: {', '.join(given)}", "put each into an item of its own"
         )
     return None
@@ -275,7 +275,7 @@ def _bundled_lengths() -> Iterator[str]:
         yield f"self.source != 'bundled:{name}' || self.maxLength <= {limit}"
 
 
-_AUTOSCALING = Cel(
+_AUTOSCALING = CelRule(
     "!has(self.autoscaling) || self.autoscaling.maxReplicas >= self.replicas",
     "is below replicas, which always run; use replicas or more",
 )
@@ -286,7 +286,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         ChunkingSpec,
         "overlap",
         _overlap_below_half,
-        Cel(
+        CelRule(
             "2 * self.overlap < self.size",
             "is not less than half of size; use about an eighth of the size",
         ),
@@ -296,7 +296,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         ModelSpec,
         "maxLength",
         _length_is_known,
-        Cel(
+        CelRule(
             " && ".join(f"({condition})" for condition in _bundled_lengths()),
             "is over what the bundled model knows; use "
             + ", ".join(f"{limit} or less for {name}" for name, limit in BUNDLED_MODELS.items()),
@@ -307,7 +307,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         ModelSpec,
         "tokenSecret",
         _token_for_the_hub,
-        Cel(
+        CelRule(
             "!has(self.tokenSecret) || self.source.startsWith('hf:')",
             "is given, but only an hf: source needs a token; leave it out, or name a model of the "
             "hub as source, like hf:ORGANISATION/NAME",
@@ -318,7 +318,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         GatewaySpec,
         "httpRoute",
         _one_way_in,
-        Cel(
+        CelRule(
             "!has(self.ingress) || !has(self.httpRoute)",
             "is given beside ingress; keep the one that your cluster has",
         ),
@@ -342,7 +342,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         EmbedderSpec,
         "model",
         _no_model_when_bundled,
-        Cel(
+        CelRule(
             f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.model)",
             "is given, but the bundled embedder has only one; leave it out, or name an endpoint's "
             "URL as source",
@@ -353,7 +353,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         EmbedderSpec,
         "model",
         _model_with_a_url,
-        Cel(
+        CelRule(
             f"self.source == '{BUNDLED_EMBEDDER}' || has(self.model)",
             "is missing: an endpoint serves many models; name the one to ask for",
         ),
@@ -363,7 +363,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         EmbedderSpec,
         "keySecret",
         _no_key_when_bundled,
-        Cel(
+        CelRule(
             f"self.source != '{BUNDLED_EMBEDDER}' || !has(self.keySecret)",
             "is given, but the bundled embedder needs no key; leave it out, or name an endpoint's "
             "URL as source",
@@ -374,45 +374,53 @@ CONSISTENCY: tuple[Rule, ...] = (
         ResourcesSpec,
         "memoryLimit",
         _limit_holds_the_request,
-        BY_QUANTITY,
+        NO_CEL_FOR_QUANTITIES,
     ),
     Rule(
         "admission fits the policy",
         CacheStoreSpec,
         "admission",
         _admission_fits_the_policy,
-        Cel(
+        CelRule(
             "self.admission != 'score' || self.policy == 'score'",
             "score compares scores, and the policy has none; use policy score, or admission always "
             "or secondTouch",
         ),
     ),
     Rule(
-        "store's memory holds values", CacheStoreSpec, "memory", _memory_holds_values, BY_QUANTITY
+        "store's memory holds values",
+        CacheStoreSpec,
+        "memory",
+        _memory_holds_values,
+        NO_CEL_FOR_QUANTITIES,
     ),
-    Rule("engine names differ", RagCacheSpec, "engines", _engine_names_differ, BY_SCHEMA),
+    Rule("engine names differ", RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
     Rule(
-        "pull secrets differ", SchedulingSpec, "imagePullSecrets", _pull_secrets_differ, BY_SCHEMA
+        "pull secrets differ",
+        SchedulingSpec,
+        "imagePullSecrets",
+        _pull_secrets_differ,
+        ENFORCED_BY_SCHEMA,
     ),
-    Rule("host names differ", HTTPRouteSpec, "hostnames", _hostnames_differ, BY_SCHEMA),
+    Rule("host names differ", HTTPRouteSpec, "hostnames", _hostnames_differ, ENFORCED_BY_SCHEMA),
     Rule(
         "label values fit the operator",
         LabelRequirement,
         "values",
         _values_fit_the_operator,
-        Cel(
+        CelRule(
             "(self.operator == 'In' || self.operator == 'NotIn') == "
             "(has(self.values) && size(self.values) > 0)",
             "do not fit the operator; list some for In and NotIn, none for Exists and DoesNotExist",
         ),
     ),
-    Rule("a client selects something", ClientSpec, "", _selects_something, BY_SCHEMA),
+    Rule("a client selects something", ClientSpec, "", _selects_something, ENFORCED_BY_SCHEMA),
     Rule(
         "a taint's key unless every taint",
         TolerationSpec,
         "key",
         _no_key_means_every_taint,
-        Cel(
+        CelRule(
             "has(self.key) || self.operator == 'Exists'",
             "is missing, and operator is not Exists; name the taint's key",
         ),
@@ -422,7 +430,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         TolerationSpec,
         "value",
         _exists_has_no_value,
-        Cel(
+        CelRule(
             "self.operator == 'Equal' || !has(self.value) || self.value == ''",
             "is given, but operator Exists looks at none; leave it out, or use Equal",
         ),
@@ -432,7 +440,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         TolerationSpec,
         "tolerationSeconds",
         _seconds_need_no_execute,
-        Cel(
+        CelRule(
             "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
             "is given, but only NoExecute ends; leave it out, or use effect NoExecute",
         ),
@@ -442,11 +450,11 @@ CONSISTENCY: tuple[Rule, ...] = (
         SyncSpec,
         "interval",
         _interval_is_in_range,
-        Cel(
+        CelRule(
             f"duration(self.interval) >= duration('{SHORTEST_INTERVAL_S}s') && "
             f"duration(self.interval) <= duration('{LONGEST_INTERVAL_S}s')",
             "is out of range; use 10s to 24h",
         ),
     ),
-    Rule("exactly one source", SourceSpec, "", _is_one_source, BY_SCHEMA),
+    Rule("exactly one source", SourceSpec, "", _is_one_source, ENFORCED_BY_SCHEMA),
 )

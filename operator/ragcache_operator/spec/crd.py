@@ -17,8 +17,8 @@ from ragcache_operator.spec import (
     RagCache,
     RagCollection,
 )
-from ragcache_operator.spec.consistency import CONSISTENCY, Cel, Rule
-from ragcache_operator.spec.rules import CLUSTER_RULES, TRANSITIONS, Transition
+from ragcache_operator.spec.consistency import CONSISTENCY, CelRule, Rule
+from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, UpdateRule
 from ragcache_operator.spec.status import RagCacheStatus, RagCollectionStatus
 
 Schema = dict[str, Any]
@@ -27,7 +27,7 @@ _CONDITION: Final = '.status.conditions[?(@.type=="{}")].status'
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PrinterColumn:
     """A column of `kubectl get`. priority 1: only with -o wide."""
 
     name: str
@@ -38,7 +38,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ResourceKind:
     """One kind of object. scale: paths of the scale subresource."""
 
     name: str
@@ -46,7 +46,7 @@ class Kind:
     short_names: Sequence[str]
     root: type[BaseModel]
     status: type[BaseModel]
-    columns: Sequence[Column]
+    columns: Sequence[PrinterColumn]
     scale: Mapping[str, str] | None = None
 
     @property
@@ -55,28 +55,34 @@ class Kind:
         return f"{self.plural}.{GROUP}"
 
 
-_AGE: Final = Column("Age", ".metadata.creationTimestamp", "date", "Time since it was made.")
+_AGE: Final = PrinterColumn("Age", ".metadata.creationTimestamp", "date", "Time since it was made.")
 
 KINDS: Final = (
-    Kind(
+    ResourceKind(
         KIND,
         "ragcaches",
         ("rgc",),
         RagCache,
         RagCacheStatus,
         (
-            Column(
+            PrinterColumn(
                 "Ready",
                 _CONDITION.format("Ready"),
                 "string",
                 "Whether a question was answered and every part runs.",
             ),
-            Column("Phase", ".status.phase", "string", "The conditions in one word."),
-            Column("Engines", ".status.enginesReady", "string", "Engines ready, of those wanted."),
-            Column("Hit Rate", ".status.cache.hitRate", "string", "Share of reads that hit."),
-            Column("Model", ".status.model", "string", "Name of the serving model.", 1),
-            Column("Endpoint", ".status.endpoints.gateway", "string", "URL of the gateway.", 1),
-            Column("Progress", ".status.progress", "string", "What is being waited for.", 1),
+            PrinterColumn("Phase", ".status.phase", "string", "The conditions in one word."),
+            PrinterColumn(
+                "Engines", ".status.enginesReady", "string", "Engines ready, of those wanted."
+            ),
+            PrinterColumn(
+                "Hit Rate", ".status.cache.hitRate", "string", "Share of reads that hit."
+            ),
+            PrinterColumn("Model", ".status.model", "string", "Name of the serving model.", 1),
+            PrinterColumn(
+                "Endpoint", ".status.endpoints.gateway", "string", "URL of the gateway.", 1
+            ),
+            PrinterColumn("Progress", ".status.progress", "string", "What is being waited for.", 1),
             _AGE,
         ),
         {
@@ -85,31 +91,37 @@ KINDS: Final = (
             "labelSelectorPath": ".status.gateway.selector",
         },
     ),
-    Kind(
+    ResourceKind(
         COLLECTION_KIND,
         "ragcollections",
         ("rgcol",),
         RagCollection,
         RagCollectionStatus,
         (
-            Column(
+            PrinterColumn(
                 "Ready",
                 _CONDITION.format("Ready"),
                 "string",
                 "Whether the collection holds what the sources hold.",
             ),
-            Column("Cache", ".spec.cacheRef.name", "string", "RagCache that keeps the documents."),
-            Column("Documents", ".status.documents", "integer", "Documents from the sources."),
-            Column("Chunks", ".status.chunks", "integer", "Chunks of these documents.", 1),
-            Column("Progress", ".status.progress", "string", "How far the running sync is."),
-            Column("Synced", ".status.lastSyncTime", "date", "Time since the last good sync."),
+            PrinterColumn(
+                "Cache", ".spec.cacheRef.name", "string", "RagCache that keeps the documents."
+            ),
+            PrinterColumn(
+                "Documents", ".status.documents", "integer", "Documents from the sources."
+            ),
+            PrinterColumn("Chunks", ".status.chunks", "integer", "Chunks of these documents.", 1),
+            PrinterColumn("Progress", ".status.progress", "string", "How far the running sync is."),
+            PrinterColumn(
+                "Synced", ".status.lastSyncTime", "date", "Time since the last good sync."
+            ),
             _AGE,
         ),
     ),
 )
 
 
-def definition(kind: Kind, *, cel: bool = True) -> dict[str, Any]:
+def definition(kind: ResourceKind, *, cel: bool = True) -> dict[str, Any]:
     """The kind's CustomResourceDefinition, apiextensions.k8s.io/v1.
 
     cel: whether with CEL rules. A server older than 1.28 does not know all of their fields: it
@@ -152,7 +164,7 @@ def definition(kind: Kind, *, cel: bool = True) -> dict[str, Any]:
     }
 
 
-def _column(column: Column) -> dict[str, Any]:
+def _column(column: PrinterColumn) -> dict[str, Any]:
     shown = {
         "name": column.name,
         "type": column.type,
@@ -162,7 +174,7 @@ def _column(column: Column) -> dict[str, Any]:
     return {**shown, "priority": column.priority} if column.priority else shown
 
 
-def object_schema(kind: Kind) -> Schema:
+def object_schema(kind: ResourceKind) -> Schema:
     """Structural schema of the kind's objects."""
     schema = structural(kind.root)
     properties = schema["properties"]
@@ -298,7 +310,7 @@ def _holds_defaults(schema: Schema) -> bool:
     return any("default" in inner for inner in schema.get("properties", {}).values())
 
 
-def _validation(field: str, cel: Cel) -> dict[str, str]:
+def _validation(field: str, cel: CelRule) -> dict[str, str]:
     shown = {"rule": cel.expression, "message": cel.message}
     return {**shown, "fieldPath": f".{field}"} if field else shown
 
@@ -306,9 +318,9 @@ def _validation(field: str, cel: Cel) -> dict[str, str]:
 def _validations() -> dict[str, list[dict[str, str]]]:
     """CEL rules by the name of the model that they are about."""
     found: dict[str, list[dict[str, str]]] = {}
-    rules: Sequence[Rule | Transition] = (*CONSISTENCY, *CLUSTER_RULES, *TRANSITIONS)
+    rules: Sequence[Rule | UpdateRule] = (*CONSISTENCY, *CLUSTER_RULES, *UPDATE_RULES)
     for rule in rules:
-        if isinstance(rule.cel, Cel):
+        if isinstance(rule.cel, CelRule):
             found.setdefault(rule.model.__name__, []).append(_validation(rule.field, rule.cel))
     return found
 

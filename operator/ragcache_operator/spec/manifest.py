@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import API_VERSION, COLLECTION_KIND, KIND, RagCache, RagCollection
-from ragcache_operator.spec.consistency import CONSISTENCY, faults
+from ragcache_operator.spec.consistency import CONSISTENCY, check_rules
 
 _Root = TypeVar("_Root", RagCache, RagCollection)
 
@@ -84,7 +84,7 @@ def _typed(root: type[_Root], manifest: Mapping[str, Any]) -> _Root:
 
 
 def _consistent(value: _Root) -> _Root:
-    problems = faults(CONSISTENCY, value)
+    problems = check_rules(CONSISTENCY, value)
     if problems:
         raise InvalidManifest(problems)
     return value

@@ -27,17 +27,17 @@ from ragcache_operator.spec.values import (
     HostName,
     LabelKey,
     LabelValue,
-    Matches,
+    ManifestModel,
     Namespace,
     ObjectMeta,
-    OnServer,
     Port,
     Replicas,
     ResourcesSpec,
     SecretKey,
+    ServerSchema,
     StorageSpec,
-    Values,
-    refusal,
+    StringPattern,
+    validation_error,
 )
 
 KIND = "RagCache"
@@ -78,7 +78,7 @@ class ModelSource:
             case "bundled" if value in BUNDLED_MODELS:
                 return cls("bundled", value)
             case "bundled":
-                raise refusal(
+                raise validation_error(
                     f"no bundled model is named {value!r}",
                     f"use one of {', '.join(f'bundled:{name}' for name in BUNDLED_MODELS)}",
                 )
@@ -87,25 +87,25 @@ class ModelSource:
             case "hf" if re.fullmatch(_HUB_NAME, value):
                 return cls("hf", value)
             case "hf":
-                raise refusal(
+                raise validation_error(
                     f"{value!r} is no Hugging Face name",
                     "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
                 )
             case "pvc" if re.fullmatch(_CLAIM, value, re.ASCII):
                 return cls("pvc", value)
             case "pvc":
-                raise refusal(
+                raise validation_error(
                     f"{value!r} is no volume claim and folder in it",
                     "write it like pvc:models/llama-8b, without '..'",
                 )
             case "image" if re.fullmatch(_IMAGE, value):
                 return cls("image", value)
             case "image":
-                raise refusal(
+                raise validation_error(
                     f"{value!r} is no image reference",
                     "write it like image:registry.example.com/models/llama-8b:1",
                 )
-        raise refusal(
+        raise validation_error(
             f"{text!r} names no model",
             "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
             "or path:FOLDER",
@@ -137,14 +137,14 @@ def _model_source(text: str) -> str:
     return text
 
 
-class ModelSpec(Values):
+class ModelSpec(ManifestModel):
     """The serving model."""
 
     source: Annotated[
         str,
         Field(max_length=512),
         AfterValidator(_model_source),
-        OnServer({"pattern": f"^(?:{_MODEL_SOURCE})$"}),
+        ServerSchema({"pattern": f"^(?:{_MODEL_SOURCE})$"}),
     ] = "bundled:tinyrag"
     """Where the weights come from: bundled:tinyrag (comes with RagCache), hf:ORGANISATION/NAME
     (the Hugging Face hub), pvc:CLAIM/FOLDER (a volume claim of this namespace, read only),
@@ -170,7 +170,7 @@ class ModelSpec(Values):
         return self.name or self.parsed_source.default_name
 
 
-class GatewayAutoscalingSpec(Values):
+class GatewayAutoscalingSpec(ManifestModel):
     """Copies by load: never fewer than replicas."""
 
     max_replicas: Replicas
@@ -179,7 +179,7 @@ class GatewayAutoscalingSpec(Values):
     """Use of the requested CPU, in percent over all copies, that the number of copies aims at."""
 
 
-class EngineAutoscalingSpec(Values):
+class EngineAutoscalingSpec(ManifestModel):
     """Copies by waiting requests: never fewer than replicas."""
 
     max_replicas: Replicas
@@ -188,7 +188,7 @@ class EngineAutoscalingSpec(Values):
     """Waiting requests per copy that the number of copies aims at."""
 
 
-class IngressSpec(Values):
+class IngressSpec(ManifestModel):
     """An Ingress in front of the gateway."""
 
     host: HostName
@@ -199,7 +199,7 @@ class IngressSpec(Values):
     """Secret of type kubernetes.io/tls with the host's certificate. Without it, plain HTTP."""
 
 
-class HTTPRouteSpec(Values):
+class HTTPRouteSpec(ManifestModel):
     """An HTTPRoute of the Gateway API in front of the gateway."""
 
     gateway: ForeignName
@@ -209,12 +209,12 @@ class HTTPRouteSpec(Values):
     hostnames: Annotated[
         tuple[HostName, ...],
         Field(strict=False, max_length=16),
-        OnServer({"x-kubernetes-list-type": "set"}),
+        ServerSchema({"x-kubernetes-list-type": "set"}),
     ] = ()
     """Host names the route answers to. Empty: all that the Gateway object listens for."""
 
 
-class GatewaySpec(Values):
+class GatewaySpec(ManifestModel):
     """The door: REST for applications."""
 
     port: Port = 8080
@@ -232,13 +232,13 @@ class GatewaySpec(Values):
     """An HTTPRoute that leads from a Gateway object to the gateway. Excludes ingress."""
 
 
-class EmbedderSpec(Values):
+class EmbedderSpec(ManifestModel):
     """What turns text into vectors."""
 
     source: Annotated[
         str,
         Field(max_length=2048),
-        Matches(
+        StringPattern(
             rf"{re.escape(BUNDLED_EMBEDDER)}|{HTTP_URL}",
             "embedder",
             f"use {BUNDLED_EMBEDDER}, or the base URL of an OpenAI-compatible endpoint, "
@@ -253,7 +253,7 @@ class EmbedderSpec(Values):
     """API key of the endpoint; only with a URL. Without it, requests carry none."""
 
 
-class RetrieverSpec(Values):
+class RetrieverSpec(ManifestModel):
     """Documents, chunks, search. Always one pod: its documents live on one volume."""
 
     embedder: EmbedderSpec = EmbedderSpec()
@@ -266,7 +266,7 @@ class RetrieverSpec(Values):
     """What the pod asks for, in place of the defaults."""
 
 
-class EngineSpec(Values):
+class EngineSpec(ManifestModel):
     """vLLM engines of one kind."""
 
     name: EngineName = "main"
@@ -284,7 +284,7 @@ class EngineSpec(Values):
     args: Annotated[
         tuple[Annotated[str, Field(max_length=512)], ...],
         Field(strict=False, max_length=64),
-        OnServer({"x-kubernetes-list-type": "atomic"}),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
     """Further arguments of vLLM's server, put last so that they win."""
     resources: ResourcesSpec = ResourcesSpec()
@@ -309,7 +309,7 @@ class EngineSpec(Values):
         return 0 if self.host_tier is None else parse_quantity(self.host_tier)
 
 
-class ReplicationSpec(Values):
+class ReplicationSpec(ManifestModel):
     """Copies of what is asked for most."""
 
     enabled: bool = True
@@ -317,7 +317,7 @@ class ReplicationSpec(Values):
     shard, and drops the copies when they no longer do. Of no effect with one shard."""
 
 
-class PrecisionSpec(Values):
+class PrecisionSpec(ManifestModel):
     """How numbers of chunk-caches are held, keys and values each in their own way.
 
     Only ways that lose nothing are offered: what loses precision never stands for a computation,
@@ -330,7 +330,7 @@ class PrecisionSpec(Values):
     """Values, in the same ways."""
 
 
-class CacheStoreSpec(Values):
+class CacheStoreSpec(ManifestModel):
     """Chunk-caches outside the engines: a memory tier above a disk tier."""
 
     shards: Replicas = 1
@@ -362,7 +362,7 @@ class CacheStoreSpec(Values):
         return parse_quantity(self.memory)
 
 
-class ReuseSpec(Values):
+class ReuseSpec(ManifestModel):
     """Which chunk-caches stand for a computation, where a request does not say it itself."""
 
     mode: Literal["exact", "blend"] = "exact"
@@ -389,7 +389,7 @@ class ReuseSpec(Values):
     started anew when this changes."""
 
 
-class TolerationSpec(Values):
+class TolerationSpec(ManifestModel):
     """A taint that pods bear, as in a pod's own tolerations."""
 
     key: LabelKey | None = None
@@ -404,14 +404,14 @@ class TolerationSpec(Values):
     """Seconds for which a NoExecute taint is borne. Without it, for ever."""
 
 
-class PullSecret(Values):
+class PullSecret(ManifestModel):
     """A Secret with a registry's credentials."""
 
     name: ForeignName
     """Name of a Secret of type kubernetes.io/dockerconfigjson in the namespace of this object."""
 
 
-class SchedulingSpec(Values):
+class SchedulingSpec(ManifestModel):
     """Where pods may run and how they start, for all parts."""
 
     priority_class_name: ForeignName | None = None
@@ -419,24 +419,24 @@ class SchedulingSpec(Values):
     node_selector: Annotated[
         Mapping[LabelKey, LabelValue],
         Field(max_length=32),
-        OnServer({"x-kubernetes-map-type": "atomic"}),
+        ServerSchema({"x-kubernetes-map-type": "atomic"}),
     ] = {}
     """Labels that a node must have for any pod to run on it."""
     tolerations: Annotated[
         tuple[TolerationSpec, ...],
         Field(strict=False, max_length=32),
-        OnServer({"x-kubernetes-list-type": "atomic"}),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
     """Taints of nodes that every pod bears."""
     image_pull_secrets: Annotated[
         tuple[PullSecret, ...],
         Field(strict=False, max_length=16),
-        OnServer({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+        ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = ()
     """Secrets with credentials of the registry that the images come from."""
 
 
-class LabelRequirement(Values):
+class LabelRequirement(ManifestModel):
     """One condition on an object's labels."""
 
     key: LabelKey
@@ -446,29 +446,29 @@ class LabelRequirement(Values):
     values: Annotated[
         tuple[LabelValue, ...],
         Field(strict=False, max_length=32),
-        OnServer({"x-kubernetes-list-type": "atomic"}),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
     """Values to compare with; some for In and NotIn, none for Exists and DoesNotExist."""
 
 
-class LabelSelector(Values):
+class LabelSelector(ManifestModel):
     """Objects by their labels, all conditions at once. Empty: every object."""
 
     match_labels: Annotated[
         Mapping[LabelKey, LabelValue],
         Field(max_length=32),
-        OnServer({"x-kubernetes-map-type": "atomic"}),
+        ServerSchema({"x-kubernetes-map-type": "atomic"}),
     ] = {}
     """Labels that an object must have."""
     match_expressions: Annotated[
         tuple[LabelRequirement, ...],
         Field(strict=False, max_length=32),
-        OnServer({"x-kubernetes-list-type": "atomic"}),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
     """Further conditions on an object's labels."""
 
 
-class ClientSpec(Values):
+class ClientSpec(ManifestModel):
     """Pods that may talk to the gateway; with both selectors, pods that match both."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
@@ -479,7 +479,7 @@ class ClientSpec(Values):
     """The pods. Without it, all of the namespaces that namespaceSelector names."""
 
 
-class NetworkPolicySpec(Values):
+class NetworkPolicySpec(ManifestModel):
     """Who may talk to whom."""
 
     enabled: bool = True
@@ -488,31 +488,31 @@ class NetworkPolicySpec(Values):
     clients: Annotated[
         tuple[ClientSpec, ...],
         Field(strict=False, max_length=32),
-        OnServer({"x-kubernetes-list-type": "atomic"}),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
     """Who may talk to the gateway. Empty: everyone."""
 
 
-class OtlpSpec(Values):
+class OtlpSpec(ManifestModel):
     """A collector of OpenTelemetry."""
 
     endpoint: Annotated[
         str,
         Field(max_length=2048),
-        Matches(HTTP_URL, "URL of a collector", "write it like http://collector:4318"),
+        StringPattern(HTTP_URL, "URL of a collector", "write it like http://collector:4318"),
     ]
     """Base URL of the collector, which takes OTLP over HTTP below it: /v1/metrics and /v1/traces,
     like http://collector:4318."""
 
 
-class TelemetrySpec(Values):
+class TelemetrySpec(ManifestModel):
     """Where the parts say what they do."""
 
     otlp: OtlpSpec | None = None
     """A collector of OpenTelemetry that gets metrics and spans. Without it, none are made."""
 
 
-class RagCacheSpec(Values):
+class RagCacheSpec(ManifestModel):
     """What to run."""
 
     model: ModelSpec = ModelSpec()
@@ -524,7 +524,7 @@ class RagCacheSpec(Values):
     engines: Annotated[
         tuple[EngineSpec, ...],
         Field(strict=False, min_length=1, max_length=16),
-        OnServer({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+        ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = (EngineSpec(),)
     """Groups of vLLM engines, each with its own size and number of copies."""
     cache_store: CacheStoreSpec = CacheStoreSpec()
@@ -542,7 +542,7 @@ class RagCacheSpec(Values):
     """Where the parts say what they do."""
 
 
-class RagCache(Values):
+class RagCache(ManifestModel):
     """A platform that answers questions about documents and reuses the KV cache of what it
     retrieves: gateway, retriever, engines and cache store."""
 

@@ -23,12 +23,19 @@ from ragcache_operator.spec import (
     ResourcesSpec,
     StorageSpec,
 )
-from ragcache_operator.spec.consistency import BY_QUANTITY, Cel, Fault, Rule, faults, parts
+from ragcache_operator.spec.consistency import (
+    NO_CEL_FOR_QUANTITIES,
+    CelRule,
+    Rule,
+    Violation,
+    check_rules,
+    walk_models,
+)
 from ragcache_operator.spec.manifest import InvalidManifest, parse, read
 
 
 @dataclass(frozen=True, slots=True)
-class Flags:
+class ForbiddenFlags:
     """Arguments of vLLM's server that no engine may be given.
 
     problem: what is wrong with them all. fixes: by argument, what to do instead.
@@ -45,21 +52,21 @@ class Flags:
             self.name,
             EngineSpec,
             "args",
-            self._fault,
-            Cel(
+            self._check,
+            CelRule(
                 f"!has(self.args) || !self.args.exists(argument, argument.matches('{self._any}'))",
                 f"hold one that {self.problem}; leave out {', '.join(self.fixes)}",
             ),
         )
 
-    def _fault(self, engine: EngineSpec) -> Fault | None:
+    def _check(self, engine: EngineSpec) -> Violation | None:
         for i, argument in enumerate(engine.args):
             flag = _flag_of(argument)
             for owned, fix in self.fixes.items():
                 if flag == owned:
-                    return Fault(f"{flag} {self.problem}", fix, f"[{i}]")
+                    return Violation(f"{flag} {self.problem}", fix, f"[{i}]")
                 if len(flag) > len("--") and owned.startswith(flag):
-                    return Fault(f"{flag}, read as {owned}, {self.problem}", fix, f"[{i}]")
+                    return Violation(f"{flag}, read as {owned}, {self.problem}", fix, f"[{i}]")
         return None
 
     @property
@@ -89,7 +96,7 @@ def _beginnings(word: str) -> str:
 _LEAVE_OUT: Final = "leave it out"
 # Groups are as small as they are because servers limit what the pattern of one rule may cost.
 FORBIDDEN_FLAGS: Final = (
-    Flags(
+    ForbiddenFlags(
         "no arguments that fields set",
         "is set by RagCache itself",
         {
@@ -99,21 +106,21 @@ FORBIDDEN_FLAGS: Final = (
             "--dtype": "set spec.model.dtype",
         },
     ),
-    Flags(
+    ForbiddenFlags(
         "engines listen where they are looked for",
         "moves the engine's server, and nothing would find it",
         dict.fromkeys(
             ("--host", "--port", "--uds", "--root-path", "--grpc", "--headless"), _LEAVE_OUT
         ),
     ),
-    Flags(
+    ForbiddenFlags(
         "engines answer as they are asked",
         "makes the engine refuse what it is asked",
         dict.fromkeys(
             ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--tokens-only"), _LEAVE_OUT
         ),
     ),
-    Flags(
+    ForbiddenFlags(
         "engines have our connector",
         "takes the place of what RagCache sets itself",
         dict.fromkeys(("--kv-transfer-config", "--config"), _LEAVE_OUT),
@@ -128,7 +135,7 @@ change what is answered, not whether.
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
+class UpdateRule:
     """What an update may not change about the values of one model.
 
     field: what is to blame, below the value, as manifests write it; empty: the value itself.
@@ -138,11 +145,13 @@ class Transition:
     name: str
     model: type[BaseModel]
     field: str
-    fault: Callable[[Any, Any], Fault | None]
-    cel: Cel
+    check: Callable[[Any, Any], Violation | None]
+    cel: CelRule
 
 
-def violations(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[InvalidInput]:
+def find_problems(
+    new: Mapping[str, Any], old: Mapping[str, Any] | None = None
+) -> list[InvalidInput]:
     """Everything wrong with an object of either kind, in a cluster. old: what an update replaces.
 
     An object whose spec an update leaves alone, or that is on its way out, is let through: what a
@@ -157,7 +166,7 @@ def violations(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> 
         value = parse(new)
     except InvalidManifest as error:
         return list(error.problems)
-    found = faults(CLUSTER_RULES, value)
+    found = check_rules(CLUSTER_RULES, value)
     if old is not None:
         found += _forbidden_changes(value, old)
     return found
@@ -165,39 +174,41 @@ def violations(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> 
 
 def _forbidden_changes(new: BaseModel, old: Mapping[str, Any]) -> list[InvalidInput]:
     try:
-        before = dict(parts(read(old)))
+        before = dict(walk_models(read(old)))
     except InvalidManifest:
         # Nothing was ever made of it, so nothing stands in the way.
         return []
     found = []
-    for path, value in parts(new):
-        for rule in TRANSITIONS:
+    for path, value in walk_models(new):
+        for rule in UPDATE_RULES:
             if type(value) is not rule.model or type(before.get(path)) is not rule.model:
                 continue
-            fault = rule.fault(value, before[path])
-            if fault is not None:
+            check = rule.check(value, before[path])
+            if check is not None:
                 field = ".".join(piece for piece in (path, rule.field) if piece)
-                found.append(InvalidInput(field, fault.problem, fault.fix))
+                found.append(InvalidInput(field, check.problem, check.fix))
     return found
 
 
-def _model_is_in_the_cluster(model: ModelSpec) -> Fault | None:
+def _model_is_in_the_cluster(model: ModelSpec) -> Violation | None:
     if model.parsed_source.kind != "path":
         return None
-    return Fault(
+    return Violation(
         f"{model.source} is a folder of one machine, which pods do not see",
         "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     )
 
 
-def _memory_holds(resources: ResourcesSpec, needed: str, num_bytes: int, what: str) -> Fault | None:
+def _memory_holds(
+    resources: ResourcesSpec, needed: str, num_bytes: int, what: str
+) -> Violation | None:
     """Both amounts have to be above what the part fills by design, whatever else it needs."""
     for field, text, given in (
         ("memory", resources.memory, resources.memory_bytes),
         ("memoryLimit", resources.memory_limit, resources.memory_limit_bytes),
     ):
         if given is not None and given <= num_bytes:
-            return Fault(
+            return Violation(
                 f"{text} does not hold the {needed} of {what}",
                 f"use well over {needed}, or leave it out to have it derived",
                 f".{field}",
@@ -205,11 +216,11 @@ def _memory_holds(resources: ResourcesSpec, needed: str, num_bytes: int, what: s
     return None
 
 
-def _store_fits(store: CacheStoreSpec) -> Fault | None:
+def _store_fits(store: CacheStoreSpec) -> Violation | None:
     return _memory_holds(store.resources, store.memory, store.memory_bytes, "memory")
 
 
-def _engine_fits(engine: EngineSpec) -> Fault | None:
+def _engine_fits(engine: EngineSpec) -> Violation | None:
     kv_bytes, tier_bytes = engine.kv_memory_gib << 30, engine.host_tier_bytes
     if engine.host_tier is None:
         return _memory_holds(engine.resources, engine.kv_memory, kv_bytes, "kvMemory")
@@ -223,75 +234,81 @@ CLUSTER_RULES: tuple[Rule, ...] = (
         ModelSpec,
         "source",
         _model_is_in_the_cluster,
-        Cel(
+        CelRule(
             "!self.source.startsWith('path:')",
             "is a folder of one machine, which pods do not see; use hf:ORGANISATION/NAME, "
             "pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
         ),
     ),
     *(flags.rule for flags in FORBIDDEN_FLAGS),
-    Rule("memory holds the memory tier", CacheStoreSpec, "resources", _store_fits, BY_QUANTITY),
-    Rule("memory holds the KV cache", EngineSpec, "resources", _engine_fits, BY_QUANTITY),
+    Rule(
+        "memory holds the memory tier",
+        CacheStoreSpec,
+        "resources",
+        _store_fits,
+        NO_CEL_FOR_QUANTITIES,
+    ),
+    Rule("memory holds the KV cache", EngineSpec, "resources", _engine_fits, NO_CEL_FOR_QUANTITIES),
 )
 
 
-def _volume_stays(new: StorageSpec, old: StorageSpec) -> Fault | None:
+def _volume_stays(new: StorageSpec, old: StorageSpec) -> Violation | None:
     if new == old:
         return None
     was = old.size if old.class_name is None else f"{old.size} of class {old.class_name}"
-    return Fault(
+    return Violation(
         "cannot change: Kubernetes does not change the claims of a StatefulSet",
         f"keep {was}, or make another RagCache with what you need",
     )
 
 
-def _cache_stays(new: CacheRef, old: CacheRef) -> Fault | None:
+def _cache_stays(new: CacheRef, old: CacheRef) -> Violation | None:
     if new.name == old.name:
         return None
-    return Fault(
+    return Violation(
         f"cannot change from {old.name!r}: its documents would stay behind",
         "delete this RagCollection and make one for the other RagCache",
     )
 
 
-def _collection_stays(new: RagCollection, old: RagCollection) -> Fault | None:
+def _collection_stays(new: RagCollection, old: RagCollection) -> Violation | None:
     if new.collection_name == old.collection_name:
         return None
-    return Fault(
+    return Violation(
         f"cannot change from {old.collection_name!r}: its documents would stay behind",
         "delete this RagCollection and make one for the other collection",
     )
 
 
-TRANSITIONS: tuple[Transition, ...] = (
-    Transition(
+UPDATE_RULES: tuple[UpdateRule, ...] = (
+    UpdateRule(
         "volumes stay",
         StorageSpec,
         "",
         _volume_stays,
-        Cel(
+        CelRule(
             "self == oldSelf",
             "cannot change: Kubernetes does not change the claims of a StatefulSet; keep it, or "
             "make another RagCache with what you need",
         ),
     ),
-    Transition(
+    UpdateRule(
         "the RagCache stays",
         CacheRef,
         "name",
         _cache_stays,
-        Cel(
+        CelRule(
             "self.name == oldSelf.name",
             "cannot change: its documents would stay behind; delete this RagCollection and make "
             "one for the other RagCache",
         ),
     ),
-    Transition(
+    UpdateRule(
         "the collection stays",
         RagCollection,
         "spec.collection",
         _collection_stays,
-        Cel(
+        CelRule(
             "(has(self.spec.collection) ? self.spec.collection : self.metadata.name) == "
             "(has(oldSelf.spec.collection) ? oldSelf.spec.collection : oldSelf.metadata.name)",
             "cannot change: its documents would stay behind; delete this RagCollection and make "

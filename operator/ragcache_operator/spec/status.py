@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ragcache_operator.spec.values import OnServer, Values
+from ragcache_operator.spec.values import ManifestModel, ServerSchema
 
-_BY_TYPE = OnServer({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]})
-_BY_NAME = OnServer({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]})
-_ATOMIC = OnServer({"x-kubernetes-list-type": "atomic"})
-Time = Annotated[str, OnServer({"format": "date-time"})]
+_BY_TYPE = ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]})
+_BY_NAME = ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]})
+_ATOMIC = ServerSchema({"x-kubernetes-list-type": "atomic"})
+Time = Annotated[str, ServerSchema({"format": "date-time"})]
 
 
-class ConditionStatus(Values):
+class ConditionStatus(ManifestModel):
     """One thing that is or is not so."""
 
     type: Annotated[str, Field(max_length=316)]
@@ -34,14 +34,14 @@ class ConditionStatus(Values):
 Conditions = Annotated[tuple[ConditionStatus, ...], Field(strict=False), _BY_TYPE]
 
 
-class EndpointsStatus(Values):
+class EndpointsStatus(ManifestModel):
     """Where applications find the platform."""
 
     gateway: str | None = None
     """Base URL of the gateway within the cluster."""
 
 
-class GatewayStatus(Values):
+class GatewayStatus(ManifestModel):
     """The gateway's copies."""
 
     replicas: int | None = None
@@ -52,7 +52,7 @@ class GatewayStatus(Values):
     """Labels of the gateway's pods, for whoever scales it."""
 
 
-class EngineStatus(Values):
+class EngineStatus(ManifestModel):
     """The copies of one group of engines."""
 
     name: str
@@ -63,7 +63,7 @@ class EngineStatus(Values):
     """Copies that take requests."""
 
 
-class CacheStoreStatus(Values):
+class CacheStoreStatus(ManifestModel):
     """The cache store's shards."""
 
     shards: int | None = None
@@ -72,7 +72,7 @@ class CacheStoreStatus(Values):
     """Shards that take requests."""
 
 
-class CacheStatus(Values):
+class CacheUsageStatus(ManifestModel):
     """What the cache store was last seen to hold."""
 
     hit_rate: str | None = None
@@ -81,7 +81,7 @@ class CacheStatus(Values):
     """Bytes of chunk-caches on all shards' disks."""
 
 
-class RagCacheStatus(Values):
+class RagCacheStatus(ManifestModel):
     """What the operator last saw of a RagCache."""
 
     observed_generation: int | None = None
@@ -108,11 +108,11 @@ class RagCacheStatus(Values):
     """Copies of all engines that are ready, of those that are to run, like 1/2."""
     cache_store: CacheStoreStatus | None = None
     """The cache store's shards."""
-    cache: CacheStatus | None = None
+    cache: CacheUsageStatus | None = None
     """What the cache store was last seen to hold."""
 
 
-class RagCollectionStatus(Values):
+class RagCollectionStatus(ManifestModel):
     """What the operator last saw of a RagCollection."""
 
     observed_generation: int | None = None

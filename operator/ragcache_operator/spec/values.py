@@ -38,13 +38,13 @@ RELATIVE_PATH = rf"{_SEGMENT}(/{_SEGMENT})*/?"
 HTTP_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 
 
-def refusal(problem: str, fix: str) -> PydanticCustomError:
+def validation_error(problem: str, fix: str) -> PydanticCustomError:
     """A validator's objection in the two halves that every error here has."""
     return PydanticCustomError("refused", "refused", {"problem": problem, "fix": fix})
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
+class StringPattern:
     """A string's pattern, in what Python's and Go's regular expressions have in common.
 
     noun: what the string is to be ("DNS label"). fix: what to write instead.
@@ -57,7 +57,7 @@ class Matches:
     def check(self, text: str) -> str:
         """The text; objects with a refusal."""
         if not re.fullmatch(self.pattern, text, re.ASCII):
-            raise refusal(f"{text!r} is no {self.noun}", self.fix)
+            raise validation_error(f"{text!r} is no {self.noun}", self.fix)
         return text
 
     def __get_pydantic_core_schema__(
@@ -88,15 +88,17 @@ class Quantity:
     def _check(self, given: object) -> str:
         fix = f"write {self._kind} as Kubernetes does, like {self._example}"
         if isinstance(given, bool) or not isinstance(given, (str, int)):
-            raise refusal(f"{str(given)!r} is no quantity", fix)
+            raise validation_error(f"{str(given)!r} is no quantity", fix)
         text = str(given)
         try:
             parse_quantity(text)
             positive = parse_millis(text) > 0
         except ValueError as error:
-            raise refusal(str(error), fix) from error
+            raise validation_error(str(error), fix) from error
         if not positive:
-            raise refusal(f"{text} is not above zero", f"write a value like {self._example}")
+            raise validation_error(
+                f"{text} is not above zero", f"write a value like {self._example}"
+            )
         return text
 
     def __get_pydantic_core_schema__(
@@ -116,7 +118,7 @@ class Quantity:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnServer:
+class ServerSchema:
     """Keys that the API server's schema has of a value beyond those of its type."""
 
     keys: Mapping[str, Any]
@@ -127,7 +129,7 @@ class OnServer:
         return {**handler(schema), **self.keys}
 
 
-DNS_LABEL = Matches(
+DNS_LABEL = StringPattern(
     LABEL,
     "DNS label",
     "use lower-case letters, digits and '-', with a letter or digit at both ends",
@@ -140,7 +142,7 @@ Namespace = Annotated[str, Field(max_length=63), DNS_LABEL]
 ForeignName = Annotated[
     str,
     Field(max_length=253),
-    Matches(
+    StringPattern(
         SUBDOMAIN,
         "object name",
         "use lower-case letters, digits, '-' and '.', with a letter or digit at both ends",
@@ -149,24 +151,24 @@ ForeignName = Annotated[
 HostName = Annotated[
     str,
     Field(max_length=253),
-    Matches(SUBDOMAIN, "host name", "write it like rag.example.com"),
+    StringPattern(SUBDOMAIN, "host name", "write it like rag.example.com"),
 ]
 SecretEntry = Annotated[
     str,
     Field(max_length=253),
-    Matches(r"[-._A-Za-z0-9]+", "key of a Secret", "use letters, digits, '-', '_' and '.'"),
+    StringPattern(r"[-._A-Za-z0-9]+", "key of a Secret", "use letters, digits, '-', '_' and '.'"),
 ]
 LabelKey = Annotated[
     str,
     Field(max_length=317),
-    Matches(
+    StringPattern(
         rf"({SUBDOMAIN}/)?{_LABEL_TEXT}", "key of a label", "write it like disk or example.com/disk"
     ),
 ]
 LabelValue = Annotated[
     str,
     Field(max_length=63),
-    Matches(
+    StringPattern(
         rf"({_LABEL_TEXT})?",
         "value of a label",
         "use letters, digits, '-', '_' and '.', with a letter or digit at both ends",
@@ -175,7 +177,7 @@ LabelValue = Annotated[
 RelativePath = Annotated[
     str,
     Field(max_length=1024),
-    Matches(
+    StringPattern(
         rf"\.|{RELATIVE_PATH}",
         "folder below the source's own",
         "write it like docs/handbook, without '..' and without a '/' in front",
@@ -187,7 +189,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Replicas = Annotated[int, Field(ge=1, le=64)]
 
 
-class Values(BaseModel):
+class ManifestModel(BaseModel):
     """A mapping of a manifest: camelCase names, nothing unknown, nothing converted."""
 
     model_config = ConfigDict(
@@ -201,7 +203,7 @@ class Values(BaseModel):
     )
 
 
-class SecretKey(Values):
+class SecretKey(ManifestModel):
     """One entry of a Secret in the object's own namespace. Its value is never copied."""
 
     name: ForeignName
@@ -217,7 +219,7 @@ class ApiKeySecret(SecretKey):
     """Which entry of the Secret's data holds the value."""
 
 
-class StorageSpec(Values):
+class StorageSpec(ManifestModel):
     """A volume."""
 
     size: ByteQuantity = "10Gi"
@@ -231,7 +233,7 @@ class StorageSpec(Values):
         return parse_quantity(self.size)
 
 
-class ResourcesSpec(Values):
+class ResourcesSpec(ManifestModel):
     """What a pod asks for, in place of what follows from the cache sizes."""
 
     cpu: CpuQuantity | None = None
@@ -253,7 +255,7 @@ class ResourcesSpec(Values):
         return None if self.memory_limit is None else parse_quantity(self.memory_limit)
 
 
-class ChunkingSpec(Values):
+class ChunkingSpec(ManifestModel):
     """How documents are cut, in tokens of the serving model."""
 
     size: Annotated[int, Field(ge=16, le=4096)] = 256

@@ -13,7 +13,7 @@ ROLLING_OUT = "RollingOut"
 DEGRADED = "SomeReplicasNotReady"
 NOT_CREATED = "NotCreated"
 STARTING = "Starting"
-WAITING_TO_START = {
+STARTUP_REASONS = {
     "engine": ("LoadingModel", "loading the model"),
     "retriever": ("Indexing", "opening the index"),
 }
@@ -105,7 +105,7 @@ def component_state(
     counted = f"{ready} of {wanted} replicas are ready"
     if not exists:
         return state(NOT_CREATED, "its workload does not exist yet")
-    worst = _trouble(component, pods, progress)
+    worst = _worst_problem(component, pods, progress)
     for workload in workloads:
         if workload.problem and worst is None:
             worst = _SERIOUS, "PodsRefused", workload.problem
@@ -117,17 +117,17 @@ def component_state(
     reason = DEGRADED if settled else ROLLING_OUT
     if worst is None:
         return state(reason, counted)
-    rank, trouble, message = worst
+    rank, problem, message = worst
     # A rollout whose new pods cannot start goes on for ever; nothing else would tell.
-    return state(trouble if rank <= _SERIOUS else reason, f"{counted}; {message}")
+    return state(problem if rank <= _SERIOUS else reason, f"{counted}; {message}")
 
 
-def _trouble(
+def _worst_problem(
     component: str, pods: Sequence[Object], progress: Mapping[str, str]
 ) -> tuple[int, str, str] | None:
     """Rank, reason and message of the worst among pods that are not ready; None if all are."""
     found = [
-        _pod_trouble(component, pod, progress)
+        _pod_problem(component, pod, progress)
         for pod in pods
         if "deletionTimestamp" not in pod["metadata"] and not is_ready(pod) and not _has_ended(pod)
     ]
@@ -149,7 +149,7 @@ def _condition(pod: Object, name: str) -> Mapping[str, Any]:
     return next((c for c in conditions if c["type"] == name), {})
 
 
-def _pod_trouble(component: str, pod: Object, progress: Mapping[str, str]) -> tuple[int, str, str]:
+def _pod_problem(component: str, pod: Object, progress: Mapping[str, str]) -> tuple[int, str, str]:
     """(rank, reason, message): the lower the worse; up to _SERIOUS it does not pass by itself."""
     name = pod["metadata"]["name"]
     scheduled = _condition(pod, "PodScheduled")
@@ -160,18 +160,18 @@ def _pod_trouble(component: str, pod: Object, progress: Mapping[str, str]) -> tu
         *(status.get("initContainerStatuses") or ()),
         *(status.get("containerStatuses") or ()),
     ]
-    troubles = [
-        trouble for container in containers if (trouble := _container_trouble(name, container))
+    problems = [
+        problem for container in containers if (problem := _container_problem(name, container))
     ]
-    if troubles:
-        return min(troubles)
+    if problems:
+        return min(problems)
     if any("running" in (c.get("state") or {}) for c in containers):
-        reason, doing = WAITING_TO_START.get(component, (STARTING, "starting"))
+        reason, doing = STARTUP_REASONS.get(component, (STARTING, "starting"))
         return 5, reason, f"{name}: {progress.get(name) or doing}"
     return 4, "Pulling", f"{name}: pulling images and mounting volumes"
 
 
-def _container_trouble(name: str, container: Mapping[str, Any]) -> tuple[int, str, str] | None:
+def _container_problem(name: str, container: Mapping[str, Any]) -> tuple[int, str, str] | None:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = waiting.get("reason", "")
     said = waiting.get("message", "")

@@ -49,7 +49,7 @@ VALID = Acceptance("True", "Valid", "the spec is valid")
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
+class ObjectEvent:
     """A change worth an Event."""
 
     kind: Literal["Normal", "Warning"]
@@ -66,7 +66,7 @@ def make_conditions(
     accepted: Acceptance = VALID,
 ) -> list[Condition]:
     """Conditions of a RagCache that is acted on. before: its conditions so far. now: RFC 3339."""
-    builder = _Builder(generation, before, now)
+    builder = _ConditionBuilder(generation, before, now)
     made = [builder.make(ACCEPTED, accepted.truth, accepted.reason, accepted.message)]
     for state in components:
         truth: Truth = "True" if state.available else "False"
@@ -91,7 +91,7 @@ def refused_conditions(
     reason: str, message: str, generation: int, before: Sequence[Condition], now: str
 ) -> list[Condition]:
     """Conditions of a RagCache that is not acted on; what runs goes on and is judged no further."""
-    builder = _Builder(generation, before, now)
+    builder = _ConditionBuilder(generation, before, now)
     kept = [c for c in before if c["type"] not in (ACCEPTED, READY)]
     return [
         builder.make(ACCEPTED, "False", reason, message),
@@ -104,7 +104,7 @@ def self_test_of(before: Sequence[Condition]) -> SelfTest:
     """The self-test as the status remembers it."""
     condition = find(before, SELF_TEST)
     if condition is None or condition["status"] == "Unknown":
-        return NOT_ASKED
+        return NOT_TESTED
     return SelfTest(
         condition["status"] == "True",
         condition["reason"],
@@ -113,7 +113,7 @@ def self_test_of(before: Sequence[Condition]) -> SelfTest:
     )
 
 
-NOT_ASKED = SelfTest(None, "Waiting", "asked once every component is ready", 0)
+NOT_TESTED = SelfTest(None, "Waiting", "asked once every component is ready", 0)
 
 
 def is_test_due(components: Sequence[ComponentState], test: SelfTest, generation: int) -> bool:
@@ -125,14 +125,14 @@ def is_test_due(components: Sequence[ComponentState], test: SelfTest, generation
     return settled and not (test.passed and test.generation == generation)
 
 
-def holding_test(components: Sequence[ComponentState], test: SelfTest, generation: int) -> SelfTest:
+def current_test(components: Sequence[ComponentState], test: SelfTest, generation: int) -> SelfTest:
     """The self-test as it counts now.
 
     Forgotten when a component it went through is gone; of the past while one is being changed, so
     that it is asked again when that is done, whether or not the spec has changed.
     """
     if not all(state.available for state in components):
-        return NOT_ASKED
+        return NOT_TESTED
     if test.passed and not all(state.settled for state in components):
         return replace(test, generation=min(test.generation, generation - 1))
     return test
@@ -162,7 +162,7 @@ def progress_of(components: Sequence[ComponentState], test: SelfTest) -> str:
     return "" if test.passed else f"self-test: {test.message}"
 
 
-def transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list[Transition]:
+def events_for(before: Sequence[Condition], after: Sequence[Condition]) -> list[ObjectEvent]:
     """Events that the change of conditions earns."""
     made = []
     for condition in after:
@@ -177,7 +177,7 @@ def transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list
         bad = condition["reason"] in _WARNINGS
         lost = old is not None and old["status"] == "True" and condition["status"] == "False"
         made.append(
-            Transition(
+            ObjectEvent(
                 "Warning" if bad or lost else "Normal",
                 condition["reason"],
                 f"{condition['type']}: {condition['message']}",
@@ -205,7 +205,7 @@ def _named(state: ComponentState) -> str:
     return f"{state.component}: {state.message}"
 
 
-class _Builder:
+class _ConditionBuilder:
     def __init__(self, generation: int, before: Sequence[Condition], now: str) -> None:
         self._generation = generation
         self._before: Mapping[str, Condition] = {c["type"]: c for c in before}

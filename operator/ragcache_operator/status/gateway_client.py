@@ -28,7 +28,7 @@ _NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SelfTestResult:
     """Of one self-test. message: one line that names what failed."""
 
     passed: bool
@@ -36,14 +36,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheUse:
+class StoreUsage:
     """Of all shards of a platform. hit_rate: share of reads that hit; None before the first."""
 
     hit_rate: float | None
     num_bytes: int
 
 
-class Gateways:
+class GatewayClient:
     """Client of any number of gateways, by base URL."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Gateways:
         """Close every connection."""
         await self._client.aclose()
 
-    async def self_test(self, url: str, model: str) -> Verdict:
+    async def self_test(self, url: str, model: str) -> SelfTestResult:
         """Ask a question of the collection with most documents, or of one made for it."""
         try:
             collection = await self._collection(url)
@@ -72,24 +72,24 @@ class Gateways:
             )
             citations = answer["ragcache"]["citations"]
             num_tokens = answer["usage"]["completion_tokens"]
-        except _Refused as error:
-            return Verdict(False, str(error))
+        except _ErrorResponse as error:
+            return SelfTestResult(False, str(error))
         except (*_NO_ANSWER, TimeoutError) as error:
-            return Verdict(False, f"{url} does not answer: {error or type(error).__name__}")
+            return SelfTestResult(False, f"{url} does not answer: {error or type(error).__name__}")
         except (ValueError, KeyError, TypeError) as error:
-            return Verdict(False, f"{url} gave no answer that can be read: {error!r}")
+            return SelfTestResult(False, f"{url} gave no answer that can be read: {error!r}")
         if not citations:
-            return Verdict(False, f"an answer from {collection!r} cited nothing")
+            return SelfTestResult(False, f"an answer from {collection!r} cited nothing")
         if num_tokens < 1:
-            return Verdict(False, "the engine answered with no token")
-        return Verdict(True, f"a question to {collection!r} was answered with citations")
+            return SelfTestResult(False, "the engine answered with no token")
+        return SelfTestResult(True, f"a question to {collection!r} was answered with citations")
 
-    async def cache(self, url: str) -> CacheUse | None:
+    async def cache(self, url: str) -> StoreUsage | None:
         """What the store holds; None when nobody says."""
         try:
             said = await self._json("GET", f"{url}/v1/cache")
-            return CacheUse(said["hit_rate"], int(said["disk_bytes"]))
-        except (_Refused, *_NO_ANSWER, TimeoutError, ValueError, KeyError, TypeError):
+            return StoreUsage(said["hit_rate"], int(said["disk_bytes"]))
+        except (_ErrorResponse, *_NO_ANSWER, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
     async def progress(self, address: str) -> str | None:
@@ -125,7 +125,7 @@ class Gateways:
         async with asyncio.timeout(timeout_s):
             status, raw = await self._send(method, url, body)
         if not 200 <= status < 300:
-            raise _Refused(_said(status, raw))
+            raise _ErrorResponse(_said(status, raw))
         return json.loads(raw)
 
     async def _send(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
@@ -139,7 +139,7 @@ class Gateways:
             return response.status_code, bytes(raw)
 
 
-class _Refused(Exception):
+class _ErrorResponse(Exception):
     """The gateway answered that it does not."""
 
 

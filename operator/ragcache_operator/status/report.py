@@ -9,7 +9,7 @@ from ragcache_operator.kube.resources import Object
 from ragcache_operator.spec import RagCache
 from ragcache_operator.status.component import ComponentState, WorkloadState
 from ragcache_operator.status.conditions import Condition, SelfTest, phase_of, progress_of
-from ragcache_operator.status.gateway_client import CacheUse
+from ragcache_operator.status.gateway_client import StoreUsage
 
 
 def accepted_status(
@@ -19,7 +19,7 @@ def accepted_status(
     workloads: Mapping[str, WorkloadState],
     conditions: Sequence[Condition],
     test: SelfTest,
-    use: CacheUse | None,
+    use: StoreUsage | None,
     url: str,
     selector: str,
 ) -> Object:

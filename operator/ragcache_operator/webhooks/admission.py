@@ -22,12 +22,16 @@ import kopf
 from ragcache_core.errors import RagCacheError
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.discovery import serves_our_kinds
+from ragcache_operator.kube.drift import difference
 from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS, Object, Resource
-from ragcache_operator.reconcile.drift import difference
 from ragcache_operator.spec import GROUP
-from ragcache_operator.spec.rules import violations
-from ragcache_operator.webhooks.certificates import Bundle, Rotation, current_bundle, service_names
-from ragcache_operator.webhooks.webhook_server import Endpoint, WebhookServer, service_endpoint
+from ragcache_operator.spec.rules import find_problems
+from ragcache_operator.webhooks.certificates import Bundle, Rotation, ensure_bundle, service_names
+from ragcache_operator.webhooks.webhook_server import (
+    ClientConfigFactory,
+    WebhookServer,
+    service_client_config,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +76,7 @@ class AdmissionConfig:
     secret: str
     configurations: str
     names: tuple[str, ...]
-    endpoint: Endpoint
+    endpoint: ClientConfigFactory
     namespaces: tuple[str, ...] = ()
     port: int = 9443
     poll_s: float = 300.0
@@ -88,18 +92,18 @@ class AdmissionConfig:
             secret=f"{service}-tls",
             configurations=f"{service}.{namespace}",
             names=service_names(service, namespace),
-            endpoint=service_endpoint(service, namespace),
+            endpoint=service_client_config(service, namespace),
             namespaces=namespaces,
             port=port,
         )
 
 
-def refusal(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> str | None:
+def rejection(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> str | None:
     """Everything that speaks against an object, a line each; None if nothing does."""
-    return "\n".join(map(str, violations(new, old))) or None
+    return "\n".join(map(str, find_problems(new, old))) or None
 
 
-def filled_in(obj: Object) -> Any:
+def spec_with_defaults(obj: Object) -> Any:
     """An object's spec with what the schema cannot give: nulls left out, a collection's name.
 
     Only what can never change is derived. A default that follows from a field that may change, as a
@@ -163,7 +167,7 @@ def validate(body: kopf.Body, **review: Any) -> None:
     """Kopf's handler of the validating webhook."""
     old = review["old"]
     try:
-        found = refusal(dict(body), None if old is None else dict(old))
+        found = rejection(dict(body), None if old is None else dict(old))
     except Exception:
         # A mistake of ours must not lock everybody out.
         log.exception("an object could not be checked, and is let through")
@@ -179,7 +183,7 @@ def default(body: kopf.Body, patch: kopf.Patch, **review: Any) -> None:
         # An update that leaves the spec alone, like that of a finalizer, changes it here neither.
         return
     try:
-        spec = filled_in(dict(body))
+        spec = spec_with_defaults(dict(body))
     except Exception:
         log.exception("an object's defaults could not be filled in, and are left open")
         return
@@ -213,11 +217,11 @@ async def announce(
         raise ApiError(404, "NotFound", f"missing: {', '.join(missing)}")
 
 
-async def admit(api: Api, config: AdmissionConfig, stop: asyncio.Event) -> None:
+async def run_admission(api: Api, config: AdmissionConfig, stop: asyncio.Event) -> None:
     """Serve the webhooks until told to stop."""
 
     async def certificates(served: Bundle | None) -> Bundle:
-        return await current_bundle(
+        return await ensure_bundle(
             api,
             config.namespace,
             config.secret,
@@ -269,7 +273,7 @@ async def serving_admission(
         while not stop.is_set():
             try:
                 async with await connect() as api:
-                    await admit(api, config, stop)
+                    await run_admission(api, config, stop)
             except RagCacheError as error:
                 log.warning("webhooks are not served: %s", error)
             except Exception:

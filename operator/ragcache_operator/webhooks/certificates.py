@@ -77,7 +77,7 @@ class Bundle:
         return base64.b64encode(b"".join(self.trusted)).decode("ascii")
 
 
-class Step(Enum):
+class RotationStep(Enum):
     """What a rotation needs next."""
 
     NONE = "none"
@@ -164,24 +164,24 @@ def secret_data(bundle: Bundle) -> dict[str, str]:
     return {name: base64.b64encode(value).decode("ascii") for name, value in data.items()}
 
 
-def next_step(bundle: Bundle | None, now: datetime, rotation: Rotation) -> Step:
+def next_step(bundle: Bundle | None, now: datetime, rotation: Rotation) -> RotationStep:
     """What is due now."""
     if bundle is None:
-        return Step.MAKE
+        return RotationStep.MAKE
     staged, ended = bundle.staged, now >= bundle.serving.ends
     if staged is not None and now < staged.ends:
         published = now >= staged.made + rotation.publish_for
-        return Step.PROMOTE if published or ended else Step.NONE
+        return RotationStep.PROMOTE if published or ended else RotationStep.NONE
     if ended:
-        return Step.MAKE
+        return RotationStep.MAKE
     if now >= bundle.serving.ends - rotation.renew_before:
-        return Step.STAGE
-    return Step.NONE
+        return RotationStep.STAGE
+    return RotationStep.NONE
 
 
 def advance(
     bundle: Bundle | None,
-    step: Step,
+    step: RotationStep,
     names: Sequence[str],
     now: datetime,
     rotation: Rotation,
@@ -192,21 +192,21 @@ def advance(
     An authority leaves the bundle only when it has ended: until then a replica may still serve what
     it signed.
     """
-    if bundle is not None and step is Step.NONE:
+    if bundle is not None and step is RotationStep.NONE:
         return bundle
-    if bundle is not None and step is Step.PROMOTE:
+    if bundle is not None and step is RotationStep.PROMOTE:
         assert bundle.staged is not None
         return replace(bundle, serving=bundle.staged, staged=None)
     made = make_certificate(names, now, rotation.lifetime)
     before = (*(bundle.trusted if bundle is not None else ()), *also_trusted)
     kept = [authority for authority in dict.fromkeys(before) if now < _end_of(authority)]
     trusted = (*kept, made.authority)
-    if bundle is not None and step is Step.STAGE:
+    if bundle is not None and step is RotationStep.STAGE:
         return Bundle(bundle.serving, made, trusted)
     return Bundle(made, None, trusted)
 
 
-async def current_bundle(
+async def ensure_bundle(
     api: Api,
     namespace: str,
     name: str,
@@ -224,7 +224,7 @@ async def current_bundle(
         secret = await api.get(SECRETS, name, namespace)
         bundle = read_bundle(secret, names) if secret is not None else None
         step = next_step(bundle, now, rotation)
-        if bundle is not None and step is Step.NONE:
+        if bundle is not None and step is RotationStep.NONE:
             return bundle
         also_trusted = (served.serving.authority,) if served is not None else ()
         bundle = advance(bundle, step, names, now, rotation, also_trusted)

@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 _LARGEST_REVIEW_BYTES = 8 << 20
 _RETRY_S = 10.0
 
-Endpoint = Callable[[str], kopf.WebhookClientConfig]
+ClientConfigFactory = Callable[[str], kopf.WebhookClientConfig]
 """How the API server reaches this server, given the caBundle it is to trust."""
 
 
-def service_endpoint(service: str, namespace: str, port: int = 443) -> Endpoint:
+def service_client_config(service: str, namespace: str, port: int = 443) -> ClientConfigFactory:
     """A Service in front of this server."""
 
     def endpoint(ca_bundle: str) -> kopf.WebhookClientConfig:
@@ -41,7 +41,7 @@ def service_endpoint(service: str, namespace: str, port: int = 443) -> Endpoint:
     return endpoint
 
 
-def url_endpoint(url: str) -> Endpoint:
+def url_client_config(url: str) -> ClientConfigFactory:
     """A URL, for an operator that runs outside the cluster."""
 
     def endpoint(ca_bundle: str) -> kopf.WebhookClientConfig:
@@ -64,7 +64,7 @@ class WebhookServer:
         *,
         certificates: Callable[[Bundle | None], Awaitable[Bundle]],
         announce: Callable[[kopf.WebhookClientConfig], Awaitable[None]],
-        endpoint: Endpoint,
+        endpoint: ClientConfigFactory,
         port: int = 9443,
         poll_s: float = 300.0,
         jitter: Callable[[], float],
@@ -97,7 +97,7 @@ class WebhookServer:
         """Serve fn; gives the configuration, and again whenever the authorities change."""
         served: Bundle | None = None
         announced: kopf.WebhookClientConfig | None = None
-        trouble = ""
+        problem = ""
         while True:
             wait_s = self._poll_s
             try:
@@ -114,12 +114,12 @@ class WebhookServer:
                     load_certificate(self._tls, bundle.serving)
                     served = bundle
             except RagCacheError as error:
-                if str(error) != trouble:
-                    trouble = str(error)
-                    log.warning("the webhooks are not up to date: %s", trouble)
+                if str(error) != problem:
+                    problem = str(error)
+                    log.warning("the webhooks are not up to date: %s", problem)
                 wait_s = min(_RETRY_S, self._poll_s)
             else:
-                trouble = ""
+                problem = ""
                 if config != announced:
                     announced = config
                     yield config

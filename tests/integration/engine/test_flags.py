@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ragcache_operator.spec.rules import FORBIDDEN_FLAGS, violations
+from ragcache_operator.spec.rules import FORBIDDEN_FLAGS, find_problems
 from tests.helpers.operator_manifests import cache
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,4 +41,4 @@ def test_vllm_has_every_flag_that_is_refused(flags: frozenset[str]) -> None:
 def test_no_other_flag_of_vllm_is_refused(flags: frozenset[str]) -> None:
     assert len(flags) > 100
     for flag in flags - FORBIDDEN:
-        assert violations(cache(engines=[{"args": [flag]}])) == [], flag
+        assert find_problems(cache(engines=[{"args": [flag]}])) == [], flag

@@ -39,11 +39,11 @@ from ragcache_operator.webhooks.admission import (
 )
 from ragcache_operator.webhooks.certificates import (
     Rotation,
-    current_bundle,
+    ensure_bundle,
     read_bundle,
     service_names,
 )
-from ragcache_operator.webhooks.webhook_server import url_endpoint
+from ragcache_operator.webhooks.webhook_server import url_client_config
 from tests.cluster import packages
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
@@ -107,7 +107,7 @@ async def installed(api: Api, name: str, **changed: Any) -> AdmissionConfig:
         secret=f"{name}-tls",
         configurations=name,
         names=(*service_names(name, NAMESPACE), "127.0.0.1"),
-        endpoint=url_endpoint(f"https://127.0.0.1:{port}"),
+        endpoint=url_client_config(f"https://127.0.0.1:{port}"),
         port=port,
         poll_s=0.5,
     )
@@ -266,10 +266,10 @@ async def test_an_object_that_became_invalid_can_be_looked_after_and_let_go(
 
         await patched({"status": {"phase": "Refused"}}, "status")
         await patched({"metadata": {"labels": {"team": "platform"}}})
-        with pytest.raises(ApiError, match="does not hold") as refusal:
+        with pytest.raises(ApiError, match="does not hold") as rejection:
             await patched({"spec": {"dataPolicy": "Delete"}})
-        assert refusal.value.status == 422
-        assert refusal.value.is_permanent
+        assert rejection.value.status == 422
+        assert rejection.value.is_permanent
         await api.delete(RAG_CACHES, "outdated", NAMESPACE)
         await patched({"metadata": {"finalizers": []}})
         assert await api.get(RAG_CACHES, "outdated", NAMESPACE) is None
@@ -441,7 +441,7 @@ async def test_replicas_that_start_at_once_agree_on_one_certificate(
     names = service_names("hooks", NAMESPACE)
     now = datetime.now(UTC)
     bundles = await asyncio.gather(
-        *(current_bundle(api, NAMESPACE, name, names, now) for _ in range(8))
+        *(ensure_bundle(api, NAMESPACE, name, names, now) for _ in range(8))
     )
     assert len(set(bundles)) == 1
     stored = await api.get(SECRETS, name, NAMESPACE)

@@ -306,7 +306,7 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
     key: Object = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": "docs-plan-key", "namespace": "default"},
+        "metadata": {"name": "docs-signing-key", "namespace": "default"},
         "stringData": {"keys": "ab"},
     }
     lease: Object = {
@@ -356,9 +356,9 @@ def test_the_operator_may_do_its_work_and_nothing_else(cluster: Cluster) -> None
         lambda api: api.get(SECRETS, "any", "default"),
         lambda api: api.get(SECRETS, "any", NAMESPACE),
         # Not even one that it has made.
-        lambda api: api.get(SECRETS, "docs-plan-key", "default"),
+        lambda api: api.get(SECRETS, "docs-signing-key", "default"),
         lambda api: api.apply(key),
-        lambda api: api.delete(SECRETS, "docs-plan-key", "default"),
+        lambda api: api.delete(SECRETS, "docs-signing-key", "default"),
         lambda api: api.delete(RAG_CACHES, "docs", "default"),
         lambda api: api.get(LEASES, "other", NAMESPACE),
         lambda api: api.list(CRDS),

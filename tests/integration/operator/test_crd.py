@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_operator.spec.crd import KINDS, Kind, definition
+from ragcache_operator.spec.crd import KINDS, ResourceKind, definition
 from ragcache_operator.spec.manifest import parse
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
@@ -114,7 +114,7 @@ def install(server: Server) -> None:
     raise AssertionError("the server does not publish the definitions' schemas")
 
 
-def conditions(server: Server, kind: Kind) -> dict[str, str]:
+def conditions(server: Server, kind: ResourceKind) -> dict[str, str]:
     """Status of each of a definition's conditions; none where it has just been made."""
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind.definition_name}"
     reply = server.http.get(path).raise_for_status().json()

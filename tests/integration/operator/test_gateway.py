@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ragcache_operator.status.gateway_client import SELF_TEST_COLLECTION, CacheUse, Gateways
+from ragcache_operator.status.gateway_client import SELF_TEST_COLLECTION, GatewayClient, StoreUsage
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 
@@ -59,13 +59,13 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 
 @pytest.fixture
-async def gateways() -> AsyncIterator[Gateways]:
-    gateways = Gateways()
+async def gateways() -> AsyncIterator[GatewayClient]:
+    gateways = GatewayClient()
     yield gateways
     await gateways.close()
 
 
-async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: Gateways) -> None:
+async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: GatewayClient) -> None:
     gateway.collections = [{"name": "small", "documents": 1}, {"name": "large", "documents": 9}]
     verdict = await gateways.self_test(gateway.url, "tinyrag")
     assert verdict.passed, verdict.message
@@ -75,7 +75,7 @@ async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: Gatew
 
 
 async def test_where_there_are_no_documents_it_brings_one(
-    gateway: Gateway, gateways: Gateways
+    gateway: Gateway, gateways: GatewayClient
 ) -> None:
     gateway.collections = [{"name": "empty", "documents": 0}]
     assert (await gateways.self_test(gateway.url, "m")).passed
@@ -100,7 +100,7 @@ async def test_where_there_are_no_documents_it_brings_one(
     ],
 )
 async def test_anything_else_fails_and_says_why(
-    gateway: Gateway, gateways: Gateways, status: int, answer: Any, words: str
+    gateway: Gateway, gateways: GatewayClient, status: int, answer: Any, words: str
 ) -> None:
     gateway.status, gateway.answer = status, answer
     verdict = await gateways.self_test(gateway.url, "m")
@@ -108,22 +108,24 @@ async def test_anything_else_fails_and_says_why(
     assert words in verdict.message
 
 
-async def test_a_gateway_that_is_away_fails(gateways: Gateways) -> None:
+async def test_a_gateway_that_is_away_fails(gateways: GatewayClient) -> None:
     for url in ("http://127.0.0.1:1", "http://no-such-host.invalid:80", "http://[::1"):
         verdict = await gateways.self_test(url, "m")
         assert not verdict.passed
         assert "does not answer" in verdict.message
 
 
-async def test_the_cache_and_progress_are_read(gateway: Gateway, gateways: Gateways) -> None:
-    assert await gateways.cache(gateway.url) == CacheUse(0.5, 7)
+async def test_the_cache_and_progress_are_read(gateway: Gateway, gateways: GatewayClient) -> None:
+    assert await gateways.cache(gateway.url) == StoreUsage(0.5, 7)
     assert await gateways.cache("http://127.0.0.1:1") is None
     address = gateway.url.removeprefix("http://")
     assert await gateways.progress(address) == "indexing 1 of 2"
     assert await gateways.progress("127.0.0.1:1") is None
 
 
-async def test_a_body_that_never_ends_is_given_up(gateway: Gateway, gateways: Gateways) -> None:
+async def test_a_body_that_never_ends_is_given_up(
+    gateway: Gateway, gateways: GatewayClient
+) -> None:
     async with asyncio.timeout(20):
         assert await gateways.cache(f"{gateway.url}/endless") is None
         assert await gateways.progress(f"{gateway.url.removeprefix('http://')}/endless") is None

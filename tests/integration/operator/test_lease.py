@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.lease import LeaseLost, Timing, lead
+from ragcache_operator.kube.lease import LeaseLost, LeaseTiming, run_while_leading
 from ragcache_operator.kube.resources import LEASES, Object
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
@@ -20,7 +20,7 @@ from tests.helpers.cuttable_connection import CuttableLine
 
 NAMESPACE = "default"
 # A machine that stands still for some seconds loses no lease.
-TIMING = Timing(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
+TIMING = LeaseTiming(duration_s=10, renew_deadline_s=8.0, retry_s=0.2)
 SOON_S = 60.0
 
 
@@ -65,7 +65,7 @@ class Stage:
 
 
 async def contend(api: Api, lease: str, who: str, stage: Stage) -> None:
-    await lead(
+    await run_while_leading(
         api,
         NAMESPACE,
         lease,

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError
 
-from ragcache_operator.builders.labels import OPERATOR_PODS
+from ragcache_operator.builders.labels import OPERATOR_POD_LABELS
 from ragcache_operator.builders.site import ClusterSite
 from ragcache_operator.config import OperatorConfig, own_tag
 from ragcache_operator.kube import resources
@@ -149,7 +149,7 @@ def test_everything_that_selects_finds_the_operators_pods(values: Object) -> Non
     objects = render(values)
     labels = of(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
     # The policies of a RagCache's parts let these in.
-    assert OPERATOR_PODS.items() <= labels.items()
+    assert OPERATOR_POD_LABELS.items() <= labels.items()
     ports = {port["name"] for port in pod(objects)["containers"][0]["ports"]}
     for obj in objects:
         spec = obj.get("spec", {})

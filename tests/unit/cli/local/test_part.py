@@ -58,7 +58,7 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert store.env["RAGCACHE_DATA_DIR"] == str(tmp_path / "data" / "cachestore")
     assert store.env["RAGCACHE_LISTEN"] == str(store.ports["grpc"])
     assert store.env["RAGCACHE_HEALTH_LISTEN"] == str(store.ports["health"])
-    assert store.env["RAGCACHE_DATA_LISTEN"] == str(store.ports["lane"])
+    assert store.env["RAGCACHE_DATA_LISTEN"] == str(store.ports["data"])
     # Engines of this machine share memory with it.
     assert store.env["RAGCACHE_DATA_SOCKET"] == str(tmp_path / "data" / "run" / "cachestore.sock")
     assert (

@@ -22,9 +22,9 @@ from ragcache_gateway.config import read_config
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.objects import signing_key
-from ragcache_operator.builders.objects.autoscaling import BOUNDS, with_replicas
-from ragcache_operator.builders.refusals import refusals
+from ragcache_operator.builders.objects.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
@@ -52,8 +52,8 @@ LATEST = Capabilities.latest()
 def test_the_store_understands_what_it_is_told(spec: Object) -> None:
     cache = make_cache(**spec)
     env = env_of(children_of(cache), "cachestore")
-    own = env["RAGCACHE_SELF"].replace("$(RAGCACHE_POD)", "docs-cachestore-0")
-    told = Config.from_environment({**env, "RAGCACHE_SELF": own})
+    own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-cachestore-0")
+    told = Config.from_environment({**env, "RAGCACHE_OWN_ADDRESS": own})
     store = cache.spec.cache_store
     assert told.memory_bytes == store.memory_bytes
     assert told.disk_bytes + FREE_RESERVE_BYTES < store.disk.size_bytes
@@ -203,15 +203,15 @@ def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports
     children = build(cacheStore={"shards": 2})
     store = of(children, "StatefulSet", "docs-cachestore")
     listed = container_of(children, "cachestore")["env"]
-    [pod] = [variable for variable in listed if variable["name"] == "RAGCACHE_POD"]
+    [pod] = [variable for variable in listed if variable["name"] == "POD_NAME"]
     assert pod["valueFrom"]["fieldRef"] == {"apiVersion": "v1", "fieldPath": "metadata.name"}
-    [own] = [variable for variable in listed if variable["name"] == "RAGCACHE_SELF"]
+    [own] = [variable for variable in listed if variable["name"] == "RAGCACHE_OWN_ADDRESS"]
     # The kubelet fills in only what stands before.
     assert listed.index(pod) < listed.index(own)
     members = of(children, "ConfigMap", "docs-members")
     names = [f"{store['metadata']['name']}-{shard}" for shard in range(2)]
     assert json.loads(members["data"]["cachestore.json"])["members"] == [
-        own["value"].replace("$(RAGCACHE_POD)", name) for name in names
+        own["value"].replace("$(POD_NAME)", name) for name in names
     ]
     mounted = {mount["name"] for mount in container_of(children, "cachestore")["volumeMounts"]}
     assert "members" in mounted
@@ -485,7 +485,7 @@ def test_who_scales_a_deployment_is_not_corrected(replicas: int) -> None:
 
 def test_a_scaled_deployment_begins_with_the_fewest() -> None:
     desired = of(scaled(), "Deployment", "docs-gateway")
-    assert desired["metadata"]["annotations"][BOUNDS] == "2-5"
+    assert desired["metadata"]["annotations"][REPLICA_RANGE] == "2-5"
     assert with_replicas(desired, None)["spec"]["replicas"] == 2
 
 
@@ -501,7 +501,7 @@ def test_what_the_cluster_does_not_serve_is_left_out_and_said() -> None:
         engines=[{"name": "a"}, {"name": "b", "autoscaling": {"maxReplicas": 2}}],
     )
     nothing = Capabilities(20, None, None, http_route=False, custom_metrics=False)
-    found = refusals(cache, nothing)
+    found = unsupported_features(cache, nothing)
     assert {refusal.reason for refusal in found} == {
         *("AutoscalingNotServed", "QueueMetricsNotServed"),
         *("HTTPRouteNotServed", "DisruptionBudgetsNotServed"),
@@ -511,18 +511,20 @@ def test_what_the_cluster_does_not_serve_is_left_out_and_said() -> None:
     assert all("; " in refusal.message for refusal in found)
     kinds = {child["kind"] for child in children_of(cache, nothing)}
     assert not kinds & {"HorizontalPodAutoscaler", "HTTPRoute", "PodDisruptionBudget"}
-    assert refusals(cache, LATEST) == []
+    assert unsupported_features(cache, LATEST) == []
 
 
 @given(specs)
 def test_nothing_is_refused_that_is_not_asked_for(spec: Object) -> None:
     cache = make_cache(**spec)
     served = Capabilities.kubernetes_1_20()
-    for refusal in refusals(cache, served):
+    for refusal in unsupported_features(cache, served):
         assert refusal.message.startswith("spec.")
     kinds = [child["kind"] for child in children_of(cache, served)]
     wanted = sum(engine.autoscaling is not None for engine in cache.spec.engines)
-    refused = [r for r in refusals(cache, served) if r.reason == "QueueMetricsNotServed"]
+    refused = [
+        r for r in unsupported_features(cache, served) if r.reason == "QueueMetricsNotServed"
+    ]
     assert len(refused) == wanted
     assert kinds.count("HorizontalPodAutoscaler") == (cache.spec.gateway.autoscaling is not None)
 

@@ -15,9 +15,9 @@ from ragcache_operator.builders.canonical import canonical
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.labels import (
     component_of,
+    component_selectors,
     instance_selector,
     selector_text,
-    selectors,
 )
 from ragcache_operator.builders.objects import signing_key
 from ragcache_operator.builders.objects.ownership import SPEC_HASH
@@ -90,7 +90,7 @@ def test_every_pod_is_restricted(spec: Object) -> None:
     for workload in workloads_of(build(**spec)):
         template = workload["spec"]["template"]
         annotations = template["metadata"].get("annotations", {})
-        assert pod_security.violations(template["spec"], annotations) == []
+        assert pod_security.find_problems(template["spec"], annotations) == []
         assert template["spec"]["automountServiceAccountToken"] is False
         for container in template["spec"]["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -178,7 +178,7 @@ def test_services_budgets_and_workloads_select_the_pods_of_exactly_one_workload(
 def test_components_are_found_by_selector_and_by_label(spec: Object) -> None:
     cache = make_cache(**spec)
     children = children_of(cache)
-    for component, text in selectors(cache).items():
+    for component, text in component_selectors(cache).items():
         terms = dict(term.split("=") for term in text.split(","))
         assert selector_text(terms) == text
         found = [
@@ -188,7 +188,7 @@ def test_components_are_found_by_selector_and_by_label(spec: Object) -> None:
         ]
         assert found == [w for w in workloads_of(children) if component_of(w) == component]
         assert len(found) == (len(cache.spec.engines) if component == "engine" else 1)
-    assert set(selectors(cache)) == set(COMPONENTS)
+    assert set(component_selectors(cache)) == set(COMPONENTS)
 
 
 @given(specs_of_today)

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 
 from ragcache_operator.builders.capabilities import Capabilities
-from ragcache_operator.builders.labels import SYNC, labels
-from ragcache_operator.builders.objects.autoscaling import BOUNDS
+from ragcache_operator.builders.labels import SYNC_COMPONENT, labels
+from ragcache_operator.builders.objects.autoscaling import REPLICA_RANGE
 from tests.helpers.children_parts import (
     NAMESPACE,
     OPERATOR_NAMESPACE,
@@ -35,8 +35,8 @@ STRANGER = Pod("stranger", "elsewhere", {"app": "x"})
 NEIGHBOUR = Pod("neighbour", NAMESPACE, {"app": "x"})
 DNS = Pod("dns", "kube-system", {"k8s-app": "kube-dns"})
 WORLD = Outside("world", "203.0.113.7")
-SYNC_POD = Pod("sync", NAMESPACE, labels("docs", SYNC))
-OTHER_SYNC = Pod("other-sync", NAMESPACE, labels("other", SYNC))
+SYNC_POD = Pod("sync", NAMESPACE, labels("docs", SYNC_COMPONENT))
+OTHER_SYNC = Pod("other-sync", NAMESPACE, labels("other", SYNC_COMPONENT))
 OTHERS: tuple[Endpoint, ...] = (OPERATOR, IMPOSTOR, STRANGER, NEIGHBOUR, DNS, WORLD, OTHER_SYNC)
 READERS = ("gateway", "retriever", "engine-a", "engine-b")
 SHARDS = ("cachestore", "shard")
@@ -241,7 +241,7 @@ def test_the_keda_example_lets_prometheus_read_what_engines_count() -> None:
     ]
     assert scaled["spec"]["scaleTargetRef"]["name"] == target["metadata"]["name"]
     limits = scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]
-    assert target["metadata"]["annotations"][BOUNDS] == "{}-{}".format(*limits)
+    assert target["metadata"]["annotations"][REPLICA_RANGE] == "{}-{}".format(*limits)
     labels_ = target["spec"]["template"]["metadata"]["labels"]
     engine = Pod("engine", "default", labels_)
     prometheus = Pod("prometheus", "monitoring", {"app": "prometheus"})

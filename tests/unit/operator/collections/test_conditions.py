@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_operator.collections.conditions import (
-    ended,
+    document_events,
+    events_for,
     make_status,
     refused_status,
-    transitions,
 )
 from ragcache_operator.collections.job import SyncJob
-from ragcache_operator.collections.outcome import Outcome, Verdict
+from ragcache_operator.collections.outcome import Outcome, SyncVerdict
 from ragcache_operator.collections.reconciler import last_sync, progress_in
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.collections.schedule import LastSync, Situation, next_step
@@ -45,7 +45,7 @@ def status(
         last=None if last is None else LastSync(REVISION, NOW - 10, last),
         jobs=jobs,
         blocked=blocked,
-        watched=True,
+        polls_sources=True,
         now=NOW,
     )
     return make_status(before or {}, 7, here, next_step(here), progress)
@@ -143,13 +143,13 @@ def test_a_refused_spec_keeps_what_is_known_of_the_documents() -> None:
 
 def test_events_come_with_changes_of_reason_alone() -> None:
     good = status(WELL)
-    [event] = transitions({}, good)
+    [event] = events_for({}, good)
     assert (event.kind, event.reason) == ("Normal", "Synced")
-    assert transitions(good, status(replace(WELL, documents=41), good)) == []
-    [event] = transitions(good, status(PARTLY, good))
+    assert events_for(good, status(replace(WELL, documents=41), good)) == []
+    [event] = events_for(good, status(PARTLY, good))
     assert (event.kind, event.reason) == ("Warning", "PartlySynced")
-    assert [one.reason for one in ended(WELL)] == ["DocumentsChanged"]
-    assert ended(replace(WELL, written=0)) == []
+    assert [one.reason for one in document_events(WELL)] == ["DocumentsChanged"]
+    assert document_events(replace(WELL, written=0)) == []
 
 
 def test_the_sync_before_is_remembered_without_its_job() -> None:
@@ -164,7 +164,7 @@ def test_the_sync_before_is_remembered_without_its_job() -> None:
 
 outcomes = st.builds(
     Outcome,
-    st.sampled_from(get_args(Verdict)),
+    st.sampled_from(get_args(SyncVerdict)),
     st.text(max_size=20),
     documents=st.integers(0, 9),
     failures=st.lists(st.text(max_size=9), max_size=2).map(tuple),
@@ -190,7 +190,7 @@ def test_every_status_is_one_that_the_server_takes_and_saying_it_again_adds_noth
     RagCollectionStatus.model_validate(made)
     again = status(last, made, revision=revision, blocked=blocked, jobs=jobs)
     assert again == made
-    assert transitions(made, again) == []
+    assert events_for(made, again) == []
 
 
 @given(line=st.text())

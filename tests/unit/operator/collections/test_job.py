@@ -22,7 +22,7 @@ from ragcache_operator.collections.job import (
     removal_job,
     sync_job,
 )
-from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_words
+from ragcache_operator.collections.outcome import Outcome, outcome_of, waiting_reason
 from ragcache_operator.collections.revision import Revision, revision_of
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.spec import RagCache, RagCollection
@@ -263,14 +263,14 @@ def test_no_message_confuses_the_operator(message: str) -> None:
 
 
 def test_what_a_pod_waits_for_is_told() -> None:
-    assert waiting_words([]) == ""
-    assert waiting_words([pod(0, "")]) == ""
+    assert waiting_reason([]) == ""
+    assert waiting_reason([pod(0, "")]) == ""
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     unscheduled = {
         "metadata": {"creationTimestamp": "2026-01-02T00:00:00Z"},
         "status": {"conditions": [{**scheduled, "message": "0/1 nodes are available"}]},
     }
-    assert waiting_words([pod(0, ""), unscheduled]) == "Unschedulable: 0/1 nodes are available"
+    assert waiting_reason([pod(0, ""), unscheduled]) == "Unschedulable: 0/1 nodes are available"
 
 
 def revision(given: RagCollection, maps: dict[str, Object | None], uid: str = "u") -> Revision:

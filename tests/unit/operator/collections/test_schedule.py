@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_operator.collections.job import SyncJob
-from ragcache_operator.collections.outcome import Outcome, Verdict
+from ragcache_operator.collections.outcome import Outcome, SyncVerdict
 from ragcache_operator.collections.revision import Revision
 from ragcache_operator.collections.schedule import (
-    LOOK_S,
-    RETRY_S,
+    CONFIG_MAP_POLL_S,
+    FAILED_RETRY_S,
+    AwaitJob,
+    Idle,
     LastSync,
-    Record,
+    Postpone,
+    RecordOutcome,
     Situation,
-    Sleep,
-    Start,
-    Step,
-    Stop,
-    Wait,
-    Watch,
+    StartJob,
+    StopJob,
+    SyncStep,
     due_at,
     next_step,
     superseded,
@@ -39,47 +39,55 @@ def situation(**changes: object) -> Situation:
         last=None,
         jobs=(),
         blocked=None,
-        watched=False,
+        polls_sources=False,
         now=NOW,
     )
     return replace(here, **changes)  # type: ignore[arg-type]
 
 
 def last(
-    verdict: Verdict, ago_s: float, attempt: int = 0, revision: Revision = REVISION
+    verdict: SyncVerdict, ago_s: float, attempt: int = 0, revision: Revision = REVISION
 ) -> LastSync:
     return LastSync(revision, NOW - ago_s, Outcome(verdict), attempt)
 
 
 def test_the_first_sync_starts_at_once() -> None:
-    assert next_step(situation()) == Start(REVISION, 0, None)
+    assert next_step(situation()) == StartJob(REVISION, 0, None)
 
 
 def test_a_sync_that_went_well_is_followed_after_the_interval() -> None:
-    assert next_step(situation(last=last("well", 100))) == Sleep(200)
-    assert isinstance(next_step(situation(last=last("well", 300))), Start)
+    assert next_step(situation(last=last("well", 100))) == Idle(200)
+    assert isinstance(next_step(situation(last=last("well", 300))), StartJob)
 
 
 def test_config_maps_are_looked_at_between_syncs() -> None:
-    assert next_step(situation(last=last("well", 100), watched=True)) == Sleep(LOOK_S)
+    assert next_step(situation(last=last("well", 100), polls_sources=True)) == Idle(
+        CONFIG_MAP_POLL_S
+    )
 
 
 def test_a_changed_config_map_is_synced_at_once() -> None:
     changed = Revision("aaaa", "cccc")
     step = next_step(situation(last=last("well", 1), revision=changed))
-    assert step == Start(changed, 0, NOW - 1)
+    assert step == StartJob(changed, 0, NOW - 1)
 
 
 def test_a_mistake_waits_for_the_interval() -> None:
     for verdict in ("mistake", "partly"):
-        assert next_step(situation(last=last(verdict, 100))) == Sleep(200)
+        assert next_step(situation(last=last(verdict, 100))) == Idle(200)
 
 
 def test_a_lost_sync_is_tried_again_ever_more_patiently_up_to_the_interval() -> None:
     waits = [due_at(situation(last=last("lost", 0, n))) - NOW for n in range(30)]
-    assert waits[:5] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S, INTERVAL_S]
+    assert waits[:5] == [
+        FAILED_RETRY_S,
+        2 * FAILED_RETRY_S,
+        4 * FAILED_RETRY_S,
+        8 * FAILED_RETRY_S,
+        INTERVAL_S,
+    ]
     assert set(waits[4:]) == {INTERVAL_S}
-    assert next_step(situation(last=last("lost", 60, 1))) == Start(REVISION, 2, NOW - 60)
+    assert next_step(situation(last=last("lost", 60, 1))) == StartJob(REVISION, 2, NOW - 60)
 
 
 def test_a_short_interval_bounds_the_retry_too() -> None:
@@ -89,33 +97,33 @@ def test_a_short_interval_bounds_the_retry_too() -> None:
 def test_what_blocks_a_sync_is_said_only_when_one_is_due() -> None:
     blocked = ("CacheNotReady", "the gateway starts")
     step = next_step(situation(blocked=blocked))
-    assert isinstance(step, Wait)
+    assert isinstance(step, Postpone)
     assert (step.reason, step.message) == blocked
-    assert isinstance(next_step(situation(blocked=blocked, last=last("well", 1))), Sleep)
+    assert isinstance(next_step(situation(blocked=blocked, last=last("well", 1))), Idle)
 
 
 def test_a_running_job_is_watched() -> None:
     job = SyncJob("a", REVISION)
-    assert next_step(situation(jobs=[job])) == Watch(job)
+    assert next_step(situation(jobs=[job])) == AwaitJob(job)
 
 
 def test_a_job_for_an_older_spec_is_stopped_once_and_waited_for() -> None:
     job = SyncJob("a", Revision("old", "bbbb"))
-    assert next_step(situation(jobs=[job])) == Stop(job)
+    assert next_step(situation(jobs=[job])) == StopJob(job)
     ending = replace(job, ending=True)
-    assert next_step(situation(jobs=[ending])) == Watch(ending)
+    assert next_step(situation(jobs=[ending])) == AwaitJob(ending)
     finished = replace(ending, finished_at=NOW)
-    assert next_step(situation(jobs=[finished])) == Watch(finished)
+    assert next_step(situation(jobs=[finished])) == AwaitJob(finished)
 
 
 def test_a_job_for_older_config_maps_may_end() -> None:
     job = SyncJob("a", Revision("aaaa", "old"))
-    assert next_step(situation(jobs=[job])) == Watch(job)
+    assert next_step(situation(jobs=[job])) == AwaitJob(job)
 
 
 def test_a_finished_job_is_read_before_anything_else() -> None:
     job = SyncJob("a", REVISION, finished_at=NOW - 1)
-    assert next_step(situation(jobs=[job])) == Record(job)
+    assert next_step(situation(jobs=[job])) == RecordOutcome(job)
 
 
 def test_all_finished_jobs_but_the_last_are_superseded() -> None:
@@ -137,14 +145,14 @@ class World:
     steps: int = 0
     made: int = 0
 
-    def pass_over(self) -> Step:
+    def pass_over(self) -> SyncStep:
         here = Situation(
             self.interval_s, self.revision, self.last, self.jobs, self.blocked, True, self.now
         )
         step = next_step(here)
         self.steps += 1
         match step:
-            case Start(revision, attempt, _):
+            case StartJob(revision, attempt, _):
                 self.made += 1
                 self.jobs.append(
                     SyncJob(
@@ -154,9 +162,9 @@ class World:
                         started_at=self.now + self.made / 1000,
                     )
                 )
-            case Stop(job):
+            case StopJob(job):
                 self._replace(job, ending=True)
-            case Record(job):
+            case RecordOutcome(job):
                 outcome = self._outcomes[job.name]
                 self._replace(job, outcome=outcome)
                 assert job.finished_at is not None
@@ -166,7 +174,7 @@ class World:
         assert sum(job.may_run for job in self.jobs) <= 1
         return step
 
-    def end_jobs(self, verdict: Verdict) -> None:
+    def end_jobs(self, verdict: SyncVerdict) -> None:
         for job in list(self.jobs):
             if job.ending:
                 self.jobs.remove(job)
@@ -218,7 +226,7 @@ def test_whatever_happens_it_settles_on_the_newest_sources(
     world.blocked = None
     for _ in range(12):
         step = world.pass_over()
-        if isinstance(step, Sleep):
+        if isinstance(step, Idle):
             break
         world.now += 1
         world.end_jobs("well")
@@ -230,17 +238,17 @@ def test_whatever_happens_it_settles_on_the_newest_sources(
 
 
 @given(verdict=st.sampled_from(["well", "partly", "mistake", "lost"]))
-def test_an_hour_of_any_outcome_takes_few_passes_and_jobs(verdict: Verdict) -> None:
+def test_an_hour_of_any_outcome_takes_few_passes_and_jobs(verdict: SyncVerdict) -> None:
     world = World()
     end = world.now + 3600
     while world.now < end:
         step = world.pass_over()
         match step:
-            case Sleep(again_s) | Wait(_, _, again_s):
+            case Idle(again_s) | Postpone(_, _, again_s):
                 assert again_s > 0
                 world.now += again_s
-            case Start() | Watch():
+            case StartJob() | AwaitJob():
                 world.now += 2
                 world.end_jobs(verdict)
     assert world.made <= 3600 / INTERVAL_S + 5
-    assert world.steps <= 3600 / LOOK_S + 5 * world.made
+    assert world.steps <= 3600 / CONFIG_MAP_POLL_S + 5 * world.made

@@ -11,7 +11,7 @@ import pytest
 from ragcache_operator.kube.api import ApiError, Expired, Listing
 from ragcache_operator.kube.informer import Informer
 from ragcache_operator.kube.resources import CONFIG_MAPS
-from ragcache_operator.reconcile.wakeups import Wakeups, woken
+from ragcache_operator.reconcile.wakeups import Wakeups, wait_for_wakeup
 
 Event = tuple[str, dict[str, Any]] | Exception
 
@@ -104,7 +104,7 @@ async def test_a_wake_during_a_pass_is_kept_for_the_next_wait() -> None:
     with wakeups.listening(("ns", "a")) as flag:
         wakeups.wake(("ns", "a"))
         wakeups.wake(("ns", "b"))
-        await asyncio.wait_for(woken(flag, None), 5)
+        await asyncio.wait_for(wait_for_wakeup(flag, None), 5)
         assert not flag.is_set()
 
 

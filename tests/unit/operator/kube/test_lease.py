@@ -15,11 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_operator.kube.api import Api, ApiError, Conflict
-from ragcache_operator.kube.lease import LeaseLost, Sighting, Timing, held_by, lead, may_take, sight
+from ragcache_operator.kube.lease import (
+    LeaseLost,
+    LeaseTiming,
+    ObservedLease,
+    lease_spec,
+    may_acquire,
+    observe_lease,
+    run_while_leading,
+)
 from ragcache_operator.kube.resources import Object, Resource
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
-TIMING = Timing()
+TIMING = LeaseTiming()
 
 
 def lease(holder: str, version: str = "1", duration_s: int = 15) -> Object:
@@ -30,63 +38,63 @@ def lease(holder: str, version: str = "1", duration_s: int = 15) -> Object:
 
 
 def test_a_lease_that_does_not_exist_may_be_taken() -> None:
-    assert may_take(sight(None, None, 0.0), "a", 0.0)
+    assert may_acquire(observe_lease(None, None, 0.0), "a", 0.0)
 
 
 def test_a_lease_given_up_may_be_taken_at_once() -> None:
-    held = sight(None, lease("b"), 0.0)
-    assert may_take(sight(held, lease("", "2"), 1.0), "a", 1.0)
+    held = observe_lease(None, lease("b"), 0.0)
+    assert may_acquire(observe_lease(held, lease("", "2"), 1.0), "a", 1.0)
 
 
 def test_a_holder_keeps_its_own() -> None:
-    assert may_take(sight(None, lease("a"), 0.0), "a", 0.0)
+    assert may_acquire(observe_lease(None, lease("a"), 0.0), "a", 0.0)
 
 
 def test_a_holder_never_seen_before_gets_its_whole_duration() -> None:
     # Whatever renewTime says: it is another machine's clock.
-    seen = sight(None, lease("b"), 100.0)
-    assert not may_take(seen, "a", 114.9)
-    assert may_take(seen, "a", 115.0)
+    seen = observe_lease(None, lease("b"), 100.0)
+    assert not may_acquire(seen, "a", 114.9)
+    assert may_acquire(seen, "a", 115.0)
 
 
 def test_every_renewal_starts_the_wait_anew() -> None:
-    seen = sight(sight(None, lease("b", "1"), 0.0), lease("b", "2"), 14.0)
-    assert not may_take(seen, "a", 28.9)
-    assert may_take(seen, "a", 29.0)
+    seen = observe_lease(observe_lease(None, lease("b", "1"), 0.0), lease("b", "2"), 14.0)
+    assert not may_acquire(seen, "a", 28.9)
+    assert may_acquire(seen, "a", 29.0)
 
 
 def test_looking_again_does_not_start_the_wait_anew() -> None:
-    seen = sight(sight(None, lease("b"), 0.0), lease("b"), 14.0)
-    assert may_take(seen, "a", 15.0)
+    seen = observe_lease(observe_lease(None, lease("b"), 0.0), lease("b"), 14.0)
+    assert may_acquire(seen, "a", 15.0)
 
 
 def test_the_holder_says_how_long_it_may_be_silent() -> None:
-    seen = sight(None, lease("b", duration_s=60), 0.0)
-    assert not may_take(seen, "a", 59.0)
+    seen = observe_lease(None, lease("b", duration_s=60), 0.0)
+    assert not may_acquire(seen, "a", 59.0)
 
 
 def test_deleting_the_lease_does_not_make_two_holders() -> None:
-    seen = sight(sight(None, lease("b"), 0.0), None, 1.0)
-    assert not may_take(seen, "a", 15.9)
-    assert may_take(sight(seen, None, 10.0), "a", 16.0)
-    assert may_take(seen, "b", 1.0)
+    seen = observe_lease(observe_lease(None, lease("b"), 0.0), None, 1.0)
+    assert not may_acquire(seen, "a", 15.9)
+    assert may_acquire(observe_lease(seen, None, 10.0), "a", 16.0)
+    assert may_acquire(seen, "b", 1.0)
 
 
 def test_a_lease_that_says_nothing_may_be_taken() -> None:
-    assert may_take(sight(None, {"metadata": {"resourceVersion": "1"}}, 0.0), "a", 0.0)
+    assert may_acquire(observe_lease(None, {"metadata": {"resourceVersion": "1"}}, 0.0), "a", 0.0)
 
 
 def test_a_takeover_is_counted_and_a_renewal_is_not() -> None:
-    first = held_by("a", None, TIMING, NOON)
+    first = lease_spec("a", None, TIMING, NOON)
     assert first["leaseTransitions"] == 0
     assert first["acquireTime"] == first["renewTime"] == "2030-01-01T12:00:00.000000Z"
-    renewed = held_by("a", {"spec": first}, TIMING, NOON.replace(hour=13))
+    renewed = lease_spec("a", {"spec": first}, TIMING, NOON.replace(hour=13))
     assert renewed["leaseTransitions"] == 0
     assert (renewed["acquireTime"], renewed["renewTime"]) == (
         "2030-01-01T12:00:00.000000Z",
         "2030-01-01T13:00:00.000000Z",
     )
-    assert held_by("b", {"spec": renewed}, TIMING, NOON)["leaseTransitions"] == 1
+    assert lease_spec("b", {"spec": renewed}, TIMING, NOON)["leaseTransitions"] == 1
 
 
 @given(
@@ -96,10 +104,10 @@ def test_a_takeover_is_counted_and_a_renewal_is_not() -> None:
 def test_nobody_takes_what_changed_less_than_its_duration_ago(
     durations: int, looks: list[float]
 ) -> None:
-    seen: Sighting | None = None
+    seen: ObservedLease | None = None
     for version, now_s in enumerate(looks):
-        seen = sight(seen, lease("b", str(version), durations), now_s)
-        assert not may_take(seen, "a", now_s + durations - 0.01)
+        seen = observe_lease(seen, lease("b", str(version), durations), now_s)
+        assert not may_acquire(seen, "a", now_s + durations - 0.01)
 
 
 # The coroutine itself, on a clock that jumps from event to event.
@@ -215,7 +223,7 @@ class Watchman:
     at_work: set[str] = field(default_factory=set)
     shifts: list[tuple[float, str]] = field(default_factory=list)
 
-    def work(self, who: str, ending_s: float = 0.0) -> Callable[[], Awaitable[None]]:
+    def work(self, who: str, stop_window_s: float = 0.0) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
             assert not self.at_work, f"{who} beside {self.at_work} at {now()}"
             self.at_work.add(who)
@@ -223,23 +231,25 @@ class Watchman:
             try:
                 await asyncio.Event().wait()
             finally:
-                await asyncio.sleep(ending_s)
+                await asyncio.sleep(stop_window_s)
                 self.at_work.remove(who)
 
         return run
 
 
 async def contend(
-    link: Link, who: str, run: Callable[[], Awaitable[None]], timing: Timing = TIMING
+    link: Link, who: str, run: Callable[[], Awaitable[None]], timing: LeaseTiming = TIMING
 ) -> None:
-    await lead(cast(Api, link), "ns", "lease", who, run, timing=timing, jitter=link.random.random)
+    await run_while_leading(
+        cast(Api, link), "ns", "lease", who, run, timing=timing, jitter=link.random.random
+    )
 
 
 async def again_and_again(link: Link, pod: str, watchman: Watchman) -> None:
     """A pod: what loses the Lease exits and is started again, as somebody else."""
     while True:
         who = f"{pod}.{link.random.random()}"
-        run = watchman.work(who, ending_s=link.random.uniform(0, TIMING.ending_s * 0.9))
+        run = watchman.work(who, stop_window_s=link.random.uniform(0, TIMING.stop_window_s * 0.9))
         try:
             await contend(link, who, run)
         except LeaseLost:
@@ -250,7 +260,7 @@ def test_the_second_takes_over_at_once_when_the_first_stops_cleanly() -> None:
     async def story() -> None:
         store, watchman = LeaseStore(), Watchman()
         first = asyncio.create_task(
-            contend(Link(store, Random(1)), "a", watchman.work("a", ending_s=8.0))
+            contend(Link(store, Random(1)), "a", watchman.work("a", stop_window_s=8.0))
         )
         await asyncio.sleep(1)
         second = asyncio.create_task(contend(Link(store, Random(2)), "b", watchman.work("b")))
@@ -273,7 +283,7 @@ def test_a_holder_cut_off_stops_before_another_starts() -> None:
         store, watchman = LeaseStore(), Watchman()
         links = [Link(store, Random(seed)) for seed in range(3)]
         tasks = [
-            asyncio.create_task(contend(link, f"{n}", watchman.work(f"{n}", ending_s=2.0)))
+            asyncio.create_task(contend(link, f"{n}", watchman.work(f"{n}", stop_window_s=2.0)))
             for n, link in enumerate(links)
         ]
         await asyncio.sleep(30)
@@ -298,9 +308,9 @@ def test_a_slow_answer_does_not_count_as_a_late_renewal() -> None:
     async def story() -> None:
         store, watchman = LeaseStore(), Watchman()
         slow = Link(store, Random(1), reply_s=4.0)
-        first = asyncio.create_task(contend(slow, "a", watchman.work("a", ending_s=4.0)))
+        first = asyncio.create_task(contend(slow, "a", watchman.work("a", stop_window_s=4.0)))
         await asyncio.sleep(10)
-        eager = Timing(retry_s=0.1)
+        eager = LeaseTiming(retry_s=0.1)
         second = asyncio.create_task(
             contend(Link(store, Random(2)), "b", watchman.work("b"), timing=eager)
         )

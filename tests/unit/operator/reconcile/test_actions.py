@@ -6,12 +6,12 @@ from typing import Any
 
 from ragcache_operator.builders.objects.ownership import SPEC_HASH
 from ragcache_operator.reconcile.actions import (
-    Change,
-    Correct,
-    Make,
-    Remove,
-    Taken,
-    may_lack,
+    CorrectDrift,
+    CreateChild,
+    DeleteChild,
+    NameConflict,
+    UpdateChild,
+    may_be_missing,
     plan_actions,
 )
 
@@ -38,29 +38,29 @@ def test_nothing_is_done_about_what_is_as_it_should_be() -> None:
 
 
 def test_what_is_missing_is_applied() -> None:
-    assert plan([child("a")], []) == [Make(child("a"))]
+    assert plan([child("a")], []) == [CreateChild(child("a"))]
 
 
 def test_what_was_changed_by_others_is_corrected_and_says_which_field() -> None:
     [action] = plan([child("a", spec={"x": 1})], [child("a", spec={"x": 2})])
-    assert action == Correct(child("a", spec={"x": 1}), "spec.x")
+    assert action == CorrectDrift(child("a", spec={"x": 1}), "spec.x")
 
 
 def test_what_we_ask_for_now_is_nobodys_doing() -> None:
     before, after = child("a", spec={"x": 2}), child("a", spec={"x": 1})
     before["metadata"]["annotations"] = {SPEC_HASH: "old"}
     after["metadata"]["annotations"] = {SPEC_HASH: "new"}
-    assert plan([after], [before]) == [Change(after)]
+    assert plan([after], [before]) == [UpdateChild(after)]
 
 
 def test_what_others_added_where_nothing_may_be_added_is_corrected() -> None:
     selecting = child("a", spec={"selector": {"app": "x"}})
     more = child("a", spec={"selector": {"app": "x", "and": "nobody"}})
-    assert plan([selecting], [more]) == [Correct(selecting, "spec.selector", added=True)]
+    assert plan([selecting], [more]) == [CorrectDrift(selecting, "spec.selector", added=True)]
 
 
 def test_what_is_asked_for_no_more_is_removed() -> None:
-    assert plan([], [child("a")]) == [Remove(child("a"))]
+    assert plan([], [child("a")]) == [DeleteChild(child("a"))]
 
 
 def test_what_is_being_deleted_is_not_deleted_again() -> None:
@@ -71,7 +71,7 @@ def test_what_is_being_deleted_is_not_deleted_again() -> None:
 
 def test_an_object_of_somebody_else_is_neither_changed_nor_removed() -> None:
     theirs = child("a", owner="u-2", spec={"x": 2})
-    assert plan([child("a", spec={"x": 1})], [theirs]) == [Taken(child("a", spec={"x": 1}))]
+    assert plan([child("a", spec={"x": 1})], [theirs]) == [NameConflict(child("a", spec={"x": 1}))]
     assert plan([], [theirs]) == []
     assert plan([], [child("b", owner=None)]) == []
 
@@ -83,10 +83,10 @@ def test_pods_claims_and_jobs_are_never_removed_as_children() -> None:
 
 def test_an_object_of_another_kind_is_another_object() -> None:
     actions = plan([child("a", "Ingress")], [child("a", "Service")])
-    assert actions == [Make(child("a", "Ingress")), Remove(child("a", "Service"))]
+    assert actions == [CreateChild(child("a", "Ingress")), DeleteChild(child("a", "Service"))]
 
 
-SECRET = "docs-plan-key"
+SECRET = "docs-signing-key"
 
 
 def mounting(*secrets: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def pod(waits_for: str | None, *secrets: str) -> dict[str, Any]:
 
 def lacks(desired: list[dict[str, Any]], live: list[dict[str, Any]], *pods: dict[str, Any]) -> bool:
     by_name = {obj["metadata"]["name"]: obj for obj in live}
-    return may_lack(SECRET, desired, lambda obj: by_name.get(obj["metadata"]["name"]), pods)
+    return may_be_missing(SECRET, desired, lambda obj: by_name.get(obj["metadata"]["name"]), pods)
 
 
 def test_a_secret_may_be_missing_until_all_that_mount_it_are_made() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ragcache_operator.spec import RagCache, RagCollection
-from ragcache_operator.spec.consistency import faults
+from ragcache_operator.spec.consistency import check_rules
 from ragcache_operator.spec.manifest import InvalidManifest, parse
-from ragcache_operator.spec.rules import CLUSTER_RULES, violations
+from ragcache_operator.spec.rules import CLUSTER_RULES, find_problems
 from tests.helpers.operator_manifests import BAD, Bad, Layer
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_each_is_refused_by_path_and_fix(bad: Bad) -> None:
-    [problem] = violations(bad.manifest, bad.old)
+    [problem] = find_problems(bad.manifest, bad.old)
     assert str(problem) == bad.message
     assert problem.field == bad.field
 
@@ -30,7 +30,7 @@ def test_the_parser_lets_through_only_what_is_wrong_in_a_cluster(bad: Bad) -> No
         assert refused == bad.message
     else:
         assert bad.layer in (Layer.CEL, Layer.WEBHOOK)
-        assert bad.old is not None or faults(CLUSTER_RULES, value)
+        assert bad.old is not None or check_rules(CLUSTER_RULES, value)
 
 
 def test_there_are_forty_or_more_and_no_two_alike() -> None:
@@ -42,4 +42,4 @@ def test_there_are_forty_or_more_and_no_two_alike() -> None:
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.old], ids=lambda bad: bad.name)
 def test_what_may_not_change_may_be_made(bad: Bad) -> None:
-    assert violations(bad.manifest) == []
+    assert find_problems(bad.manifest) == []

@@ -13,9 +13,9 @@ import re2
 from celpy.adapter import json_to_cel
 from celpy.celtypes import BoolType
 
-from ragcache_operator.spec.consistency import Cel
-from ragcache_operator.spec.crd import KINDS, Kind, object_schema
-from ragcache_operator.spec.rules import TRANSITIONS, violations
+from ragcache_operator.spec.consistency import CelRule
+from ragcache_operator.spec.crd import KINDS, ResourceKind, object_schema
+from ragcache_operator.spec.rules import UPDATE_RULES, find_problems
 from tests.helpers.operator_manifests import BAD, Bad, Layer, Object, cache, collection
 from tests.unit.operator.spec.test_crd import DEFAULTED, Schema, kinds, nodes, with_defaults
 from tests.unit.operator.spec.test_rules import EVERY, broken_by
@@ -95,7 +95,7 @@ def holds(expression: str, value: Any, old: Any = None) -> bool:
     return bool(answer)
 
 
-def refusals(new: Object, old: Object | None = None) -> list[tuple[str, str]]:
+def unsupported_features(new: Object, old: Object | None = None) -> list[tuple[str, str]]:
     """Path and message of every rule that refuses a manifest. old: what an update replaces."""
     schema = SCHEMAS[new["kind"]]
     before = None if old is None else with_defaults(old, schema)
@@ -157,7 +157,7 @@ def paths_read(expression: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("new", "old"), GOOD, ids=range(len(GOOD)))
 def test_good_objects_are_let_through(new: Object, old: Object | None) -> None:
-    assert refusals(new, old) == []
+    assert unsupported_features(new, old) == []
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_good_objects_are_let_through(new: Object, old: Object | None) -> None:
 )
 def test_each_is_refused_by_its_rule_and_no_other(bad: Bad) -> None:
     [(rule, field)] = broken_by(bad)
-    assert isinstance(rule.cel, Cel)
-    [(path, message)] = refusals(bad.manifest, bad.old)
+    assert isinstance(rule.cel, CelRule)
+    [(path, message)] = unsupported_features(bad.manifest, bad.old)
     assert message == rule.cel.message
     assert re.sub(r"\[\d+\]", "", path) == re.sub(r"\[\d+\]", "", field)
     # CEL blames a list of arguments where the parser knows which of them it is.
@@ -177,7 +177,7 @@ def test_each_is_refused_by_its_rule_and_no_other(bad: Bad) -> None:
     "bad", [bad for bad in BAD if bad.layer is Layer.WEBHOOK], ids=lambda bad: bad.name
 )
 def test_what_is_left_to_the_webhook_passes(bad: Bad) -> None:
-    assert refusals(bad.manifest, bad.old) == []
+    assert unsupported_features(bad.manifest, bad.old) == []
 
 
 def test_every_problem_comes_at_once() -> None:
@@ -185,7 +185,7 @@ def test_every_problem_comes_at_once() -> None:
         model={"source": "path:/models", "tokenSecret": {"name": "t"}},
         engines=[{"name": "a"}, {"name": "b", "args": ["--port", "1"]}],
     )
-    assert [path for path, _ in refusals(bad)] == [
+    assert [path for path, _ in unsupported_features(bad)] == [
         "spec.model.tokenSecret",
         "spec.model.source",
         "spec.engines[1].args",
@@ -205,8 +205,8 @@ def test_every_problem_comes_at_once() -> None:
 def test_every_spelling_of_an_argument_is_seen(argument: str) -> None:
     bad = cache(engines=[{"args": ["--max-num-seqs=8", argument]}])
     # Where it is short for several, so may several rules be broken.
-    assert {path for path, _ in refusals(bad)} == {"spec.engines[0].args"}
-    assert {problem.field for problem in violations(bad)} == {"spec.engines[0].args[1]"}
+    assert {path for path, _ in unsupported_features(bad)} == {"spec.engines[0].args"}
+    assert {problem.field for problem in find_problems(bad)} == {"spec.engines[0].args[1]"}
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_every_spelling_of_an_argument_is_seen(argument: str) -> None:
 )
 def test_arguments_that_only_look_alike_pass(argument: str) -> None:
     good = cache(engines=[{"args": [argument]}])
-    assert refusals(good) == []
-    assert violations(good) == []
+    assert unsupported_features(good) == []
+    assert find_problems(good) == []
 
 
 def test_every_volume_stays() -> None:
     bigger = {"size": "99Gi"}
     new = cache(retriever={"storage": bigger}, cacheStore={"disk": {"className": "fast"}})
-    assert [path for path, _ in refusals(new, cache())] == [
+    assert [path for path, _ in unsupported_features(new, cache())] == [
         "spec.retriever.storage",
         "spec.cacheStore.disk",
     ]
@@ -264,19 +264,19 @@ def test_the_definitions_have_every_rule() -> None:
         for rule in node["x-kubernetes-validations"]
     }
     assert shown == {
-        (rule.cel.expression, rule.cel.message) for rule in EVERY if isinstance(rule.cel, Cel)
+        (rule.cel.expression, rule.cel.message) for rule in EVERY if isinstance(rule.cel, CelRule)
     }
 
 
 def test_transitions_are_the_rules_that_see_the_old_value() -> None:
-    seen = {rule.cel.expression for rule in EVERY if isinstance(rule.cel, Cel)}
+    seen = {rule.cel.expression for rule in EVERY if isinstance(rule.cel, CelRule)}
     assert {expression for expression in seen if is_transition(expression)} == {
-        transition.cel.expression for transition in TRANSITIONS
+        transition.cel.expression for transition in UPDATE_RULES
     }
 
 
 @kinds
-def test_defaults_keep_the_rules(kind: Kind) -> None:
+def test_defaults_keep_the_rules(kind: ResourceKind) -> None:
     """An API server refuses a definition whose defaults break its rules."""
     for path, schema in nodes(SCHEMAS[kind.name]):
         if "default" in schema:
@@ -304,7 +304,7 @@ def samples(schema: Schema) -> list[Any]:
 
 
 @kinds
-def test_rules_answer_whatever_is_left_out(kind: Kind) -> None:
+def test_rules_answer_whatever_is_left_out(kind: ResourceKind) -> None:
     """Reading a field that is not there is an error, which would refuse the object in bad words."""
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
@@ -323,7 +323,7 @@ def test_rules_answer_whatever_is_left_out(kind: Kind) -> None:
 
 
 @kinds
-def test_optional_fields_are_read_behind_has(kind: Kind) -> None:
+def test_optional_fields_are_read_behind_has(kind: ResourceKind) -> None:
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
             guarded = re.findall(r"\bhas\(([.\w]+)\)", rule["rule"])
@@ -335,7 +335,7 @@ def test_optional_fields_are_read_behind_has(kind: Kind) -> None:
 
 
 @kinds
-def test_rules_read_no_field_that_cel_would_escape(kind: Kind) -> None:
+def test_rules_read_no_field_that_cel_would_escape(kind: ResourceKind) -> None:
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
             for name in itertools.chain(*paths_read(rule["rule"])):
@@ -359,7 +359,7 @@ def known(schema: Schema, name: str) -> Schema:
 
 
 @kinds
-def test_rules_blame_fields_by_plain_paths(kind: Kind) -> None:
+def test_rules_blame_fields_by_plain_paths(kind: ResourceKind) -> None:
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
             assert rule.keys() <= RULE_KEYS, path
@@ -370,7 +370,7 @@ def test_rules_blame_fields_by_plain_paths(kind: Kind) -> None:
 
 
 @kinds
-def test_old_values_are_found_wherever_rules_compare_them(kind: Kind) -> None:
+def test_old_values_are_found_wherever_rules_compare_them(kind: ResourceKind) -> None:
     """An item of a list has an old value only by its key, and none of our rules asks for one."""
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         if any(is_transition(rule["rule"]) for rule in schema["x-kubernetes-validations"]):
@@ -379,7 +379,7 @@ def test_old_values_are_found_wherever_rules_compare_them(kind: Kind) -> None:
 
 
 @kinds
-def test_regular_expressions_are_ones_that_re2_reads(kind: Kind) -> None:
+def test_regular_expressions_are_ones_that_re2_reads(kind: ResourceKind) -> None:
     for path, schema in nodes(SCHEMAS[kind.name]):
         if "pattern" in schema:
             assert re2.compile(schema["pattern"]), path
@@ -390,7 +390,7 @@ def test_regular_expressions_are_ones_that_re2_reads(kind: Kind) -> None:
 
 
 @kinds
-def test_rules_cost_what_servers_allow(kind: Kind) -> None:
+def test_rules_cost_what_servers_allow(kind: ResourceKind) -> None:
     total = 0
     for path, schema, times in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ragcache_operator.spec import RagCache
-from ragcache_operator.spec.crd import KINDS, Kind, definition, object_schema
+from ragcache_operator.spec.crd import KINDS, ResourceKind, definition, object_schema
 from ragcache_operator.spec.manifest import parse
 from tests.helpers.operator_manifests import cache, collection, examples, source
 
@@ -65,7 +65,7 @@ def with_defaults(value: Any, schema: Schema) -> Any:
 
 
 @kinds
-def test_every_schema_is_structural(kind: Kind) -> None:
+def test_every_schema_is_structural(kind: ResourceKind) -> None:
     for path, schema in nodes(object_schema(kind)):
         assert schema.keys() <= KEYWORDS, path
         if schema.get("x-kubernetes-int-or-string"):
@@ -82,7 +82,7 @@ def test_every_schema_is_structural(kind: Kind) -> None:
 
 
 @kinds
-def test_everything_in_a_spec_is_bounded(kind: Kind) -> None:
+def test_everything_in_a_spec_is_bounded(kind: ResourceKind) -> None:
     """CEL's costs are estimated from bounds; without them a definition is refused."""
     for path, schema in nodes(object_schema(kind)["properties"]["spec"]):
         match schema.get("type"):
@@ -99,7 +99,7 @@ def test_everything_in_a_spec_is_bounded(kind: Kind) -> None:
 
 
 @kinds
-def test_every_list_says_how_it_is_merged(kind: Kind) -> None:
+def test_every_list_says_how_it_is_merged(kind: ResourceKind) -> None:
     for path, schema in nodes(object_schema(kind)):
         if schema.get("type") == "array":
             merge = schema["x-kubernetes-list-type"]
@@ -110,7 +110,7 @@ def test_every_list_says_how_it_is_merged(kind: Kind) -> None:
 
 
 @kinds
-def test_every_field_is_described(kind: Kind) -> None:
+def test_every_field_is_described(kind: ResourceKind) -> None:
     schema = object_schema(kind)
     assert schema["description"]
     for part in ("spec", "status"):
@@ -123,7 +123,7 @@ def test_every_field_is_described(kind: Kind) -> None:
 
 
 @kinds
-def test_patterns_are_ones_that_go_reads(kind: Kind) -> None:
+def test_patterns_are_ones_that_go_reads(kind: ResourceKind) -> None:
     for path, schema in nodes(object_schema(kind)):
         pattern = schema.get("pattern")
         if pattern is not None:
@@ -135,7 +135,7 @@ def test_patterns_are_ones_that_go_reads(kind: Kind) -> None:
 
 
 @kinds
-def test_cel_blames_fields_that_exist(kind: Kind) -> None:
+def test_cel_blames_fields_that_exist(kind: ResourceKind) -> None:
     found = 0
     for path, schema in nodes(object_schema(kind)):
         for rule in schema.get("x-kubernetes-validations", ()):
@@ -151,7 +151,7 @@ def test_cel_blames_fields_that_exist(kind: Kind) -> None:
 
 
 @kinds
-def test_old_servers_get_the_same_without_cel(kind: Kind) -> None:
+def test_old_servers_get_the_same_without_cel(kind: ResourceKind) -> None:
     old = definition(kind, cel=False)
     assert "x-kubernetes-validations" not in yaml.safe_dump(old)
 
@@ -165,17 +165,17 @@ def test_old_servers_get_the_same_without_cel(kind: Kind) -> None:
 
 @kinds
 @pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
-def test_definitions_are_valid_objects(kind: Kind, version: str) -> None:
+def test_definitions_are_valid_objects(kind: ResourceKind, version: str) -> None:
     kubernetes_validate.validate(definition(kind), version, strict=True)
 
 
 @kinds
-def test_definitions_without_cel_are_valid_objects_of_older_servers(kind: Kind) -> None:
+def test_definitions_without_cel_are_valid_objects_of_older_servers(kind: ResourceKind) -> None:
     kubernetes_validate.validate(definition(kind, cel=False), "1.25", strict=True)
 
 
 @kinds
-def test_columns_and_scale_point_at_fields(kind: Kind) -> None:
+def test_columns_and_scale_point_at_fields(kind: ResourceKind) -> None:
     [version] = definition(kind)["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]
     paths = [column["jsonPath"] for column in version["additionalPrinterColumns"]]

@@ -17,7 +17,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import RagCache, RagCollection
 from ragcache_operator.spec.crd import KINDS, object_schema
 from ragcache_operator.spec.manifest import InvalidManifest, parse
-from ragcache_operator.spec.rules import violations
+from ragcache_operator.spec.rules import find_problems
 from tests.helpers.operator_manifests import Object, cache, collection
 
 SCHEMAS = [object_schema(kind) for kind in KINDS]
@@ -177,7 +177,7 @@ def mutated(draw: st.DrawFn) -> Object:
 def test_the_manifests_to_mutate_are_good() -> None:
     for manifest in GOOD:
         assert problems_of(manifest) == []
-        assert violations(manifest) == []
+        assert find_problems(manifest) == []
 
 
 @given(mutated())
@@ -189,7 +189,7 @@ def test_any_change_gives_a_value_or_problems(manifest: Object) -> None:
 @given(mutated(), mutated())
 @settings(max_examples=100, deadline=None)
 def test_any_update_gives_no_violations_or_some_with_fixes(new: Object, old: Object) -> None:
-    for problem in violations(new, old):
+    for problem in find_problems(new, old):
         assert problem.field
         assert problem.problem
         assert problem.fix

@@ -20,18 +20,18 @@ from ragcache_operator.status.component import (
 )
 from ragcache_operator.status.conditions import (
     CONDITION_OF,
-    NOT_ASKED,
+    NOT_TESTED,
     Acceptance,
     SelfTest,
+    current_test,
+    events_for,
     find,
-    holding_test,
     is_test_due,
     make_conditions,
     phase_of,
     progress_of,
     refused_conditions,
     self_test_of,
-    transitions,
 )
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
@@ -188,7 +188,7 @@ def test_ready_needs_every_component_and_an_answer() -> None:
         return str(condition["status"])
 
     assert ready(all_ready(), PASSED) == "True"
-    assert ready(all_ready(), NOT_ASKED) == "False"
+    assert ready(all_ready(), NOT_TESTED) == "False"
     assert ready(all_ready(), SelfTest(False, "SelfTestFailed", "HTTP 503", 1)) == "False"
     for name in CONDITION_OF:
         assert ready(all_ready(**{name: "CrashLooping"}), PASSED) == "False"
@@ -197,20 +197,20 @@ def test_ready_needs_every_component_and_an_answer() -> None:
 
 
 def test_a_question_is_asked_once_all_runs_as_asked_for_and_again_for_a_new_generation() -> None:
-    assert is_test_due(all_ready(), NOT_ASKED, 1)
+    assert is_test_due(all_ready(), NOT_TESTED, 1)
     assert not is_test_due(all_ready(), PASSED, 1)
     assert is_test_due(all_ready(), PASSED, 2)
     assert not is_test_due(all_ready(engine=ROLLING_OUT), PASSED, 2)
-    assert not is_test_due(all_ready(engine="LoadingModel"), NOT_ASKED, 1)
+    assert not is_test_due(all_ready(engine="LoadingModel"), NOT_TESTED, 1)
 
 
 def test_an_answer_counts_no_more_once_a_component_was_gone() -> None:
-    assert holding_test(all_ready(engine="CrashLooping"), PASSED, 1) == NOT_ASKED
-    assert holding_test(all_ready(), PASSED, 1) == PASSED
+    assert current_test(all_ready(engine="CrashLooping"), PASSED, 1) == NOT_TESTED
+    assert current_test(all_ready(), PASSED, 1) == PASSED
 
 
 def test_after_a_rollout_a_question_is_asked_again_though_the_spec_is_the_same() -> None:
-    held = holding_test(all_ready(engine=ROLLING_OUT), PASSED, 1)
+    held = current_test(all_ready(engine=ROLLING_OUT), PASSED, 1)
     assert held.passed
     assert is_test_due(all_ready(), held, 1)
 
@@ -230,7 +230,7 @@ def test_a_rollout_that_cannot_succeed_is_told() -> None:
     components = [*all_ready()[:3], state]
     conditions = make_conditions(components, PASSED, 1, [], NOW)
     assert phase_of(conditions, components, 1) == "Degraded"
-    assert any(t.kind == "Warning" for t in transitions([], conditions))
+    assert any(t.kind == "Warning" for t in events_for([], conditions))
 
 
 def test_a_pod_that_was_evicted_is_nobodys_trouble() -> None:
@@ -260,13 +260,13 @@ def test_a_spec_that_could_not_be_applied_in_full_is_degraded() -> None:
 def test_the_self_test_is_remembered_by_the_status() -> None:
     for test in (PASSED, SelfTest(False, "SelfTestFailed", "HTTP 503", 3)):
         assert self_test_of(make_conditions(all_ready(), test, 3, [], NOW)) == test
-    assert self_test_of(make_conditions(all_ready(), NOT_ASKED, 1, [], NOW)) == NOT_ASKED
-    assert self_test_of([]) == NOT_ASKED
+    assert self_test_of(make_conditions(all_ready(), NOT_TESTED, 1, [], NOW)) == NOT_TESTED
+    assert self_test_of([]) == NOT_TESTED
 
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     before = make_conditions(all_ready(), PASSED, 1, [], NOW)
-    after = make_conditions(all_ready(engine="CrashLooping"), NOT_ASKED, 1, before, LATER)
+    after = make_conditions(all_ready(engine="CrashLooping"), NOT_TESTED, 1, before, LATER)
     times = {c["type"]: c["lastTransitionTime"] for c in after}
     assert times["EnginesReady"] == times["Ready"] == LATER
     assert times["GatewayReady"] == times["Accepted"] == NOW
@@ -282,8 +282,8 @@ def test_phases() -> None:
         return phase_of(make_conditions(components, test, 1, [], NOW), components, 1)
 
     nothing = [component(name, NOT_CREATED, ready=0) for name in CONDITION_OF]
-    assert phase(nothing, NOT_ASKED) == "Pending"
-    assert phase(all_ready(), NOT_ASKED) == "Progressing"
+    assert phase(nothing, NOT_TESTED) == "Pending"
+    assert phase(all_ready(), NOT_TESTED) == "Progressing"
     assert phase(all_ready()) == "Ready"
     assert phase(all_ready(gateway=ROLLING_OUT)) == "Progressing"
     some = [*all_ready()[:3], component("gateway", DEGRADED, wanted=2)]
@@ -292,26 +292,26 @@ def test_phases() -> None:
 
 def test_progress_names_what_is_waited_for() -> None:
     components = all_ready(engine="LoadingModel")
-    assert progress_of(components, NOT_ASKED) == "engine: 1 of 1"
-    assert progress_of(all_ready(), NOT_ASKED).startswith("self-test: ")
+    assert progress_of(components, NOT_TESTED) == "engine: 1 of 1"
+    assert progress_of(all_ready(), NOT_TESTED).startswith("self-test: ")
     assert progress_of(all_ready(), PASSED) == ""
 
 
 def test_transitions_are_told_once() -> None:
-    start = make_conditions(all_ready(engine="Pulling"), NOT_ASKED, 1, [], NOW)
-    assert transitions(start, start) == []
+    start = make_conditions(all_ready(engine="Pulling"), NOT_TESTED, 1, [], NOW)
+    assert events_for(start, start) == []
     ready = make_conditions(all_ready(), PASSED, 1, start, NOW)
-    told = {(t.kind, t.reason) for t in transitions(start, ready)}
+    told = {(t.kind, t.reason) for t in events_for(start, ready)}
     assert told == {("Normal", "AllReplicasReady"), ("Normal", "Answered"), ("Normal", "Answering")}
 
 
 def test_what_somebody_must_look_at_is_a_warning() -> None:
     ready = make_conditions(all_ready(), PASSED, 1, [], NOW)
-    broken = make_conditions(all_ready(engine="CrashLooping"), NOT_ASKED, 1, ready, NOW)
-    kinds = {t.reason: t.kind for t in transitions(ready, broken)}
+    broken = make_conditions(all_ready(engine="CrashLooping"), NOT_TESTED, 1, ready, NOW)
+    kinds = {t.reason: t.kind for t in events_for(ready, broken)}
     assert kinds["CrashLooping"] == "Warning"
-    loading = make_conditions(all_ready(engine="LoadingModel"), NOT_ASKED, 1, [], NOW)
-    assert {t.kind for t in transitions([], loading)} == {"Normal"}
+    loading = make_conditions(all_ready(engine="LoadingModel"), NOT_TESTED, 1, [], NOW)
+    assert {t.kind for t in events_for([], loading)} == {"Normal"}
 
 
 def test_a_refusal_keeps_what_is_known_of_the_parts() -> None:

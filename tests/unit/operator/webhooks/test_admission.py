@@ -15,11 +15,11 @@ from ragcache_operator.webhooks.admission import (
     DEFAULT,
     VALIDATE,
     AdmissionConfig,
-    filled_in,
-    refusal,
+    rejection,
+    spec_with_defaults,
     webhooks,
 )
-from ragcache_operator.webhooks.webhook_server import service_endpoint, url_endpoint
+from ragcache_operator.webhooks.webhook_server import service_client_config, url_client_config
 
 
 def cache(**spec: Any) -> Object:
@@ -44,7 +44,7 @@ BAD = {"model": {"maxLength": 1}, "gateway": {"replicas": 0}}
 
 
 def test_a_refusal_names_every_path_with_its_fix_on_a_line_of_its_own() -> None:
-    said = refusal(cache(**BAD), None)
+    said = rejection(cache(**BAD), None)
     assert said is not None
     assert said.splitlines() == [
         "spec.model.maxLength: 1 is too small; use at least 64",
@@ -53,66 +53,66 @@ def test_a_refusal_names_every_path_with_its_fix_on_a_line_of_its_own() -> None:
 
 
 def test_what_is_well_is_let_through() -> None:
-    assert refusal(cache(), None) is None
-    assert refusal(collection(), None) is None
+    assert rejection(cache(), None) is None
+    assert rejection(collection(), None) is None
 
 
 def test_a_change_that_leaves_a_bad_spec_alone_is_let_through() -> None:
     old = cache(**BAD)
     new = copy.deepcopy(old)
     new["metadata"]["finalizers"] = []
-    assert refusal(new, old) is None
-    assert refusal(cache(**BAD, dataPolicy="Delete"), old) is not None
+    assert rejection(new, old) is None
+    assert rejection(cache(**BAD, dataPolicy="Delete"), old) is not None
 
 
 def test_what_is_on_its_way_out_is_let_through() -> None:
     leaving = cache(**BAD)
     leaving["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
-    assert refusal(leaving, cache()) is None
+    assert rejection(leaving, cache()) is None
 
 
 def test_a_null_means_not_given() -> None:
-    assert filled_in(cache(model={"name": None, "source": "bundled:tinyrag"}, engines=None)) == {
-        "model": {"source": "bundled:tinyrag"}
-    }
-    assert filled_in(cache(engines=[{"name": "main", "resources": None}])) == {
+    assert spec_with_defaults(
+        cache(model={"name": None, "source": "bundled:tinyrag"}, engines=None)
+    ) == {"model": {"source": "bundled:tinyrag"}}
+    assert spec_with_defaults(cache(engines=[{"name": "main", "resources": None}])) == {
         "engines": [{"name": "main"}]
     }
 
 
 def test_a_collection_is_called_as_its_object_unless_it_says_otherwise() -> None:
-    assert filled_in(collection())["collection"] == "handbook"
-    assert filled_in(collection(collection=None))["collection"] == "handbook"
-    assert filled_in(collection(collection="other"))["collection"] == "other"
+    assert spec_with_defaults(collection())["collection"] == "handbook"
+    assert spec_with_defaults(collection(collection=None))["collection"] == "handbook"
+    assert spec_with_defaults(collection(collection="other"))["collection"] == "other"
 
 
 def test_an_object_whose_name_is_still_to_be_made_up_is_left_open() -> None:
     unnamed = collection()
     unnamed["metadata"] = {"generateName": "handbook-"}
-    assert "collection" not in filled_in(unnamed)
+    assert "collection" not in spec_with_defaults(unnamed)
 
 
 @pytest.mark.parametrize("spec", [None, [], "text", 1])
 def test_a_spec_that_is_no_mapping_is_left_to_the_schema(spec: Any) -> None:
-    assert filled_in({**collection(), "spec": spec}) == spec
+    assert spec_with_defaults({**collection(), "spec": spec}) == spec
 
 
 def test_a_model_is_not_given_a_name_that_would_outlive_its_source() -> None:
-    assert filled_in(cache(model={"source": "bundled:tinyrag"})) == {
+    assert spec_with_defaults(cache(model={"source": "bundled:tinyrag"})) == {
         "model": {"source": "bundled:tinyrag"}
     }
 
 
 @pytest.mark.parametrize("webhook", [VALIDATE, DEFAULT])
 def test_a_webhook_that_is_down_holds_nobody_up(webhook: str) -> None:
-    (said,) = webhooks(webhook, service_endpoint("hooks", "ragcache-system")("Q0E="), ())
+    (said,) = webhooks(webhook, service_client_config("hooks", "ragcache-system")("Q0E="), ())
     assert said["failurePolicy"] == "Ignore"
     assert said["timeoutSeconds"] <= 5
     assert said["sideEffects"] == "None"
 
 
 def test_each_webhook_is_asked_at_its_path_of_the_service() -> None:
-    (said,) = webhooks(VALIDATE, service_endpoint("hooks", "ragcache-system")("Q0E="), ())
+    (said,) = webhooks(VALIDATE, service_client_config("hooks", "ragcache-system")("Q0E="), ())
     assert said["clientConfig"] == {
         "service": {
             "name": "hooks",
@@ -122,19 +122,19 @@ def test_each_webhook_is_asked_at_its_path_of_the_service() -> None:
         },
         "caBundle": "Q0E=",
     }
-    (said,) = webhooks(DEFAULT, url_endpoint("https://127.0.0.1:9443")("Q0E="), ())
+    (said,) = webhooks(DEFAULT, url_client_config("https://127.0.0.1:9443")("Q0E="), ())
     assert said["clientConfig"] == {"url": "https://127.0.0.1:9443/default", "caBundle": "Q0E="}
 
 
 def test_only_objects_are_checked_not_their_status_nor_their_scale() -> None:
-    (said,) = webhooks(VALIDATE, service_endpoint("hooks", "ns")(""), ())
+    (said,) = webhooks(VALIDATE, service_client_config("hooks", "ns")(""), ())
     (rule,) = said["rules"]
     assert rule["resources"] == ["ragcaches", "ragcollections"]
     assert rule["operations"] == ["CREATE", "UPDATE"]
 
 
 def test_an_operator_of_some_namespaces_is_asked_about_those_only() -> None:
-    (said,) = webhooks(VALIDATE, service_endpoint("hooks", "ns")(""), ("team-a", "team-b"))
+    (said,) = webhooks(VALIDATE, service_client_config("hooks", "ns")(""), ("team-a", "team-b"))
     assert said["namespaceSelector"]["matchExpressions"] == [
         {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a", "team-b"]}
     ]
@@ -153,8 +153,8 @@ def test_a_mistake_of_ours_lets_objects_through(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(admission, "refusal", broken)
-    monkeypatch.setattr(admission, "filled_in", broken)
+    monkeypatch.setattr(admission, "rejection", broken)
+    monkeypatch.setattr(admission, "spec_with_defaults", broken)
     body, patch = kopf.Body(cast(Any, collection())), kopf.Patch()
     with caplog.at_level(logging.ERROR):
         admission.validate(body, old=None)

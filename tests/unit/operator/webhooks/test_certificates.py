@@ -18,7 +18,7 @@ from ragcache_operator.webhooks.certificates import (
     Bundle,
     Certificate,
     Rotation,
-    Step,
+    RotationStep,
     advance,
     make_certificate,
     next_step,
@@ -35,7 +35,7 @@ ROTATION = Rotation()
 
 
 def bundle_made(now: datetime = NOW) -> Bundle:
-    return advance(None, Step.MAKE, NAMES, now, ROTATION)
+    return advance(None, RotationStep.MAKE, NAMES, now, ROTATION)
 
 
 def secret(bundle: Bundle) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_the_certificate_is_for_the_names_the_service_is_asked_by() -> None:
 
 def test_a_name_longer_than_a_common_name_may_be_is_served_all_the_same() -> None:
     names = service_names("a" * 63, "b" * 63)
-    bundle = advance(None, Step.MAKE, names, NOW, ROTATION)
+    bundle = advance(None, RotationStep.MAKE, names, NOW, ROTATION)
     assert read_bundle(secret(bundle), names) == bundle
 
 
@@ -75,8 +75,12 @@ def test_a_clock_that_is_behind_accepts_the_certificate() -> None:
 
 def test_the_secret_gives_back_what_was_put_in() -> None:
     made = bundle_made()
-    staged = advance(made, Step.STAGE, NAMES, NOW + 60 * DAY, ROTATION)
-    for bundle in (made, staged, advance(staged, Step.PROMOTE, NAMES, NOW + 61 * DAY, ROTATION)):
+    staged = advance(made, RotationStep.STAGE, NAMES, NOW + 60 * DAY, ROTATION)
+    for bundle in (
+        made,
+        staged,
+        advance(staged, RotationStep.PROMOTE, NAMES, NOW + 61 * DAY, ROTATION),
+    ):
         assert read_bundle(secret(bundle), NAMES) == bundle
 
 
@@ -136,31 +140,35 @@ def test_a_certificate_for_another_service_is_replaced() -> None:
 
 def test_the_next_certificate_is_staged_well_before_the_end_and_served_later() -> None:
     bundle = bundle_made()
-    assert next_step(bundle, NOW, ROTATION) is Step.NONE
-    assert next_step(bundle, NOW + 59 * DAY, ROTATION) is Step.NONE
+    assert next_step(bundle, NOW, ROTATION) is RotationStep.NONE
+    assert next_step(bundle, NOW + 59 * DAY, ROTATION) is RotationStep.NONE
     at = NOW + 60 * DAY
-    assert next_step(bundle, at, ROTATION) is Step.STAGE
-    staged = advance(bundle, Step.STAGE, NAMES, at, ROTATION)
+    assert next_step(bundle, at, ROTATION) is RotationStep.STAGE
+    staged = advance(bundle, RotationStep.STAGE, NAMES, at, ROTATION)
     assert staged.serving == bundle.serving
-    assert next_step(staged, at + timedelta(minutes=119), ROTATION) is Step.NONE
-    assert next_step(staged, at + timedelta(hours=2), ROTATION) is Step.PROMOTE
-    promoted = advance(staged, Step.PROMOTE, NAMES, at + timedelta(hours=2), ROTATION)
+    assert next_step(staged, at + timedelta(minutes=119), ROTATION) is RotationStep.NONE
+    assert next_step(staged, at + timedelta(hours=2), ROTATION) is RotationStep.PROMOTE
+    promoted = advance(staged, RotationStep.PROMOTE, NAMES, at + timedelta(hours=2), ROTATION)
     assert promoted.serving == staged.staged
-    assert next_step(promoted, at + timedelta(hours=2), ROTATION) is Step.NONE
+    assert next_step(promoted, at + timedelta(hours=2), ROTATION) is RotationStep.NONE
 
 
 def test_an_operator_that_slept_through_it_all_starts_anew() -> None:
     bundle = bundle_made()
-    assert next_step(None, NOW, ROTATION) is Step.MAKE
-    assert next_step(bundle, NOW + 90 * DAY, ROTATION) is Step.MAKE
-    staged = advance(bundle, Step.STAGE, NAMES, NOW + 90 * DAY - timedelta(hours=1), ROTATION)
-    assert next_step(staged, NOW + 90 * DAY, ROTATION) is Step.PROMOTE
-    assert next_step(staged, NOW + 300 * DAY, ROTATION) is Step.MAKE
+    assert next_step(None, NOW, ROTATION) is RotationStep.MAKE
+    assert next_step(bundle, NOW + 90 * DAY, ROTATION) is RotationStep.MAKE
+    staged = advance(
+        bundle, RotationStep.STAGE, NAMES, NOW + 90 * DAY - timedelta(hours=1), ROTATION
+    )
+    assert next_step(staged, NOW + 90 * DAY, ROTATION) is RotationStep.PROMOTE
+    assert next_step(staged, NOW + 300 * DAY, ROTATION) is RotationStep.MAKE
 
 
 def test_a_certificate_made_anew_leaves_what_is_served_elsewhere_trusted() -> None:
     lost = bundle_made()
-    anew = advance(None, Step.MAKE, NAMES, NOW, ROTATION, also_trusted=[lost.serving.authority])
+    anew = advance(
+        None, RotationStep.MAKE, NAMES, NOW, ROTATION, also_trusted=[lost.serving.authority]
+    )
     assert handshake(lost.serving, anew.trusted)
     assert handshake(anew.serving, anew.trusted)
 
@@ -191,17 +199,17 @@ def test_whatever_a_replica_serves_is_trusted_wherever_a_replica_has_looked(
 def test_an_authority_is_trusted_until_it_ends_however_often_certificates_change() -> None:
     first = bundle = bundle_made()
     for _ in range(3):
-        bundle = advance(bundle, Step.STAGE, NAMES, NOW + 89 * DAY, ROTATION)
-        bundle = advance(bundle, Step.PROMOTE, NAMES, NOW + 89 * DAY, ROTATION)
+        bundle = advance(bundle, RotationStep.STAGE, NAMES, NOW + 89 * DAY, ROTATION)
+        bundle = advance(bundle, RotationStep.PROMOTE, NAMES, NOW + 89 * DAY, ROTATION)
     assert first.serving.authority in bundle.trusted
-    bundle = advance(bundle, Step.STAGE, NAMES, NOW + 90 * DAY, ROTATION)
+    bundle = advance(bundle, RotationStep.STAGE, NAMES, NOW + 90 * DAY, ROTATION)
     assert first.serving.authority not in bundle.trusted
 
 
 def test_old_and_new_certificates_are_trusted_during_the_overlap() -> None:
     bundle = bundle_made()
-    staged = advance(bundle, Step.STAGE, NAMES, NOW, ROTATION)
-    promoted = advance(staged, Step.PROMOTE, NAMES, NOW, ROTATION)
+    staged = advance(bundle, RotationStep.STAGE, NAMES, NOW, ROTATION)
+    promoted = advance(staged, RotationStep.PROMOTE, NAMES, NOW, ROTATION)
     for trusted in (staged.trusted, promoted.trusted):
         assert handshake(bundle.serving, trusted)
         assert handshake(promoted.serving, trusted)
@@ -210,7 +218,7 @@ def test_old_and_new_certificates_are_trusted_during_the_overlap() -> None:
 
 def test_a_new_certificate_is_served_by_the_context_that_served_the_old() -> None:
     bundle = bundle_made(datetime.now(UTC))
-    staged = advance(bundle, Step.STAGE, NAMES, datetime.now(UTC), ROTATION)
+    staged = advance(bundle, RotationStep.STAGE, NAMES, datetime.now(UTC), ROTATION)
     assert staged.staged is not None
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     load_certificate(server, bundle.serving)

@@ -28,8 +28,12 @@ from ragcache_operator.kube.resources import (
 )
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.children import Children
-from ragcache_operator.reconcile.reconciler import PLAN_KEY_BYTES, CacheReconciler, Memory
-from ragcache_operator.status.gateway_client import Gateways
+from ragcache_operator.reconcile.reconciler import (
+    SIGNING_KEY_BYTES,
+    CacheReconciler,
+    ReconcileState,
+)
+from ragcache_operator.status.gateway_client import GatewayClient
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
 
@@ -82,12 +86,12 @@ class Operator:
         kind = {"apiVersion": RAG_CACHES.api_version, "kind": RAG_CACHES.kind}
         await self.admin.create(RAG_CACHES, {**kind, "metadata": meta, "spec": {}})
 
-    async def look(self, name: str, memory: Memory | None = None) -> list[str]:
+    async def look(self, name: str, memory: ReconcileState | None = None) -> list[str]:
         """One pass over an object; the operator's calls about Secrets and its other writes."""
         self.audit.calls()
         body = await self.admin.get(RAG_CACHES, name, NAMESPACE)
         assert body is not None
-        await self.reconciler.reconcile(body, memory or Memory(), lambda _: None)
+        await self.reconciler.reconcile(body, memory or ReconcileState(), lambda _: None)
         # The server writes its account a moment later; one of ours that it must have comes last.
         await self.api.get(DEPLOYMENTS, "the-end", NAMESPACE)
         calls: list[Object] = []
@@ -121,7 +125,7 @@ class Operator:
 async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
     """Started afresh, and ended after the block."""
     assert plane.audit_log is not None
-    gateways = Gateways()
+    gateways = GatewayClient()
     async with (
         await Api.connect(plane.kubeconfig) as admin,
         await Api.connect(plane.kubeconfig_for(OPERATOR)) as api,
@@ -157,7 +161,7 @@ async def test_a_key_is_made_once_and_a_second_pass_writes_nothing(plane: Contro
         assert sum("secrets" in call for call in calls) == 1
         [secret] = await first.secrets("once")
         [key] = keys_of(secret)
-        assert len(key) == PLAN_KEY_BYTES
+        assert len(key) == SIGNING_KEY_BYTES
         body = await first.admin.get(RAG_CACHES, "once", NAMESPACE)
         assert body is not None
         [owner] = secret["metadata"]["ownerReferences"]
@@ -209,7 +213,7 @@ async def test_one_that_was_deleted_is_made_anew_for_pods_that_wait_for_it(
         await it.admin.merge(PODS, "lost-pod", NAMESPACE, status, "status")
         pods = lambda: it.children.of((NAMESPACE, "lost"), "Pod")  # noqa: E731
         await it.until_seen(lambda: any("containerStatuses" in pod["status"] for pod in pods()))
-        memory = Memory()
+        memory = ReconcileState()
         assert await it.look("lost", memory) == ["create secrets 201"]
         [anew] = await it.secrets("lost")
         assert anew["metadata"]["name"] == secret["metadata"]["name"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.reconcile.drift import addition, difference, restoration
+from ragcache_operator.kube.drift import addition, difference, restoration
 
 JSON = st.recursive(
     st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
