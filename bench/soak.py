@@ -41,8 +41,8 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.transport.framing import Channel, Kind
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.transport.framing import FramedConnection, FrameKind
+from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
@@ -97,10 +97,10 @@ class Values:
         """The bytes."""
         return self._raw[number % len(SIZES)]
 
-    def outgoing(self, number: int) -> Whole:
+    def outgoing(self, number: int) -> ReadyValue:
         """The bytes as they are put."""
         digest = self._sums[number % len(SIZES)]
-        return Whole(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
+        return ReadyValue(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
 
     def variant(self, number: int, as_of: AsOf) -> NewVariant:
         """What is told of them."""
@@ -217,9 +217,9 @@ class Soak:
         keys = [key(rng.randrange(KEYS)) for _ in range(64)]
         request = pb.GetRequest(keys=[pb.VariantKey(chunk=k.chunk, prefix=k.prefix) for k in keys])
         with socket.create_connection((host, hello.data_port), TIMEOUT_S) as connection:
-            channel = Channel(connection)
+            channel = FramedConnection(connection)
             channel.deadline = time.monotonic() + TIMEOUT_S
-            channel.send(Kind.GET, request)
+            channel.send(FrameKind.GET, request)
             while not self._over.wait(1.0):
                 connection.settimeout(TIMEOUT_S)
                 try:
@@ -255,7 +255,7 @@ def memory_bytes_of(pid: int) -> tuple[int, int]:
     shared = 0
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if "memfd:ragcache-arena" in os.readlink(path):
+            if "memfd:ragcache-memory" in os.readlink(path):
                 shared = path.stat().st_blocks * 512
         except FileNotFoundError:  # closed meanwhile
             continue

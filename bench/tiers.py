@@ -40,7 +40,7 @@ from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.watched.members import FixedMembers
 
 SPACE = KVSpace("bench", num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16")
@@ -159,7 +159,7 @@ def put_all(address: str) -> list[VariantKey]:
         info = VariantInfo(tokens, len(raw), start, Provenance(exact=True))
         sizes, origin = value_parts(SPACE, tokens), Origin(domain=DOMAIN)
         new = NewVariant(key, info, origin, value_shape(SPACE), sizes, FORMAT)
-        client.put(new, Whole.summed_up(raw, sizes), TIMEOUT_S)
+        client.put(new, ReadyValue.with_checksums(raw, sizes), TIMEOUT_S)
         keys.append(key)
         start += tokens
     client.close()

@@ -15,7 +15,7 @@ from ragcache_core.identity.variant import Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.layout import FORMAT
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 
 TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20
@@ -61,7 +61,7 @@ class RagCache(Contestant):
         # A variant does not change: other bytes are another variant, for which an old one goes.
         self._keys[number] = VariantKey(number.to_bytes(16), self._puts[number].to_bytes(16))
         new = NewVariant(self._keys[number], info, Origin(), None, sizes, FORMAT)
-        outgoing = Whole.summed_up(value, sizes, cost_s=0.01)
+        outgoing = ReadyValue.with_checksums(value, sizes, cost_s=0.01)
         if self._client.put(new, outgoing, TIMEOUT_S, ack=self.ack) is not PutOutcome.STORED:
             raise OSError("the store refused a put")
 

@@ -30,7 +30,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.store_api import Ack, AsOf, NewVariant, PutCompletion, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
@@ -54,7 +54,7 @@ def checksum(raw: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(raw)
 
 
-def parts_of(raw: bytes, num_parts: int = 1) -> tuple[ValuePart, ...]:
+def checksummed_parts(raw: bytes, num_parts: int = 1) -> tuple[ValuePart, ...]:
     """Parts of nearly equal size."""
     ends = [len(raw) * n // num_parts for n in range(num_parts + 1)]
     pieces = [raw[begin:end] for begin, end in pairwise(ends)]
@@ -83,15 +83,15 @@ def variant(
         info=info(len(raw), exact=exact, precision=precision),
         origin=origin or Origin(),
         shape=shape,
-        part_bytes=tuple([part.num_bytes for part in parts_of(raw, num_parts)]),
+        part_bytes=tuple([part.num_bytes for part in checksummed_parts(raw, num_parts)]),
         value_format=1,
         as_of=as_of or AsOf(),
     )
 
 
-def whole(variant: NewVariant, raw: bytes | memoryview) -> Whole:
+def whole(variant: NewVariant, raw: bytes | memoryview) -> ReadyValue:
     """A value as it is put, with the checksums it has."""
-    return Whole.summed_up(memoryview(raw), variant.part_bytes, variant.origin.cost_s)
+    return ReadyValue.with_checksums(memoryview(raw), variant.part_bytes, variant.origin.cost_s)
 
 
 def completion(variant: NewVariant, raw: bytes | memoryview) -> PutCompletion:

@@ -211,7 +211,7 @@ _store = _maybe(
 )
 _reuse = _maybe(
     mode=st.sampled_from(["exact", "blend"]),
-    maxRecompute=st.floats(0, 1),
+    maxRecomputeShare=st.floats(0, 1),
     quality=st.floats(0, 1),
     precompute=st.booleans(),
 )

@@ -27,13 +27,13 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
 
     from bench.support.chunk_attention import ChunkAttentionHook
     from ragcache_engine.blend.attention import AttentionObserver
-    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.model_access import access_model
     from ragcache_engine.blend.recomputer import Recomputer
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
-    model = loaded_model(runner, block_size)
+    model = access_model(runner, block_size)
     layers = runner.vllm_config.compilation_config.static_forward_context
     cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
     recomputer = Recomputer(model)
@@ -99,13 +99,13 @@ def inside_pieces(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """The same worker, when it has just prefilled token_ids in passes of PIECE tokens."""
     import torch
 
-    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.model_access import access_model
     from ragcache_engine.blend.recomputer import Recomputer
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
     runner = worker.model_runner
     block_size = runner.attn_groups[0][0].kv_cache_spec.block_size
-    model = loaded_model(runner, block_size)
+    model = access_model(runner, block_size)
     layers = runner.vllm_config.compilation_config.static_forward_context
     cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
     recomputer, count = Recomputer(model), len(token_ids)

@@ -88,8 +88,8 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     import torch
 
     from ragcache_core.identity.keys import KVSpace
-    from ragcache_engine.blend.components import blender
-    from ragcache_engine.blend.model_access import loaded_model
+    from ragcache_engine.blend.components import make_blend_components
+    from ragcache_engine.blend.model_access import access_model
     from ragcache_engine.blend.recomputer import Recomputer
     from ragcache_engine.kv_cache.paged_cache import PagedCache
 
@@ -100,8 +100,8 @@ def inside(worker: Any, config: dict[str, Any], first: list[int], second: list[i
     shape = cache.shape
     space = KVSpace("", cache.num_layers, shape.num_kv_heads, shape.head_dim, "bfloat16")
     try:
-        recomputer = Recomputer(loaded_model(runner, shape.block_size))
-        parts = blender(runner.model, recomputer, cache, config, space)
+        recomputer = Recomputer(access_model(runner, shape.block_size))
+        parts = make_blend_components(runner.model, recomputer, cache, config, space)
     except Exception as error:
         return {"refused": str(error)}
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_gateway.config import Config, EngineAddress
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import (
     cachestore_pb2,
     cachestore_pb2_grpc,
@@ -357,7 +358,7 @@ async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGene
 class World:
     """A gateway between its fakes, and a client of it."""
 
-    config: Config
+    config: GatewaySettings
     retriever: FakeRetriever = field(default_factory=FakeRetriever)
     store: FakeStore = field(default_factory=FakeStore)
     records: FakeRecords = field(default_factory=FakeRecords)
@@ -378,8 +379,7 @@ class World:
             stack.push_async_callback(server.stop)
             self.servers[name] = server
         engine_port = await stack.enter_async_context(serving(self.engine))
-        self.config = replace(
-            self.config,
+        self.config = self.config.replace(
             model=str(model),
             retriever=f"127.0.0.1:{self.servers['retriever'].port}",
             cachestore=FixedMembers((f"127.0.0.1:{self.servers['cachestore'].port}",)),
@@ -421,13 +421,12 @@ class World:
         engine_pb2_grpc.add_EngineServicer_to_server(self.records, server)
 
 
-CONFIG = Config(
-    listen_host="127.0.0.1",
-    listen_port=0,
-    retriever="",
+CONFIG = GatewaySettings(
+    listen="127.0.0.1:0",
+    retriever="127.0.0.1:9",
     engines=(),
     cachestore=FixedMembers(()),
-    model="",
+    model="model",
     model_name=MODEL,
     model_dtype="auto",
     max_model_len=MAX_MODEL_LEN,
@@ -439,9 +438,9 @@ CONFIG = Config(
 
 @asynccontextmanager
 async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
-    """A running gateway and its fakes. changes: to the gateway's Config."""
+    """A running gateway and its fakes. changes: to the gateway's settings."""
     async with AsyncExitStack() as stack:
-        yield await World(replace(CONFIG, **changes)).start(stack, model)
+        yield await World(CONFIG.replace(**changes)).start(stack, model)
 
 
 def data_of(stream: str) -> list[Any]:

@@ -447,16 +447,16 @@ _CACHES = (
         *("spec.reuse.mode", "'off' is not allowed", "use 'exact' or 'blend'"),
     ),
     Bad(
-        *("share above all", _S, cache(reuse={"mode": "blend", "maxRecompute": 1.5})),
-        *("spec.reuse.maxRecompute", "1.5 is too large", "use at most 1.0"),
+        *("share above all", _S, cache(reuse={"mode": "blend", "maxRecomputeShare": 1.5})),
+        *("spec.reuse.maxRecomputeShare", "1.5 is too large", "use at most 1.0"),
     ),
     Bad(
-        *("share below nothing", _S, cache(reuse={"maxRecompute": -0.1})),
-        *("spec.reuse.maxRecompute", "-0.1 is too small", "use at least 0.0"),
+        *("share below nothing", _S, cache(reuse={"maxRecomputeShare": -0.1})),
+        *("spec.reuse.maxRecomputeShare", "-0.1 is too small", "use at least 0.0"),
     ),
     Bad(
-        *("share in quotes", _S, cache(reuse={"maxRecompute": "0.2"})),
-        "spec.reuse.maxRecompute",
+        *("share in quotes", _S, cache(reuse={"maxRecomputeShare": "0.2"})),
+        "spec.reuse.maxRecomputeShare",
         *("'0.2' is not a number", "write a number, without quotes"),
     ),
     Bad(

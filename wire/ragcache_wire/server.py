@@ -25,7 +25,7 @@ STOP_GRACE_S = 5.0
 """How long calls in flight may finish after a stop was asked for."""
 
 
-class ErrorEdge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Turns core errors raised by handlers into statuses; gRPC logs anything else as UNKNOWN."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -99,7 +99,7 @@ class GrpcServer:
         http_health: HealthServer | None = None,
     ) -> None:
         self._http_health = http_health or HealthServer(None)
-        self._server = grpc.aio.server(interceptors=[ErrorEdge()], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services = ("", *services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -1,7 +1,7 @@
-"""The trace that a call is part of, as W3C Trace Context writes it.
+"""W3C trace context of the current span, for calls to other services.
 
-OpenTelemetry is looked at only where the process has imported it: who has not traces nothing, and
-neither waits for the import nor needs the package.
+It uses OpenTelemetry only if the process has already imported it. A process that has not imported
+it traces nothing, and does not need the package.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 
 Metadata = tuple[tuple[str, str], ...] | None
-"""Of a gRPC call."""
+"""Metadata of a gRPC call."""
 
 
 def traceparent() -> str:
-    """The caller's current span; "" where there is none, or none that is sampled."""
+    """Return the current span as a traceparent; "" if there is none or it is not sampled."""
     return headers_of(_current()).get(TRACEPARENT, "")
 
 
 def metadata(parent: str) -> Metadata:
-    """A gRPC call's, for what ``traceparent`` gave."""
+    """Return gRPC metadata with a traceparent; None for ""."""
     return ((TRACEPARENT, parent),) if parent else None
 
 
 def current_metadata() -> Metadata:
-    """A gRPC call's, with all that the caller's current span says; None as in ``traceparent``."""
+    """Return gRPC metadata with the current span's traceparent and tracestate."""
     return tuple(headers_of(_current()).items()) or None
 
 
 def headers_of(span: Any) -> dict[str, str]:
-    """What an OpenTelemetry span's calls carry, by header; none if it is None or not sampled."""
+    """Return the trace context headers of an OpenTelemetry span.
+
+    They are empty if the span is None or not sampled.
+    """
     context = span.get_span_context() if span is not None else None
     if context is None or not (context.is_valid and context.trace_flags.sampled):
         return {}
@@ -43,6 +46,6 @@ def headers_of(span: Any) -> dict[str, str]:
 
 def _current() -> Any:
     api: Any = sys.modules.get("opentelemetry.trace")
-    # Another thread may be about to import it.
+    # While another thread imports the module, it lacks the function.
     current = getattr(api, "get_current_span", None)
     return current() if current is not None else None

@@ -1,10 +1,10 @@
-"""Spans of OpenTelemetry, by OTLP over HTTP: the one way in which parts make them.
+"""OpenTelemetry spans for every service, exported by OTLP over HTTP.
 
-``Tracer`` is what a part calls, and makes none; ``ExportingTracer`` is the same with a backend
-behind it. OpenTelemetry is imported only for the second, so that a part without an endpoint pays
-an empty call for each span and nothing else. How much is kept waiting for an export, and for how
-long, its own variables say (``OTEL_BSP_*``), and so of traces that begin here how many are
-sampled (``OTEL_TRACES_SAMPLER``).
+A ``Tracer`` makes no spans. An ``ExportingTracer`` exports them. Only the second imports
+OpenTelemetry, so a service without an endpoint pays one empty call for each span.
+
+OpenTelemetry's own variables bound the export queue (``OTEL_BSP_*``) and the share of traces that
+are sampled (``OTEL_TRACES_SAMPLER``).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
 
 EXPORT_TIMEOUT_S: Final = 3.0
-"""For one export, and for the last one when the part ends."""
+"""Timeout of one export, and of the last one at shutdown."""
 
 Headers = Iterable[tuple[str, str | bytes]]
-"""Of a call, as gRPC's metadata has them: names in lower case."""
+"""Headers of a call as in gRPC metadata: the names are in lower case."""
 Attribute = str | int | float | bool
 
 
-class Kind(Enum):
-    """On which side of a call a span is; named as OpenTelemetry's SpanKind."""
+class SpanKind(Enum):
+    """The side of a call that a span describes. The names are those of OpenTelemetry."""
 
     INTERNAL = "INTERNAL"
     SERVER = "SERVER"
@@ -44,7 +44,10 @@ class Kind(Enum):
 
 
 class Span(AbstractContextManager["Span"]):
-    """A span that goes nowhere. Ends with its block, or when told to; for any thread."""
+    """A span that records nothing.
+
+    It ends with its ``with`` block or by a call of ``end``, on any thread.
+    """
 
     is_recording = False
 
@@ -52,29 +55,33 @@ class Span(AbstractContextManager["Span"]):
         self.end(error)
 
     def set(self, **attributes: Attribute) -> None:
-        """Say more than was known at its begin; what is empty is left out."""
+        """Set attributes. Empty strings are left out."""
 
     def count(self, **numbers: int) -> None:
-        """Add to attributes that are said at its end."""
+        """Add to counters, which become attributes when the span ends."""
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Something happened now."""
+        """Add an event that happened now."""
 
     def rename(self, name: str) -> None:
-        """Call it what it could not be called at its begin."""
+        """Change the name, when the right one was unknown at the start."""
 
     def fail(self, reason: str = "") -> None:
-        """What it is about has failed. The first reason stays."""
+        """Set the status to error. The first reason stays."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it, if it has not ended. error: what ended its block, if anything did."""
+        """End the span once.
+
+        Args:
+            error: The exception that ended its ``with`` block, if any.
+        """
 
     def current(self) -> AbstractContextManager[None]:
-        """A block in which calls to other parts, and spans of ``within``, are below it."""
+        """Return a context in which this span is the parent of calls and of ``start_child``."""
         return nullcontext()
 
     def headers(self) -> Mapping[str, str]:
-        """W3C trace context for calls below it; none where nothing is recorded."""
+        """Return the W3C trace context for calls. It is empty if nothing is recorded."""
         return {}
 
 
@@ -84,42 +91,52 @@ _current: ContextVar[Span] = ContextVar("ragcache span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """The innermost one whose ``current`` block this runs in."""
+    """Return the span of the innermost ``current`` context."""
     return _current.get()
 
 
 class Tracer:
-    """Makes no spans. For any thread."""
+    """Makes no spans. Safe for threads."""
 
-    def request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
-        """A server's span, below the caller's own; the begin of a trace if the caller has none.
+    def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
+        """Start a server span as a child of the caller's span, or as the root of a new trace.
 
-        A caller's trace that is not sampled stays so.
+        If the caller's trace is not sampled, this span is not recorded.
         """
         return NO_SPAN
 
-    def below(
-        self, name: str, headers: Headers | None, kind: Kind = Kind.SERVER, **attributes: Attribute
+    def start_child_of(
+        self,
+        name: str,
+        headers: Headers | None,
+        kind: SpanKind = SpanKind.SERVER,
+        **attributes: Attribute,
     ) -> Span:
-        """A span below the caller's own; none where that has none: who asks decides."""
+        """Start a child of the caller's span. Without one, nothing is recorded."""
         return NO_SPAN
 
-    def within(self, name: str, kind: Kind = Kind.INTERNAL, **attributes: Attribute) -> Span:
-        """A span below the current one; none where there is none."""
+    def start_child(
+        self, name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: Attribute
+    ) -> Span:
+        """Start a child of the current span. Without one, nothing is recorded."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Send what is left, within some seconds."""
+        """Export the remaining spans within EXPORT_TIMEOUT_S."""
 
 
 class ExportingTracer(Tracer):
-    """Spans for the provider's processors. Owns the provider.
+    """Makes spans for the processors of a provider, which it owns.
 
-    scope: who makes the spans. tells_errors: whether what errors say goes out with them; where it
-    may quote a prompt or a document, only their kind does.
+    Args:
+        scope: Name of the instrumentation scope.
+        exports_errors: Whether spans carry the messages of errors. Messages may quote a prompt or
+            a document, so by default spans carry only the error's type.
     """
 
-    def __init__(self, provider: TracerProvider, scope: str, *, tells_errors: bool = False) -> None:
+    def __init__(
+        self, provider: TracerProvider, scope: str, *, exports_errors: bool = False
+    ) -> None:
         from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
             TraceContextTextMapPropagator,
         )
@@ -127,13 +144,18 @@ class ExportingTracer(Tracer):
         self._provider = provider
         self._tracer = provider.get_tracer(scope)
         self._propagator = TraceContextTextMapPropagator()
-        self._tells_errors = tells_errors
+        self._exports_errors = exports_errors
 
     @classmethod
-    def to(cls, endpoint: str, part: str, instance: str, *, tells_errors: bool = False) -> Self:
-        """Spans exported by OTLP over HTTP.
+    def for_endpoint(
+        cls, endpoint: str, part: str, instance: str, *, exports_errors: bool = False
+    ) -> Self:
+        """Make a tracer that exports by OTLP over HTTP.
 
-        endpoint: base URL, like http://collector:4318. instance: the part's name among its peers.
+        Args:
+            endpoint: Base URL, like http://collector:4318.
+            part: Name of the service.
+            instance: Name of this process among those of the service.
         """
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
             OTLPSpanExporter,
@@ -141,22 +163,26 @@ class ExportingTracer(Tracer):
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-        # At the end of the process the part closes it in its own time, not the interpreter.
+        # The service calls close itself, within its own deadline.
         provider = TracerProvider(resource=resource(part, instance), shutdown_on_exit=False)
         url = f"{endpoint.rstrip('/')}/v1/traces"
         exporter = OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S)
         provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider, f"ragcache.{part}", tells_errors=tells_errors)
+        return cls(provider, f"ragcache.{part}", exports_errors=exports_errors)
 
-    def request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
-        """A server's span, below the caller's own or the begin of a trace."""
+    def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
+        """See Tracer."""
         parent = self._propagator.extract(_carrier(headers))
-        return self._start(name, parent, Kind.SERVER, attributes)
+        return self._start(name, parent, SpanKind.SERVER, attributes)
 
-    def below(
-        self, name: str, headers: Headers | None, kind: Kind = Kind.SERVER, **attributes: Attribute
+    def start_child_of(
+        self,
+        name: str,
+        headers: Headers | None,
+        kind: SpanKind = SpanKind.SERVER,
+        **attributes: Attribute,
     ) -> Span:
-        """A span below the caller's own; none where that has none."""
+        """See Tracer."""
         carrier = _carrier(headers or ())
         if TRACEPARENT not in carrier:
             return NO_SPAN
@@ -167,58 +193,60 @@ class ExportingTracer(Tracer):
             return NO_SPAN
         return self._start(name, parent, kind, attributes)
 
-    def within(self, name: str, kind: Kind = Kind.INTERNAL, **attributes: Attribute) -> Span:
-        """A span below the current one; none where there is none."""
-        above = current_span()
-        if not isinstance(above, _RecordedSpan):
+    def start_child(
+        self, name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: Attribute
+    ) -> Span:
+        """See Tracer."""
+        parent = current_span()
+        if not isinstance(parent, _RecordedSpan):
             return NO_SPAN
-        return self._start(name, above.context(), kind, attributes)
+        return self._start(name, parent.context(), kind, attributes)
 
     def close(self) -> None:
-        """Send what is left, within some seconds."""
+        """See Tracer."""
         self._provider.shutdown()
 
     def _start(
-        self, name: str, parent: Context, kind: Kind, attributes: Mapping[str, Attribute]
+        self, name: str, parent: Context, kind: SpanKind, attributes: Mapping[str, Attribute]
     ) -> Span:
-        from opentelemetry.trace import SpanKind  # noqa: PLC0415
+        from opentelemetry import trace  # noqa: PLC0415
 
-        span = self._tracer.start_span(name, parent, SpanKind[kind.value], attributes)
-        return _RecordedSpan(span, self._tells_errors) if span.is_recording() else NO_SPAN
+        span = self._tracer.start_span(name, parent, trace.SpanKind[kind.value], attributes)
+        return _RecordedSpan(span, self._exports_errors) if span.is_recording() else NO_SPAN
 
 
 class _RecordedSpan(Span):
-    """A span of OpenTelemetry."""
+    """A span that OpenTelemetry records."""
 
     is_recording = True
 
-    def __init__(self, span: OtelSpan, tells_errors: bool) -> None:
+    def __init__(self, span: OtelSpan, exports_errors: bool) -> None:
         self._span = span
-        self._tells_errors = tells_errors
+        self._exports_errors = exports_errors
         self._counts: dict[str, int] = {}
         self._has_ended = False
         self._has_failed = False
         self._lock = threading.Lock()
 
     def set(self, **attributes: Attribute) -> None:
-        """Say more than was known at its begin."""
+        """See Span."""
         self._span.set_attributes({k: v for k, v in attributes.items() if v != ""})
 
     def count(self, **numbers: int) -> None:
-        """Add to attributes that are said at its end."""
+        """See Span."""
         for name, number in numbers.items():
             self._counts[name] = self._counts.get(name, 0) + number
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Something happened now."""
+        """See Span."""
         self._span.add_event(name, attributes)
 
     def rename(self, name: str) -> None:
-        """Call it what it could not be called at its begin."""
+        """See Span."""
         self._span.update_name(name)
 
     def fail(self, reason: str = "") -> None:
-        """What it is about has failed. The first reason stays."""
+        """See Span."""
         from opentelemetry.trace import StatusCode  # noqa: PLC0415
 
         if self._has_failed:
@@ -227,21 +255,21 @@ class _RecordedSpan(Span):
         self._span.set_status(StatusCode.ERROR, reason)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it, if it has not ended."""
+        """See Span."""
         with self._lock:
             if self._has_ended:
                 return
             self._has_ended = True
         if isinstance(error, Exception):
             self._fail_with(error)
-        elif error is not None:  # its caller has gone, which is nobody's failure
+        elif error is not None:  # the caller cancelled, which is no failure
             self._span.set_attribute("cancelled", True)
         self._span.set_attributes(self._counts)
         self._span.end()
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A block in which calls to other parts, and spans of ``within``, are below it."""
+        """See Span."""
         from opentelemetry.trace import use_span  # noqa: PLC0415
 
         before = _current.set(self)
@@ -252,11 +280,11 @@ class _RecordedSpan(Span):
             _current.reset(before)
 
     def headers(self) -> Mapping[str, str]:
-        """W3C trace context for calls below it."""
+        """See Span."""
         return headers_of(self._span)
 
     def context(self) -> Context:
-        """Of spans below it."""
+        """Return the OpenTelemetry context of its children."""
         from opentelemetry.trace import set_span_in_context  # noqa: PLC0415
 
         return set_span_in_context(self._span)
@@ -264,7 +292,7 @@ class _RecordedSpan(Span):
     def _fail_with(self, error: Exception) -> None:
         kind = type(error).__name__
         self._span.set_attribute("error.type", kind)
-        if self._tells_errors:
+        if self._exports_errors:
             self._span.record_exception(error)
             self.fail(f"{kind}: {error}")
         else:
@@ -272,22 +300,19 @@ class _RecordedSpan(Span):
 
 
 def tracer(endpoint: str | None, part: str, instance: str) -> Tracer:
-    """Of a part that may have nowhere to send spans to."""
-    return ExportingTracer.to(endpoint, part, instance) if endpoint else Tracer()
+    """Return the tracer of a service. Without an endpoint it makes no spans."""
+    return ExportingTracer.for_endpoint(endpoint, part, instance) if endpoint else Tracer()
 
 
 def resource(part: str, instance: str) -> Resource:
-    """What everything that a part sends is about."""
+    """Return the OpenTelemetry resource of a service."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
     return Resource.create({"service.name": f"ragcache-{part}", "service.instance.id": instance})
 
 
 def otlp_endpoint(environment: Mapping[str, str]) -> str | None:
-    """Base URL of an OpenTelemetry collector, from RAGCACHE_OTLP_ENDPOINT; None: not set.
-
-    Raises InvalidInput.
-    """
+    """Read the collector's base URL from RAGCACHE_OTLP_ENDPOINT. Raises InvalidInput."""
     name = "RAGCACHE_OTLP_ENDPOINT"
     url = environment.get(name, "").strip()
     if url and not url.startswith(("http://", "https://")):

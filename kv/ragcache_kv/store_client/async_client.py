@@ -26,13 +26,13 @@ from ragcache_core.store_api import (
 )
 from ragcache_kv.store_client.client import (
     DELETE_TIMEOUT_S,
-    TRANSPORTS,
     LOOKUP_TIMEOUT_S,
     PART,
+    TRANSPORTS,
     StoreClient,
 )
 from ragcache_kv.values.conversions import from_event, to_deletion, to_key
-from ragcache_kv.values.outgoing_value import Outgoing
+from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, StoredValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import from_rpc_error
@@ -89,7 +89,7 @@ class AsyncStoreClient:
         return await asyncio.to_thread(get)
 
     async def put(
-        self, variant: NewVariant, value: Outgoing, timeout_s: float, ack: Ack = Ack.ACCEPTED
+        self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
         """See StoreClient.put."""
         return await asyncio.to_thread(self._values().put, variant, value, timeout_s, ack)

@@ -35,11 +35,11 @@ from ragcache_core.store_api import (
     PutOutcome,
 )
 from ragcache_kv.transport.framed_transport import FramedTransport
-from ragcache_kv.transport.framing import Broken, TimedOut
+from ragcache_kv.transport.framing import ConnectionBroken, TimedOut
 from ragcache_kv.transport.grpc_transport import GrpcTransport
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
 from ragcache_kv.transport.tcp_transport import TcpTransport
-from ragcache_kv.transport.transport import PART, Asking, Transport, no_answer
+from ragcache_kv.transport.transport import PART, Transport, ValueRequest, to_unavailable
 from ragcache_kv.values.conversions import (
     from_deletion,
     from_event,
@@ -49,15 +49,22 @@ from ragcache_kv.values.conversions import (
     to_key,
     to_lookup_request,
 )
-from ragcache_kv.values.outgoing_value import Outgoing
-from ragcache_kv.values.stored_value import Allocate, Layers, StoredValue
+from ragcache_kv.values.outgoing_value import OutgoingValue
+from ragcache_kv.values.stored_value import Allocate, LayeredValues, StoredValue
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.status import NoAnswer, from_rpc_error
 from ragcache_wire.trace_context import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 
-__all__ = ["DELETE_TIMEOUT_S", "TRANSPORTS", "LOOKUP_TIMEOUT_S", "PART", "StoreClient", "StoredValue"]
+__all__ = [
+    "DELETE_TIMEOUT_S",
+    "TRANSPORTS",
+    "LOOKUP_TIMEOUT_S",
+    "PART",
+    "StoreClient",
+    "StoredValue",
+]
 
 log = logging.getLogger("ragcache.store")
 
@@ -149,7 +156,7 @@ class StoreClient:
         if not keys:
             return iter(())
         deadline = time.monotonic() + timeout_s
-        asking = Asking(keys, deadline, exact, domain, allocate, traceparent())
+        asking = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
         answers = self._carry(asking.deadline, lambda transport: transport.get(asking))
         return self._noting(zip(keys, answers, strict=True))
 
@@ -160,21 +167,21 @@ class StoreClient:
         exact: bool = False,
         domain: str = "",
         allocate: Allocate | None = None,
-    ) -> Layers:
+    ) -> LayeredValues:
         """As get, but layer by layer over all keys, in the order an engine computes."""
         keys = list(keys)
         if not keys:
-            return Layers([], iter(()))
+            return LayeredValues([], iter(()))
         deadline = time.monotonic() + timeout_s
-        asking = Asking(keys, deadline, exact, domain, allocate, traceparent())
+        asking = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
         return self._carry(asking.deadline, lambda transport: transport.get_layers(asking))
 
     def put(
-        self, variant: NewVariant, value: Outgoing, timeout_s: float, ack: Ack = Ack.ACCEPTED
+        self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
         """Store a value, each part of it as soon as that is there.
 
-        Raises Unavailable, InvalidInput, and Unfinished for a value that does not become whole.
+        Raises Unavailable, InvalidInput, and IncompleteValue for a value that does not become whole.
         """
         deadline = time.monotonic() + timeout_s
         return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
@@ -249,9 +256,9 @@ class StoreClient:
         try:
             try:
                 return call(transport)
-            except TimedOut as error:  # Busy is one, too
-                raise no_answer(error) from error
-            except Broken as error:
+            except TimedOut as error:  # TooManyCalls is one, too
+                raise to_unavailable(error) from error
+            except ConnectionBroken as error:
                 log.info("the %s transport to %s broke: %s", transport.name, self.address, error)
             if isinstance(transport, FramedTransport):
                 transport.pool.drop_idle()
@@ -259,8 +266,8 @@ class StoreClient:
             _, transport = self._connected(deadline)
             try:
                 return call(transport)
-            except Broken as error:
-                raise no_answer(error) from error
+            except ConnectionBroken as error:
+                raise to_unavailable(error) from error
         except NoAnswer:
             self._doubted = True
             raise
@@ -295,7 +302,9 @@ class StoreClient:
                         self._lane = None
                     self._lane = self._pick(hello, deadline, self._lanes)
                     self.hello = hello
-                    log.info("values from %s come over the %s transport", self.address, self.transport)
+                    log.info(
+                        "values from %s come over the %s transport", self.address, self.transport
+                    )
                 self._doubted = False
             return self.hello, self._lane
         finally:
@@ -310,7 +319,9 @@ class StoreClient:
                 return self._lane or transport
             faster = self._lanes[: self._lanes.index(transport.name)]
             try:
-                found = self._pick(hello, min(deadline, time.monotonic() + FASTER_TRANSPORT_TIMEOUT_S), faster)
+                found = self._pick(
+                    hello, min(deadline, time.monotonic() + FASTER_TRANSPORT_TIMEOUT_S), faster
+                )
             except Unavailable:
                 self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
                 return transport
@@ -337,7 +348,7 @@ class StoreClient:
             try:
                 now = time.monotonic()
                 transport.pool.give(transport.pool.take(now + (deadline - now) / 2))
-            except (Broken, RagCacheError) as error:
+            except (ConnectionBroken, RagCacheError) as error:
                 self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
                 refused |= isinstance(error, RagCacheError)
                 reasons.append(f"{name}: {error}")
@@ -353,7 +364,9 @@ class StoreClient:
 
     def _make(self, name: str, hello: Hello) -> Transport | None:
         if name == "shared":
-            return SharedMemoryTransport(hello.data_socket, hello.boot) if hello.data_socket else None
+            return (
+                SharedMemoryTransport(hello.data_socket, hello.boot) if hello.data_socket else None
+            )
         if name == "socket":
             host = self.address.rpartition(":")[0].strip("[]")
             return TcpTransport(host, hello.data_port, hello.boot) if hello.data_port else None

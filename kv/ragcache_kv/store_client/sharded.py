@@ -48,7 +48,7 @@ from ragcache_kv.store_client.client import (
     StoreClient,
     StoredValue,
 )
-from ragcache_kv.values.outgoing_value import Outgoing, Unfinished
+from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 from ragcache_wire.status import NoAnswer
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.watched.members import Members
@@ -74,7 +74,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedAnswer:
+class ShardedLookup:
     """One Variants for each Want, in order.
 
     as_of: the deletes that each shard that answered knew of, by its address; a put of what was
@@ -220,7 +220,9 @@ class ShardedStore:
         """The data transport to each shard that has been connected to, by its address."""
         with self._lock:
             shards = list(self._shards.values())
-        return {shard.address: transport for shard in shards if (transport := shard.client.transport)}
+        return {
+            shard.address: transport for shard in shards if (transport := shard.client.transport)
+        }
 
     def lookup(
         self,
@@ -229,7 +231,7 @@ class ShardedStore:
         *,
         exact: bool = False,
         domain: str = "",
-    ) -> ShardedAnswer:
+    ) -> ShardedLookup:
         """What is held of wants. Raises Unavailable if no shard that may hold any answers.
 
         What a lost shard owns is asked of the next one, which has it if it is hot.
@@ -259,7 +261,7 @@ class ShardedStore:
             # Where there are no shards, nothing is held.
             variants += [lost] * (len(wants) - len(variants))
             as_of = {shard.address: reply.as_of for shard, reply in replies.items()}
-            answer = ShardedAnswer(tuple(variants), as_of)
+            answer = ShardedLookup(tuple(variants), as_of)
             self._remember(answer)
             return answer
 
@@ -326,13 +328,13 @@ class ShardedStore:
     def put(
         self,
         variant: NewVariant,
-        value: Outgoing,
+        value: OutgoingValue,
         timeout_s: float,
         ack: Ack = Ack.ACCEPTED,
         *,
         as_of: Mapping[str, AsOf] | None = None,
     ) -> PutOutcome:
-        """Store a value on its chunk's owner. Raises Unavailable, InvalidInput, Unfinished.
+        """Store a value on its chunk's owner. Raises Unavailable, InvalidInput, IncompleteValue.
 
         as_of: that of the lookup which the computation was planned on. An owner that it does not
         name has become one since then, and refuses the value if any delete covers it.
@@ -346,7 +348,7 @@ class ShardedStore:
             known = variant.as_of if as_of is None else as_of.get(shard.address, AsOf())
             try:
                 return shard.client.put(replace(variant, as_of=known), value, timeout_s, ack)
-            except Unfinished:  # which says nothing of the shard
+            except IncompleteValue:  # which says nothing of the shard
                 raise
             except RagCacheError as error:
                 self._note(shard, error, timeout_s)
@@ -481,7 +483,7 @@ class ShardedStore:
         # Only its owner could say that it is nowhere.
         return Miss.LOST
 
-    def _remember(self, answer: ShardedAnswer) -> None:
+    def _remember(self, answer: ShardedLookup) -> None:
         with self._lock:
             for key, held in answer.held().items():
                 self._known[key] = _Known(held.info.num_bytes, held.replicas)

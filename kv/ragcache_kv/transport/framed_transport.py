@@ -13,10 +13,10 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.framing import (
     MAX_REPLY_BYTES,
-    Broken,
-    Busy,
-    Channel,
-    Kind,
+    ConnectionBroken,
+    FramedConnection,
+    FrameKind,
+    TooManyCalls,
     from_error,
     parse,
 )
@@ -28,19 +28,19 @@ from ragcache_wire.v1 import cachestore_pb2 as pb
 MAX_CONNECTIONS = 8
 """Connections of one client to one store; further calls wait for one, within their deadlines."""
 
-OWED_S = 0.05
+DEFER_S = 0.05
 """How long what is owed to a store waits for a call that it can go with."""
 
 T = TypeVar("T")
-C = TypeVar("C", bound=Channel)
+C = TypeVar("C", bound=FramedConnection)
 M = TypeVar("M", bound=Message)
 
 
-class Pool(Generic[C]):
+class ConnectionPool(Generic[C]):
     """At most MAX_CONNECTIONS connections, each for one call at a time. Safe for threads."""
 
     def __init__(self, connect: Callable[[float], C]) -> None:
-        """connect: makes a connection by a deadline. Raises Broken."""
+        """connect: makes a connection by a deadline. Raises ConnectionBroken."""
         self._connect = connect
         # Reentrant, because a call that is let go of ends wherever Python frees it.
         self._changed = threading.Condition(threading.RLock())
@@ -52,13 +52,13 @@ class Pool(Generic[C]):
         self._payer: threading.Thread | None = None
 
     def take(self, deadline: float) -> C:
-        """A connection for one call, to be given back or dropped. Raises Broken, Busy."""
+        """A connection for one call, to be given back or dropped. Raises ConnectionBroken, TooManyCalls."""
         with self._changed:
             while len(self._used) + self._connecting >= MAX_CONNECTIONS and not self._closed:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise Busy(f"{MAX_CONNECTIONS} calls are being made already")
+                    raise TooManyCalls(f"{MAX_CONNECTIONS} calls are being made already")
             if self._closed:
-                raise Broken("the transport is closed")
+                raise ConnectionBroken("the transport is closed")
             if self._idle:
                 connection = self._idle.pop()
                 self._used.add(connection)
@@ -131,7 +131,7 @@ class Pool(Generic[C]):
         while True:
             self._owing.wait()
             self._owing.clear()
-            time.sleep(OWED_S)
+            time.sleep(DEFER_S)
             with self._changed:
                 if self._closed:
                     return
@@ -139,16 +139,16 @@ class Pool(Generic[C]):
                 self._idle = [connection for connection in self._idle if not connection.owed]
                 self._used.update(owing)
             for connection in owing:
-                connection.deadline = time.monotonic() + OWED_S
+                connection.deadline = time.monotonic() + DEFER_S
                 try:
-                    connection.send_owed()
-                except Broken:
+                    connection.send_deferred()
+                except ConnectionBroken:
                     self.drop(connection)
                 else:
                     self.give(connection)
 
 
-class Asked(Generic[C, M]):
+class OpenCall(Generic[C, M]):
     """A call that was answered but is not over: its connection is nobody else's.
 
     As a context it ends with whoever asked: left without ``done``, by an exception say, the
@@ -157,12 +157,12 @@ class Asked(Generic[C, M]):
     be added to while values are read, and not while they wait to be asked for.
     """
 
-    def __init__(self, pool: Pool[C], connection: C, reply: M, asked_at: float) -> None:
+    def __init__(self, pool: ConnectionPool[C], connection: C, reply: M, asked_at: float) -> None:
         self.connection = connection
         self.reply = reply
         self.asked_at = asked_at
         self.seconds = time.monotonic() - asked_at
-        self._pool: Pool[C] | None = pool
+        self._pool: ConnectionPool[C] | None = pool
 
     def done(self) -> None:
         """Everything has come."""
@@ -176,15 +176,15 @@ class Asked(Generic[C, M]):
         if corrupt:
             # Not owed: whoever hears of it puts the value anew, which must not find it held still.
             try:
-                self.connection.send(Kind.RELEASE, said)
+                self.connection.send(FrameKind.RELEASE, said)
                 kind, _ = self.connection.receive(MAX_REPLY_BYTES)
-                if kind != Kind.RELEASED:
-                    raise Broken(f"a frame of kind {kind} where RELEASED was due")
-            except Broken:
+                if kind != FrameKind.RELEASED:
+                    raise ConnectionBroken(f"a frame of kind {kind} where RELEASED was due")
+            except ConnectionBroken:
                 self.drop()  # and with it the leases
                 return
         elif leases:
-            self.connection.owed.append((Kind.RELEASE, said))
+            self.connection.owed.append((FrameKind.RELEASE, said))
         self.done()
 
     def keep(self, made: Callable[[], T]) -> T:
@@ -212,10 +212,10 @@ class Asked(Generic[C, M]):
 
 
 class FramedTransport(Transport, Generic[C]):
-    """A transport over connections of its own. connect: makes one by a deadline; raises Broken."""
+    """A transport over connections of its own. connect: makes one by a deadline; raises ConnectionBroken."""
 
     def __init__(self, connect: Callable[[float], C]) -> None:
-        self.pool = Pool(connect)
+        self.pool = ConnectionPool(connect)
 
     def close(self) -> None:
         """End every connection; calls in flight end too."""
@@ -227,18 +227,18 @@ class FramedTransport(Transport, Generic[C]):
         ack: Ack,
         deadline: float,
         early: Sequence[bytes | memoryview] = (),
-    ) -> Asked[C, pb.PutGrant]:
+    ) -> OpenCall[C, pb.PutGrant]:
         """Ask for room for a value. Raises as ask."""
         header = to_put_header(variant, ack, traceparent())
-        return self.ask(Kind.PUT, header, Kind.GRANT, pb.PutGrant, deadline, early)
+        return self.ask(FrameKind.PUT, header, FrameKind.GRANT, pb.PutGrant, deadline, early)
 
-    def end_put(self, asked: Asked[C, pb.PutGrant]) -> PutOutcome:
+    def end_put(self, asked: OpenCall[C, pb.PutGrant]) -> PutOutcome:
         """Wait for what becomes of a put, after its COMMIT.
 
-        Raises Broken; and what the store has raised.
+        Raises ConnectionBroken; and what the store has raised.
         """
         try:
-            reply = answer(asked.connection, Kind.PUT_DONE, pb.PutReply)
+            reply = answer(asked.connection, FrameKind.PUT_DONE, pb.PutReply)
         except RagCacheError:
             asked.done()
             raise
@@ -247,23 +247,23 @@ class FramedTransport(Transport, Generic[C]):
 
     def ask(
         self,
-        kind: Kind,
+        kind: FrameKind,
         message: Message,
-        wanted: Kind,
+        wanted: FrameKind,
         reply_type: type[M],
         deadline: float,
         early: Sequence[bytes | memoryview] = (),
-    ) -> Asked[C, M]:
+    ) -> OpenCall[C, M]:
         """Send a message and wait for the answer. early: bytes for the store, if it wants them.
 
-        Raises Broken; and what the store has raised, after which the connection goes on.
+        Raises ConnectionBroken; and what the store has raised, after which the connection goes on.
         """
         connection = self.pool.take(deadline)
         asked_at = time.monotonic()
         try:
             connection.deadline = deadline
             connection.send(kind, message, early, skippable=True)
-            connection.stay_awake()
+            connection.spin_wait()
             reply = answer(connection, wanted, reply_type)
         except RagCacheError:
             self.pool.give(connection)
@@ -271,21 +271,21 @@ class FramedTransport(Transport, Generic[C]):
         except BaseException:
             self.pool.drop(connection)
             raise
-        return Asked(self.pool, connection, reply, asked_at)
+        return OpenCall(self.pool, connection, reply, asked_at)
 
 
-def answer(connection: Channel, wanted: Kind, reply_type: type[M]) -> M:
-    """The next frame, of kind wanted. Raises Broken; and what the store has raised."""
+def answer(connection: FramedConnection, wanted: FrameKind, reply_type: type[M]) -> M:
+    """The next frame, of kind wanted. Raises ConnectionBroken; and what the store has raised."""
     kind, payload = connection.receive(MAX_REPLY_BYTES)
     if kind == wanted:
         return _parse(reply_type, payload)
-    if kind == Kind.ERROR:
+    if kind == FrameKind.ERROR:
         raise from_error(PART, _parse(pb.DataError, payload))
-    raise Broken(f"a frame of kind {kind} where {wanted.name} was due")
+    raise ConnectionBroken(f"a frame of kind {kind} where {wanted.name} was due")
 
 
 def _parse(message_type: type[M], payload: memoryview) -> M:
     try:
         return parse(message_type, payload)
     except InvalidInput as error:
-        raise Broken(str(error)) from error
+        raise ConnectionBroken(str(error)) from error

@@ -78,7 +78,7 @@ SOCKET_BUFFER_BYTES = 2 << 20
 M = TypeVar("M", bound=Message)
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     GET = 1
@@ -96,19 +96,19 @@ class Kind(IntEnum):
     RELEASED = 69
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """The connection ended, or what came over it makes no sense; nothing can follow on it."""
 
 
-class TimedOut(Broken):
+class TimedOut(ConnectionBroken):
     """The other end let too much time pass."""
 
 
-class Busy(TimedOut):
+class TooManyCalls(TimedOut):
     """This end has too many calls going on, which says nothing about the other one."""
 
 
-class Channel:
+class FramedConnection:
     """One end of a connection. Not for two threads at once.
 
     Every call has its deadline (on time.monotonic's clock) as the kernel's own time limit of the
@@ -121,7 +121,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.deadline = 0.0
-        self.owed: list[tuple[Kind, Message]] = []
+        self.owed: list[tuple[FrameKind, Message]] = []
         self._ahead = bytearray(READ_BYTES)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
@@ -145,24 +145,24 @@ class Channel:
 
     def send(
         self,
-        kind: Kind,
+        kind: FrameKind,
         message: Message | None = None,
         data: Sequence[bytes | memoryview] = (),
         skippable: bool = False,
     ) -> None:
         """Send a frame, with the bytes that begin what follows it, and what is owed.
 
-        skippable: whether the other end may do without the bytes. Raises Broken.
+        skippable: whether the other end may do without the bytes. Raises ConnectionBroken.
         """
-        if kind == Kind.PUT:  # nothing may come between it and its value
-            self.send_owed()
+        if kind == FrameKind.PUT:  # nothing may come between it and its value
+            self.send_deferred()
         early = sum([len(piece) for piece in data]) if skippable else 0
         self.send_raw(frame(kind, message, early), *data)
         if self.owed:  # while the other end is busy with what was sent
-            self.send_owed()
+            self.send_deferred()
 
-    def send_owed(self) -> None:
-        """Send what is owed. Raises Broken."""
+    def send_deferred(self) -> None:
+        """Send what is owed. Raises ConnectionBroken."""
         owed, self.owed = self.owed, []
         if owed:
             self.send_raw(*[frame(kind, message) for kind, message in owed])
@@ -182,7 +182,7 @@ class Channel:
     def send_raw(self, *data: bytes | memoryview) -> None:
         """Send bytes as they are, as one packet where it can be: the other end wakes once.
 
-        Raises Broken.
+        Raises ConnectionBroken.
         """
         try:
             self._limit(socket.SO_SNDTIMEO)
@@ -197,7 +197,7 @@ class Channel:
             raise _broken(error) from error
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Send bytes of a file. Raises Broken."""
+        """Send bytes of a file. Raises ConnectionBroken."""
         # The kernel's own limit counts anew for every few pages, as long as some bytes go.
         self.socket.setblocking(False)
         try:
@@ -211,7 +211,7 @@ class Channel:
                     self._wait_until_writable()
                     continue
                 if not sent:
-                    raise Broken("the file ends early")
+                    raise ConnectionBroken("the file ends early")
                 offset += sent
                 num_bytes -= sent
             self.socket.setblocking(True)
@@ -223,7 +223,7 @@ class Channel:
         poll.register(self.socket, select.POLLOUT)
         poll.poll(max(0.0, self.deadline - time.monotonic()) * 1e3 + 1)
 
-    def stay_awake(self) -> None:
+    def spin_wait(self) -> None:
         """Wait a moment for what is to come, without sleeping; it may still be to come after that.
 
         To fall asleep and be woken takes longer than a store in reach takes to answer. Where it did
@@ -241,9 +241,9 @@ class Channel:
                 return
 
     def receive(self, most: int) -> tuple[int, memoryview]:
-        """Kind and message of the next frame; the message is valid until the next call.
+        """FrameKind and message of the next frame; the message is valid until the next call.
 
-        Skips what may be skipped of the last one, if nobody took it. Raises Broken, also for a
+        Skips what may be skipped of the last one, if nobody took it. Raises ConnectionBroken, also for a
         message of more than most bytes.
         """
         if self._skippable:
@@ -252,7 +252,7 @@ class Channel:
             self._read_ahead()
         size, kind, self._skippable = HEADER.unpack_from(self._ahead, self._start)
         if size > most:
-            raise Broken(f"a frame of {size} bytes")
+            raise ConnectionBroken(f"a frame of {size} bytes")
         self._start += HEADER.size
         if size <= READ_BYTES:
             while self._end - self._start < size:
@@ -276,7 +276,7 @@ class Channel:
             self._skippable -= len(piece)
 
     def receive_into(self, target: memoryview) -> None:
-        """Fill target with bytes that are no frame. Raises Broken."""
+        """Fill target with bytes that are no frame. Raises ConnectionBroken."""
         done = min(self._end - self._start, len(target))
         if done:
             target[:done] = self._view[self._start : self._start + done]
@@ -300,7 +300,7 @@ class Channel:
         except OSError as error:
             raise _broken(error) from error
         if not count:
-            raise Broken("the connection was closed")
+            raise ConnectionBroken("the connection was closed")
         return count
 
     def _limit(self, option: int) -> None:
@@ -318,7 +318,7 @@ class Channel:
                 raise _broken(error) from error
 
 
-def frame(kind: Kind, message: Message | None = None, skippable: int = 0) -> bytes:
+def frame(kind: FrameKind, message: Message | None = None, skippable: int = 0) -> bytes:
     """A frame as bytes, without the skippable ones."""
     if message is None:
         return HEADER.pack(0, kind, skippable)
@@ -369,7 +369,7 @@ def from_error(part: str, message: pb.DataError) -> RagCacheError:
             return RagCacheError(f"the {part} failed: {message.problem}")
 
 
-def _broken(error: OSError) -> Broken:
+def _broken(error: OSError) -> ConnectionBroken:
     if isinstance(error, (BlockingIOError, TimeoutError)):
         return TimedOut("the deadline has passed")
-    return Broken(str(error))
+    return ConnectionBroken(str(error))

@@ -18,7 +18,7 @@ import grpc
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.transport import PART, Asking, Transport
+from ragcache_kv.transport.transport import PART, Transport, ValueRequest
 from ragcache_kv.values.buffers import Verifier, copy
 from ragcache_kv.values.conversions import (
     from_outcome,
@@ -26,8 +26,14 @@ from ragcache_kv.values.conversions import (
     to_get_request,
     to_put_header,
 )
-from ragcache_kv.values.outgoing_value import Outgoing, Runs
-from ragcache_kv.values.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
+from ragcache_kv.values.stored_value import (
+    LayeredValues,
+    StoredValue,
+    ValueOrMiss,
+    allocate_value,
+    num_layers,
+)
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.trace_context import metadata, traceparent
@@ -48,21 +54,23 @@ class GrpcTransport(Transport):
             "/ragcache.v1.CacheStore/Put", None, pb.PutReply.FromString
         )
 
-    def get(self, asking: Asking) -> Iterator[Answer]:
+    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
         request = to_get_request(asking.keys, asking.exact, asking.domain)
         timeout_s = max(0.0, asking.deadline - time.monotonic())
         call = self._get(request, timeout=timeout_s, metadata=metadata(asking.traceparent))
         return _values(asking, call)
 
-    def get_layers(self, asking: Asking) -> Layers:
+    def get_layers(self, asking: ValueRequest) -> LayeredValues:
         """See Transport. Here the first layer comes when every value has come."""
         values = list(self.get(asking))
-        return Layers(values, _layers(values))
+        return LayeredValues(values, _layers(values))
 
-    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
+    def put(
+        self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
+    ) -> PutOutcome:
         """See Transport."""
-        runs = Runs(variant, value, deadline)
+        runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         failures: list[Exception] = []
 
@@ -94,14 +102,14 @@ class GrpcTransport(Transport):
         """Nothing of its own is open."""
 
 
-def _values(asking: Asking, call: Any) -> Iterator[Answer]:
+def _values(asking: ValueRequest, call: Any) -> Iterator[ValueOrMiss]:
     try:
         messages = iter(call)
         for index in range(len(asking.keys)):
             header = pb.GetPart.FromString(next(messages, b"")).header
             if header.index != index:
                 raise RagCacheError(f"the {PART} sent value {header.index} for {index}")
-            value = announced(header, asking.allocate)
+            value = allocate_value(header, asking.allocate)
             if isinstance(value, StoredValue) and not _receive(messages, value):
                 yield Miss.CORRUPT
             else:
@@ -123,7 +131,7 @@ def _receive(messages: Iterator[bytes], value: StoredValue) -> bool:
         if data is None:
             data = memoryview(pb.GetPart.FromString(message).data)
         if not data or received + len(data) > len(value.value):
-            raise RagCacheError(f"the {PART} sent another number of bytes than it announced")
+            raise RagCacheError(f"the {PART} sent another number of bytes than it allocate_value")
         piece = value.value[received : received + len(data)]
         copy(piece, data)
         verifier.add(piece)
@@ -131,6 +139,6 @@ def _receive(messages: Iterator[bytes], value: StoredValue) -> bool:
     return verifier.good
 
 
-def _layers(values: list[Answer]) -> Iterator[list[memoryview | Miss]]:
+def _layers(values: list[ValueOrMiss]) -> Iterator[list[memoryview | Miss]]:
     for layer in range(num_layers(values)):
         yield [value if isinstance(value, Miss) else value.part(layer) for value in values]

@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_kv.transport.framed_transport import OWED_S
-from ragcache_kv.transport.framing import Broken, Channel, Kind, TimedOut
+from ragcache_kv.transport.framed_transport import DEFER_S
+from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, TimedOut
 from ragcache_kv.values.conversions import to_reads
 
 
-class Witness:
+class LivenessConnection:
     """A connection over which nothing is asked: the store's end closes with the store.
 
     It tells the store what was read without it. Of its own, since one that is asked over has
     answers in it, and calls that wait for one must not wait for each other. Safe for threads.
     """
 
-    def __init__(self, connect: Callable[[float], Channel]) -> None:
-        """connect: makes a connection to this start of the store by a deadline; raises Broken."""
+    def __init__(self, connect: Callable[[float], FramedConnection]) -> None:
+        """connect: makes a connection to this start of the store by a deadline; raises ConnectionBroken."""
         self._connect = connect
         self._lock = threading.Lock()
-        self._connection: Channel | None = None
+        self._connection: FramedConnection | None = None
         self._closed = False
         self._reads: list[tuple[VariantKey, float]] = []
         self._owing = threading.Event()
@@ -32,7 +32,7 @@ class Witness:
     def require(self, deadline: float) -> None:
         """Return if the store is there.
 
-        Raises Broken if it cannot be reached by deadline; and what the store has raised instead of
+        Raises ConnectionBroken if it cannot be reached by deadline; and what the store has raised instead of
         taking one connection more.
         """
         connection = self._connection
@@ -43,7 +43,7 @@ class Witness:
             raise TimedOut("the deadline has passed")
         try:
             if self._closed:
-                raise Broken("the transport is closed")
+                raise ConnectionBroken("the transport is closed")
             if self._connection is not None and self._connection is not connection:
                 return  # made by another thread since
             if connection is not None:
@@ -79,7 +79,7 @@ class Witness:
         while True:
             self._owing.wait()
             self._owing.clear()
-            time.sleep(OWED_S)
+            time.sleep(DEFER_S)
             with self._lock:
                 if self._closed:
                     return
@@ -88,8 +88,8 @@ class Witness:
             reads, self._reads[:count] = self._reads[:count], []
             if connection is None or not reads:
                 continue
-            connection.deadline = time.monotonic() + OWED_S
+            connection.deadline = time.monotonic() + DEFER_S
             try:
-                connection.send(Kind.READS, to_reads(reads))
-            except Broken:
+                connection.send(FrameKind.READS, to_reads(reads))
+            except ConnectionBroken:
                 connection.close()  # whoever requires it next sees that

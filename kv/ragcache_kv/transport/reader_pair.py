@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ragcache_core.identity.variant import ValuePart
 
-PAIR_BYTES = 4 << 20
+MIN_PAIRED_BYTES = 4 << 20
 """From this size on it pays to wake somebody."""
 
 PIECE_BYTES = 1 << 20
@@ -23,7 +23,7 @@ Read = Callable[[memoryview, int, Sequence[ValuePart]], bool]
 good. Called by both threads."""
 
 
-class Pair:
+class ReaderPair:
     """The caller's thread and one more. Safe for threads."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Pair:
 
     def read(self, target: memoryview, start: int, parts: Sequence[ValuePart], read: Read) -> bool:
         """Read parts, which begin at start of the value, to target; whether all were good."""
-        if len(target) < PAIR_BYTES or len(parts) == 1:
+        if len(target) < MIN_PAIRED_BYTES or len(parts) == 1:
             return read(target, start, parts)
         # A list's iterator, unlike a generator, can be drawn from by several threads.
         pieces = iter(_pieces(parts))

@@ -28,34 +28,40 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, ValuePart
 from ragcache_core.store_api import LEASE_S, Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.extent_cache import Place, Places
-from ragcache_kv.transport.framed_transport import Asked, FramedTransport, answer
-from ragcache_kv.transport.framing import Broken, Channel, Kind, TimedOut
-from ragcache_kv.transport.liveness import Witness
-from ragcache_kv.transport.reader_pair import Pair
+from ragcache_kv.transport.extent_cache import CachedExtents, ExtentCache
+from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, answer
+from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, TimedOut
+from ragcache_kv.transport.liveness import LivenessConnection
+from ragcache_kv.transport.reader_pair import ReaderPair
 from ragcache_kv.transport.shared_memory import SharedMemory
-from ragcache_kv.transport.status_page import BoardView
-from ragcache_kv.transport.transport import Asking, no_answer
-from ragcache_kv.values.buffers import copy_verified, cut, read_verified, scatter, write_from
+from ragcache_kv.transport.status_page import StatusPageView
+from ragcache_kv.transport.transport import ValueRequest, to_unavailable
+from ragcache_kv.values.buffers import (
+    copy_verified,
+    read_verified,
+    scatter,
+    slice_views,
+    write_from,
+)
 from ragcache_kv.values.conversions import (
     from_hello,
     from_outcome,
     to_completion,
     to_get_request,
 )
-from ragcache_kv.values.outgoing_value import Outgoing, Runs
+from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
 from ragcache_kv.values.stored_value import (
     Allocate,
-    Answer,
-    Layers,
+    LayeredValues,
     StoredValue,
-    announced,
+    ValueOrMiss,
+    allocate_buffer,
+    allocate_value,
     num_layers,
-    room_for,
 )
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
-MAX_PLACES = 4096
+MAX_CACHED_EXTENTS = 4096
 """Values whose places are remembered."""
 
 KEYS_PER_CALL = 64
@@ -65,7 +71,7 @@ ABORT_S = 0.1
 """How long it may take to tell a store that a put is given up, whose own time may be over."""
 
 
-class Mapped:
+class MappedStore:
     """What a store shares, from one of its starts.
 
     memory: its memory tier. file: of values. board: what it says unasked.
@@ -79,20 +85,20 @@ class Mapped:
         weakref.finalize(self, os.close, memory_fd)
         weakref.finalize(self, os.close, board_fd)
         self.memory = SharedMemory(memory_fd, os.fstat(memory_fd).st_size).view
-        self.board = BoardView(board_fd)
+        self.board = StatusPageView(board_fd)
 
     def views(self, extents: Sequence[pb.DataExtent]) -> list[memoryview]:
-        """The memory of extents. Raises Broken for what is not in it."""
+        """The memory of extents. Raises ConnectionBroken for what is not in it."""
         views = []
         for extent in extents:
             view = self.memory[extent.offset : extent.offset + extent.num_bytes]
             if extent.disk or len(view) != extent.num_bytes:
-                raise Broken("an extent that is not in the shared memory")
+                raise ConnectionBroken("an extent that is not in the shared memory")
             views.append(view)
         return views
 
     def write(self, extents: Sequence[pb.DataExtent], run: memoryview, start: int) -> None:
-        """Copy what follows the first start bytes of a value to its extents. Raises Broken."""
+        """Copy what follows the first start bytes of a value to its extents. Raises ConnectionBroken."""
         self.views(extents)  # which are the store's word
         done = 0
         for offset, num_bytes in _cut_places(extents, start, len(run)):
@@ -104,10 +110,12 @@ class Mapped:
                 else:  # so the kernel need not fill pages with zeros before
                     write_from(piece, self._memory_fd, offset)
             except OSError as error:
-                raise Broken(f"the shared memory cannot be written to: {error}") from error
+                raise ConnectionBroken(
+                    f"the shared memory cannot be written to: {error}"
+                ) from error
             done += num_bytes
         if done < len(run):
-            raise Broken("extents that are shorter than the value")
+            raise ConnectionBroken("extents that are shorter than the value")
 
     def _was_written(self, offset: int) -> bool:
         """Whether the page at offset has memory. Raises OSError."""
@@ -120,30 +128,30 @@ class Mapped:
             raise
 
 
-class SharedConnection(Channel):
+class SharedMemoryConnection(FramedConnection):
     """A connection over which mapped was passed."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         super().__init__(sock)
         self.deadline = deadline
-        self.mapped: Mapped
+        self.mapped: MappedStore
 
 
-class SharedMemoryTransport(FramedTransport[SharedConnection]):
+class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
     """Shares the memory of the store whose Unix socket is at path."""
 
     name = "shared"
 
     def __init__(self, path: str, boot: bytes) -> None:
-        """boot: what the store has said; another one at path is Broken."""
+        """boot: what the store has said; another one at path is ConnectionBroken."""
         super().__init__(self._open)
         self._path = path
         self._boot = boot
         self._lock = threading.Lock()
-        self._mapped: Mapped | None = None
-        self._places = Places(MAX_PLACES)
-        self._witness = Witness(self._open)
-        self._pair = Pair()
+        self._mapped: MappedStore | None = None
+        self._places = ExtentCache(MAX_CACHED_EXTENTS)
+        self._witness = LivenessConnection(self._open)
+        self._pair = ReaderPair()
 
     def close(self) -> None:
         """See Transport."""
@@ -151,7 +159,7 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
         self._pair.close()
         super().close()
 
-    def get(self, asking: Asking) -> Iterator[Answer]:
+    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
         withdrawals = self._withdrawals
         places = [self._places.get(asking, key, withdrawals) for key in asking.keys]
@@ -168,15 +176,17 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
         rest = replace(asking, keys=asking.keys[1:])
         return chain([first], self._in_order(rest, places[1:], iter(())))
 
-    def get_layers(self, asking: Asking) -> Layers:
+    def get_layers(self, asking: ValueRequest) -> LayeredValues:
         """See Transport. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys))
         copies = asked.keep(lambda: _copies(asking, asked, self._pair))
-        return Layers([c.answer for c in copies], self._layers(asking, asked, copies))
+        return LayeredValues([c.answer for c in copies], self._layers(asking, asked, copies))
 
-    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
+    def put(
+        self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
+    ) -> PutOutcome:
         """See Transport."""
-        runs = Runs(variant, value, deadline)
+        runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         with self.begin_put(variant, ack, deadline) as asked:
             if not asked.reply.granted:
@@ -190,15 +200,17 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
             return self.end_put(asked)
 
     @staticmethod
-    def _write(asked: Asked[SharedConnection, pb.PutGrant], first: memoryview, runs: Runs) -> None:
-        """Write a value to where it was granted room, and commit it. Raises Broken, Unfinished."""
+    def _write(
+        asked: OpenCall[SharedMemoryConnection, pb.PutGrant], first: memoryview, runs: OutgoingRuns
+    ) -> None:
+        """Write a value to where it was granted room, and commit it. Raises ConnectionBroken, IncompleteValue."""
         written = 0
         for run in chain([first], runs):
             asked.connection.mapped.write(asked.reply.extents, run, written)
             written += len(run)
-            if not runs.are_over:  # the store can verify it while the rest is computed
-                asked.connection.send(Kind.WRITTEN, pb.PutProgress(num_bytes=written))
-        asked.connection.send(Kind.COMMIT, to_completion(runs.completion()))
+            if not runs.are_complete:  # the store can verify it while the rest is computed
+                asked.connection.send(FrameKind.WRITTEN, pb.PutProgress(num_bytes=written))
+        asked.connection.send(FrameKind.COMMIT, to_completion(runs.completion()))
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:
         """See Transport."""
@@ -207,16 +219,16 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
             self._witness.note_read(key, 0.0)
 
     def _ask(
-        self, asking: Asking, start: int, count: int
-    ) -> Asked[SharedConnection, pb.DataGetReply]:
+        self, asking: ValueRequest, start: int, count: int
+    ) -> OpenCall[SharedMemoryConnection, pb.DataGetReply]:
         keys = asking.keys[start : start + count]
         request = to_get_request(keys, asking.exact, asking.domain, traceparent=asking.traceparent)
-        asked = self.ask(Kind.GET, request, Kind.GOT, pb.DataGetReply, asking.deadline)
+        asked = self.ask(FrameKind.GET, request, FrameKind.GOT, pb.DataGetReply, asking.deadline)
         if len(asked.reply.values) != len(keys):
-            raise Broken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
+            raise ConnectionBroken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
         return asked
 
-    def _ask_and_read(self, asking: Asking) -> Iterator[Answer]:
+    def _ask_and_read(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
         withdrawals = self._withdrawals
         return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL), withdrawals)
 
@@ -226,8 +238,11 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
         return -1 if self._mapped is None else self._mapped.board.withdrawals
 
     def _values(
-        self, asking: Asking, asked: Asked[SharedConnection, pb.DataGetReply], withdrawals: int
-    ) -> Iterator[Answer]:
+        self,
+        asking: ValueRequest,
+        asked: OpenCall[SharedMemoryConnection, pb.DataGetReply],
+        withdrawals: int,
+    ) -> Iterator[ValueOrMiss]:
         start = 0
         while True:
             with asked:
@@ -238,7 +253,7 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
                     copied.copy()
                     asked.seconds += time.monotonic() - began
                     if copied.views is not None and isinstance(copied.answer, StoredValue):
-                        known = Place.of(copied.answer, copied.views, withdrawals)
+                        known = CachedExtents.of(copied.answer, copied.views, withdrawals)
                         self._places.remember(asking, asking.keys[place], known)
                     if copied is copies[-1]:  # before whoever asked takes its time
                         _release(asked, copies)
@@ -249,13 +264,13 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
             try:
                 withdrawals = self._withdrawals
                 asked = self._ask(asking, start, KEYS_PER_CALL)
-            except Broken as error:
-                raise no_answer(error) from error
+            except ConnectionBroken as error:
+                raise to_unavailable(error) from error
 
     def _layers(
         self,
-        asking: Asking,
-        asked: Asked[SharedConnection, pb.DataGetReply],
+        asking: ValueRequest,
+        asked: OpenCall[SharedMemoryConnection, pb.DataGetReply],
         copies: list[_Copied],
     ) -> Iterator[list[memoryview | Miss]]:
         with asked:
@@ -272,8 +287,11 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
                 yield parts
 
     def _in_order(
-        self, asking: Asking, places: Sequence[Place | None], fresh: Iterator[Answer]
-    ) -> Iterator[Answer]:
+        self,
+        asking: ValueRequest,
+        places: Sequence[CachedExtents | None],
+        fresh: Iterator[ValueOrMiss],
+    ) -> Iterator[ValueOrMiss]:
         """What is remembered, read again, between what was asked for."""
         for key, place in zip(asking.keys, places, strict=True):
             if place is None:
@@ -282,15 +300,17 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
             _check(asking.deadline)
             try:
                 answer = self._reread_or_ask(asking, key, place)
-            except Broken as error:
-                raise no_answer(error) from error
+            except ConnectionBroken as error:
+                raise to_unavailable(error) from error
             yield answer
 
-    def _reread_or_ask(self, asking: Asking, key: VariantKey, place: Place | None) -> Answer:
-        """The value from where it was, else from the store. Raises Broken."""
+    def _reread_or_ask(
+        self, asking: ValueRequest, key: VariantKey, place: CachedExtents | None
+    ) -> ValueOrMiss:
+        """The value from where it was, else from the store. Raises ConnectionBroken."""
         allocate = asking.allocate
         if place is not None:
-            value = place.announced(allocate)
+            value = place.allocate_value(allocate)
             if self._reread(asking, key, place, value.value):
                 return value
             self._places.forget(asking, key)
@@ -298,8 +318,10 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
         (answer,) = self._ask_and_read(replace(asking, keys=[key], allocate=allocate))
         return answer
 
-    def _reread(self, asking: Asking, key: VariantKey, place: Place, target: memoryview) -> bool:
-        """Copy a value from its place; whether it still was there. Raises Broken."""
+    def _reread(
+        self, asking: ValueRequest, key: VariantKey, place: CachedExtents, target: memoryview
+    ) -> bool:
+        """Copy a value from its place; whether it still was there. Raises ConnectionBroken."""
         began = time.monotonic()
         if not self._pair.read(target, 0, place.parts, place.copy):
             return False
@@ -314,10 +336,10 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
         self._witness.note_read(key, time.monotonic() - began)
         return True
 
-    def _open(self, deadline: float) -> SharedConnection:
+    def _open(self, deadline: float) -> SharedMemoryConnection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection = SharedConnection(sock, deadline)
+            connection = SharedMemoryConnection(sock, deadline)
             sock.settimeout(max(1e-3, deadline - time.monotonic()))
             sock.connect(self._path)
             _, fds, _, _ = socket.recv_fds(sock, 1, 3, socket.MSG_CMSG_CLOEXEC)
@@ -325,24 +347,24 @@ class SharedMemoryTransport(FramedTransport[SharedConnection]):
             self._welcome(connection, fds)
         except (OSError, InvalidInput) as error:
             sock.close()
-            raise Broken(f"{self._path}: {error}") from error
+            raise ConnectionBroken(f"{self._path}: {error}") from error
         except BaseException:
             sock.close()
             raise
         return connection
 
-    def _welcome(self, connection: SharedConnection, fds: list[int]) -> None:
+    def _welcome(self, connection: SharedMemoryConnection, fds: list[int]) -> None:
         try:
-            hello = from_hello(answer(connection, Kind.WELCOME, pb.HelloReply))
+            hello = from_hello(answer(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
-                raise Broken(f"another store is at {self._path}")
+                raise ConnectionBroken(f"another store is at {self._path}")
             if len(fds) != 3:
-                raise Broken("the store passed no memory")
+                raise ConnectionBroken("the store passed no memory")
             with self._lock:
                 if self._mapped is None:
                     memory_fd, file_fd, board_fd = fds
                     fds.clear()
-                    self._mapped = Mapped(memory_fd, file_fd, board_fd)
+                    self._mapped = MappedStore(memory_fd, file_fd, board_fd)
                 connection.mapped = self._mapped
         finally:
             for fd in fds:
@@ -359,12 +381,12 @@ class _Copied:
     def __init__(
         self,
         found: pb.LeasedValue,
-        asking: Asking,
-        mapped: Mapped,
+        asking: ValueRequest,
+        mapped: MappedStore,
         leased_until: float,
-        pair: Pair,
+        pair: ReaderPair,
     ) -> None:
-        self.answer: Answer = announced(found.header, asking.allocate)
+        self.answer: ValueOrMiss = allocate_value(found.header, asking.allocate)
         self.lease = found.lease
         self.corrupt = False
         self._leased_until = leased_until
@@ -375,7 +397,7 @@ class _Copied:
         if not isinstance(self.answer, StoredValue):
             return
         if sum([e.num_bytes for e in self._extents]) != self.answer.info.num_bytes:
-            raise Broken("extents that are not the value's")
+            raise ConnectionBroken("extents that are not the value's")
         if not self._extents[0].disk:
             self.views = mapped.views(self._extents)
             return
@@ -415,7 +437,7 @@ class _Copied:
 
     def _read(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         if self.views is not None:
-            return copy_verified(target, cut(self.views, start, len(target)), parts)
+            return copy_verified(target, slice_views(self.views, start, len(target)), parts)
         places = _cut_places(self._extents, start, len(target))
         try:
             return read_verified(target, self._file, places, parts)
@@ -442,37 +464,41 @@ def _cut_places(
 
 
 def _copies(
-    asking: Asking, asked: Asked[SharedConnection, pb.DataGetReply], pair: Pair
+    asking: ValueRequest, asked: OpenCall[SharedMemoryConnection, pb.DataGetReply], pair: ReaderPair
 ) -> list[_Copied]:
     mapped, leased_until = asked.connection.mapped, asked.asked_at + LEASE_S
     try:
         return [_Copied(found, asking, mapped, leased_until, pair) for found in asked.reply.values]
-    except Broken as error:
-        raise no_answer(error) from error
+    except ConnectionBroken as error:
+        raise to_unavailable(error) from error
 
 
-def _release(asked: Asked[SharedConnection, pb.DataGetReply], copies: Sequence[_Copied]) -> None:
+def _release(
+    asked: OpenCall[SharedMemoryConnection, pb.DataGetReply], copies: Sequence[_Copied]
+) -> None:
     """Let go of all leases, and of the connection."""
     leases = [copied.lease for copied in copies if copied.lease]
     asked.release(leases, [copied.lease for copied in copies if copied.corrupt])
 
 
-def _abort(asked: Asked[SharedConnection, pb.PutGrant]) -> None:
+def _abort(asked: OpenCall[SharedMemoryConnection, pb.PutGrant]) -> None:
     """Give a put's room back at once, where the store has to wait for that otherwise."""
     asked.connection.deadline = time.monotonic() + ABORT_S
     try:
-        asked.connection.send(Kind.ABORT)
-    except Broken:
+        asked.connection.send(FrameKind.ABORT)
+    except ConnectionBroken:
         asked.drop()
     else:
         asked.done()
 
 
-def _again(asking: Asking, value: StoredValue) -> Allocate:
+def _again(asking: ValueRequest, value: StoredValue) -> Allocate:
     """Allocate as asked, but for a value that there is memory for."""
-    return lambda info: value.value if info == value.info else room_for(info, asking.allocate)
+    return lambda info: (
+        value.value if info == value.info else allocate_buffer(info, asking.allocate)
+    )
 
 
 def _check(deadline: float) -> None:
     if time.monotonic() > deadline:
-        raise no_answer(TimedOut("the deadline has passed"))
+        raise to_unavailable(TimedOut("the deadline has passed"))

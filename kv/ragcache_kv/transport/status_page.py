@@ -15,7 +15,7 @@ SILENT_S = 2.0
 every half second."""
 
 
-class BoardView:
+class StatusPageView:
     """The page of a store."""
 
     def __init__(self, fd: int) -> None:

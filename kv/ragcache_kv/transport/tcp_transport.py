@@ -14,17 +14,17 @@ from itertools import chain
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.framed_transport import Asked, FramedTransport, answer
+from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, answer
 from ragcache_kv.transport.framing import (
     EARLY_BYTES,
     PIECE_BYTES,
     SOCKET_BUFFER_BYTES,
-    Broken,
-    Channel,
-    Kind,
+    ConnectionBroken,
+    FramedConnection,
+    FrameKind,
     frame,
 )
-from ragcache_kv.transport.transport import Asking, no_answer
+from ragcache_kv.transport.transport import ValueRequest, to_unavailable
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.conversions import (
     from_hello,
@@ -32,41 +32,49 @@ from ragcache_kv.values.conversions import (
     to_completion,
     to_get_request,
 )
-from ragcache_kv.values.outgoing_value import Outgoing, Runs
-from ragcache_kv.values.stored_value import Answer, Layers, StoredValue, announced, num_layers
+from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
+from ragcache_kv.values.stored_value import (
+    LayeredValues,
+    StoredValue,
+    ValueOrMiss,
+    allocate_value,
+    num_layers,
+)
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 KEYS_PER_CALL = 64
 """Values that one call holds leases of. More are asked for when these have come."""
 
 
-class TcpTransport(FramedTransport[Channel]):
+class TcpTransport(FramedTransport[FramedConnection]):
     """Receives from the store whose transport listens on host and port."""
 
     name = "socket"
 
     def __init__(self, host: str, port: int, boot: bytes) -> None:
-        """boot: what the store has said; another one at the port is Broken."""
+        """boot: what the store has said; another one at the port is ConnectionBroken."""
         super().__init__(self._open)
         self._address = (host, port)
         self._boot = boot
 
-    def get(self, asking: Asking) -> Iterator[Answer]:
+    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
         return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL, by_layer=False))
 
-    def get_layers(self, asking: Asking) -> Layers:
+    def get_layers(self, asking: ValueRequest) -> LayeredValues:
         """See Transport. Holds leases of all values until the last layer."""
         asked = self._ask(asking, 0, len(asking.keys), by_layer=True)
         values = asked.keep(lambda: _announced(asking, asked))
-        return Layers(list(values), _layers(asked, values))
+        return LayeredValues(list(values), _layers(asked, values))
 
-    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
+    def put(
+        self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
+    ) -> PutOutcome:
         """See Transport."""
-        runs = Runs(variant, value, deadline)
+        runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         early: list[bytes | memoryview] = [first[:EARLY_BYTES]]
-        whole = runs.are_over and len(first) <= EARLY_BYTES
+        whole = runs.are_complete and len(first) <= EARLY_BYTES
         if whole:
             early.append(_commit(runs))
         with self.begin_put(variant, ack, deadline, early) as asked:
@@ -80,16 +88,18 @@ class TcpTransport(FramedTransport[Channel]):
             return self.end_put(asked)
 
     def _ask(
-        self, asking: Asking, start: int, count: int, by_layer: bool
-    ) -> Asked[Channel, pb.DataGetReply]:
+        self, asking: ValueRequest, start: int, count: int, by_layer: bool
+    ) -> OpenCall[FramedConnection, pb.DataGetReply]:
         keys = asking.keys[start : start + count]
         request = to_get_request(keys, asking.exact, asking.domain, by_layer, asking.traceparent)
-        asked = self.ask(Kind.GET, request, Kind.GOT, pb.DataGetReply, asking.deadline)
+        asked = self.ask(FrameKind.GET, request, FrameKind.GOT, pb.DataGetReply, asking.deadline)
         if len(asked.reply.values) != len(keys):
-            raise Broken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
+            raise ConnectionBroken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
         return asked
 
-    def _values(self, asking: Asking, asked: Asked[Channel, pb.DataGetReply]) -> Iterator[Answer]:
+    def _values(
+        self, asking: ValueRequest, asked: OpenCall[FramedConnection, pb.DataGetReply]
+    ) -> Iterator[ValueOrMiss]:
         start = 0
         while True:
             with asked:
@@ -108,26 +118,26 @@ class TcpTransport(FramedTransport[Channel]):
                 return
             try:
                 asked = self._ask(asking, start, KEYS_PER_CALL, by_layer=False)
-            except Broken as error:
-                raise no_answer(error) from error
+            except ConnectionBroken as error:
+                raise to_unavailable(error) from error
 
-    def _open(self, deadline: float) -> Channel:
+    def _open(self, deadline: float) -> FramedConnection:
         left_s = deadline - time.monotonic()
         try:
             sock = socket.create_connection(self._address, timeout=max(left_s, 1e-3))
         except OSError as error:
-            raise Broken(f"{self._address[0]}:{self._address[1]}: {error}") from error
+            raise ConnectionBroken(f"{self._address[0]}:{self._address[1]}: {error}") from error
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            connection = Channel(sock)
+            connection = FramedConnection(sock)
             connection.deadline = deadline
-            hello = from_hello(answer(connection, Kind.WELCOME, pb.HelloReply))
+            hello = from_hello(answer(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
-                raise Broken(f"another store is at {self._address[0]}:{self._address[1]}")
+                raise ConnectionBroken(f"another store is at {self._address[0]}:{self._address[1]}")
         except (OSError, InvalidInput) as error:
             sock.close()
-            raise Broken(str(error)) from error
+            raise ConnectionBroken(str(error)) from error
         except BaseException:
             sock.close()
             raise
@@ -135,7 +145,7 @@ class TcpTransport(FramedTransport[Channel]):
 
 
 def _layers(
-    asked: Asked[Channel, pb.DataGetReply], values: list[Answer]
+    asked: OpenCall[FramedConnection, pb.DataGetReply], values: list[ValueOrMiss]
 ) -> Iterator[list[memoryview | Miss]]:
     with asked:
         last = num_layers(values) - 1
@@ -160,16 +170,18 @@ def _layers(
             yield given
 
 
-def _commit(runs: Runs) -> bytes:
-    return frame(Kind.COMMIT, to_completion(runs.completion()))
+def _commit(runs: OutgoingRuns) -> bytes:
+    return frame(FrameKind.COMMIT, to_completion(runs.completion()))
 
 
-def _announced(asking: Asking, asked: Asked[Channel, pb.DataGetReply]) -> list[Answer]:
-    return [announced(found.header, asking.allocate) for found in asked.reply.values]
+def _announced(
+    asking: ValueRequest, asked: OpenCall[FramedConnection, pb.DataGetReply]
+) -> list[ValueOrMiss]:
+    return [allocate_value(found.header, asking.allocate) for found in asked.reply.values]
 
 
 def _receive(
-    asked: Asked[Channel, pb.DataGetReply], target: memoryview, verifier: Verifier
+    asked: OpenCall[FramedConnection, pb.DataGetReply], target: memoryview, verifier: Verifier
 ) -> None:
     began = time.monotonic()
     try:
@@ -177,12 +189,12 @@ def _receive(
             piece = target[start : start + PIECE_BYTES]
             asked.connection.receive_into(piece)
             verifier.add(piece)
-    except Broken as error:
-        raise no_answer(error) from error
+    except ConnectionBroken as error:
+        raise to_unavailable(error) from error
     asked.seconds += time.monotonic() - began
 
 
-def _release(asked: Asked[Channel, pb.DataGetReply], values: list[Answer]) -> None:
+def _release(asked: OpenCall[FramedConnection, pb.DataGetReply], values: list[ValueOrMiss]) -> None:
     """Let go of all leases, and of the connection."""
     leases, corrupt = [], []
     for one, value in zip(asked.reply.values, values, strict=True):

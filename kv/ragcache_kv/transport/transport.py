@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.framing import Broken, Busy
-from ragcache_kv.values.outgoing_value import Outgoing
-from ragcache_kv.values.stored_value import Allocate, Answer, Layers
+from ragcache_kv.transport.framing import ConnectionBroken, TooManyCalls
+from ragcache_kv.values.outgoing_value import OutgoingValue
+from ragcache_kv.values.stored_value import Allocate, LayeredValues, ValueOrMiss
 from ragcache_wire.status import NoAnswer
 
 PART = "cachestore"
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ValueRequest:
     """Which values are asked for, and by when. deadline: on time.monotonic's clock.
 
     exact: only what may stand for a computation. domain: only variants of it; "" for any.
@@ -37,23 +37,25 @@ class Asking:
 class Transport(ABC):
     """Carries values. Safe to share between threads.
 
-    Raises Broken when the connection breaks before the store has answered, in which case the same
+    Raises ConnectionBroken when the connection breaks before the store has answered, in which case the same
     call may be made again; NoAnswer for what breaks later, or does not come in time.
     """
 
     name: str
 
     @abstractmethod
-    def get(self, asking: Asking) -> Iterator[Answer]:
+    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
         """Ask now; gives answers in the order of the keys."""
 
     @abstractmethod
-    def get_layers(self, asking: Asking) -> Layers:
+    def get_layers(self, asking: ValueRequest) -> LayeredValues:
         """Ask now; gives values layer by layer."""
 
     @abstractmethod
-    def put(self, variant: NewVariant, value: Outgoing, ack: Ack, deadline: float) -> PutOutcome:
-        """Store a value, each part of it as soon as that is there. Raises Unfinished."""
+    def put(
+        self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
+    ) -> PutOutcome:
+        """Store a value, each part of it as soon as that is there. Raises IncompleteValue."""
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:  # noqa: B027
         """Tell the store of reads of copies that the client keeps, where it would believe that."""
@@ -63,6 +65,10 @@ class Transport(ABC):
         """End every connection; calls in flight end too."""
 
 
-def no_answer(error: Broken | OSError) -> Unavailable:
+def to_unavailable(error: ConnectionBroken | OSError) -> Unavailable:
     """What a caller is told when a connection broke."""
-    return Unavailable(PART, str(error)) if isinstance(error, Busy) else NoAnswer(PART, str(error))
+    return (
+        Unavailable(PART, str(error))
+        if isinstance(error, TooManyCalls)
+        else NoAnswer(PART, str(error))
+    )

@@ -30,7 +30,7 @@ def checksum_of(data: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def parts_of(value: memoryview, sizes: Sequence[int]) -> tuple[ValuePart, ...]:
+def checksummed_parts(value: memoryview, sizes: Sequence[int]) -> tuple[ValuePart, ...]:
     """The parts of a value whose sizes are given, with their checksums."""
     parts, start = [], 0
     for size in sizes:
@@ -178,7 +178,7 @@ def scatter(value: memoryview, targets: Iterable[memoryview]) -> None:
             position += end - start
 
 
-def verified(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
+def matches_checksums(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
     """Whether sources, one after another, have the checksums of parts. Copies nothing."""
     verifier = Verifier(parts)
     for source in sources:
@@ -188,7 +188,7 @@ def verified(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
     return verifier.complete and verifier.good
 
 
-def cut(views: Sequence[memoryview], start: int, num_bytes: int) -> list[memoryview]:
+def slice_views(views: Sequence[memoryview], start: int, num_bytes: int) -> list[memoryview]:
     """num_bytes of the run that views make, from its byte start on."""
     pieces = []
     for view in views:

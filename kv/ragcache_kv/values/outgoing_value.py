@@ -9,7 +9,7 @@ from typing import TypeVar, final
 
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.store_api import LEASE_S, NewVariant, PutCompletion
-from ragcache_kv.values.buffers import parts_of
+from ragcache_kv.values.buffers import checksummed_parts
 
 ANSWER_S = 1.0
 ANSWER_SHARE = 0.2
@@ -18,33 +18,33 @@ ANSWER_SHARE = 0.2
 T = TypeVar("T")
 
 
-class Unfinished(RagCacheError):
+class IncompleteValue(RagCacheError):
     """A value did not become whole, or not in time; nothing of it is stored."""
 
 
-class Outgoing(ABC):
+class OutgoingValue(ABC):
     """A value that is put. raw: all of it, one part after another; one byte each, contiguous."""
 
     def __init__(self, raw: memoryview) -> None:
         self.raw = raw if raw.ndim == 1 and raw.format == "B" else raw.cast("B")
 
     @abstractmethod
-    def wait(self, done: int, deadline: float) -> Sequence[int]:
+    def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
         """XXH3-64 of parts that are there, from part done on: one at least, else it waits for that.
 
-        deadline: on time.monotonic's clock. May be asked anew from the begin. Raises Unfinished.
+        deadline: on time.monotonic's clock. May be asked anew from the begin. Raises IncompleteValue.
         """
 
     @abstractmethod
-    def finished(self, deadline: float) -> float:
+    def wait_until_final(self, deadline: float) -> float:
         """Seconds that computing it took, 0 where unknown, when it is known to be right.
 
-        Every part may be there before that. Raises Unfinished.
+        Every part may be there before that. Raises IncompleteValue.
         """
 
 
 @final
-class Whole(Outgoing):
+class ReadyValue(OutgoingValue):
     """A value all of which is there. checksums: of its parts. cost_s: that computing it took."""
 
     def __init__(self, raw: memoryview, checksums: Sequence[int], cost_s: float = 0.0) -> None:
@@ -53,20 +53,22 @@ class Whole(Outgoing):
         self._cost_s = cost_s
 
     @classmethod
-    def summed_up(cls, raw: memoryview, part_bytes: Sequence[int], cost_s: float = 0.0) -> Whole:
+    def with_checksums(
+        cls, raw: memoryview, part_bytes: Sequence[int], cost_s: float = 0.0
+    ) -> ReadyValue:
         """A value with the checksums that parts of these sizes have."""
-        return cls(raw, [part.checksum for part in parts_of(raw, part_bytes)], cost_s)
+        return cls(raw, [part.checksum for part in checksummed_parts(raw, part_bytes)], cost_s)
 
-    def wait(self, done: int, deadline: float) -> Sequence[int]:
-        """See Outgoing."""
+    def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
+        """See OutgoingValue."""
         return self._checksums[done:]
 
-    def finished(self, deadline: float) -> float:
-        """See Outgoing."""
+    def wait_until_final(self, deadline: float) -> float:
+        """See OutgoingValue."""
         return self._cost_s
 
 
-class Runs(Iterator[memoryview]):
+class OutgoingRuns(Iterator[memoryview]):
     """The bytes of an outgoing value as they come, each time as many as are there by then.
 
     A store keeps room for the rest no longer than LEASE_S from the first run on. Part of the time
@@ -74,7 +76,7 @@ class Runs(Iterator[memoryview]):
     checksums: of the parts that have come so far.
     """
 
-    def __init__(self, variant: NewVariant, value: Outgoing, deadline: float) -> None:
+    def __init__(self, variant: NewVariant, value: OutgoingValue, deadline: float) -> None:
         """Raises InvalidInput for a value of another size than its variant's."""
         _check_size("value", len(value.raw), variant.info.num_bytes)
         _check_size("variant.part_bytes", sum(variant.part_bytes), variant.info.num_bytes)
@@ -88,14 +90,16 @@ class Runs(Iterator[memoryview]):
         self._start = 0
 
     def __next__(self) -> memoryview:
-        """Raises Unfinished; InvalidInput for a value of more or fewer parts than its variant's."""
-        if self.are_over:
+        """Raises IncompleteValue; InvalidInput for a value of more or fewer parts than its variant's."""
+        if self.are_complete:
             raise StopIteration
         done = len(self.checksums)
-        came = self._waited(lambda: self._value.wait(done, self._deadline))
+        came = self._waited(lambda: self._value.wait_for_parts(done, self._deadline))
         if not 1 <= len(came) <= len(self._sizes) - done:
             raise InvalidInput(
-                "value", f"has {done + len(came)} parts", f"give {len(self._sizes)}, as announced"
+                "value",
+                f"has {done + len(came)} parts",
+                f"give {len(self._sizes)}, as allocate_value",
             )
         if not done:
             self._deadline = min(self._deadline, time.monotonic() + LEASE_S - ANSWER_S)
@@ -105,24 +109,26 @@ class Runs(Iterator[memoryview]):
         return self._value.raw[start : self._start]
 
     @property
-    def are_over(self) -> bool:
+    def are_complete(self) -> bool:
         """Whether the last run has come."""
         return len(self.checksums) == len(self._sizes)
 
     def completion(self) -> PutCompletion:
-        """What is said after the last one. Raises Unfinished."""
-        cost_s = self._waited(lambda: self._value.finished(self._deadline))
+        """What is said after the last one. Raises IncompleteValue."""
+        cost_s = self._waited(lambda: self._value.wait_until_final(self._deadline))
         return PutCompletion(tuple(self.checksums), cost_s)
 
     def _waited(self, wait: Callable[[], T]) -> T:
-        """What wait gives, unless it took what was left of the time. Raises Unfinished."""
+        """What wait gives, unless it took what was left of the time. Raises IncompleteValue."""
         was_in_time = time.monotonic() <= self._deadline
         came = wait()
         if was_in_time and time.monotonic() > self._deadline:
-            raise Unfinished("a value did not come in time")
+            raise IncompleteValue("a value did not come in time")
         return came
 
 
-def _check_size(field: str, num_bytes: int, announced: int) -> None:
-    if num_bytes != announced:
-        raise InvalidInput(field, f"has {num_bytes} bytes", f"give {announced}, as announced")
+def _check_size(field: str, num_bytes: int, allocate_value: int) -> None:
+    if num_bytes != allocate_value:
+        raise InvalidInput(
+            field, f"has {num_bytes} bytes", f"give {allocate_value}, as allocate_value"
+        )

@@ -40,10 +40,10 @@ class StoredValue:
         return sum([part.num_bytes for part in self.parts[:layer]])
 
 
-Answer = StoredValue | Miss
+ValueOrMiss = StoredValue | Miss
 
 
-class Layers(Iterator[tuple[int, list[memoryview | Miss]]]):
+class LayeredValues(Iterator[tuple[int, list[memoryview | Miss]]]):
     """Values layer by layer, in the order an engine computes: (layer, that part of each value).
 
     values: what was asked for, in order; the memory of each is filled while this goes on. A part is
@@ -51,7 +51,9 @@ class Layers(Iterator[tuple[int, list[memoryview | Miss]]]):
     one with fewer parts than others gives empty views after its last.
     """
 
-    def __init__(self, values: list[Answer], layers: Iterator[list[memoryview | Miss]]) -> None:
+    def __init__(
+        self, values: list[ValueOrMiss], layers: Iterator[list[memoryview | Miss]]
+    ) -> None:
         self.values = values
         self._layers = enumerate(layers)
 
@@ -59,12 +61,12 @@ class Layers(Iterator[tuple[int, list[memoryview | Miss]]]):
         return next(self._layers)
 
 
-def fresh(info: VariantInfo) -> memoryview:
+def new_buffer(info: VariantInfo) -> memoryview:
     """New memory for a value; nothing writes zeros to it first."""
     return np.empty(info.num_bytes, np.uint8).data
 
 
-def announced(header: pb.GetHeader, allocate: Allocate | None) -> Answer:
+def allocate_value(header: pb.GetHeader, allocate: Allocate | None) -> ValueOrMiss:
     """What header says, with memory for the value that follows.
 
     Raises InvalidInput if header makes no sense, or if allocate gives too little.
@@ -73,12 +75,12 @@ def announced(header: pb.GetHeader, allocate: Allocate | None) -> Answer:
     if miss is not None:
         return miss
     info, parts, shape, value_format, tier = _described(header.SerializeToString())
-    return StoredValue(info, parts, shape, value_format, room_for(info, allocate), tier)
+    return StoredValue(info, parts, shape, value_format, allocate_buffer(info, allocate), tier)
 
 
-def room_for(info: VariantInfo, allocate: Allocate | None) -> memoryview:
+def allocate_buffer(info: VariantInfo, allocate: Allocate | None) -> memoryview:
     """Memory for a value, of its size. Raises InvalidInput if allocate gives too little."""
-    target = (allocate or fresh)(info)
+    target = (allocate or new_buffer)(info)
     if target.ndim != 1 or target.itemsize != 1 or target.format != "B":
         target = target.cast("B")
     if len(target) < info.num_bytes or target.readonly:
@@ -98,6 +100,6 @@ def _described(
     return from_value_header("header", pb.GetHeader.FromString(header))
 
 
-def num_layers(values: Sequence[Answer]) -> int:
+def num_layers(values: Sequence[ValueOrMiss]) -> int:
     """Parts of the value with the most."""
     return max((len(v.parts) for v in values if isinstance(v, StoredValue)), default=0)

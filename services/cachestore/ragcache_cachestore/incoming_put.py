@@ -9,7 +9,7 @@ from ragcache_cachestore.storage.checksums import PartChecksums
 from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import Ack, NewVariant, PutCompletion, PutOutcome
-from ragcache_kv.values.buffers import cut
+from ragcache_kv.values.buffers import slice_views
 
 if TYPE_CHECKING:
     from ragcache_cachestore.store import Store
@@ -44,7 +44,7 @@ class IncomingPut:
 
     def add_checksums_up_to(self, num_bytes: int) -> None:
         """So many bytes, from the value's begin, have been written."""
-        for piece in cut(self.views, self.sums.num_bytes, num_bytes - self.sums.num_bytes):
+        for piece in slice_views(self.views, self.sums.num_bytes, num_bytes - self.sums.num_bytes):
             self.sums.add(piece)
 
     def commit(

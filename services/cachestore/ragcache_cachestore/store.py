@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ragcache_cachestore.storage.status_page import StatusPage
 from ragcache_cachestore.background.re_encoder import ReEncodingCandidate
 from ragcache_cachestore.background.sweeper import Sweeper
 from ragcache_cachestore.background.tier_mover import RETRY_AFTER_S, TierMover
 from ragcache_cachestore.background.write_back import WriteJob
 from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
 from ragcache_cachestore.state.catalog import CatalogVariant, replaces
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import StoreState, refusal
 from ragcache_cachestore.state.tombstones import AWAY_MS, LIFETIME_MS, Tombstones
 from ragcache_cachestore.storage.data_dir import DataDir
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_cachestore.storage.memory_tier import MemoryTier
 from ragcache_cachestore.storage.metadata_db import MetadataDb
+from ragcache_cachestore.storage.status_page import StatusPage
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
 from ragcache_cachestore.telemetry.counters import Stats, score_histogram
 from ragcache_cachestore.telemetry.exporter import StoreLevels, Telemetry
@@ -57,7 +57,7 @@ from ragcache_core.store_api import (
     PutOutcome,
     Tombstone,
 )
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Store:
 
     def open(
         self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
-    ) -> list[Lease | Miss]:
+    ) -> list[ReadLease | Miss]:
         """A lease for each value that is held and may serve, to be released; else why not.
 
         Whoever asked is answered first, and then this is counted (``note_opened``).
@@ -217,7 +217,7 @@ class Store:
         with self._state.lock:
             return [self._open(key, exact, domain, now) for key in keys]
 
-    def note_opened(self, answers: Sequence[Lease | Miss]) -> None:
+    def note_opened(self, answers: Sequence[ReadLease | Miss]) -> None:
         """Count what ``open`` gave: for the policies, and what is to be moved because of it."""
         now = self._state.clock()
         cold: list[CatalogVariant] = []
@@ -581,7 +581,7 @@ class Store:
             return None
         return self._mover.read_copy(variant)
 
-    def export(self, key: VariantKey) -> tuple[NewVariant, Whole] | None:
+    def export(self, key: VariantKey) -> tuple[NewVariant, ReadyValue] | None:
         """A copy of a value and what a put of it needs; None if not held. Counts as no use."""
         with self._state.lock:
             variant = self._state.catalog.get(key)
@@ -597,7 +597,7 @@ class Store:
             value_format=variant.value_format,
         )
         checksums = [part.checksum for part in variant.parts]
-        return new, Whole(memoryview(value), checksums, variant.origin.cost_s)
+        return new, ReadyValue(memoryview(value), checksums, variant.origin.cost_s)
 
     def swap(
         self,
@@ -682,7 +682,7 @@ class Store:
             self._state.disk.policy.add(key, variant.eviction_candidate, now)
         self._mover.try_free_dropped_copies()
 
-    def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> Lease | Miss:
+    def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> ReadLease | Miss:
         variant = self._state.catalog.get(key)
         if variant is None:
             return self._state.miss_reason(key)

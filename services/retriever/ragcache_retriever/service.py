@@ -127,7 +127,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         top_k = request.top_k
         if not 1 <= top_k <= MAX_TOP_K:
             raise InvalidInput("top_k", f"{top_k} is out of range", f"ask for 1 to {MAX_TOP_K}")
-        with self._tracer.below("Search", context.invocation_metadata()) as span:
+        with self._tracer.start_child_of("Search", context.invocation_metadata()) as span:
             async for stage in self._knowledge_base.search(name, query, top_k):
                 message = _stage_message(stage)
                 span.event("stage", hits=len(stage.hits), progress=stage.progress)

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_cachestore.api import grpc_service
 from ragcache_cachestore.api.grpc_service import MAX_WATCHERS, SERVICE
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.identity.variant import Miss, Origin, Tier
 from ragcache_core.store_api import (
@@ -43,7 +43,7 @@ from tests.helpers.cachestore_parts import (
     get_value,
     info,
     key,
-    parts_of,
+    checksummed_parts,
     put_value,
     serving,
     value,
@@ -105,7 +105,7 @@ def test_a_value_goes_in_and_comes_out(
         assert found.value == raw
         assert (found.info, found.parts, found.value_format, found.tier) == (
             info(num_bytes),
-            parts_of(raw, 3),
+            checksummed_parts(raw, 3),
             1,
             Tier.MEMORY,
         )
@@ -243,7 +243,7 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
     with serving(tmp_path) as served:
         (lease,) = opened = served.store.open([key(1)])
         served.store.note_opened(opened)
-        assert isinstance(lease, Lease)
+        assert isinstance(lease, ReadLease)
         wants = [LookupKey.of(key(1))]
         eventually(lambda: served.store.lookup(wants).variants[0].held[0].tier is Tier.MEMORY)
         served.store.release([lease.id])

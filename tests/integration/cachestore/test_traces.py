@@ -59,7 +59,7 @@ class Traced:
         self.exporter = InMemorySpanExporter()
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
-        tracer = ExportingTracer(tracers, "test", tells_errors=True)
+        tracer = ExportingTracer(tracers, "test", exports_errors=True)
         self._telemetry = ExportingTelemetry(MeterProvider(shutdown_on_exit=False), tracer)
         self._serving = serving(folder, transports=transports, telemetry=self._telemetry)
         self.served: Served

@@ -18,11 +18,11 @@ from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.store_api import Deletion, NewVariant
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.protocol.messages import LoadJob, Span
+from ragcache_engine.protocol.messages import LoadJob, VariantSpan
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
@@ -57,7 +57,7 @@ class Tiered(Platform):
             float(line.rsplit(" ", 1)[1]) for line in found if all(one in line for one in wanted)
         )
 
-    def values_from(self, tier: str) -> float:
+    def values_by_tier(self, tier: str) -> float:
         return self.metric("loaded_values_total", tier=tier)
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -99,8 +99,8 @@ def test_what_the_engine_computed_comes_from_its_tiers(tiered: Tiered) -> None:
     assert record.loaded_tokens == prompt.chunk_ends[-1]
     assert record.loaded_bytes == sum(map(len, tiered.values(prompt)))
     assert loaded.token_ids == computed.token_ids == tiered.compute(prompt).token_ids
-    tiered.until(lambda: tiered.values_from("device") + tiered.values_from("host") == 5)
-    assert tiered.values_from("store") == 0
+    tiered.until(lambda: tiered.values_by_tier("device") + tiered.values_by_tier("host") == 5)
+    assert tiered.values_by_tier("store") == 0
     held = tiered.metric("tier_bytes", tier="host") + tiered.metric("tier_bytes", tier="device")
     assert held >= record.loaded_bytes
     # The store is told, or it would think them cold. Five of these are of this test's own reading.
@@ -113,14 +113,14 @@ def test_kv_from_a_tier_is_bit_equal_to_what_was_saved(tiered: Tiered) -> None:
     prompt = make_prompt(2)
     tiered.ask_again(prompt)
     tiered.wait_until_stored(prompt)
-    before = tiered.values_from("store")
+    before = tiered.values_by_tier("store")
     salt = uuid.uuid4().hex  # what is loaded under it is computed with under the other domain
     for domain in ("public", "elsewhere"):
         plan = plan_exact(prompt, tiered.space, domain, uuid.uuid4().hex).to_json()
         complete(tiered.engine.url, prompt.token_ids, max_tokens=1, plan=plan, cache_salt=salt)
     tiered.wait_until_stored(prompt, "elsewhere")
     assert tiered.values(prompt, "elsewhere") == tiered.values(prompt)
-    assert tiered.values_from("store") == before
+    assert tiered.values_by_tier("store") == before
 
 
 def test_what_is_deleted_in_the_store_is_not_served_from_a_tier(tiered: Tiered) -> None:
@@ -155,9 +155,9 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
             new = NewVariant(
                 *(span.variant, stored.info, origin, stored.shape, sizes, stored.value_format)
             )
-            client.put(new, Whole.summed_up(stored.value, sizes), 10.0)
+            client.put(new, ReadyValue.with_checksums(stored.value, sizes), 10.0)
         job = LoadJob("first", wanted, 0, 131, BLOCKS, "tenant")
-        assert worker.load(job).values_from == {"store": 3}
+        assert worker.load(job).values_by_tier == {"store": 3}
         tiers = worker.side._tiers
         deadline = time.monotonic() + WAIT_S
         held = False  # what has changed is told once
@@ -168,11 +168,11 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
         store.service.kill()
         worker.cache.slots_written.clear()
         outcome = worker.load(replace(job, request_id="again"))
-        assert (outcome.tokens, outcome.values_from) == (131, {"host": 3})
+        assert (outcome.tokens, outcome.values_by_tier) == (131, {"host": 3})
         for span in wanted:
             read = worker.cache.read(BLOCKS, span.start, span.end)
             assert torch.equal(read, tensors[span.variant])
-        longer = LoadJob("longer", (*wanted, Span(key(9), 131, 140)), 0, 140, BLOCKS, "tenant")
+        longer = LoadJob("longer", (*wanted, VariantSpan(key(9), 131, 140)), 0, 140, BLOCKS, "tenant")
         assert worker.load(longer).tokens == 128, "whole blocks of what the tier has"
     finally:
         worker.side.close()

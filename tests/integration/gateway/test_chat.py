@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.helpers.gateway_fakes import MODEL, FakeEngine, World, chunk, data_of, serving, world
 
@@ -91,7 +90,7 @@ async def test_plans_are_sealed_with_the_first_key_of_a_file_that_may_change(
     one, two, path = bytes([1] * 32), bytes([2] * 32), tmp_path / "keys"
     path.write_text(f"{one.hex()}\n{two.hex()}\n")
     now_s = 0.0
-    async with world(tiny_model, plan_keys=PlanKeys(path, lambda: now_s)) as gateway:
+    async with world(tiny_model, signing_key_file=SigningKeys(path, lambda: now_s)) as gateway:
         for reuse in ("exact", "blend", "off"):
             await gateway.ask(ragcache={"reuse": reuse})
             assert is_sealed_under(one, gateway.engine.requests[-1])
@@ -134,11 +133,11 @@ async def test_blend_takes_chunks_from_anywhere_and_the_head_only_as_it_is(gatew
     assert "cache_salt" not in gateway.engine.requests[-1]
     # Without a share of its own, what the platform is set to.
     await gateway.ask(ragcache={"reuse": "blend"})
-    assert sent_plan(gateway).recompute_share == gateway.config.max_recompute
+    assert sent_plan(gateway).recompute_share == gateway.config.max_recompute_share
 
 
 async def test_a_platform_that_blends_does_so_unless_asked_otherwise(tiny_model: Path) -> None:
-    async with world(tiny_model, reuse="blend", max_recompute=0.3) as gateway:
+    async with world(tiny_model, reuse="blend", max_recompute_share=0.3) as gateway:
         await gateway.ask()
         assert (sent_plan(gateway).blends, sent_plan(gateway).recompute_share) == (True, 0.3)
         await gateway.ask(ragcache={"max_recompute": 0})
@@ -352,7 +351,7 @@ async def test_a_dead_engine_is_503_and_recovery_needs_no_restart(tiny_model: Pa
     async with serving(engine) as port:
         pass
     async with world(tiny_model) as gateway:
-        gateway.config = replace(gateway.config, engines=(gateway.engine_name(port),))
+        gateway.config = gateway.config.replace(engines=(gateway.engine_name(port),))
         async with (
             serving(gateway.app()) as lonely,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{lonely}", trust_env=False) as client,

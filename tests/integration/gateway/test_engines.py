@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from ragcache_gateway.config import EngineName
 from ragcache_gateway.engines.pool import MAX_LOST
 from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc
 from tests.helpers.gateway_fakes import FakeEngine, FakeRecords, World, data_of, serving, world
 
@@ -88,7 +88,9 @@ async def fleet(
             found.engines[ip], found.records[ip] = engine, records
         found.addresses = tuple(ips)
         monkeypatch.setattr("ragcache_gateway.engines.pool.resolve", found.resolve)
-        parts.config = replace(parts.config, engines=(EngineName(NAME, found.port, records_port),))
+        parts.config = parts.config.replace(
+            engines=(EngineAddress(NAME, found.port, records_port),)
+        )
         port = await stack.enter_async_context(serving(parts.app()))
         found.client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30)

@@ -20,7 +20,7 @@ from ragcache_gateway.background import precompute
 from ragcache_gateway.chat.pipeline import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import cachestore_pb2
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.helpers.gateway_fakes import World, world
 
 
@@ -58,7 +58,12 @@ COMPUTED = {
 }
 """What the engine says of a question of which it had nothing."""
 
-REPAIRED = {"prompt_tokens": 800, "loaded_tokens": 790, "recomputed_tokens": 100, "recompute_s": 0.2}
+REPAIRED = {
+    "prompt_tokens": 800,
+    "loaded_tokens": 790,
+    "recomputed_tokens": 100,
+    "recompute_s": 0.2,
+}
 """What it says of one that it put together from other prompts' KV."""
 
 
@@ -79,7 +84,9 @@ def plan_holds(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
     )
 
 
-def held(chunk: bytes, prefix: bytes, num_tokens: int, position: int) -> cachestore_pb2.StoredVariant:
+def held(
+    chunk: bytes, prefix: bytes, num_tokens: int, position: int
+) -> cachestore_pb2.StoredVariant:
     one = cachestore_pb2.StoredVariant(tier="memory")
     one.key.chunk, one.key.prefix = chunk, prefix
     one.info.num_tokens, one.info.base_position = num_tokens, position
@@ -111,8 +118,8 @@ async def test_its_plans_are_sealed_like_those_of_questions(
 ) -> None:
     key, path = bytes([1] * 32), tmp_path / "keys"
     path.write_text(key.hex())
-    keys = PlanKeys(path)
-    async with world(tiny_model, precompute=True, reuse="blend", plan_keys=keys) as gateway:
+    keys = SigningKeys(path)
+    async with world(tiny_model, precompute=True, reuse="blend", signing_key_file=keys) as gateway:
         await put(gateway, "a.md")
         await until(lambda: len(gateway.engine.requests) == 1)
         [body] = gateway.engine.requests

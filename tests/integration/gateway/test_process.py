@@ -21,8 +21,7 @@ def environment(model: Path, listen: str) -> dict[str, str]:
         **os.environ,
         "RAGCACHE_LISTEN": listen,
         "RAGCACHE_RETRIEVER": "127.0.0.1:9",
-        "RAGCACHE_ENGINES": "http://127.0.0.1:9",
-        "RAGCACHE_ENGINE_RECORDS": "127.0.0.1:9",
+        "RAGCACHE_ENGINES": "http://127.0.0.1:9;records=9",
         "RAGCACHE_CACHESTORE": "127.0.0.1:9",
         "RAGCACHE_MODEL": str(model),
         "RAGCACHE_MODEL_NAME": "tiny",
@@ -90,8 +89,7 @@ def surrounded(gateway: World, listen: str, **changes: str) -> dict[str, str]:
     (engine,), (shard,) = gateway.config.engines, gateway.config.cachestore.current()
     return environment(Path(gateway.config.model), listen) | {
         "RAGCACHE_RETRIEVER": gateway.config.retriever,
-        "RAGCACHE_ENGINES": f"http://{engine.host}:{engine.http_port}",
-        "RAGCACHE_ENGINE_RECORDS": f"{engine.host}:{engine.records_port}",
+        "RAGCACHE_ENGINES": str(engine),
         "RAGCACHE_CACHESTORE": shard,
         **changes,
     }

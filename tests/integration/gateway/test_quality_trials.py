@@ -21,12 +21,12 @@ from ragcache_core.quality.controller import (
 )
 from ragcache_gateway.background import quality_trials
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.helpers.gateway_fakes import World, world
 
 BUDGET = 0.4
 REPLAYS = 1 + len(alpha_ladder(BUDGET))
-SETTINGS: dict[str, Any] = {"reuse": "blend", "max_recompute": BUDGET, "quality": 0.9}
+SETTINGS: dict[str, Any] = {"reuse": "blend", "max_recompute_share": BUDGET, "quality": 0.9}
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def test_its_plans_are_sealed_like_those_of_questions(
 ) -> None:
     key, path = bytes([1] * 32), tmp_path / "keys"
     path.write_text(key.hex())
-    async with world(tiny_model, **SETTINGS, plan_keys=PlanKeys(path)) as gateway:
+    async with world(tiny_model, **SETTINGS, signing_key_file=SigningKeys(path)) as gateway:
         for body in await tried(gateway):
             params = body["kv_transfer_params"]
             assert is_signed(

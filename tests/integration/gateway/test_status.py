@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -122,7 +121,7 @@ async def test_a_lost_shard_is_named_and_the_others_are_counted(tiny_model: Path
     async with world(tiny_model) as gateway:
         (up,) = gateway.config.cachestore.current()
         members = FixedMembers((up, "127.0.0.1:9"))
-        gateway.config = replace(gateway.config, cachestore=members)
+        gateway.config = gateway.config.replace(cachestore=members)
         async with (
             serving(gateway.app()) as port,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,

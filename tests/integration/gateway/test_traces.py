@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from ragcache_gateway.config import EngineName
 from ragcache_retriever.service import RetrieverService
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.tracing import ExportingTracer
 from tests.helpers.gateway_fakes import CONFIG, FakeEngine, World, serving, world
 from tests.helpers.otlp import Collector, about, collector
@@ -62,13 +62,13 @@ async def ask(gateway: World, headers: dict[str, str], **more: Any) -> httpx.Res
 
 
 async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, traces: Traces) -> None:
-    tracer = ExportingTracer.to(traces.receiver.url, "retriever", "here")
+    tracer = ExportingTracer.for_endpoint(traces.receiver.url, "retriever", "here")
     knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model))
     async with AsyncExitStack() as stack:
         await knowledge_base.load()
         stack.push_async_callback(knowledge_base.close)
         service: Any = RetrieverService(knowledge_base, tracer)
-        gateway = World(replace(CONFIG, otlp_endpoint=traces.receiver.url), service)
+        gateway = World(CONFIG.replace(otlp_endpoint=traces.receiver.url), service)
         await gateway.start(stack, tiny_model)
         written = {"id": "a.md", "text": DOCUMENT}
         assert (await gateway.client.post("/v1/documents", json=written)).is_success
@@ -148,7 +148,7 @@ async def test_every_attempt_has_a_span(tiny_model: Path, traces: Traces) -> Non
     bad.drop_after = 0
     async with (
         serving(bad) as port,
-        traced(tiny_model, traces, engines=(EngineName("127.0.0.1", port, 9),)) as gateway,
+        traced(tiny_model, traces, engines=(EngineAddress("127.0.0.1", port, 9),)) as gateway,
     ):
         async with asyncio.timeout(20):
             # Whose turn it is is the gateway's affair.

@@ -20,8 +20,8 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import AsOf, Deletion, LookupKey, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.store_client.sharded import AsyncShardedStore, ShardedAnswer, ShardedStore
-from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_kv.store_client.sharded import AsyncShardedStore, ShardedLookup, ShardedStore
+from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import (
     MIB,
@@ -77,7 +77,7 @@ def values(
     return [stored if isinstance(stored, Miss) else bytes(stored.value) for _, stored in found]
 
 
-def misses(answer: ShardedAnswer) -> set[Miss | None]:
+def misses(answer: ShardedLookup) -> set[Miss | None]:
     """Why what is not held is not."""
     return {variants.miss for variants in answer.variants if not variants.held}
 
@@ -108,7 +108,10 @@ def silent_peer() -> Iterator[str]:
 def shards(tmp_path: Path) -> Iterator[list[Served]]:
     with ExitStack() as stack:
         transports = (("shared", "socket"), ("socket",), ())
-        yield [stack.enter_context(serving(tmp_path / str(i), transports=transports[i])) for i in range(3)]
+        yield [
+            stack.enter_context(serving(tmp_path / str(i), transports=transports[i]))
+            for i in range(3)
+        ]
 
 
 @contextmanager
@@ -250,9 +253,9 @@ def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
         for wanted in KEYS[:6]:
             put(store, wanted, raw_of(wanted))
             wrong = replace(variant(wanted, b"x"), key=replace(wanted, prefix=bytes([1]) * 16))
-            sums = whole(wrong, b"x").wait(0, 0.0)
+            sums = whole(wrong, b"x").wait_for_parts(0, 0.0)
             with pytest.raises(InvalidInput):
-                store.put(wrong, Whole(memoryview(b"y"), sums), TIMEOUT_S)
+                store.put(wrong, ReadyValue(memoryview(b"y"), sums), TIMEOUT_S)
         assert store.lookup(WANTS[:6]).held().keys() == set(KEYS[:6])
 
 
@@ -338,16 +341,16 @@ def test_a_put_that_was_planned_before_a_delete_leaves_nothing(shards: list[Serv
 
 
 def test_a_value_that_does_not_become_whole_loses_no_shard(shards: list[Served]) -> None:
-    class Never(Outgoing):
-        def wait(self, done: int, deadline: float) -> tuple[int, ...]:
-            raise Unfinished("it does not come")
+    class Never(OutgoingValue):
+        def wait_for_parts(self, done: int, deadline: float) -> tuple[int, ...]:
+            raise IncompleteValue("it does not come")
 
-        def finished(self, deadline: float) -> float:
+        def wait_until_final(self, deadline: float) -> float:
             raise AssertionError
 
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS:
-            with pytest.raises(Unfinished):
+            with pytest.raises(IncompleteValue):
                 store.put(variant(wanted, b"abc"), Never(memoryview(b"abc")), TIMEOUT_S)
         for wanted in KEYS:
             put(store, wanted, raw_of(wanted))

@@ -38,12 +38,12 @@ from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
 from ragcache_kv.transport import framed_transport
-from ragcache_kv.transport.framing import Broken, Channel, Kind, frame
+from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, frame
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
 from ragcache_kv.transport.status_page import SILENT_S
-from ragcache_kv.values.buffers import parts_of
+from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.conversions import to_get_request, to_key, to_put_header
-from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import NoAnswer
@@ -187,7 +187,7 @@ def test_what_is_put_is_what_is_got(client: StoreClient, sizes: list[int]) -> No
     assert found.value == value
     assert (found.info, found.parts, found.shape, found.value_format) == (
         variant.info,
-        parts_of(value, sizes),
+        checksummed_parts(value, sizes),
         variant.shape,
         variant.value_format,
     )
@@ -348,7 +348,10 @@ def test_what_was_found_corrupt_can_be_put_anew_at_once(
     served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant, value = new(1, [100_000])
-    with client_of(served.address, transport) as client, client_of(served.address, transport) as other:
+    with (
+        client_of(served.address, transport) as client,
+        client_of(served.address, transport) as other,
+    ):
         client.put(variant, whole(variant, value), TIMEOUT_S, Ack.DURABLE)
         other.connect()
         [lease] = served.store.open([key(1)])
@@ -376,7 +379,9 @@ def test_a_put_with_a_wrong_checksum_is_refused(client: StoreClient) -> None:
     wrong = memoryview(bytearray(value))
     wrong[5] ^= 1
     with pytest.raises(InvalidInput, match="checksum"):
-        client.put(variant, Whole(wrong, whole(variant, value).wait(0, 0.0)), TIMEOUT_S)
+        client.put(
+            variant, ReadyValue(wrong, whole(variant, value).wait_for_parts(0, 0.0)), TIMEOUT_S
+        )
     assert only(client, 1) is Miss.NEVER_STORED
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
@@ -394,13 +399,13 @@ def test_mistakes_are_the_same_on_every_lane(client: StoreClient) -> None:
     assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.STORED
 
 
-class Coming(Outgoing):
+class Coming(OutgoingValue):
     """A value whose parts come when the test says so."""
 
     def __init__(self, variant: NewVariant, value: memoryview) -> None:
         super().__init__(memoryview(bytearray(len(value))))
         self._from, self._sizes = value, variant.part_bytes
-        self._sums = [part.checksum for part in parts_of(value, self._sizes)]
+        self._sums = [part.checksum for part in checksummed_parts(value, self._sizes)]
         self._changed = threading.Condition()
         self._come = 0
         self._over: bool | None = None
@@ -417,10 +422,10 @@ class Coming(Outgoing):
             self._over = well
             self._changed.notify_all()
 
-    def wait(self, done: int, deadline: float) -> list[int]:
+    def wait_for_parts(self, done: int, deadline: float) -> list[int]:
         return self._await(deadline, lambda: self._sums[done : self._come])
 
-    def finished(self, deadline: float) -> float:
+    def wait_until_final(self, deadline: float) -> float:
         return 1.5 if self._await(deadline, lambda: self._over) else 0.0
 
     def _await(self, deadline: float, get: Callable[[], R]) -> R:
@@ -428,13 +433,13 @@ class Coming(Outgoing):
             left_s = deadline - time.monotonic()
             self._changed.wait_for(lambda: get() or self._over is False, left_s)
             if not get():
-                raise Unfinished("it does not come")
+                raise IncompleteValue("it does not come")
             return get()
 
 
 @contextlib.contextmanager
 def putting(
-    client: StoreClient, variant: NewVariant, value: Outgoing, timeout_s: float = TIMEOUT_S
+    client: StoreClient, variant: NewVariant, value: OutgoingValue, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Future[PutOutcome]]:
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(client.put, variant, value, timeout_s)
@@ -477,10 +482,10 @@ def test_parts_are_with_the_store_before_the_next_ones_are_computed(
         assert put.result(TIMEOUT_S) is PutOutcome.STORED
     found = only(client, 1)
     assert isinstance(found, StoredValue)
-    assert (found.value, found.parts) == (value, parts_of(value, sizes))
+    assert (found.value, found.parts) == (value, checksummed_parts(value, sizes))
     exported = served.store.export(key(1))
     assert exported is not None
-    assert exported[1].finished(0.0) == 1.5
+    assert exported[1].wait_until_final(0.0) == 1.5
     assert len(incoming_puts) == 1
 
 
@@ -495,7 +500,7 @@ def test_a_value_that_does_not_become_whole_leaves_nothing(
         if count:
             eventually(lambda: bool(incoming_puts))
         coming.end(well=False)
-        with pytest.raises(Unfinished):
+        with pytest.raises(IncompleteValue):
             put.result(TIMEOUT_S)
     assert only(client, 1) is Miss.NEVER_STORED
     eventually(lambda: served.store._state.incoming_bytes == 0)
@@ -510,7 +515,7 @@ def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
     coming = Coming(variant, value)
     coming.come(2)
     client.connect(TIMEOUT_S)
-    with pytest.raises(Unfinished):
+    with pytest.raises(IncompleteValue):
         client.put(variant, coming, 2.0)
     assert not client._doubted
     coming.come(4)
@@ -523,8 +528,8 @@ def test_who_says_to_have_written_what_cannot_be_is_let_go(served: Served, said:
     channel = connect(served, "shared")
     begin_put(channel, 1)
     for num_bytes in said:
-        channel.send(Kind.WRITTEN, pb.PutProgress(num_bytes=num_bytes))
-    with pytest.raises(Broken):
+        channel.send(FrameKind.WRITTEN, pb.PutProgress(num_bytes=num_bytes))
+    with pytest.raises(ConnectionBroken):
         channel.receive(MIB)
     channel.close()
     assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
@@ -536,9 +541,9 @@ def test_a_completion_of_another_value_is_refused(served: Served) -> None:
         value = begin_put(channel, 1)
         if transport == "socket":
             channel.send_raw(value)
-        channel.send(Kind.COMMIT, pb.PutCompletion(checksums=[1, 2]))
+        channel.send(FrameKind.COMMIT, pb.PutCompletion(checksums=[1, 2]))
         kind, payload = channel.receive(MIB)
-        assert kind == Kind.ERROR
+        assert kind == FrameKind.ERROR
         assert pb.DataError.FromString(bytes(payload)).field == "completion.checksums"
         channel.close()
     assert served.store.open([key(1)]) == [Miss.NEVER_STORED]
@@ -668,7 +673,7 @@ def test_a_read_that_fails_holds_nothing_while_its_error_is_looked_at(
             assert kept.tb
 
 
-def connect(served: Served, transport: str) -> Channel:
+def connect(served: Served, transport: str) -> FramedConnection:
     """A client of its own making, greeted."""
     if transport == "shared":
         sock = socket.socket(socket.AF_UNIX)
@@ -678,17 +683,17 @@ def connect(served: Served, transport: str) -> Channel:
             os.close(fd)
     else:
         sock = socket.create_connection(("127.0.0.1", served.transports.port))
-    channel = Channel(sock)
+    channel = FramedConnection(sock)
     channel.deadline = time.monotonic() + TIMEOUT_S
-    assert channel.receive(MIB)[0] == Kind.WELCOME
+    assert channel.receive(MIB)[0] == FrameKind.WELCOME
     return channel
 
 
-def begin_put(channel: Channel, number: int) -> memoryview:
+def begin_put(channel: FramedConnection, number: int) -> memoryview:
     variant, value = new(number, [4 * MIB])
-    channel.send(Kind.PUT, to_put_header(variant, Ack.ACCEPTED))
+    channel.send(FrameKind.PUT, to_put_header(variant, Ack.ACCEPTED))
     kind, payload = channel.receive(MIB)
-    assert kind == Kind.GRANT
+    assert kind == FrameKind.GRANT
     assert pb.PutGrant.FromString(bytes(payload)).granted
     return value
 
@@ -719,7 +724,7 @@ def test_a_slow_client_is_let_go(
             client.put(variant, whole(variant, value), TIMEOUT_S)
     writer, reader = connect(served, transport), connect(served, transport)
     begin_put(writer, 100)  # and nothing more
-    reader.send(Kind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
+    reader.send(FrameKind.GET, to_get_request([key(n) for n in range(8)], exact=False, domain=""))
     if transport == "socket":  # which reads nothing of it; over shared memory leases just expire
         eventually(lambda: served.store.stats().leases == 0)
         eventually(lambda: not served.transports._connections)
@@ -796,7 +801,9 @@ def test_a_put_that_is_refused_leaves_its_connection_to_others(served: Served) -
         ):
             with pytest.raises(InvalidInput):
                 client.put(refused, whole(other, value), TIMEOUT_S)
-            assert client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.ALREADY_STORED
+            assert (
+                client.put(variant, whole(variant, value), TIMEOUT_S) is PutOutcome.ALREADY_STORED
+            )
             found = only(client, 1)
             assert isinstance(found, StoredValue)
             assert found.value == value
@@ -813,15 +820,15 @@ def test_junk_ends_a_connection_and_nothing_else(served: Served) -> None:
                 channel = connect(served, transport)
                 junk = rng.bytes(int(rng.integers(0, 300)))
                 header = len(junk).to_bytes(4, "little") + bytes((kind, 0, 0, 0))
-                with contextlib.suppress(Broken):
+                with contextlib.suppress(ConnectionBroken):
                     channel.send_raw(header + junk)
                     channel.deadline = time.monotonic() + 0.2
                     answered, _ = channel.receive(MIB)
-                    assert answered in {Kind.ERROR, Kind.GOT, Kind.GRANT}
+                    assert answered in {FrameKind.ERROR, FrameKind.GOT, FrameKind.GRANT}
                 channel.close()
             channel = connect(served, transport)
             channel.send_raw(b"\xff" * 64)  # a frame of four gigabytes
-            with pytest.raises(Broken, match=r"closed|reset"):
+            with pytest.raises(ConnectionBroken, match=r"closed|reset"):
                 channel.receive(MIB)
             channel.close()
         assert isinstance(only(client, 1), StoredValue)
@@ -855,10 +862,10 @@ def test_a_release_that_fails_is_not_the_next_answer(
 
 def test_a_frame_may_come_in_pieces(served: Served) -> None:
     channel = connect(served, "socket")
-    for byte in frame(Kind.GET, to_get_request([key(5)], exact=False, domain="")):
+    for byte in frame(FrameKind.GET, to_get_request([key(5)], exact=False, domain="")):
         channel.send_raw(bytes((byte,)))
     kind, payload = channel.receive(MIB)
-    assert kind == Kind.GOT
+    assert kind == FrameKind.GOT
     reply = pb.DataGetReply.FromString(bytes(payload))
     assert [found.header.miss for found in reply.values] == [pb.MISS_NEVER_STORED]
     channel.close()
@@ -1079,12 +1086,12 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
         yield client
 
 
-def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
+def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKind]:
     """The kinds of what client asks its store from now on."""
-    kinds: list[Kind] = []
+    kinds: list[FrameKind] = []
     ask = framed_transport.FramedTransport.ask
 
-    def listen(transport: Any, kind: Kind, *rest: Any) -> Any:
+    def listen(transport: Any, kind: FrameKind, *rest: Any) -> Any:
         kinds.append(kind)
         return ask(transport, kind, *rest)
 
@@ -1107,7 +1114,9 @@ def test_a_value_is_read_again_without_asking_and_the_store_is_told(
         assert kinds == []
         wanted = before.hits[Tier.MEMORY] + 3
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
-        sent = served.store.stats().bytes_by_transport["shared"] - before.bytes_by_transport["shared"]
+        sent = (
+            served.store.stats().bytes_by_transport["shared"] - before.bytes_by_transport["shared"]
+        )
         assert sent == 3 * MIB
 
 
@@ -1125,8 +1134,8 @@ def test_what_is_remembered_comes_in_order_with_what_is_not(
         assert found.pop(key(5)) is Miss.NEVER_STORED
         for one in found.values():
             assert isinstance(one, StoredValue)
-            assert parts_of(one.value, [part.num_bytes for part in one.parts]) == one.parts
-        assert kinds == [Kind.GET]
+            assert checksummed_parts(one.value, [part.num_bytes for part in one.parts]) == one.parts
+        assert kinds == [FrameKind.GET]
 
 
 def test_what_was_deleted_is_not_read_again(served: Served) -> None:
@@ -1174,7 +1183,7 @@ def test_after_a_delete_what_is_left_is_asked_for_at_once(
         for _ in range(2):
             found = list(client.get([key(number) for number in (1, 2, 3, 4)], TIMEOUT_S))
             assert all(isinstance(one, StoredValue) for _, one in found)
-        assert kinds == [Kind.GET]
+        assert kinds == [FrameKind.GET]
 
 
 def test_a_better_value_is_read_in_the_place_of_what_was_remembered(served: Served) -> None:
@@ -1267,7 +1276,7 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
         read = pb.ReadReport.Read(key=to_key(key(1)), times=1 << 31, seconds=1)
         unknown = pb.ReadReport.Read(key=to_key(key(2)), times=1, seconds=1)
         never = pb.ReadReport.Read(key=to_key(key(1)), times=0)
-        channel.send(Kind.READS, pb.ReadReport(reads=[read, unknown, never]))
+        channel.send(FrameKind.READS, pb.ReadReport(reads=[read, unknown, never]))
         wanted = before + data_server.MAX_REREADS
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         channel.close()
@@ -1285,7 +1294,9 @@ def test_reads_of_a_copy_of_ones_own_are_told_where_they_are_believed(
         client.note_reads([key(1), key(1), key(2)])
         wanted = before.hits.get(Tier.MEMORY, 0) + 2 * (transport == "shared")
         eventually(lambda: served.store.stats().hits.get(Tier.MEMORY, 0) == wanted)
-        assert served.store.stats().bytes_by_transport == before.bytes_by_transport, "no transport carried them"
+        assert served.store.stats().bytes_by_transport == before.bytes_by_transport, (
+            "no transport carried them"
+        )
         assert isinstance(only(client, 1), StoredValue)
 
 
@@ -1350,7 +1361,7 @@ def test_no_time_that_is_said_of_a_reread_spoils_predictions(
         before = served.store.stats().hits[Tier.MEMORY]
         channel = connect(served, "shared")
         read = pb.ReadReport.Read(key=to_key(key(1)), times=2, seconds=seconds)
-        channel.send(Kind.READS, pb.ReadReport(reads=[read]))
+        channel.send(FrameKind.READS, pb.ReadReport(reads=[read]))
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
         channel.close()
         [variants] = client.lookup([LookupKey(key(1).chunk, key(1).prefix)]).variants
@@ -1361,8 +1372,8 @@ def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
     with remembering(served, [1]):
         channel = connect(served, "socket")
         read = pb.ReadReport.Read(key=to_key(key(1)), times=1, seconds=0.1)
-        channel.send(Kind.READS, pb.ReadReport(reads=[read]))
-        with pytest.raises(Broken, match="closed"):
+        channel.send(FrameKind.READS, pb.ReadReport(reads=[read]))
+        with pytest.raises(ConnectionBroken, match="closed"):
             channel.receive(1000)
         channel.close()
 
@@ -1375,7 +1386,7 @@ def test_without_a_witness_a_store_is_asked(
         kinds = asked(client, monkeypatch)
         found = [one for _, one in client.get([key(1), key(2)], TIMEOUT_S)]
         assert all(isinstance(one, StoredValue) for one in found)
-        assert kinds == [Kind.GET, Kind.GET]
+        assert kinds == [FrameKind.GET, FrameKind.GET]
 
 
 def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, port: int) -> None:
@@ -1387,6 +1398,6 @@ def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, por
             assert isinstance(only(client, 1), StoredValue)
         running.kill()
         running.wait()
-        time.sleep(2 * framed_transport.OWED_S)  # it is told of them meanwhile, in vain
+        time.sleep(2 * framed_transport.DEFER_S)  # it is told of them meanwhile, in vain
         with pytest.raises(Unavailable):
             only(client, 1)

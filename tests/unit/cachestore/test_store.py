@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
@@ -28,7 +28,7 @@ from tests.helpers.cachestore_parts import (
     get,
     key,
     opened,
-    parts_of,
+    checksummed_parts,
     put,
     value,
     variant,
@@ -56,14 +56,14 @@ def eventually(claim: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def lease_of(store: Store, variant: VariantKey) -> Lease:
+def lease_of(store: Store, variant: VariantKey) -> ReadLease:
     (lease,) = opened = store.open([variant])
     store.note_opened(opened)
-    assert isinstance(lease, Lease)
+    assert isinstance(lease, ReadLease)
     return lease
 
 
-def bytes_of(store: Store, lease: Lease) -> bytes:
+def bytes_of(store: Store, lease: ReadLease) -> bytes:
     raw = bytearray(lease.info.num_bytes)
     if lease.on_disk:
         assert store.disk_tier.read_into(lease.extents, [memoryview(raw)])
@@ -350,7 +350,7 @@ def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
         assert moved == [key(1), key(2), key(3)]
 
 
-# Leases and pins
+# LeaseTable and pins
 
 
 def test_what_is_read_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
@@ -893,8 +893,8 @@ def test_an_export_is_all_that_a_put_needs(store: Store, tmp_path: Path) -> None
     assert outgoing.raw == value(3000)
     told = replace(origin, cost_s=0.0)  # which goes with the completion
     assert new == variant(key(1), value(3000), origin=told, num_parts=3)
-    assert outgoing.wait(0, 0.0) == tuple(part.checksum for part in parts_of(value(3000), 3))
-    assert outgoing.finished(0.0) == 1.5
+    assert outgoing.wait_for_parts(0, 0.0) == tuple(part.checksum for part in checksummed_parts(value(3000), 3))
+    assert outgoing.wait_until_final(0.0) == 1.5
     assert store.export(key(2)) is None
     assert store.stats().hits_memory == 0
 
@@ -921,7 +921,7 @@ def swapped(store: Store) -> bytes:
     (candidate,) = store.candidates(time.monotonic())
     small = value(100_000, 7)
     views = [memoryview(small)[:40_000], memoryview(small)[40_000:]]
-    parts = [*parts_of(small[:40_000]), *parts_of(small[40_000:])]
+    parts = [*checksummed_parts(small[:40_000]), *checksummed_parts(small[40_000:])]
     store.flush()
     assert store.read(key(1), candidate.identity) == value(300_000)
     assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
@@ -939,7 +939,7 @@ def test_what_is_read_is_not_swapped(store: Store) -> None:
     store.flush()
     (candidate,) = store.candidates(0.0)
     lease = lease_of(store, key(1))
-    parts, views = parts_of(b"small"), [memoryview(b"small")]
+    parts, views = checksummed_parts(b"small"), [memoryview(b"small")]
     assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)
     store.release([lease.id])
     assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
@@ -1016,12 +1016,12 @@ def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
         store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
         small = value(100, 7)
         assert not store.swap(
-            key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)]
+            key(1), candidate.identity, LOSSY, checksummed_parts(small), [memoryview(small)]
         )
         assert get(store, key(1)) == value(PAGE)
         assert store.stats().memory_bytes == store.stats().disk_bytes == PAGE
         store.disk_tier.write = write  # type: ignore[method-assign]
-        assert store.swap(key(1), candidate.identity, LOSSY, parts_of(small), [memoryview(small)])
+        assert store.swap(key(1), candidate.identity, LOSSY, checksummed_parts(small), [memoryview(small)])
         assert (store.stats().memory_bytes, store.stats().disk_bytes) == (100, 100)
         assert tier_of(store, key(1)) is Tier.MEMORY
 

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Tier
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
-from tests.helpers.cachestore_parts import completion, fill, get, key, parts_of, put, value, variant
+from tests.helpers.cachestore_parts import completion, fill, get, key, checksummed_parts, put, value, variant
 
 PAGE = 65536
 NUM_KEYS = 6
@@ -61,7 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.may: dict[VariantKey, set[bytes]] = {}
         self.durable: set[VariantKey] = set()
         self.evicted = False
-        self.leases: dict[int, tuple[Lease, bytes]] = {}
+        self.leases: dict[int, tuple[ReadLease, bytes]] = {}
         self.arriving: list[Arriving] = []
         self.seen: list[AsOf] = []
 
@@ -140,11 +140,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=keys)
     def lease(self, number: int) -> None:
         (lease,) = self.store.open([key(number)])
-        if isinstance(lease, Lease) and len(self.leases) < 3:
+        if isinstance(lease, ReadLease) and len(self.leases) < 3:
             raw = self._read(lease)
             assert raw in self.may[key(number)]
             self.leases[lease.id] = (lease, raw)
-        elif isinstance(lease, Lease):
+        elif isinstance(lease, ReadLease):
             self.store.release([lease.id])
 
     @precondition(lambda self: self.leases)
@@ -202,7 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
                     candidate.key,
                     candidate.identity,
                     candidate.info.precision,
-                    parts_of(raw),
+                    checksummed_parts(raw),
                     [memoryview(raw)],
                 ):
                     self.may[key(number)].add(raw)
@@ -219,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
         for durable in self.durable:
             assert self.evicted or isinstance(get(self.store, durable), bytes)
 
-    def _read(self, lease: Lease) -> bytes:
+    def _read(self, lease: ReadLease) -> bytes:
         raw = bytearray(lease.info.num_bytes)
         if lease.on_disk:
             assert self.store.disk_tier.read_into(lease.extents, [memoryview(raw)])

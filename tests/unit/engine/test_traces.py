@@ -24,7 +24,7 @@ from ragcache_engine.protocol.messages import LoadJob, SaveJob, StepJobs  # noqa
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler  # noqa: E402
 from ragcache_engine.telemetry.request_records import RequestRecords  # noqa: E402
 from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
-from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore  # noqa: E402
+from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.trace_context import traceparent  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
@@ -163,7 +163,7 @@ def test_a_save_is_traced_with_what_became_of_it(kept: Kept, worker: Worker) -> 
 class LookedUp(scheduling.FakeStore):
     asked_below = ""
 
-    def lookup(self, wants: Sequence[LookupKey], *given: Any, **options: Any) -> ShardedAnswer:
+    def lookup(self, wants: Sequence[LookupKey], *given: Any, **options: Any) -> ShardedLookup:
         self.asked_below = traceparent()
         return super().lookup(wants, *given, **options)
 

@@ -18,7 +18,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.clients.engine_client import RECORD_TIMEOUT_S, EngineClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
@@ -142,7 +142,7 @@ async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> No
             None,
             (3,),
         )
-        put = asyncio.to_thread(client.put, variant, Whole.summed_up(value, (3,)), 10.0)
+        put = asyncio.to_thread(client.put, variant, ReadyValue.with_checksums(value, (3,)), 10.0)
         with pytest.raises(RagCacheError) as raised:
             await put
         assert_same(raised.value, error)

@@ -23,7 +23,7 @@ from ragcache_wire.trace_context import current_metadata, metadata, traceparent
 from ragcache_wire.tracing import (
     NO_SPAN,
     ExportingTracer,
-    Kind,
+    SpanKind,
     Tracer,
     current_span,
     otlp_endpoint,
@@ -40,13 +40,13 @@ UNSAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00"),)
 class Kept:
     """A tracer whose spans are kept."""
 
-    tells_errors: bool = False
+    exports_errors: bool = False
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracer = ExportingTracer(provider, "test", tells_errors=self.tells_errors)
+        self.tracer = ExportingTracer(provider, "test", exports_errors=self.exports_errors)
 
     def spans(self) -> dict[str, ReadableSpan]:
         return {span.name: span for span in self.exporter.get_finished_spans()}
@@ -66,9 +66,9 @@ def ids(span: ReadableSpan) -> tuple[str, str, str]:
 
 
 def test_a_request_goes_on_with_its_callers_trace_and_hands_it_on(kept: Kept) -> None:
-    with kept.tracer.request("GET", TRACED) as span, span.current():
+    with kept.tracer.start_request("GET", TRACED) as span, span.current():
         assert current_span() is span
-        with kept.tracer.within("inner", Kind.CLIENT, hits=3) as inner, inner.current():
+        with kept.tracer.start_child("inner", SpanKind.CLIENT, hits=3) as inner, inner.current():
             parent, given_on = traceparent(), current_metadata()
             assert dict(inner.headers()) == dict(given_on or ())
     assert current_span() is NO_SPAN
@@ -82,20 +82,23 @@ def test_a_request_goes_on_with_its_callers_trace_and_hands_it_on(kept: Kept) ->
 
 
 def test_a_request_of_nobody_begins_a_trace_and_a_call_of_nobody_does_not(kept: Kept) -> None:
-    with kept.tracer.below("call", ()), kept.tracer.below("other", None):
+    with kept.tracer.start_child_of("call", ()), kept.tracer.start_child_of("other", None):
         pass
-    with kept.tracer.within("inner"):
+    with kept.tracer.start_child("inner"):
         pass
-    with kept.tracer.request("GET", ()):
+    with kept.tracer.start_request("GET", ()):
         pass
     assert list(kept.spans()) == ["GET"]
     assert kept.spans()["GET"].parent is None
 
 
 def test_what_a_caller_does_not_sample_is_not_made(kept: Kept) -> None:
-    for span in (kept.tracer.request("GET", UNSAMPLED), kept.tracer.below("call", UNSAMPLED)):
+    for span in (
+        kept.tracer.start_request("GET", UNSAMPLED),
+        kept.tracer.start_child_of("call", UNSAMPLED),
+    ):
         assert not span.is_recording
-        with span, span.current(), kept.tracer.within("inner"):
+        with span, span.current(), kept.tracer.start_child("inner"):
             assert (traceparent(), dict(span.headers())) == ("", {})
     assert kept.spans() == {}
 
@@ -103,9 +106,9 @@ def test_what_a_caller_does_not_sample_is_not_made(kept: Kept) -> None:
 @given(nonsense=st.text(max_size=80))
 def test_a_broken_context_is_no_context(nonsense: str) -> None:
     kept = Kept()
-    with kept.tracer.below("call", [("traceparent", nonsense)]):
+    with kept.tracer.start_child_of("call", [("traceparent", nonsense)]):
         pass
-    with kept.tracer.request("GET", [("traceparent", nonsense), ("tracestate", nonsense)]):
+    with kept.tracer.start_request("GET", [("traceparent", nonsense), ("tracestate", nonsense)]):
         pass
     assert [(span.name, span.parent) for span in kept.spans().values()] == [("GET", None)]
     kept.tracer.close()
@@ -116,7 +119,7 @@ def test_threads_of_a_pool_have_the_span_they_are_given(kept: Kept) -> None:
         with span.current():
             return traceparent()
 
-    span = kept.tracer.below("load", metadata(TRACED[0][1]), Kind.INTERNAL)
+    span = kept.tracer.start_child_of("load", metadata(TRACED[0][1]), SpanKind.INTERNAL)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask).result()
         assert pool.submit(traceparent).result() == ""
@@ -125,7 +128,7 @@ def test_threads_of_a_pool_have_the_span_they_are_given(kept: Kept) -> None:
 
 
 def test_what_is_known_late_is_said_and_what_is_empty_is_not(kept: Kept) -> None:
-    with kept.tracer.request("GET", ()) as span:
+    with kept.tracer.start_request("GET", ()) as span:
         span.rename("GET /here")
         span.set(miss="", tokens=0)
         span.count(hits=1)
@@ -147,7 +150,7 @@ def test_what_is_known_late_is_said_and_what_is_empty_is_not(kept: Kept) -> None
 def test_an_error_that_may_quote_somebody_is_only_named(
     kept: Kept, error: Exception, said: str
 ) -> None:
-    with suppress(type(error)), kept.tracer.request("GET", ()):
+    with suppress(type(error)), kept.tracer.start_request("GET", ()):
         raise error
     found = kept.spans()["GET"]
     assert found.status.status_code is StatusCode.ERROR
@@ -156,9 +159,9 @@ def test_an_error_that_may_quote_somebody_is_only_named(
 
 
 def test_errors_say_which_part_is_away_and_the_first_reason_stays(kept: Kept) -> None:
-    with suppress(Unavailable), kept.tracer.request("a", ()):
+    with suppress(Unavailable), kept.tracer.start_request("a", ()):
         raise Unavailable("retriever", "secret")
-    with suppress(Unavailable), kept.tracer.request("b", ()) as span:
+    with suppress(Unavailable), kept.tracer.start_request("b", ()) as span:
         span.fail("too many")
         raise Unavailable("retriever", "x")
     assert kept.spans()["a"].status.description == "Unavailable: retriever"
@@ -166,15 +169,15 @@ def test_errors_say_which_part_is_away_and_the_first_reason_stays(kept: Kept) ->
 
 
 def test_where_errors_quote_nobody_they_are_told() -> None:
-    kept = Kept(tells_errors=True)
-    with suppress(ValueError), kept.tracer.request("GET", ()):
+    kept = Kept(exports_errors=True)
+    with suppress(ValueError), kept.tracer.start_request("GET", ()):
         raise ValueError("what is wrong")
     kept.tracer.close()
     assert kept.spans()["GET"].status.description == "ValueError: what is wrong"
 
 
 def test_a_block_that_is_cancelled_has_not_failed(kept: Kept) -> None:
-    with suppress(GeneratorExit), kept.tracer.request("GET", ()):
+    with suppress(GeneratorExit), kept.tracer.start_request("GET", ()):
         raise GeneratorExit
     found = kept.spans()["GET"]
     assert (found.status.status_code, dict(found.attributes or {})) == (
@@ -186,7 +189,11 @@ def test_a_block_that_is_cancelled_has_not_failed(kept: Kept) -> None:
 def test_without_an_endpoint_there_is_a_tracer_that_makes_nothing() -> None:
     nothing: Any = tracer(None, "gateway", "x")
     assert type(nothing) is Tracer
-    for span in (nothing.request("a", TRACED), nothing.below("a", TRACED), nothing.within("a")):
+    for span in (
+        nothing.start_request("a", TRACED),
+        nothing.start_child_of("a", TRACED),
+        nothing.start_child("a"),
+    ):
         assert span is NO_SPAN
         with span, span.current():
             span.set(a=1)

@@ -31,7 +31,7 @@ _MAX_SOCKET_PATH_BYTES: Final = 107
 def _precision(value: object) -> Literal["harag", "score"] | Precision:
     match value:
         case "harag" | "score" | Precision():
-            return value  # type: ignore[return-value]  # mypy does not narrow by the patterns
+            return value
     return Precision.parse(str(value))
 
 

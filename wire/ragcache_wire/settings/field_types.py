@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Val
 
 from ragcache_wire.settings.table import Accepts, variable
 from ragcache_wire.watched.members import Members, members_from
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 _UNITS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
@@ -43,6 +43,7 @@ def _on_or_off(value: object) -> bool:
 
 
 def whole_number(value: object) -> int:
+    """Return the number that ASCII digits spell; raise ValueError for anything else."""
     if isinstance(value, int):
         return value
     if not isinstance(value, str) or not value.isascii() or not value.isdigit():
@@ -80,12 +81,12 @@ def _members(value: Members | str, info: ValidationInfo) -> Members:
     return members_from(variable(info.field_name), value)
 
 
-def _signing_keys(value: PlanKeys | str, info: ValidationInfo) -> PlanKeys:
+def _signing_keys(value: SigningKeys | str, info: ValidationInfo) -> SigningKeys:
     if not isinstance(value, str):
         return value
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
-    return PlanKeys(Path(value))
+    return SigningKeys(Path(value))
 
 
 Address = Annotated[str, AfterValidator(_checked_address), Accepts("host:port")]
@@ -114,7 +115,7 @@ ShardMembers = Annotated[
     Accepts('host:port, several with commas between, or file:PATH of {"members": ["host:port"]}'),
 ]
 SigningKeyFile = Annotated[
-    PlanKeys,
+    SigningKeys,
     PlainValidator(_signing_keys),
     Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
 ]

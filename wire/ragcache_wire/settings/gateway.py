@@ -100,7 +100,7 @@ class GatewaySettings(ServiceSettings):
     """Most tokens of prompt and answer together, as vLLM's --max-model-len."""
     reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
     """How stored KV is used where a request does not say it."""
-    max_recompute_share: Share = setting(0.2, spec="spec.reuse.maxRecompute")
+    max_recompute_share: Share = setting(0.2, spec="spec.reuse.maxRecomputeShare")
     """Most that blend recomputes, as a share of the tokens taken from after other prefixes."""
     quality: Share | None = setting(None, spec="spec.reuse.quality")
     """Mean ROUGE-L F1 with full computations that blended answers must reach. Without it, only

@@ -41,14 +41,14 @@ class Costs(_message.Message):
     CORRECTION_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     correction: _builtins.float
-    """what passes take now, over what the profile says"""
+    """measured time of recent passes, divided by the profile's"""
     @_builtins.property
     def prefill(self) -> Global___PrefillProfile:
-        """left out where the engine could not measure it"""
+        """absent if the engine could not measure it"""
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadCost]:
-        """of places that enough was loaded from"""
+        """one per tier with enough loads"""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class PrefillProfile(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PASS_TOKENS_FIELD_NUMBER: _builtins.int
     pass_tokens: _builtins.int
-    """computed in one pass at most"""
+    """most tokens that one pass computes"""
     @_builtins.property
     def cached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """tokens at hand, ascending"""
+        """cached tokens before the computed ones, ascending"""
 
     @_builtins.property
     def computed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """tokens computed, ascending"""
+        """computed tokens, ascending"""
 
     @_builtins.property
     def seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """a row of them for each of cached"""
+        """one row of the grid for each entry of cached"""
 
     def __init__(
         self,
@@ -107,13 +107,15 @@ Global___PrefillProfile: _TypeAlias = PrefillProfile  # noqa: Y015
 
 @_typing.final
 class LoadCost(_message.Message):
+    """A linear fit of the time of loads from one tier over their size."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TIER_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
-    """of the store, "memory" or "disk"; of the engine's own, "host" or "device" """
+    """"memory" or "disk" of the store, "host" or "device" of the engine itself"""
     latency_s: _builtins.float
     bytes_per_s: _builtins.float
     def __init__(
@@ -168,31 +170,31 @@ class RequestRecord(_message.Message):
     BLENDED_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
-    HOLES_FIELD_NUMBER: _builtins.int
+    MISSING_CHUNKS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     queue_s: _builtins.float
     """waiting to be scheduled, before a load and after it"""
     load_s: _builtins.float
-    """waiting for chunk-caches from the store"""
+    """waiting for values from the store"""
     prefill_s: _builtins.float
-    """from then on to the end of the prompt"""
+    """from then to the end of the prompt"""
     prompt_tokens: _builtins.int
     local_tokens: _builtins.int
     """found in the engine's own prefix cache"""
     loaded_tokens: _builtins.int
-    """loaded from the store, holes between them included"""
+    """loaded from the store, including missing chunks between them"""
     loaded_bytes: _builtins.int
     miss: _builtins.str
-    """why no more was loaded; empty when everything planned was"""
+    """why no more was loaded; empty if all that was planned was loaded"""
     blended_tokens: _builtins.int
-    """of loaded_tokens, those computed behind another prefix"""
+    """of loaded_tokens, those computed after another prefix"""
     recomputed_tokens: _builtins.int
-    """computed anew before the request was scheduled"""
+    """recomputed before the request was scheduled"""
     recompute_s: _builtins.float
-    """of load_s, what that took"""
+    """of load_s, the time of the recomputation"""
     @_builtins.property
-    def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Places in the plan of segments that the repair computed, as nothing of them was held or came."""
+    def missing_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes of the plan's segments that the engine recomputed because no variant was loaded."""
 
     def __init__(
         self,
@@ -209,11 +211,11 @@ class RequestRecord(_message.Message):
         blended_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         recompute_s: _builtins.float = ...,
-        holes: _abc.Iterable[_builtins.int] | None = ...,
+        missing_chunks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "holes", b"holes", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "missing_chunks", b"missing_chunks", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "recompute_s", b"recompute_s", "recomputed_tokens", b"recomputed_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

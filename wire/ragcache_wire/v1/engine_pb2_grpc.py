@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EngineStub:
-    """What an engine knows of the requests it ran. Streamed completions carry no such record.
+    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,19 @@ class EngineStub:
 
 
 class EngineServicer:
-    """What an engine knows of the requests it ran. Streamed completions carry no such record.
+    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record.
     """
 
     def GetRequestRecord(self, request, context):
-        """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten.
+        """Returns the record of one request, by the id in its ReusePlan. NOT_FOUND if the engine has
+        dropped the record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCosts(self, request, context):
-        """What prefills and loads take in this engine, for predicting the time to a first token.
+        """Returns how long prefills and loads take in this engine, to predict the time to first token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +88,7 @@ def add_EngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Engine:
-    """What an engine knows of the requests it ran. Streamed completions carry no such record.
+    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record.
     """
 
     @staticmethod

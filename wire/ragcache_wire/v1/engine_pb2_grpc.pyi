@@ -27,29 +27,33 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineStub:
-    """What an engine knows of the requests it ran. Streamed completions carry no such record."""
+    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     GetRequestRecord: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetRequestRecordRequest, _engine_pb2.RequestRecord]
-    """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten."""
+    """Returns the record of one request, by the id in its ReusePlan. NOT_FOUND if the engine has
+    dropped the record.
+    """
     GetCosts: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]
-    """What prefills and loads take in this engine, for predicting the time to a first token."""
+    """Returns how long prefills and loads take in this engine, to predict the time to first token."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
-    """What an engine knows of the requests it ran. Streamed completions carry no such record."""
+    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetRequestRecord: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRequestRecordRequest, _engine_pb2.RequestRecord]  # type: ignore[assignment]
-    """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten."""
+    """Returns the record of one request, by the id in its ReusePlan. NOT_FOUND if the engine has
+    dropped the record.
+    """
     GetCosts: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]  # type: ignore[assignment]
-    """What prefills and loads take in this engine, for predicting the time to a first token."""
+    """Returns how long prefills and loads take in this engine, to predict the time to first token."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
-    """What an engine knows of the requests it ran. Streamed completions carry no such record."""
+    """What an engine reports of its requests. vLLM's streamed completions cannot carry this record."""
 
     @_abc_1.abstractmethod
     def GetRequestRecord(
@@ -57,7 +61,9 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetRequestRecordRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.RequestRecord, _abc.Awaitable[_engine_pb2.RequestRecord]]:
-        """The record of one request, by the id in its ReusePlan. NOT_FOUND once it has been forgotten."""
+        """Returns the record of one request, by the id in its ReusePlan. NOT_FOUND if the engine has
+        dropped the record.
+        """
 
     @_abc_1.abstractmethod
     def GetCosts(
@@ -65,6 +71,6 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetCostsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.Costs, _abc.Awaitable[_engine_pb2.Costs]]:
-        """What prefills and loads take in this engine, for predicting the time to a first token."""
+        """Returns how long prefills and loads take in this engine, to predict the time to first token."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

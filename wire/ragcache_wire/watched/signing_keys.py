@@ -16,7 +16,7 @@ from ragcache_wire.watched.watched_file import WatchedFile
 VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
 
 
-class PlanKeys(WatchedFile[tuple[bytes, ...]]):
+class SigningKeys(WatchedFile[tuple[bytes, ...]]):
     """Keys as a file has them, one a line; the first one seals (``plan_seal``).
 
     Raises InvalidInput for a file that is none to begin with. One that is later lost or spoilt
@@ -36,7 +36,7 @@ class PlanKeys(WatchedFile[tuple[bytes, ...]]):
         super().__init__(path, parse, keys, name="plan keys", words=_words, clock=clock)
 
 
-def plan_keys_from(environment: Mapping[str, str]) -> PlanKeys | None:
+def signing_keys_from(environment: Mapping[str, str]) -> SigningKeys | None:
     """Keys of the file that VARIABLE names; None where it names none.
 
     Raises InvalidInput naming the variable.
@@ -46,7 +46,7 @@ def plan_keys_from(environment: Mapping[str, str]) -> PlanKeys | None:
         return None
     if not os.path.isabs(setting):
         raise InvalidInput(VARIABLE, f"is {setting!r}", "name the file by its absolute path")
-    return PlanKeys(Path(setting))
+    return SigningKeys(Path(setting))
 
 
 def _words(keys: Sequence[bytes]) -> str:

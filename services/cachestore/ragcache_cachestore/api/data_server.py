@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from ragcache_cachestore.incoming_put import IncomingPut
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
@@ -45,14 +45,14 @@ from ragcache_kv.transport.framing import (
     MAX_REQUEST_BYTES,
     PIECE_BYTES,
     SOCKET_BUFFER_BYTES,
-    Broken,
-    Channel,
-    Kind,
+    ConnectionBroken,
+    FramedConnection,
+    FrameKind,
     frame,
     parse,
     to_error,
 )
-from ragcache_kv.values.buffers import cut
+from ragcache_kv.values.buffers import slice_views
 from ragcache_kv.values.conversions import (
     from_completion,
     from_get_request,
@@ -81,7 +81,7 @@ MAX_HEADERS = 4096
 FIRST_BYTES = 64 << 10
 """How much of the first value goes with the answer: less than its client takes to read that."""
 
-UNANSWERED = frozenset({Kind.RELEASE, Kind.READS})
+UNANSWERED = frozenset({FrameKind.RELEASE, FrameKind.READS})
 
 MAX_REREADS = 4096
 """How often a value may have been read again between two messages, for all that it counts."""
@@ -209,7 +209,7 @@ class _Headers:
     def __init__(self) -> None:
         self._encoded: dict[VariantKey, tuple[tuple[ValuePart, ...], Tier, bytes]] = {}
 
-    def of(self, lease: Lease) -> bytes:
+    def of(self, lease: ReadLease) -> bytes:
         """A LeasedValue with nothing but the header."""
         known = self._encoded.get(lease.key)
         if known is not None and known[0] is lease.parts and known[1] is lease.tier:
@@ -237,14 +237,14 @@ class _Connection(threading.Thread):
         ended: Callable[[_Connection], None],
     ) -> None:
         super().__init__(name="transport", daemon=True)
-        self.channel = Channel(sock)
+        self.channel = FramedConnection(sock)
         self._store = store
         self._hello = hello
         self._headers = headers
         self._ended = ended
         self._shared = sock.family == socket.AF_UNIX
         self._lane = "shared" if self._shared else "socket"
-        self._leases: dict[int, tuple[Lease, float]] = {}
+        self._leases: dict[int, tuple[ReadLease, float]] = {}
         self._reads_told_at = time.monotonic()
 
     def refuse(self) -> None:
@@ -253,7 +253,7 @@ class _Connection(threading.Thread):
         greeting = b"\0" if self._shared else b""
         with contextlib.suppress(OSError):
             self.channel.socket.setblocking(False)
-            self.channel.socket.send(greeting + frame(Kind.ERROR, to_error(error)))
+            self.channel.socket.send(greeting + frame(FrameKind.ERROR, to_error(error)))
         self.channel.close()
 
     def run(self) -> None:
@@ -262,17 +262,17 @@ class _Connection(threading.Thread):
             self._greet()
             while True:
                 self.channel.deadline = time.monotonic() + IDLE_S
-                self.channel.stay_awake()
+                self.channel.spin_wait()
                 kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
                 self.channel.deadline = time.monotonic() + LEASE_S
                 try:
                     self._serve(kind, payload)
                 except RagCacheError as error:
                     if kind in UNANSWERED:  # its sender would take it for the next answer
-                        raise Broken(f"a message without an answer failed: {error}") from error
+                        raise ConnectionBroken(f"a message without an answer failed: {error}") from error
                     self.channel.deadline = time.monotonic() + LEASE_S
-                    self.channel.send(Kind.ERROR, to_error(error))
-        except Broken as error:
+                    self.channel.send(FrameKind.ERROR, to_error(error))
+        except ConnectionBroken as error:
             log.debug("a %s transport ended: %s", self._lane, error)
         except Exception:
             log.exception("a %s transport failed", self._lane)
@@ -292,27 +292,27 @@ class _Connection(threading.Thread):
             try:
                 socket.send_fds(self.channel.socket, [b"\0"], fds)
             except OSError as error:
-                raise Broken(str(error)) from error
-        self.channel.send(Kind.WELCOME, to_hello(self._hello))
+                raise ConnectionBroken(str(error)) from error
+        self.channel.send(FrameKind.WELCOME, to_hello(self._hello))
 
     def _serve(self, kind: int, payload: memoryview) -> None:
         match kind:
-            case Kind.GET:
+            case FrameKind.GET:
                 self._get(parse(pb.GetRequest, payload))
-            case Kind.RELEASE:
+            case FrameKind.RELEASE:
                 self._release(parse(pb.LeaseRelease, payload))
-            case Kind.READS:
+            case FrameKind.READS:
                 self._reads(parse(pb.ReadReport, payload))
-            case Kind.PUT:
+            case FrameKind.PUT:
                 self._put(parse(pb.PutHeader, payload))
             case _:
-                raise Broken(f"a frame of kind {kind} where a call was due")
+                raise ConnectionBroken(f"a frame of kind {kind} where a call was due")
 
     def _get(self, request: pb.GetRequest) -> None:
         with self._span("Get", request) as span:
             keys, exact, domain = from_get_request(request)
             if len(self._leases) > MAX_KEYS:
-                raise Broken("its client does not release what it has read")
+                raise ConnectionBroken("its client does not release what it has read")
             now = time.monotonic()
             answers = self._store.open(keys, exact, domain)
             leases = [one for one in answers if not isinstance(one, Miss)]
@@ -332,7 +332,7 @@ class _Connection(threading.Thread):
             self._store.note_opened(answers)  # its client is busy with what has come
             self._send(rest)
 
-    def _add(self, reply: pb.DataGetReply, one: Lease | Miss) -> None:
+    def _add(self, reply: pb.DataGetReply, one: ReadLease | Miss) -> None:
         found = reply.values.add()
         if isinstance(one, Miss):
             found.header.miss = to_miss(one)
@@ -351,10 +351,10 @@ class _Connection(threading.Thread):
         """Send an answer, and with it the first bytes after it; what is left to be sent."""
         first = next(pieces, None)
         if not isinstance(first, memoryview):
-            self.channel.send(Kind.GOT, reply)
+            self.channel.send(FrameKind.GOT, reply)
             return pieces if first is None else chain([first], pieces)
         # Saves its client from being woken for them.
-        self.channel.send(Kind.GOT, reply, [first[:FIRST_BYTES]])
+        self.channel.send(FrameKind.GOT, reply, [first[:FIRST_BYTES]])
         return chain([first[FIRST_BYTES:]], pieces)
 
     def _send(self, pieces: Iterator[memoryview | Extent]) -> None:
@@ -365,7 +365,7 @@ class _Connection(threading.Thread):
                 # Not by sendfile, whose page by page halves the speed on memory.
                 self.channel.send_raw(piece)
 
-    def _pieces(self, leases: Sequence[Lease], by_layer: bool) -> Iterator[memoryview | Extent]:
+    def _pieces(self, leases: Sequence[ReadLease], by_layer: bool) -> Iterator[memoryview | Extent]:
         """The values as they are sent: bytes of the memory tier, or extents of the file."""
         if not by_layer:
             for lease in leases:
@@ -378,9 +378,9 @@ class _Connection(threading.Thread):
                     yield from self._cut(lease, starts[i], lease.parts[layer].num_bytes)
                     starts[i] += lease.parts[layer].num_bytes
 
-    def _cut(self, lease: Lease, start: int, num_bytes: int) -> Iterator[memoryview | Extent]:
+    def _cut(self, lease: ReadLease, start: int, num_bytes: int) -> Iterator[memoryview | Extent]:
         if not lease.on_disk:
-            yield from cut(self._store.memory_tier.views(lease.extents), start, num_bytes)
+            yield from slice_views(self._store.memory_tier.views(lease.extents), start, num_bytes)
             return
         for extent in lease.extents:
             step = min(extent.num_bytes - start, num_bytes)
@@ -408,11 +408,11 @@ class _Connection(threading.Thread):
                 seconds = min(taken_s, now - since) * lease.info.num_bytes / total
                 self._store.note_sent(lease.tier, self._lane, lease.info.num_bytes, seconds)
         if corrupt:
-            self.channel.send(Kind.RELEASED)
+            self.channel.send(FrameKind.RELEASED)
 
     def _reads(self, message: pb.ReadReport) -> None:
         if not self._shared:
-            raise Broken("nothing can be read without asking over this transport")
+            raise ConnectionBroken("nothing can be read without asking over this transport")
         now, since = time.monotonic(), self._reads_told_at
         self._reads_told_at = now
         for read in message.reads:
@@ -432,7 +432,7 @@ class _Connection(threading.Thread):
             if isinstance(incoming, PutOutcome):
                 self._note_put(incoming, ack, new, since, span)
                 refusal = pb.PutGrant(granted=False, outcome=to_outcome(incoming))
-                self.channel.send(Kind.GRANT, refusal)
+                self.channel.send(FrameKind.GRANT, refusal)
                 return
             with incoming:
                 completion = self._receive(incoming)
@@ -441,7 +441,7 @@ class _Connection(threading.Thread):
                 outcome = incoming.commit(completion, ack, LEASE_S)
             self._note_put(outcome, ack, new, since, span)
             self.channel.deadline = time.monotonic() + LEASE_S
-            self.channel.send(Kind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
+            self.channel.send(FrameKind.PUT_DONE, pb.PutReply(outcome=to_outcome(outcome)))
 
     def _span(self, name: str, request: pb.GetRequest | pb.PutHeader) -> Span:
         # At once where nobody traces, which is nearly always.
@@ -454,14 +454,14 @@ class _Connection(threading.Thread):
         """Let the client write to an incoming; None if it is not to be committed after all."""
         if self._shared:
             try:
-                self.channel.send(Kind.GRANT, _grant(incoming.extents))
+                self.channel.send(FrameKind.GRANT, _grant(incoming.extents))
                 payload = self._follow(incoming)
             except BaseException:
                 incoming.abort(quarantine_s=LEASE_S)  # its client may write on, unaware
                 raise
         else:
             self.channel.take_early()
-            self.channel.send(Kind.GRANT, _grant(()))
+            self.channel.send(FrameKind.GRANT, _grant(()))
             # Summed up piece by piece, while the next one comes and this one is in the CPU's cache.
             for view in incoming.views:
                 for start in range(0, len(view), PIECE_BYTES):
@@ -478,19 +478,19 @@ class _Connection(threading.Thread):
         """Sum up what the client writes, as it says so; its completion, None if there is none."""
         while True:
             kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
-            if kind == Kind.ABORT:
+            if kind == FrameKind.ABORT:
                 return None
-            if kind != Kind.WRITTEN:
+            if kind != FrameKind.WRITTEN:
                 return self._commit(kind, payload)
             num_bytes = parse(pb.PutProgress, payload).num_bytes
             if not incoming.sums.num_bytes <= num_bytes <= incoming.new.info.num_bytes:
-                raise Broken(f"{num_bytes} bytes written of {incoming.new.info.num_bytes}")
+                raise ConnectionBroken(f"{num_bytes} bytes written of {incoming.new.info.num_bytes}")
             incoming.add_checksums_up_to(num_bytes)
 
     @staticmethod
     def _commit(kind: int, payload: memoryview) -> memoryview:
-        if kind != Kind.COMMIT:
-            raise Broken(f"a frame of kind {kind} where COMMIT was due")
+        if kind != FrameKind.COMMIT:
+            raise ConnectionBroken(f"a frame of kind {kind} where COMMIT was due")
         return payload
 
     def _note_put(

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 
 from ragcache_cachestore.cluster.replicator import Replicator
 from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.storage.checksums import PartChecksums
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
@@ -288,7 +288,7 @@ class CacheStoreService:
                     self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
                     count_hit(span, lease.tier, lease.info.num_bytes)
 
-    async def _piece(self, lease: Lease, extent: Extent, sums: PartChecksums) -> bytes:
+    async def _piece(self, lease: ReadLease, extent: Extent, sums: PartChecksums) -> bytes:
         """An encoded GetPart with the bytes of a short extent of a leased value."""
         if not lease.on_disk:
             (view,) = self._store.memory_tier.views([extent])
@@ -525,7 +525,7 @@ def _snapshot(boot: bytes, sequence: int, stored: Sequence[Event]) -> Iterator[E
     yield Event(boot, sequence, EventKind.SNAPSHOT_END)
 
 
-def _header(index: int, lease: Lease) -> pb.GetHeader:
+def _header(index: int, lease: ReadLease) -> pb.GetHeader:
     return to_value_header(
         index, lease.info, lease.parts, lease.shape, lease.value_format, lease.tier
     )

@@ -1,8 +1,7 @@
-"""When the store is not called: the time for what nobody waits for.
+"""Detects idle windows: times without calls, in which background work may run.
 
-Writing values out and bringing them in takes the processor, the memory's bandwidth and this
-process's lock from the calls that come in, and those come in bursts: an engine loads, and stores,
-all that a prompt is made of at once.
+Writes to disk and promotions take CPU, memory bandwidth and Python's lock from calls. Calls come in
+bursts, because an engine loads and stores all chunks of a prompt at once.
 """
 
 from __future__ import annotations
@@ -11,24 +10,23 @@ import time
 from collections.abc import Callable
 
 IDLE_AFTER_S = 0.02
-"""A pause: so long no call came in."""
+"""An idle window begins so long after the last call."""
 
 MAX_WAIT_S = 0.5
-"""How long work may wait for a pause. What is killed before it is written is lost, as it was only
-accepted."""
+"""How long work may wait for an idle window. A kill loses the values that are not written yet."""
 
 
 class IdleWindow:
-    """Looks out for idle_window. clock: seconds. Safe for threads."""
+    """Tells when the next idle window begins. Safe to use from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._idle_at = 0.0
 
     def note_call(self) -> None:
-        """A call came in: this is no pause."""
+        """Note that a call has come in."""
         self._idle_at = self.clock() + IDLE_AFTER_S
 
     def wait_s(self, since: float) -> float:
-        """How long what has waited since then has to wait on; 0 or less: no longer."""
+        """Return how long work that was queued at since must still wait. 0 or less means no wait."""
         return min(since + MAX_WAIT_S, self._idle_at) - self.clock()

@@ -1,4 +1,4 @@
-"""Brings values from disk into memory in the background: in idle_window, or when asked to at once."""
+"""Copies values from disk into memory in the background, in idle windows or at once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ragcache_cachestore.background.idle_window import IdleWindow
-from ragcache_cachestore.background.threads import END_TIMEOUT_S, end
+from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S, join_all
 from ragcache_cachestore.state.catalog import CatalogVariant
 
 log = logging.getLogger(__name__)
 
 THREADS = 2
 CAPACITY = 4096
-"""Promoter waiting; further ones are not begun, since by their turn they would be of no use."""
+"""Bound of the queued promotions. A later one would come too late to be useful."""
 
 
 class Promoter:
-    """Threads that call promote for each variant once, in order."""
+    """Threads that call promote once for each queued variant, in order."""
 
-    def __init__(self, promote: Callable[[CatalogVariant], None], idle_window: IdleWindow | None = None) -> None:
+    def __init__(
+        self, promote: Callable[[CatalogVariant], None], idle_window: IdleWindow | None = None
+    ) -> None:
         self._promote = promote
         self._idle_window = idle_window or IdleWindow()
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[int, tuple[CatalogVariant, float]] = OrderedDict()
+        self._queue: OrderedDict[int, tuple[CatalogVariant, float]] = OrderedDict()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"promoter-{n}", daemon=True)
@@ -36,45 +38,46 @@ class Promoter:
             thread.start()
 
     def submit(self, variant: CatalogVariant, *, now: bool) -> bool:
-        """Queue a variant; False if too many wait already. now: not only in the next pause."""
+        """Queue a variant. Return False if the queue is full.
+
+        Args:
+            now: Promote it next, without waiting for an idle window.
+        """
         with self._changed:
-            if len(self._waiting) >= CAPACITY:
+            if len(self._queue) >= CAPACITY:
                 return False
             if now:
-                self._waiting[variant.identity] = variant, -math.inf
-                self._waiting.move_to_end(variant.identity, last=False)
+                self._queue[variant.identity] = variant, -math.inf
+                self._queue.move_to_end(variant.identity, last=False)
             else:
-                self._waiting.setdefault(variant.identity, (variant, self._idle_window.clock()))
+                self._queue.setdefault(variant.identity, (variant, self._idle_window.clock()))
             self._changed.notify_all()
             return True
 
-    def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
-        """Stop; what waits is left where it is. False if what is at hand takes longer."""
+    def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
+        """Stop after the current promotions. Return False if they take longer than timeout_s."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        return end(self._threads, timeout_s)
+        return join_all(self._threads, timeout_s)
 
     def _run(self) -> None:
-        while True:
-            variant = self._next()
-            if variant is None:
-                return
+        while (variant := self._next()) is not None:
             try:
                 self._promote(variant)
             except Exception:
-                log.exception("a value could not be brought into memory")
+                log.exception("memory tier: promotion failed")
 
     def _next(self) -> CatalogVariant | None:
         with self._changed:
             while not self._closed:
-                if not self._waiting:
+                if not self._queue:
                     self._changed.wait()
                     continue
-                identity, (variant, since) = next(iter(self._waiting.items()))
-                wait_s = self._idle_window.wait_s(since)
+                identity, (variant, queued_at) = next(iter(self._queue.items()))
+                wait_s = self._idle_window.wait_s(queued_at)
                 if wait_s <= 0:
-                    del self._waiting[identity]
+                    del self._queue[identity]
                     return variant
                 self._changed.wait(wait_s)
             return None

@@ -1,4 +1,4 @@
-"""The end of a thread, which a stuck disk must not make the end of the patience of others."""
+"""Joins threads with a timeout, so that a hung disk cannot block shutdown."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 log = logging.getLogger(__name__)
 
-END_TIMEOUT_S = 5.0
-"""How long a thread may take for the work at hand."""
+JOIN_TIMEOUT_S = 5.0
+"""How long a thread may take to finish its current work."""
 
 
-def end(threads: Iterable[threading.Thread], timeout_s: float = END_TIMEOUT_S) -> bool:
-    """Wait until threads that were told to end have; False, and a line in the log, if one has not.
+def join_all(threads: Iterable[threading.Thread], timeout_s: float = JOIN_TIMEOUT_S) -> bool:
+    """Join threads that were told to end. Log an error and return False if one has not ended.
 
-    Such a thread is a daemon: it ends with the process.
+    The threads are daemons: one that hangs ends with the process.
     """
     deadline = time.monotonic() + timeout_s
     stuck = []
@@ -26,5 +26,9 @@ def end(threads: Iterable[threading.Thread], timeout_s: float = END_TIMEOUT_S) -
         if thread.is_alive():
             stuck.append(thread.name)
     if stuck:
-        log.error("still at work after %.0f s: %s", timeout_s, ", ".join(stuck))
+        log.error(
+            "shutdown: threads have not ended timeout_s=%.0f threads=%s",
+            timeout_s,
+            ",".join(stuck),
+        )
     return not stuck

@@ -29,7 +29,7 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.values.outgoing_value import Whole
+from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.watched.members import Members
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ReplicatedStore(Protocol):
     def take_served(self) -> Mapping[VariantKey, int]:
         """Bytes served of each variant since the last call."""
 
-    def export(self, key: VariantKey) -> tuple[NewVariant, Whole] | None:
+    def export(self, key: VariantKey) -> tuple[NewVariant, ReadyValue] | None:
         """A copy of a value and all that a put of it needs, with an empty AsOf; None if not held.
 
         It counts as no use.

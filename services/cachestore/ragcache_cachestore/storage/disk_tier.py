@@ -1,24 +1,24 @@
-"""The disk tier's bytes: one sparse file, of which the records say what lies where.
+"""The bytes of the disk tier: one sparse file. The metadata says which extent has which value.
 
-A value is written with one system call for each of its extents, straight from the memory it
-arrived in, and read straight into the memory that asked; the calls run outside Python's lock.
-Nothing here syncs: what ``write`` returned from survives the end of the process, and after a loss
-of power the checksums of the parts tell what did not make it.
+A write takes one system call for each extent, straight from the memory in which the value arrived.
+A read goes straight into the caller's memory. The calls run outside Python's lock. Nothing here
+syncs: what ``write`` returned from survives the end of the process. After a loss of power, the
+checksums of the parts tell which values were not written.
 
-Why no blob files. RocksDB can keep values too; the cache store's first version did. Side by side
-(``bench.layouts``, two busy cores, medians, page cache warm, three runs) this layout stores values
-that replace others at 3.1 to 4.4 (64 KiB), 4.5 to 8.9 (1 MiB) and 4.7 to 7.5 times (8 MiB) its
-rate, and reads them into the caller's memory at 1.0 to 1.3, 1.6 to 1.9 and at least 1.1 times.
-RocksDB writes each value to its log, again to a blob file, and again when that is cleaned, all of
-it to new pages of the page cache; here a value is written once, to where another was, and Python's
-lock is free meanwhile. Room is exact here, and free at once. What blob files are no worse at:
-values of up to 1 MiB in places that were never used before (0.6 to 2.4 times).
+Why no blob files. RocksDB can store values too, and the first version of the cache store used it.
+``bench.layouts`` compared both (two busy cores, medians of three runs, page cache warm). This
+layout replaces values at 3.1 to 4.4 (64 KiB), 4.5 to 8.9 (1 MiB) and 4.7 to 7.5 times (8 MiB)
+the rate of RocksDB. It reads them into the caller's memory at 1.0 to 1.3, 1.6 to 1.9 and at least
+1.1 times that rate. RocksDB writes each value to its log, again to a blob file, and again when it
+cleans that file, each time to new pages of the page cache. Here each value is written once, to
+pages that were used before, and Python's lock is free meanwhile. The used space is exact and free
+at once. Blob files are as good for values of up to 1 MiB in unused space (0.6 to 2.4 times).
 
-Room on the volume. The file is sparse and grows only where it is written to, never beyond its
-capacity. A write leaves FREE_RESERVE_BYTES on the volume, because a RocksDB whose log or flush
-meets a full disk refuses every write until it is opened again, and without records no value is of
-use. Where the file has its blocks already, it is written to however little the volume has left.
-When the volume runs low, holes are punched where values were, so that others get the room.
+Space on the volume. The file grows only where it is written to, and never beyond its capacity. A
+write leaves FREE_RESERVE_BYTES on the volume. If a RocksDB log or flush meets a full disk, RocksDB
+refuses every write until it is opened again, and without metadata no value is usable. Blocks that
+the file already has are written even if the volume is full. When the volume runs low, the store
+returns free pages to it (``fallocate`` with ``PUNCH_HOLE``).
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 FREE_RESERVE_BYTES = 64 << 20
-"""Room that a write leaves on the volume: RocksDB's memtables, their log, and a compaction of the
-records beside it (``records``), twice over."""
+"""Space that a write leaves on the volume: twice RocksDB's memtables, log and one compaction."""
 
 LOW_BYTES = 4 * FREE_RESERVE_BYTES
-"""With less than this free on the volume, place that is given back becomes holes at once."""
+"""With less free space on the volume, freed pages are returned to it at once."""
 
 RETRY_AFTER_S = 60.0
-"""When to try a full volume again; it becomes empty by somebody's work, not in a second."""
+"""When to try a full volume again. An operator must free it, which takes time."""
 
 PUNCH_BYTES = 64 << 20
 PUNCH_SHARE = 16
-"""Holes are punched in so much at once, and in no more than this fraction of what is free."""
+"""One call returns at most PUNCH_BYTES, and at most this fraction of the free bytes."""
 
 _MAX_VIEWS = 1024
-"""Most buffers that one call takes (IOV_MAX of Linux)."""
+"""Bound of the buffers of one call (IOV_MAX of Linux)."""
 
 _PUNCH = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,22 +56,31 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class DiskTier:
-    """The file at path, at most capacity_bytes long; created when missing.
+    """The file of values, at most capacity_bytes long, and created if it is missing.
 
-    fd: open for reading and writing. reader_fd: for reading only, to hand to clients.
-    allocator: what of it is in use. Not safe for threads; its owner guards it. Reads and writes are
-    for any number of threads, as long as each keeps to extents that are its own.
-    free_bytes: room left on the volume.
+    Any number of threads may read and write, as long as each uses its own extents.
+
+    Args:
+        free_bytes: Returns the free bytes of the volume. Tests pass their own.
+
+    Attributes:
+        fd: Open for reading and writing.
+        reader_fd: Open for reading only, to pass to clients.
+        allocator: The used pages. The owner guards it.
     """
 
     def __init__(
         self, path: Path, capacity_bytes: int, free_bytes: Callable[[], int] | None = None
     ) -> None:
-        """Raises InvalidInput if the file cannot be opened."""
+        """Open the file.
+
+        Raises:
+            InvalidInput: The file cannot be opened.
+        """
         self.allocator = ExtentAllocator(capacity_bytes)
         self._free_bytes = free_bytes or self._volume_free
         self._claim_lock = threading.Lock()
-        self._claimed_bytes = 0  # of the volume's room, by writes under way
+        self._claimed_bytes = 0  # of the volume's free space, by writes that are running
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self.reader_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -80,13 +88,14 @@ class DiskTier:
                 os.ftruncate(self.fd, self.allocator.free_bytes)  # the capacity was lowered
         except OSError as error:
             raise InvalidInput(
-                "RAGCACHE_DATA_DIR", f"{path} does not open: {error}", "name a writable folder"
+                "RAGCACHE_DATA_DIR", f"{path} cannot be opened: {error}", "name a writable folder"
             ) from error
 
     def write(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
-        """Write the bytes of views one after another to extents, which have as many bytes.
+        """Write views one after another to extents of the same total length.
 
-        Raises Unavailable, with the content of extents unknown, if the disk is full or refuses.
+        Raises:
+            Unavailable: The disk is full or fails. The content of extents is then undefined.
         """
         needed = self._claim_room(extents)
         try:
@@ -96,7 +105,7 @@ class DiskTier:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT}
             raise Unavailable(
                 "cachestore",
-                f"its disk {'is full' if full else 'refuses'}: {error}",
+                f"its disk {'is full' if full else 'refuses writes'}: {error}",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
         finally:
@@ -104,9 +113,9 @@ class DiskTier:
                 self._claimed_bytes -= needed
 
     def read_into(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> bool:
-        """Read extents into views, which have as many bytes; False if the disk does not give all.
+        """Read extents into views of the same total length, without verifying checksums.
 
-        Nothing is verified: the caller has the checksums.
+        Returns False if the disk does not give all bytes.
         """
         try:
             return all(self._read_all(e.offset, part) for e, part in _cut(extents, views))
@@ -114,20 +123,21 @@ class DiskTier:
             return False
 
     def punch(self, extents: Sequence[Extent]) -> None:
-        """Give the room of extents back to the volume if that runs low. Best effort.
+        """Return extents to the volume if it runs low. Failures are ignored.
 
-        To be called while they still belong to the caller, right before they are freed: later,
-        somebody else's value may be in them.
+        The caller must still own the extents. It frees them right afterwards.
         """
         if self._free_bytes() < LOW_BYTES:
             self._punch(extents)
 
     def punch_free(self, lock: AbstractContextManager[object]) -> None:
-        """Give the room of everything free back to the volume if that runs low. Best effort.
+        """Return all free extents to the volume if it runs low. Failures are ignored.
 
-        To be called now and then, for what was freed when there was plenty. lock: what guards the
-        allocator. It is not held while the system works: some free pages at a time, never so many
-        that others would lack them, are set aside for that.
+        The sweeper calls this now and then, for extents that were freed while the volume had space.
+
+        Args:
+            lock: Guards the allocator. It is not held during system calls. Instead, a small share of
+                the free pages is reserved for each call.
         """
         if self._free_bytes() >= LOW_BYTES:
             return
@@ -140,8 +150,8 @@ class DiskTier:
                     share = self.allocator.free_bytes // PUNCH_SHARE // PAGE_BYTES * PAGE_BYTES
                     most = max(PAGE_BYTES, min(PUNCH_BYTES, share))
                     piece = Extent(offset, min(most, end - offset))
-                    aside = self.allocator.reserve(piece)
-                if aside:
+                    reserved = self.allocator.reserve(piece)
+                if reserved:
                     self._punch((piece,))
                     with lock:
                         self.allocator.unreserve(piece)
@@ -157,7 +167,11 @@ class DiskTier:
         return volume.f_bavail * volume.f_frsize
 
     def _claim_room(self, extents: Sequence[Extent]) -> int:
-        """How much of the volume's room a write may take, until it gives that back. Unavailable."""
+        """Reserve space on the volume for a write. Returns the bytes that the write must return.
+
+        Raises:
+            Unavailable: The volume is full.
+        """
         num_bytes = sum(e.num_bytes for e in extents)
         with self._claim_lock:
             free = self._free_bytes() - self._claimed_bytes
@@ -168,14 +182,14 @@ class DiskTier:
             return 0
         raise Unavailable(
             "cachestore",
-            f"its disk is full: {free} bytes are free, this value needs "
+            f"its disk is full: {free} bytes are free, the value needs "
             f"{FREE_RESERVE_BYTES + num_bytes}; free space on the volume or lower "
             "RAGCACHE_DISK_BYTES",
             retry_after_s=RETRY_AFTER_S,
         )
 
     def _is_filled(self, extents: Sequence[Extent]) -> bool:
-        """Whether all of extents has its place on the volume already."""
+        """Return whether the volume has blocks for all of extents."""
         try:
             return all(
                 os.lseek(self.fd, e.offset, os.SEEK_HOLE) >= e.offset + e.num_bytes for e in extents
@@ -208,7 +222,7 @@ class DiskTier:
 def _cut(
     extents: Sequence[Extent], views: Sequence[memoryview]
 ) -> list[tuple[Extent, list[memoryview]]]:
-    """Which bytes of views belong to which extent. Raises ValueError if the totals differ."""
+    """Split views at the ends of extents. Raises ValueError if the totals differ."""
     if sum(e.num_bytes for e in extents) != sum(view.nbytes for view in views):
         raise ValueError("extents and views differ in length")
     rest = [view if view.ndim == 1 and view.itemsize == 1 else view.cast("B") for view in views]
@@ -228,10 +242,10 @@ def _cut(
     return cut
 
 
-def _rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of views after done bytes of them."""
+def _rest(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of views after num_bytes of them."""
     for index, view in enumerate(views):
-        if done < len(view):
-            return [view[done:], *views[index + 1 :]]
-        done -= len(view)
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
     return []

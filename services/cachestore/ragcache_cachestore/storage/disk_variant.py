@@ -1,4 +1,4 @@
-"""One variant on disk as RocksDB keeps it: everything but its bytes."""
+"""The metadata of one variant on disk, as RocksDB stores it: everything but the value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache_core.identity.variant import (
 from ragcache_core.storage.extents import Extent
 
 VERSION = 1
-"""First byte of every record; a record with another one is dropped."""
+"""First byte of the metadata. The store drops a variant with another version."""
 
 _HEAD = struct.Struct("<BBQQIIQIdIHI")
 _SHAPE = struct.Struct("<III")
@@ -30,12 +30,14 @@ _EXACT, _SHAPED, _PARENTED = 1, 2, 4
 
 @dataclass(frozen=True, slots=True)
 class DiskVariant:
-    """A variant without its value.
+    """A variant on disk without its value.
 
-    extents: where the value lies in the file of values; parts: its layers, one after another in
-    there. value_format: version of the value's layout (``ragcache_kv.values.layout``).
-    delete_sequence: the deletes that it was put after. put_order: ascends with every put, and tells
-    the newer of two records.
+    Attributes:
+        extents: Where the value is in the file of values.
+        parts: The layers of the value, one after another.
+        value_format: Version of the value's layout (``ragcache_kv.values.layout``).
+        delete_sequence: The store's last delete when the variant was put.
+        put_order: Ascends with every put.
     """
 
     extents: tuple[Extent, ...]
@@ -48,7 +50,7 @@ class DiskVariant:
     put_order: int
 
     def to_bytes(self) -> bytes:
-        """The record as it is stored: fixed fields, lists, then texts with their lengths."""
+        """Encode: fixed fields, lists, then texts with their lengths."""
         flags = (
             _EXACT * self.info.provenance.exact
             | _SHAPED * (self.shape is not None)
@@ -89,9 +91,10 @@ class DiskVariant:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> DiskVariant:
-        """Inverse of to_bytes.
+        """Decode what to_bytes has made.
 
-        Raises ValueError for anything else, and if the sizes of info, parts and extents disagree.
+        Raises:
+            ValueError: The bytes are not valid, or the sizes of info, parts and extents disagree.
         """
         reader = ByteReader(raw)
         (
@@ -109,7 +112,7 @@ class DiskVariant:
             num_chunks,
         ) = reader.unpack(_HEAD)
         if version != VERSION:
-            raise ValueError(f"a record of version {version}")
+            raise ValueError(f"the metadata has version {version}, not {VERSION}")
         extents = tuple(Extent(*reader.unpack(_PAIR)) for _ in range(num_extents))
         parts = tuple(ValuePart(*reader.unpack(_PAIR)) for _ in range(num_parts))
         prefix_chunks = tuple(reader.take(KEY_BYTES) for _ in range(num_chunks))
@@ -124,7 +127,7 @@ class DiskVariant:
         reader.finish()
         for pieces in (extents, parts):
             if sum(piece.num_bytes for piece in pieces) != num_bytes:
-                raise ValueError(f"a value of {num_bytes} bytes whose pieces are not as long")
+                raise ValueError(f"the pieces of the value do not add up to {num_bytes} bytes")
         return cls(
             extents,
             VariantInfo(
@@ -140,30 +143,30 @@ class DiskVariant:
 
 
 class ByteReader:
-    """Walks along bytes. Every method raises ValueError where they end too early."""
+    """Reads fields one after another. Every method raises ValueError at the end of the bytes."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
         self._at = 0
 
     def take(self, num_bytes: int) -> bytes:
-        """The next num_bytes."""
+        """Return the next num_bytes."""
         found = self._raw[self._at : self._at + num_bytes]
         if len(found) < num_bytes:
-            raise ValueError("a record that ends too early")
+            raise ValueError("the metadata ends too early")
         self._at += num_bytes
         return found
 
     def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
-        """The next numbers."""
+        """Return the next numbers."""
         return layout.unpack(self.take(layout.size))
 
     def text(self) -> str:
-        """The next text."""
+        """Return the next text."""
         (length,) = _LENGTH.unpack(self.take(_LENGTH.size))
         return self.take(length).decode()
 
     def finish(self) -> None:
-        """Nothing may be left."""
+        """Check that no bytes are left."""
         if self._at != len(self._raw):
-            raise ValueError("a record with bytes after its end")
+            raise ValueError("the metadata has bytes after its end")

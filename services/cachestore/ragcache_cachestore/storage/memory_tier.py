@@ -1,9 +1,9 @@
-"""The memory tier's bytes: one piece of shared memory that clients on this machine map too.
+"""The bytes of the memory tier: one shared mapping that clients on this machine map too.
 
-It is a file without a name (memfd), as large as the tier may become, of which only pages that were
-written take memory. It is sealed: nobody who maps it can make it shorter, which would kill
-every other process at its next read, or longer. Pages once written stay with the memory_tier, also when
-the value in them is dropped, so it takes at most its capacity and no more.
+The mapping is an anonymous file (memfd), as large as the tier may become. Only pages that were
+written take memory. File flags keep every client from truncating or extending it.
+Truncation would kill every other process at its next read. A page that was written stays with the
+tier when its value is dropped, so the tier takes at most its capacity.
 """
 
 from __future__ import annotations
@@ -19,55 +19,60 @@ from ragcache_kv.transport.shared_memory import HUGE_BYTES, SharedMemory
 
 
 class MemoryTier:
-    """Shared memory of capacity_bytes, mapped once; 0 is allowed and holds nothing.
+    """Shared memory of a fixed capacity, mapped once. A capacity of 0 is allowed.
 
-    fd: the memory as a file, for clients to map; ``allocator.num_pages`` whole pages long.
-    allocator: what of it is in use. Not safe for threads; its owner guards it.
+    Attributes:
+        fd: The memory as a file for clients to map, ``allocator.num_pages`` whole pages long.
+        allocator: The used pages. The owner guards it.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Raises InvalidInput if the system does not give so much address space."""
+        """Map the memory.
+
+        Raises:
+            InvalidInput: The system does not give so much address space.
+        """
         self.allocator = ExtentAllocator(capacity_bytes)
         num_bytes = self.allocator.free_bytes
-        self._growing = threading.Lock()
+        self._grow_lock = threading.Lock()
         self._grown_bytes = 0
         fd = -1
         try:
-            fd = os.memfd_create("ragcache-memory_tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("ragcache-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, num_bytes)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            size_flags = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size_flags)
             self._memory = SharedMemory(fd, num_bytes)
         except (OSError, OverflowError) as error:
             if fd >= 0:
                 os.close(fd)
             raise InvalidInput(
                 "RAGCACHE_MEMORY_BYTES",
-                f"{capacity_bytes} bytes of shared memory cannot be had: {error}",
+                f"the system does not give {capacity_bytes} bytes of shared memory: {error}",
                 "set a smaller number, and run on Linux 3.17 or later with memfd_create allowed",
             ) from error
         self.fd = fd
 
     def views(self, extents: Iterable[Extent]) -> list[memoryview]:
-        """The bytes of extents, one writable view for each, no copy."""
+        """Return one writable view of each extent, without a copy."""
         return [self._memory.view[e.offset : e.offset + e.num_bytes] for e in extents]
 
     def grow(self, extents: Iterable[Extent]) -> None:
-        """Have huge pages up to the end of extents that are to be written, if there are any.
+        """Allocate huge pages up to the end of extents that are about to be written.
 
-        Places are handed out from the memory_tier's start on, so it grows page by page.
+        The allocator hands out pages from the start of the tier, so it grows page by page.
         """
         end = max([extent.offset + extent.num_bytes for extent in extents], default=0)
         if end <= self._grown_bytes:
             return
-        with self._growing:
+        with self._grow_lock:
             while self._grown_bytes < end:
                 offset, self._grown_bytes = self._grown_bytes, self._grown_bytes + HUGE_BYTES
                 if not self._memory.make_huge(offset):
-                    # Nor will there be others: what is written takes small pages by itself.
+                    # There are no more huge pages. The kernel gives small pages on write.
                     self._grown_bytes = os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Give the memory back, as soon as no view of it is left here and no client maps it."""
+        """Unmap the memory. The system frees it when no client maps it any more."""
         self._memory.view.release()
         os.close(self.fd)

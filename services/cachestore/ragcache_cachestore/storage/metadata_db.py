@@ -1,28 +1,30 @@
-"""What is known of the values on disk, and of deletes, in RocksDB: small records, no values.
+"""The metadata of values on disk, and the deletes, in RocksDB. Values are not stored here.
 
-Keys: ``v`` + variant key -> DiskVariant; ``t`` + sequence, big endian -> Deletion; ``m`` + name -> meta.
+Keys: ``v`` + variant key -> DiskVariant, ``t`` + sequence (big endian) -> Deletion, ``m`` + name
+-> a setting of the folder.
 
-Durability. Every call writes RocksDB's log with write(2) before it returns (its buffer is not
-kept back: ``manual_wal_flush`` is off), so what returned survives ``kill -9``. Tombstones and meta
-are synced to the device as well, because a delete must outlive a loss of power; records are not: a
-record whose log was lost is a miss, and one whose value was lost is caught by its checksums. The
-log keeps the order of writes and recovery stops at the first torn one, so a record removed
-before its place was used again cannot come back beside the newcomer.
+Durability. Every call writes RocksDB's log with write(2) before it returns (``manual_wal_flush``
+is off), so what returned survives ``kill -9``. Tombstones and settings are also synced to the
+device, because a delete must outlive a loss of power. Metadata of variants is not synced. If its
+log is lost, the variant is a miss. If its value is lost, the checksums tell. The log keeps the
+order of writes, and recovery stops at the first torn write. So metadata that was removed before
+its pages were used again cannot come back beside the new variant.
 
 Why these options. The binding (rocksdict) holds Python's lock during every call but flush_wal, so
-calls must be short and may never wait:
+calls must be short and must not wait:
 
-- No blob files, no values: a record has some hundred bytes to a few KiB and takes about 10 us.
-- Writes fail instead of stalling when the memtables are full (``no_slowdown``), because a stall
-  inside the binding would freeze the process; we wait outside it and try again.
-- No write syncs by itself; flush_wal does, outside Python's lock.
-- Memtables of 2 MiB: some thousand records, so that the log to replay at start is short and a flush
-  takes milliseconds. Larger ones would only spare compactions that nobody waits for, and are
-  memory beside the tier.
-- XXH3 for table blocks: this wheel computes CRC32C in software, 1.5 against 12 GB/s on reading.
-  The log has CRC32C and no choice, but little to sum.
-- No compression: records are mostly keys and checksums, which do not shrink.
-- No block cache: records are read once, at start; from then on they are in the store's own memory.
+- No blob files and no values: the metadata of a variant has some hundred bytes to a few KiB, and
+  takes about 10 us.
+- Writes fail instead of stalling when the memtables are full (``no_slowdown``). A stall inside the
+  binding would freeze the process. The store waits outside the binding and tries again.
+- No write syncs by itself. flush_wal does, outside Python's lock.
+- Memtables of 2 MiB have room for some thousand variants. The log to replay at start is short, and
+  a flush takes milliseconds. Larger ones would save compactions that delay no call, and take
+  memory besides the tier.
+- XXH3 for table blocks: this wheel computes CRC32C in software, at 1.5 against 12 GB/s on reading.
+  The log always has CRC32C, but few bytes.
+- No compression: the metadata is mostly keys and checksums, which do not compress.
+- No block cache: the metadata is read once, at start. From then on the store has it in memory.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ from rocksdict import (
 from ragcache_cachestore.storage.disk_variant import ByteReader, DiskVariant
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
-from ragcache_core.store_api import ID_BYTES, Deletion, Tombstone
 from ragcache_core.storage.extents import ExtentAllocator
+from ragcache_core.store_api import ID_BYTES, Deletion, Tombstone
 
 log = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES = 2 << 20
 WRITE_BUFFERS = 3
-"""RocksDB keeps at most this many write buffers in memory, full ones waiting to be flushed."""
+"""Bound of the write buffers in memory, with those that wait to be flushed."""
 
 STALL_TIMEOUT_S = 10.0
 _STALL_POLL_S = 0.005
@@ -75,20 +77,26 @@ _Change = tuple[bytes, bytes | None]
 
 
 class MetadataDb:
-    """RocksDB in folder, created when missing. Every method is for any thread.
+    """RocksDB in a folder, created if it is missing. Every method is safe to call from any thread.
 
-    store_id: ID_BYTES random bytes, made with the folder. delete_sequence: that of the last
-    tombstone put, 0 before the first. last_alive_ms: what was last noted, 0 before that.
-    dropped: records found damaged when loading.
+    Attributes:
+        store_id: ID_BYTES random bytes, made with the folder.
+        delete_sequence: That of the last tombstone, 0 before the first.
+        last_alive_ms: The last time noted by note_alive, 0 before the first.
+        num_damaged: Variants whose metadata was found damaged by load.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidInput if it does not open."""
+        """Open the database.
+
+        Raises:
+            InvalidInput: It cannot be opened.
+        """
         self._folder = folder
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
         self._tombstone_lock = threading.Lock()
-        self.dropped = 0
+        self.num_damaged = 0
         try:
             self._db = Rdict(str(folder), _options())
         except Exception as error:  # the binding raises nothing more precise
@@ -102,14 +110,17 @@ class MetadataDb:
             raise self._damaged(error) from error
 
     def close(self) -> None:
-        """Flush and close; the folder may be opened again. No call may be running or come."""
+        """Flush and close. No call may run or follow."""
         self._db.close()
 
     def load(self, allocator: ExtentAllocator) -> list[tuple[VariantKey, DiskVariant]]:
-        """Every record in the order of puts, its place taken in allocator.
+        """Return every variant in the order of puts, and mark its extents as used.
 
-        What does not parse, lies outside of the file, or where a newer record lies, is dropped and
-        counted. Raises InvalidInput if RocksDB itself is damaged.
+        Variants are dropped and counted if their metadata does not parse, if it lies outside of the
+        file, or if a newer variant has its pages.
+
+        Raises:
+            InvalidInput: RocksDB itself is damaged.
         """
         found: list[tuple[VariantKey, DiskVariant]] = []
         damaged: list[bytes] = []
@@ -117,51 +128,58 @@ class MetadataDb:
             try:
                 found.append((VariantKey.from_bytes(raw_key), DiskVariant.from_bytes(raw)))
             except ValueError as error:
-                log.warning("dropped the record of %s: %s", raw_key.hex(), error)
+                log.warning(
+                    "disk tier: dropped damaged metadata variant=%s error=%s", raw_key.hex(), error
+                )
                 damaged.append(raw_key)
         found.sort(key=lambda item: item[1].put_order, reverse=True)
         kept = []
-        for key, record in found:
-            if allocator.mark_used(record.extents):
-                kept.append((key, record))
+        for key, variant in found:
+            if allocator.mark_used(variant.extents):
+                kept.append((key, variant))
             else:
                 log.warning(
-                    "dropped the record of %s: its place is not in the file, or taken by another",
+                    "disk tier: dropped metadata variant=%s error=its extents are outside the "
+                    "file or used by a newer variant",
                     key.to_bytes().hex(),
                 )
                 damaged.append(key.to_bytes())
-        self.dropped += len(damaged)
+        self.num_damaged += len(damaged)
         try:
             self._apply([(_VARIANT + raw_key, None) for raw_key in damaged])
-        except Unavailable as error:  # a full disk may still be read; they are found again
-            log.warning("damaged records stay: %s", error)
+        except Unavailable as error:  # a full disk can still be read; the next start tries again
+            log.warning("disk tier: cannot remove damaged metadata error=%s", error)
         return kept[::-1]
 
-    def put(self, key: VariantKey, record: DiskVariant) -> None:
-        """Write or replace the record of key, after its value.
+    def put(self, key: VariantKey, variant: DiskVariant) -> None:
+        """Write or replace the metadata of key, after its value.
 
-        It survives the end of the process when this returns. Raises Unavailable, leaving things as
-        they were, if the disk refuses.
+        It survives the end of the process when this returns.
+
+        Raises:
+            Unavailable: The disk refuses. Nothing has changed.
         """
-        self._apply([(_VARIANT + key.to_bytes(), record.to_bytes())])
+        self._apply([(_VARIANT + key.to_bytes(), variant.to_bytes())])
 
     def remove(self, keys: Iterable[VariantKey]) -> None:
-        """Remove the records of keys, all or none; to be done before their places are given away.
+        """Remove the metadata of keys, all or none, before their pages are used again.
 
-        Raises Unavailable, leaving things as they were, if the disk refuses.
+        Raises:
+            Unavailable: The disk refuses. Nothing has changed.
         """
         self._apply([(_VARIANT + key.to_bytes(), None) for key in keys])
 
     def clear(self) -> None:
-        """Remove all records of variants and all tombstones; the sequence of deletes goes on."""
+        """Remove all variants and tombstones. The sequence of deletes continues."""
         for kind in (_VARIANT, _TOMBSTONE):
             self._apply([(kind + raw_key, None) for raw_key, _ in self._items(kind)])
         self.sync()
 
     def put_tombstones(self, tombstones: Sequence[Tombstone]) -> None:
-        """Keep deletes, all or none, and the last sequence; on the device when this returns.
+        """Write deletes, all or none, and the last sequence. They are on the device on return.
 
-        Raises Unavailable if the disk refuses.
+        Raises:
+            Unavailable: The disk refuses.
         """
         with self._tombstone_lock:
             last = max([self.delete_sequence, *[one.sequence for one in tombstones]])
@@ -176,10 +194,13 @@ class MetadataDb:
         self.sync()
 
     def tombstones(self) -> list[Tombstone]:
-        """Every delete kept, oldest first. Raises InvalidInput if one is damaged.
+        """Return every delete, oldest first.
 
-        A record that does not parse may be dropped, a delete may not: what it deleted might come
-        back.
+        Damaged metadata of a variant may be dropped, but a damaged delete may not: what it removed
+        might come back.
+
+        Raises:
+            InvalidInput: A tombstone is damaged.
         """
         try:
             return [
@@ -190,7 +211,7 @@ class MetadataDb:
             raise self._damaged(error) from error
 
     def drop_tombstones(self, before_ms: int) -> int:
-        """Forget the deletes made before Unix time before_ms; how many there were."""
+        """Remove the deletes made before a Unix time. Return how many there were."""
         old: list[_Change] = [
             (_TOMBSTONE + _NUMBER.pack(tombstone.sequence), None)
             for tombstone in self.tombstones()
@@ -200,17 +221,25 @@ class MetadataDb:
         return len(old)
 
     def note_alive(self, now_ms: int) -> None:
-        """Set last_alive_ms, on the device when this returns. Raises Unavailable."""
+        """Write last_alive_ms. It is on the device on return.
+
+        Raises:
+            Unavailable: The disk refuses.
+        """
         self._apply([(_LAST_ALIVE, _NUMBER.pack(now_ms))])
         self.sync()
         self.last_alive_ms = now_ms
 
     def sync(self) -> None:
-        """Bring everything written so far to the device. Raises Unavailable if it refuses."""
+        """Sync everything written so far to the device.
+
+        Raises:
+            Unavailable: The disk refuses.
+        """
         try:
             self._db.flush_wal(sync=True)
         except Exception as error:  # the binding raises nothing more precise
-            raise Unavailable("cachestore", f"its disk cannot sync: {error}") from error
+            raise Unavailable("cachestore", f"its disk does not sync: {error}") from error
 
     def _meta(self, name: bytes, default: bytes) -> bytes:
         found = self._db.get(name)
@@ -223,7 +252,11 @@ class MetadataDb:
         return bytes(found)
 
     def _items(self, kind: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Keys without their kind, and values, in order. Raises InvalidInput for a damaged file."""
+        """Yield keys without their kind, and values, in order.
+
+        Raises:
+            InvalidInput: The file is damaged.
+        """
         iterator = self._db.iter()
         iterator.seek(kind)
         while iterator.valid():
@@ -233,12 +266,12 @@ class MetadataDb:
             yield key[len(kind) :], iterator.value()
             iterator.next()
         try:
-            iterator.status()  # a damaged file looks like the end until one asks
+            iterator.status()  # without this call a damaged file looks like the end
         except Exception as error:  # the binding raises nothing more precise
             raise self._damaged(error) from error
 
     def _apply(self, changes: list[_Change]) -> None:
-        """Write changes as one atomic batch, waiting while RocksDB has too much to flush."""
+        """Write changes as one atomic batch, and wait while RocksDB has too much to flush."""
         if not changes:
             return
         deadline = time.monotonic() + STALL_TIMEOUT_S
@@ -254,7 +287,7 @@ class MetadataDb:
             except Exception as error:  # the binding raises nothing more precise
                 stalled = str(error).startswith("Result incomplete")
                 if not stalled or time.monotonic() > deadline:
-                    raise Unavailable("cachestore", f"its disk refuses: {error}") from error
+                    raise Unavailable("cachestore", f"its disk refuses writes: {error}") from error
                 time.sleep(_STALL_POLL_S)
             else:
                 return
@@ -262,7 +295,7 @@ class MetadataDb:
     def _damaged(self, error: Exception) -> InvalidInput:
         return InvalidInput(
             "RAGCACHE_DATA_DIR",
-            f"{self._folder} does not open: {error}",
+            f"{self._folder} cannot be opened: {error}",
             "check the volume, or empty the folder to start over",
         )
 
@@ -306,7 +339,7 @@ def _deletion_from_bytes(raw: bytes) -> Deletion:
     reader = ByteReader(raw)
     version, made_at_ms, num_chunks, num_variants, num_documents = reader.unpack(_DELETION)
     if version != _DELETION_VERSION:
-        raise ValueError(f"a tombstone of version {version}")
+        raise ValueError(f"the tombstone has version {version}, not {_DELETION_VERSION}")
     id_ = reader.take(ID_BYTES)
     chunks = tuple(reader.take(KEY_BYTES) for _ in range(num_chunks))
     variants = tuple(VariantKey.from_bytes(reader.take(2 * KEY_BYTES)) for _ in range(num_variants))

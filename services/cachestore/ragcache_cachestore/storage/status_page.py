@@ -1,10 +1,10 @@
-"""What clients on this machine see of a store without asking it, in shared memory of one page.
+"""The shared status page: one page of memory that tells local clients whether a cached read is valid.
 
-A client that remembers where in shared memory a value is may read it there again. The checksums
-tell it whether the bytes are still those; what they cannot tell is that the value is not to be
-served any more. So every delete, and every value that gives way to a better one, is counted here
-before anybody is told that it is done. And a store that stands still hears of no deletes at all, so
-it says here how long ago it did not.
+A client that remembers the extents of a value may read them again without asking the store. The
+checksums tell the client whether the bytes have changed. They do not tell whether the value may
+still be served. Therefore the store counts every delete, and every replaced value, on the status
+page before it acknowledges it. A store that hangs hears of no deletes, so it also writes the time
+of its last heartbeat.
 """
 
 from __future__ import annotations
@@ -18,48 +18,54 @@ from contextlib import suppress
 from ragcache_core.errors import InvalidInput
 from ragcache_kv.transport.status_page import ALIVE, WITHDRAWALS
 
-_F_SEAL_FUTURE_WRITE = 0x0010
+_NO_FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE in fcntl.h
 
 
 class StatusPage:
-    """The page, to write. Its owner guards it.
+    """The writer's side of the status page. The owner guards it.
 
-    reader_fd: the page as a file that can only be read, for clients to map.
+    Attributes:
+        reader_fd: The page as a read-only file, for clients to map.
     """
 
     def __init__(self) -> None:
-        """Raises InvalidInput if the system gives no shared memory."""
+        """Map the page.
+
+        Raises:
+            InvalidInput: The system gives no shared memory.
+        """
         try:
-            fd = os.memfd_create("ragcache-status_page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("ragcache-status", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, mmap.PAGESIZE)
-                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+                size_flags = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size_flags)
                 self._map = mmap.mmap(fd, mmap.PAGESIZE)
-                with suppress(OSError):  # of Linux 5.1: else who shares memory is trusted with this
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+                # Linux before 5.1 lacks this flag. There, a local client could write to the page.
+                with suppress(OSError):
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _NO_FUTURE_WRITE)
                 self.reader_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 os.close(fd)
         except OSError as error:
             raise InvalidInput(
                 "RAGCACHE_DATA_SOCKET",
-                f"cannot be served, for there is no shared memory: {error}",
+                f"cannot be served, because the system gives no shared memory: {error}",
                 "run on Linux 3.17 or later with /proc mounted and memfd_create allowed",
             ) from error
         self._words = memoryview(self._map).cast("Q")
         self.beat()
 
     def count_withdrawal(self) -> None:
-        """Something that may have been read is not to be served any more."""
+        """Count a value that clients may have read and that must not be served any more."""
         self._words[WITHDRAWALS] += 1
 
     def beat(self) -> None:
-        """The store does not stand still."""
+        """Write the time of this heartbeat."""
         self._words[ALIVE] = time.monotonic_ns()
 
     def close(self) -> None:
-        """Give the page back, as soon as no client maps it."""
+        """Unmap the page. The system frees it when no client maps it any more."""
         self._words.release()
         self._map.close()
         os.close(self.reader_fd)

@@ -1,4 +1,4 @@
-"""One tier: which copies of values lie where in its file, and how much room is left."""
+"""The space of one tier: which pages are used by which copy, and when to evict."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 class TierCopy:
     """One copy of a value in one tier.
 
-    holds: who needs its pages to stay as they are: its variant, each lease, whoever moves it. The
-    pages are free again when the last of them lets go, so nothing that is read is overwritten.
+    Attributes:
+        ref_count: The variant, each lease and each task that moves the bytes count as one
+            reference. The pages are freed with the last reference, so no write overwrites bytes
+            that a client reads.
     """
 
     extents: tuple[Extent, ...]
@@ -24,15 +26,16 @@ class TierCopy:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody beside its variant needs it."""
+        """Whether a lease or a task refers to the copy, besides its variant."""
         return self.ref_count > 1
 
 
 class TierSpace:
-    """One tier: copies within a capacity. Under the store's lock; holds no bytes itself.
+    """The pages and the eviction policy of one tier. The store's lock guards it.
 
-    high, low: watermarks, as shares of the capacity. Past high, whoever looks after the tier evicts
-    down to low, so that a put seldom has to wait for room.
+    Args:
+        high: Watermark as a share of the capacity. Above it, the sweeper evicts.
+        low: Watermark down to which the sweeper evicts, so that a put seldom waits for pages.
     """
 
     def __init__(
@@ -44,16 +47,16 @@ class TierSpace:
         low: float = 0.90,
     ) -> None:
         if not 0.0 < low <= high <= 1.0:
-            raise ValueError("0 < low <= high <= 1")
+            raise ValueError("the watermarks must satisfy 0 < low <= high <= 1")
         self.allocator = allocator
         self.policy = policy
-        # Rounded up: a few large pages leave no room between the marks.
+        # Rounded up, because a tier of a few pages has no page between the watermarks.
         self._high_pages = math.ceil(allocator.num_pages * high)
         self._low_pages = math.ceil(allocator.num_pages * low)
 
     @property
     def capacity_bytes(self) -> int:
-        """Bound of the bytes in it."""
+        """Bound of the bytes in the tier."""
         return self.allocator.capacity_bytes
 
     @property
@@ -62,12 +65,12 @@ class TierSpace:
         return self.allocator.used_bytes
 
     def allocate(self, num_bytes: int) -> TierCopy | None:
-        """Room for a copy; None if there is not enough of it."""
+        """Allocate pages for a copy. Return None if there are not enough."""
         extents = self.allocator.allocate(num_bytes)
         return None if extents is None else TierCopy(extents, num_bytes)
 
     def release(self, copy: TierCopy) -> bool:
-        """One hold less. Returns whether that was the last and its pages are free."""
+        """Remove one reference. Return whether it was the last one and the pages are free."""
         copy.ref_count -= 1
         if copy.ref_count:
             return False
@@ -75,16 +78,16 @@ class TierSpace:
         return True
 
     def excess_pages(self) -> int:
-        """Pages to evict now: down to low once past high, else 0."""
+        """Return the pages to evict now: down to low if the tier is above high, else 0."""
         used = self.allocator.used_pages
         return used - self._low_pages if used > self._high_pages else 0
 
-    def lacking_pages(self, num_bytes: int) -> int:
-        """Pages to free before num_bytes can be placed."""
+    def missing_pages(self, num_bytes: int) -> int:
+        """Return the pages to free before num_bytes can be allocated."""
         free = self.allocator.num_pages - self.allocator.used_pages
         return max(0, num_pages(num_bytes) - free)
 
 
 def num_pages(num_bytes: int) -> int:
-    """Pages that a value of num_bytes takes."""
+    """Return the pages that a value of num_bytes takes."""
     return -(-num_bytes // PAGE_BYTES)

@@ -21,8 +21,8 @@ from ragcache_wire.tracing import (
     Attribute,
     ExportingTracer,
     Headers,
-    Kind,
     Span,
+    SpanKind,
     Tracer,
     resource,
 )
@@ -157,7 +157,7 @@ class ExportingTelemetry(Telemetry):
         )
         # At the end of the process the store closes it in its own time, not the interpreter.
         meters = MeterProvider([reader], resource(_PART, instance), shutdown_on_exit=False)
-        tracer = ExportingTracer.to(endpoint, _PART, instance, tells_errors=True)
+        tracer = ExportingTracer.for_endpoint(endpoint, _PART, instance, exports_errors=True)
         return cls(meters, tracer)
 
     def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
@@ -193,7 +193,7 @@ class ExportingTelemetry(Telemetry):
 
     def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
         """A span below the caller's own; none where the caller has none."""
-        return self._tracer.below(name, metadata, Kind.SERVER, **attributes)
+        return self._tracer.start_child_of(name, metadata, SpanKind.SERVER, **attributes)
 
     def close(self) -> None:
         """Send what is left, within some seconds."""

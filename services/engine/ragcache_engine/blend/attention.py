@@ -1,21 +1,22 @@
-"""Whom a chunk's tokens look at, and what that does to them: what reuse elsewhere would get wrong.
-And what a question looks at, which is where that matters.
+"""Measure cross-chunk attention and the error it causes when a chunk is reused after another prefix.
 
-Cache-Craft's impact is made of sums of attention (§3.1, eq. 3, 4). Its ranking of tokens is, too
-(eq. 14), and on a model whose answers need another chunk that ranks little better than chance
-(``bench/blend_quality.py``): sums over heads that all look back a little hide the one head which
-fetches something, and much of what tokens look back at is the same for all of them. Hence
+It also measures what a question attends to, because an error matters only there.
+
+Cache-Craft sums attention for its impact (section 3.1, eq. 3, 4) and for its ranking of tokens
+(eq. 14). On a model whose answers need another chunk, that ranking is little better than chance
+(``bench/blend_quality.py``). Sums over heads that all attend back a little hide the one head that
+fetches something, and much of what tokens attend back to is the same for all of them. Hence
 ``AttentionObservation.influence``.
 
-A pass over the chunk's tokens through the model gives their queries, layer by layer; their keys,
-and those of all before them, lie in the paged cache.
+A pass over the chunk's tokens through the model yields their queries, layer by layer. Their keys,
+and the keys of all tokens before them, are in the paged cache.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,27 +28,36 @@ if TYPE_CHECKING:
     from ragcache_engine.blend.recomputer import Recomputer
 
 TEMPERATURE = 6.0
-"""Of a question's look. KV that is out of its context matches a question less than it will, so that
-what it is to find comes second to something else, of which attention itself tells next to nothing.
-Chosen on questions that are answered wrong with nothing recomputed, and none of which
-``bench/blend_quality.py`` asks: from 2.5 to 6 more of them were mended, from 6 to 10 as many.
-"""
+"""Temperature of a question's attention. KV that is out of its context matches a question less than
+recomputed KV will. So the tokens that the question needs come second, and attention alone tells
+next to nothing about them. The value was chosen on questions that are answered wrong with nothing
+recomputed, and that ``bench/blend_quality.py`` does not ask. From 2.5 to 6 more of them were
+corrected, from 6 to 10 as many."""
 
-_SCORES = 1 << 24
-"""Attention weights at a time: 64 MiB of float32."""
+_MAX_SCORES = 1 << 24
+"""Attention weights that are computed at a time: 64 MiB of float32."""
+
+_UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None, -1, (-1, -1)),
+    "logits_soft_cap": (None, 0, 0.0),
+    "alibi_slopes": (None,),
+    "sinks": (None,),
+}
+"""Names that backends give to other ways of weighing keys, with the values that mean "off"."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionObservation:
-    """What one chunk's tokens made of what was before them.
+    """How one chunk's tokens used the tokens before them.
 
-    mass: float32 [num_tokens, num_segments], of each token the sum of its attention weights on a
-    segment's tokens, as the mean over heads and layers; each row adds up to 1.
-    influence: float32 [num_tokens], 0 or more. In each head, attention to the chunks before adds a
-    vector to a token's output. What that adds to all the chunk's tokens alike, its mean, is left
-    out: that is how heads spend attention that they have no use for, and it is much the same behind
-    other chunks. Of the rest, the length, over all heads and all layers but the last, as what that
-    one adds goes into nobody's KV.
+    Attributes:
+        mass: float32 [num_tokens, num_segments]: for each token the sum of its attention weights
+            on a segment's tokens, as the mean over heads and layers. Each row adds up to 1.
+        influence: float32 [num_tokens], 0 or more. In each head, attention to the chunks before
+            adds a vector to a token's output. The mean of that vector over the chunk's tokens is
+            subtracted: heads spend unused attention like that, and it is much the same after other
+            chunks. Influence is the length of the rest, over all heads and all layers but the
+            last, whose output enters no token's KV.
     """
 
     mass: torch.Tensor
@@ -55,16 +65,17 @@ class AttentionObservation:
 
 
 class AttentionObserver:
-    """Measures attention of a model. For the worker's main thread only.
+    """Measures attention of the worker's model. Only the worker's main thread may use it.
 
-    Raises ValueError for layers that weigh keys by more than their product with the query.
+    Raises:
+        ValueError: If a layer weighs keys by more than their product with the query.
     """
 
     def __init__(self, cache: PagedCache, recomputer: Recomputer) -> None:
         for layer in cache.layers:
-            for name, plain in _PLAIN.items():
-                if (given := getattr(layer.impl, name, None)) not in plain:
-                    raise ValueError(f"attention with {name} = {given} is not understood")
+            for name, off_values in _UNSUPPORTED_UNLESS.items():
+                if (setting := getattr(layer.impl, name, None)) not in off_values:
+                    raise ValueError(f"attention with {name} = {setting} is not supported")
         self._cache = cache
         self._recomputer = recomputer
 
@@ -75,60 +86,52 @@ class AttentionObserver:
         chunk: range,
         segments: Sequence[range],
     ) -> AttentionObservation:
-        """Look at a chunk's tokens.
+        """Measure the attention of a chunk's tokens.
 
-        chunk: positions, as many as one pass takes; the KV up to its end is in place. segments:
-        ascending without gaps, from position 0 to the chunk's end. The first one is the template,
-        which stands before the chunks of every prompt and so has no influence.
+        Args:
+            token_ids: The prompt.
+            blocks: Its block table. The KV up to the chunk's end is in these blocks.
+            chunk: The chunk's positions, which fit one pass.
+            segments: Ascending without gaps, from position 0 to the chunk's end. The first is the
+                template. It precedes the chunks of every prompt, so it has no influence.
         """
-        watch = _Influence(self._cache, blocks, chunk, segments)
-        with watch.watching():
-            # Other requests may share these blocks: not a bit of them may change.
+        hook = _InfluenceHook(self._cache, blocks, chunk, segments)
+        with hook.attached():
+            # Other requests may share these blocks, so the pass must not change a bit of them.
             self._recomputer.recompute(token_ids, blocks, [chunk], writes=False)
-        return AttentionObservation(watch.mass / self._cache.num_layers, watch.influence.sqrt())
+        return AttentionObservation(hook.mass / self._cache.num_layers, hook.influence.sqrt())
 
     def question_attention(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[int],
-        question: range,
-        paid: Paid | None = None,
+        self, token_ids: Sequence[int], blocks: Sequence[int], question: range
     ) -> torch.Tensor:
-        """What a question looks at: float32 [question.start], in [0, 1], by position.
+        """Measure how much a question attends to each position before it, at TEMPERATURE.
 
-        Attention to what is before the question, at TEMPERATURE. In each head of each layer, the
-        most that any of the question's tokens attends to a position, less what they do on average:
-        a head that finds something for one of them stands out, one that always looks at the same
-        place does not. Of that the most over heads and over the later half of layers (of five, the
-        last two): what is asked for is found there. Earlier ones look at what stands out for any
-        question, such as the latest heading, and more strongly than later ones look at what is out
-        of its context; with all layers fewer answers are mended.
-        question: positions, as many as one pass takes; the KV of all before is in place. paid: sees
-        the same pass.
+        In each head of each layer, the score of a position is the maximum over the question's
+        tokens minus their mean. So a head that finds something for one token stands out, and a head
+        that always attends to the same position does not. The result is the maximum over heads and
+        over the later half of the layers (of five, the last two), which find what is asked for.
+        Earlier layers attend to what stands out for any question, such as the latest heading, and
+        more strongly than later ones attend to KV out of its context. With all layers, fewer
+        answers are corrected.
+
+        Args:
+            token_ids: The prompt up to the question's end.
+            blocks: Its block table. The KV of all positions before the question is in these blocks.
+            question: The question's positions, which fit one pass.
+
+        Returns:
+            float32 [question.start], in [0, 1], by position.
         """
-        watch = _Regard(self._cache, blocks, question)
-        with watch.watching(), paid.watching() if paid is not None else nullcontext():
+        hook = _QuestionHook(self._cache, blocks, question)
+        with hook.attached():
             self._recomputer.recompute(token_ids, blocks, [question])
-        return watch.most
-
-    def paid(self, blocks: Sequence[int], question: range, chunks: Sequence[range]) -> Paid:
-        """To see what a question pays to each chunk, layer by layer; see ``question_attention``."""
-        return Paid(self._cache, blocks, question, chunks)
-
-
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None, -1, (-1, -1)),
-    "logits_soft_cap": (None, 0, 0.0),
-    "alibi_slopes": (None,),
-    "sinks": (None,),
-}
-"""What backends call other ways of weighing keys, and the values that mean: not at all."""
+        return hook.scores
 
 
 class AttentionHook(ABC):
-    """Sees the attention of one pass over the tokens at positions, in some layers.
+    """Computes the attention of one pass over the tokens at some positions, in some layers.
 
-    To be used around ``Recomputer.recompute``; a subclass says what is kept of it.
+    Attach it around ``Recomputer.recompute``. A subclass decides what to keep of the attention.
     """
 
     def __init__(
@@ -140,20 +143,20 @@ class AttentionHook(ABC):
         self._layers = layers
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While in it, the layers' queries are seen."""
+    def attached(self) -> Iterator[None]:
+        """Receive the layers' queries while the context is open."""
         with ExitStack() as stack:
             for index in self._layers:
-                stack.enter_context(self._watching(index, self._cache.layers[index].impl))
+                stack.enter_context(self._attached_to(index, self._cache.layers[index].impl))
             yield
 
     @contextmanager
-    def _watching(self, index: int, impl: Any) -> Iterator[None]:
+    def _attached_to(self, index: int, impl: Any) -> Iterator[None]:
         attend, outer = impl.forward, vars(impl).get("forward")
 
         def forward(layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
             output = attend(layer, query, *rest, **named)
-            self._see(index, query, impl.scale)
+            self._on_query(index, query, impl.scale)
             return output
 
         impl.forward = forward  # of this instance; the class keeps its own
@@ -165,14 +168,14 @@ class AttentionHook(ABC):
             else:
                 impl.forward = outer
 
-    def _see(self, index: int, query: torch.Tensor, scale: float) -> None:
+    def _on_query(self, index: int, query: torch.Tensor, scale: float) -> None:
         positions = self._positions
         count, end = len(positions), positions.stop
         keys = self._cache.keys(index, self._blocks, 0, end).float()  # [keys, kv heads, dim]
         num_kv_heads, dim = keys.shape[1:]
         queries = query[:count].reshape(count, num_kv_heads, -1, dim).float() * scale
         future = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
-        step = max(1, _SCORES // (end * queries.shape[1] * queries.shape[2]))
+        step = max(1, _MAX_SCORES // (end * queries.shape[1] * queries.shape[2]))
 
         def weights() -> Iterator[torch.Tensor]:
             for start in range(0, count, step):
@@ -181,21 +184,21 @@ class AttentionHook(ABC):
                 scores[..., positions.start :].masked_fill_(
                     future[start : start + step], -torch.inf
                 )
-                yield self._weigh(scores)
+                yield self._to_weights(scores)
 
         self._add(index, weights())
 
-    def _weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        """Attention of scores, which are -inf for what is not seen."""
+    def _to_weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """Convert scores to attention weights. Scores of masked positions are -inf."""
         return scores.softmax(-1)
 
     @abstractmethod
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        """Take a layer's attention: [kv heads, group, rows, keys] of some tokens after another."""
+        """Take a layer's attention: tensors [kv heads, group, rows, keys], some rows each."""
 
 
-class _Influence(AttentionHook):
-    """Adds up what a chunk's tokens look at, and what that does to them."""
+class _InfluenceHook(AttentionHook):
+    """Adds up where a chunk's tokens attend to, and how that changes their output."""
 
     def __init__(
         self, cache: PagedCache, blocks: Sequence[int], chunk: range, segments: Sequence[range]
@@ -225,15 +228,15 @@ class _Influence(AttentionHook):
         self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
 
 
-class _Regard(AttentionHook):
-    """Finds what stands out among what a question's tokens look at, in the later half of layers."""
+class _QuestionHook(AttentionHook):
+    """Finds the positions that a question's tokens attend to most, in the later half of layers."""
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int], question: range) -> None:
         half = max(1, cache.num_layers // 2)
         super().__init__(cache, blocks, question, range(cache.num_layers)[-half:])
-        self.most = torch.zeros(question.start)
+        self.scores = torch.zeros(question.start)
 
-    def _weigh(self, scores: torch.Tensor) -> torch.Tensor:
+    def _to_weights(self, scores: torch.Tensor) -> torch.Tensor:
         return (scores[..., : self._positions.start] / TEMPERATURE).softmax(-1)
 
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
@@ -242,26 +245,5 @@ class _Regard(AttentionHook):
             most.append(part.amax(2))  # [kv heads, group, keys]
             total.append(part.sum(2))
         mean = torch.stack(total).sum(0) / len(self._positions)
-        lifted = (torch.stack(most).amax(0) - mean).amax((0, 1))
-        self.most = torch.maximum(self.most, lifted.cpu())
-
-
-class Paid(AttentionHook):
-    """Adds up the attention that a question pays to each chunk (Cache-Craft eq. 15).
-
-    by_layer: of each layer, in their order, the sum over the question's tokens and each chunk's, as
-    the mean over heads.
-    """
-
-    def __init__(
-        self, cache: PagedCache, blocks: Sequence[int], question: range, chunks: Sequence[range]
-    ) -> None:
-        super().__init__(cache, blocks, question, range(cache.num_layers))
-        self.by_layer: list[list[float]] = []
-        self._chunks = chunks
-
-    def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
-        paid = torch.stack([part.sum(2).mean((0, 1)) for part in weights]).sum(0).cpu()  # [keys]
-        self.by_layer.append(
-            [float(paid[chunk.start : chunk.stop].sum()) for chunk in self._chunks]
-        )
+        above_mean = (torch.stack(most).amax(0) - mean).amax((0, 1))
+        self.scores = torch.maximum(self.scores, above_mean.cpu())

@@ -1,7 +1,8 @@
-"""See what chunks took from those before them, while the engine has nothing else to do.
+"""Observe how chunks attend to the chunks before them, while the engine has nothing else to do.
 
-That takes a pass over each chunk, too much for the first visitor to wait for. So it is done when
-the request has ended: vLLM keeps its blocks for so long, and goes on stepping.
+An observation takes one pass over each chunk, which is too much to delay the first request for it.
+So the worker observes after the request has ended: vLLM keeps its blocks for so long, and keeps
+stepping.
 """
 
 from __future__ import annotations
@@ -18,87 +19,96 @@ from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
 from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import Kind, Tracer
+from ragcache_wire.tracing import SpanKind, Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.attention import AttentionObserver
 
 log = logging.getLogger("vllm.ragcache")
 
-Keep = Callable[[SaveJob, ChunkObservation, float], None]
+SaveObservation = Callable[[SaveJob, ChunkObservation, float], None]
+"""Saves the observation of a variant, with the seconds that it took."""
 
 
 @dataclass(slots=True)
-class _Watching:
+class _ObservationTask:
+    """One request's chunks. ``segments``: indices of the segments that are left to observe."""
+
     job: ObserveJob
-    since: float
-    left: list[int]
+    last_progress: float
+    segments: list[int]
 
 
 class ChunkObserver:
-    """Observes one chunk a step. For the worker's main thread only.
+    """Observes one chunk a step. Only the worker's main thread may use it.
 
-    keep(save, observation, seconds): takes what was seen of a variant that was saved. deadline_s:
-    after that without anything seen a request's blocks are let go. tracer: of what is part of a
-    trace.
+    Args:
+        observer: Measures attention.
+        max_tokens: Tokens of one pass; longer chunks are not observed.
+        save: Saves each observation.
+        deadline_s: Time without progress after which a request's blocks are released.
+        clock: Returns seconds.
+        tracer: Traces the requests that are part of a trace.
     """
 
     def __init__(
         self,
         observer: AttentionObserver,
         max_tokens: int,
-        keep: Keep,
+        save: SaveObservation,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
         self._observer = observer
         self._max_tokens = max_tokens
-        self._keep = keep
+        self._save = save
         self._deadline_s = deadline_s
         self._clock = clock
         self._tracer = tracer or Tracer()
-        self._watchings: list[_Watching] = []
+        self._tasks: list[_ObservationTask] = []
 
     def start(self, job: ObserveJob) -> None:
-        """Observe what was saved of a request."""
-        places = [p for p in sorted(job.saves) if len(job.segments[p]) <= self._max_tokens]
-        self._watchings.append(_Watching(job, self._clock(), places))
+        """Queue the chunks of a request that were saved."""
+        segments = [i for i in sorted(job.saves) if len(job.segments[i]) <= self._max_tokens]
+        self._tasks.append(_ObservationTask(job, self._clock(), segments))
 
     def advance(self, *, idle: bool) -> set[str]:
-        """Observe a chunk if the engine is idle; returns the requests that are done with."""
-        if idle and self._watchings and self._watchings[0].left:
-            watching = self._watchings[0]
-            try:
-                place = watching.left.pop(0)
-                parent = metadata(watching.job.saves[place].traceparent)
-                with self._tracer.below("observe", parent, Kind.INTERNAL, place=place):
-                    self._observe(watching.job, place)
-                watching.since = self._clock()
-            except Exception:
-                log.exception("chunks of request %s are not observed", watching.job.request_id)
-                watching.left.clear()
-        late = self._clock() - self._deadline_s
-        done = [w for w in self._watchings if not w.left or w.since <= late]
-        self._watchings = [w for w in self._watchings if w.left and w.since > late]
-        return {watching.job.request_id for watching in done}
+        """Observe one chunk if the engine is idle; return the requests whose blocks are free."""
+        if idle and self._tasks and self._tasks[0].segments:
+            self._observe_next(self._tasks[0])
+        expired = self._clock() - self._deadline_s
+        done = [t for t in self._tasks if not t.segments or t.last_progress <= expired]
+        self._tasks = [t for t in self._tasks if t.segments and t.last_progress > expired]
+        return {task.job.request_id for task in done}
 
-    def let_go(self) -> None:
-        """Give up what has not been observed yet."""
-        for watching in self._watchings:
-            watching.left.clear()
+    def abort(self) -> None:
+        """Drop the chunks that have not been observed yet."""
+        for task in self._tasks:
+            task.segments.clear()
 
-    def _observe(self, job: ObserveJob, place: int) -> None:
+    def _observe_next(self, task: _ObservationTask) -> None:
+        try:
+            index = task.segments.pop(0)
+            parent = metadata(task.job.saves[index].traceparent)
+            with self._tracer.start_child_of("observe", parent, SpanKind.INTERNAL, segment=index):
+                self._observe(task.job, index)
+            task.last_progress = self._clock()
+        except Exception:
+            log.exception("chunk observer: observation failed request=%s", task.job.request_id)
+            task.segments.clear()
+
+    def _observe(self, job: ObserveJob, index: int) -> None:
         began = self._clock()
-        segments = job.segments[: place + 1]
+        segments = job.segments[: index + 1]
         chunk = segments[-1]
-        seen = self._observer.observe(job.token_ids[: chunk.stop], job.blocks, chunk, segments)
-        mass: torch.Tensor = seen.mass.sum(0)
+        attention = self._observer.observe(job.token_ids[: chunk.stop], job.blocks, chunk, segments)
+        mass: torch.Tensor = attention.mass.sum(0)
         attended = tuple(
             AttendedChunk(job.chunks[j], len(segments[j]), max(0.0, float(mass[j])))
-            for j in range(1, place)
+            for j in range(1, index)
         )
         observation = ChunkObservation(
-            attended, max(0.0, float(mass[place])), tuple(seen.influence.tolist())
+            attended, max(0.0, float(mass[index])), tuple(attention.influence.tolist())
         )
-        self._keep(job.saves[place], observation, self._clock() - began)
+        self._save(job.saves[index], observation, self._clock() - began)

@@ -1,4 +1,4 @@
-"""The model that vLLM runs in this worker, of which a connector is told nothing."""
+"""Access to the model that vLLM runs in this worker, which vLLM does not pass to connectors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder whose layers all attend alike, and what a pass through it needs.
+    """A decoder whose layers all attend in the same way, and what a pass through it needs.
 
-    forward: the model as the runner calls it, compiled or not. metadata_builder: of the attention
-    backend, for our passes alone: the runner's own has buffers that belong to the step under way.
-    layer_names: of all attention layers. block_size: of the block tables that are given;
-    kernel_block_size: of those that the backend reads, into which it cuts each of them.
+    Attributes:
+        forward: The model as the runner calls it, compiled or not.
+        vllm_config: vLLM's configuration.
+        metadata_builder: Of the attention backend, for our passes alone. The runner's own builder
+            has buffers that belong to the step in progress.
+        layer_names: Names of all attention layers.
+        block_size: Of the block tables that are given.
+        kernel_block_size: Of the blocks that the backend reads, into which it cuts each block.
+        device: The model's device.
     """
 
     forward: Callable[..., Any]
@@ -33,16 +38,20 @@ class LoadedModel:
     device: torch.device
 
     def kernel_table(self, blocks: Sequence[int]) -> torch.Tensor:
-        """A block table as the backend reads it: int32 [len(blocks) * cut into so many]."""
+        """Return a block table as the backend reads it; int32, one entry per kernel block."""
         per_block = self.block_size // self.kernel_block_size
         return torch.tensor(cut_blocks(blocks, per_block), dtype=torch.int32)
 
 
-def loaded_model(runner: Any, block_size: int) -> LoadedModel:
-    """What a vLLM model runner has loaded.
+def access_model(runner: Any, block_size: int) -> LoadedModel:
+    """Return the model that a vLLM model runner has loaded.
 
-    block_size: of the block tables that will be given, which are the KV cache manager's. Raises
-    ValueError if its layers do not attend alike, or lie between each other's blocks.
+    Args:
+        runner: vLLM's model runner.
+        block_size: Block size of the KV cache manager, whose block tables the passes get.
+
+    Raises:
+        ValueError: If the layers attend in several ways, or their blocks are interleaved.
     """
     groups = [group for of_cache in runner.attn_groups for group in of_cache]
     if len(groups) != 1:

@@ -1,4 +1,4 @@
-"""What of a prompt a pass of our own computes."""
+"""The positions of one prompt that a recomputation pass computes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import torch
 class PromptSlice:
     """Runs of one prompt's positions.
 
-    token_ids: the prompt. blocks: its block table. runs: ascending, of maximal length. The KV of
-    every position before the last run's end is in place.
+    The blocks hold the KV of every position before the last run's end.
+
+    Attributes:
+        token_ids: The prompt.
+        blocks: Its block table.
+        runs: Ascending, each of maximal length.
     """
 
     token_ids: Sequence[int]
@@ -21,7 +25,7 @@ class PromptSlice:
     runs: Sequence[range]
 
     def slots(self, block_size: int) -> torch.Tensor:
-        """Slot of each position; int64."""
-        where = torch.tensor([at for run in self.runs for at in run], dtype=torch.int64)
+        """Return the slot of each position; int64."""
+        positions = torch.tensor([p for run in self.runs for p in run], dtype=torch.int64)
         table = torch.tensor(self.blocks, dtype=torch.int64)
-        return table[where // block_size] * block_size + where % block_size
+        return table[positions // block_size] * block_size + positions % block_size

@@ -1,8 +1,11 @@
-"""Mend loads that are not exact, in slices between the engine's own passes (Cache-Craft §3.2).
+"""Recompute tokens of loads that are not exact, in slices between the engine's own passes.
 
-What was loaded lies in the request's blocks. First the question looks at it; by that and by what
-is known of the chunks, tokens are chosen and computed anew, in ascending order, together with
-whatever did not come. Then vLLM takes the request up as if all of it had been loaded.
+The loaded KV is in the request's blocks. First the queue measures what the question attends to. By
+that, and by the known influence on the chunks, it selects tokens. It recomputes them in ascending
+order, together with the chunks that did not arrive. Then vLLM resumes the request as if all of it
+had been loaded.
+
+Source: Cache-Craft section 3.2.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_core.blend.focused_chunks import focused_chunks
 from ragcache_core.blend.slices import merge_runs, split_first_pass
 from ragcache_core.blend.token_ranking import rank_tokens
 from ragcache_core.blend.token_selection import select_tokens
@@ -23,7 +25,7 @@ from ragcache_engine.blend.prompt_slice import PromptSlice
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob
 from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import Kind, Span, Tracer
+from ragcache_wire.tracing import Span, SpanKind, Tracer
 
 if TYPE_CHECKING:
     from ragcache_engine.blend.attention import AttentionObserver
@@ -32,33 +34,51 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.ragcache")
 
 RECOMPUTE_FAILED = "recompute failed"
+"""Reason of a load's failure: the worker could not recompute its approximate chunks."""
+
+_LOG_FAILED = "recomputation queue: recompute failed request=%s"
 
 
 @dataclass(slots=True)
-class _Mending:
-    """runs: what is left to compute; None before it has been chosen."""
+class _RecomputationTask:
+    """One load in the queue. ``runs``: positions left to recompute; None: not selected yet."""
 
     job: LoadJob
     recompute: RecomputeJob
     outcome: LoadOutcome
-    began: float
+    started: float
     trace: Span
     runs: tuple[range, ...] | None = None
-    repaired: int = 0
+    recomputed_tokens: int = 0
     cancelled: bool = False
 
-
-_FAILED = "KV of request %s could not be mended"
+    def result(self, reason: str) -> LoadOutcome:
+        """Return the load's outcome. reason: why the recomputation failed, or ""."""
+        job, spent_s = self.job, time.monotonic() - self.started
+        if reason:
+            return replace(self.outcome, reason=reason, recompute_s=spent_s)
+        return replace(
+            self.outcome,
+            tokens=job.end - job.first,
+            blended_tokens=job.end - max(job.first, self.recompute.exact_end),
+            recomputed_tokens=self.recomputed_tokens,
+            recompute_s=spent_s,
+        )
 
 
 class RecomputationQueue:
-    """Mends loads in their order, several in one pass. For the worker's main thread only.
+    """Recomputes loads in their order, several in one pass.
 
-    slice_tokens: computed in one step at most while other requests run, so that these go on
-    decoding; where none does, a step takes a whole pass. run_tokens: of what is chosen, so many
-    follow each other at least (``select_tokens``). question_tokens: that look, at most. focus_window: of
-    Algorithm 1, by which only chunks that the question looks at are mended; 0: all are. tracer: of
-    repairs that are part of a trace.
+    Only the worker's main thread may use it.
+
+    Args:
+        cache: The paged cache that holds the loaded KV.
+        recomputer: Passes of the model.
+        observer: Measures what a question attends to.
+        slice_tokens: Tokens that one step recomputes at most while other requests run, so that
+            these keep decoding. A step without other requests uses a whole pass.
+        question_tokens: Tokens of the question whose attention is measured, at most.
+        tracer: Traces the loads that are part of a trace.
     """
 
     def __init__(
@@ -67,171 +87,161 @@ class RecomputationQueue:
         recomputer: Recomputer,
         observer: AttentionObserver,
         slice_tokens: int,
-        run_tokens: int,
         question_tokens: int,
         tracer: Tracer | None = None,
-        *,
-        focus_window: int = 0,
     ) -> None:
         self._cache = cache
         self._recomputer = recomputer
         self._observer = observer
         self._slice_tokens = min(slice_tokens, recomputer.max_tokens)
-        self._run_tokens = run_tokens
         self._question_tokens = question_tokens
-        self._focus_window = focus_window
         self._tracer = tracer or Tracer()
-        self._mendings: list[_Mending] = []
+        self._tasks: list[_RecomputationTask] = []
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to mend."""
-        return not self._mendings
+        """Whether the queue is empty."""
+        return not self._tasks
 
     def start(self, job: LoadJob, outcome: LoadOutcome) -> None:
-        """Take up a load that has been written as far as it came."""
+        """Add a load whose arrived values are in the request's blocks."""
         recompute = job.recompute
         assert recompute is not None
-        trace = self._tracer.below("recompute", metadata(job.traceparent), Kind.INTERNAL)
-        trace.set(chunks=len(recompute.chunks), budget=recompute.budget)
-        self._mendings.append(_Mending(job, recompute, outcome, time.monotonic(), trace))
+        trace = self._tracer.start_child_of("recompute", metadata(job.traceparent), SpanKind.INTERNAL)
+        trace.set(chunks=len(recompute.chunks), budget=recompute.recompute_tokens)
+        self._tasks.append(_RecomputationTask(job, recompute, outcome, time.monotonic(), trace))
 
     def cancel(self, request_id: str) -> None:
-        """Stop mending a load; it is still reported."""
-        for mending in self._mendings:
-            if mending.job.request_id == request_id:
-                mending.cancelled = True
+        """Stop recomputing a load. ``advance`` still reports it."""
+        for task in self._tasks:
+            if task.job.request_id == request_id:
+                task.cancelled = True
 
     def advance(self, *, busy: bool) -> list[tuple[LoadJob, LoadOutcome]]:
-        """Go on for one step; returns the loads that are mended, or failed to be.
+        """Recompute for one step, and return the loads that ended, well or not.
 
-        busy: other requests run in this step. One that fails takes no other along. What of a pass
-        the first load leaves is the next one's, so that loads which come together share passes.
+        A load that fails does not affect other loads. The next load uses what the first one leaves
+        of a pass, so loads that arrive together share passes.
+
+        Args:
+            busy: Whether other requests run in this step.
         """
         room = self._slice_tokens if busy else self._recomputer.max_tokens
-        ended = [self._end(one, "cancelled") for one in self._mendings if one.cancelled]
-        while self._mendings and room > 0:
-            taken = []
-            runs = self._recomputer.max_runs
-            for mending in list(self._mendings):
-                if room <= 0 or not runs:
-                    break
-                try:
-                    if mending.runs is None:
-                        room -= self._choose(mending)
-                    if mending.runs and room > 0:
-                        now, mending.runs = split_first_pass(
-                            mending.runs, max_tokens=room, max_runs=runs
-                        )
-                        taken.append((mending, now))
-                        room -= sum(map(len, now))
-                        runs -= len(now)
-                except Exception:
-                    log.exception(_FAILED, mending.job.request_id)
-                    ended.append(self._end(mending, RECOMPUTE_FAILED))
-            ended += [self._end(one, RECOMPUTE_FAILED) for one in self._recompute(taken)]
-            ended += [self._end(one, "") for one in self._mendings if one.runs == ()]
+        ended = [self._end(task, "cancelled") for task in self._tasks if task.cancelled]
+        while self._tasks and room > 0:
+            room, taken, failed = self._fill_pass(room)
+            failed += self._recompute(taken)
+            ended += [self._end(task, RECOMPUTE_FAILED) for task in failed]
+            ended += [self._end(task, "") for task in self._tasks if task.runs == ()]
         return ended
 
-    def _recompute(self, taken: Sequence[tuple[_Mending, Sequence[range]]]) -> list[_Mending]:
-        """Compute runs of several loads in one pass; returns those for which that fails."""
-        parts = [PromptSlice(m.recompute.token_ids, m.job.blocks, runs) for m, runs in taken]
-        if not parts:
+    def _fill_pass(
+        self, room: int
+    ) -> tuple[
+        int, list[tuple[_RecomputationTask, Sequence[range]]], list[_RecomputationTask]
+    ]:
+        """Take runs for one pass of at most room tokens from the tasks, in their order.
+
+        Returns:
+            The tokens left, the tasks with the runs that the pass computes, and the tasks for which
+            no tokens could be selected.
+        """
+        taken: list[tuple[_RecomputationTask, Sequence[range]]] = []
+        failed = []
+        max_runs = self._recomputer.max_runs
+        for task in self._tasks:
+            if room <= 0 or not max_runs:
+                break
+            try:
+                if task.runs is None:
+                    room -= self._select(task)
+                if task.runs and room > 0:
+                    runs, task.runs = split_first_pass(
+                        task.runs, max_tokens=room, max_runs=max_runs
+                    )
+                    taken.append((task, runs))
+                    room -= sum(map(len, runs))
+                    max_runs -= len(runs)
+            except Exception:
+                log.exception(_LOG_FAILED, task.job.request_id)
+                failed.append(task)
+        return room, taken, failed
+
+    def _recompute(
+        self, taken: Sequence[tuple[_RecomputationTask, Sequence[range]]]
+    ) -> list[_RecomputationTask]:
+        """Recompute runs of several loads in one pass; return the tasks that failed."""
+        slices = [PromptSlice(t.recompute.token_ids, t.job.blocks, runs) for t, runs in taken]
+        if not slices:
             return []
         try:
-            self._recomputer.recompute_slices(parts)
+            self._recomputer.recompute_slices(slices)
         except Exception:
-            if len(parts) == 1:
-                [(mending, _)] = taken
-                log.exception(_FAILED, mending.job.request_id)
-                return [mending]
-            # One that cannot be computed takes no other along.
-            return [mending for one in taken for mending in self._recompute([one])]
-        for mending, runs in taken:
-            mending.repaired += sum(map(len, runs))
+            if len(slices) == 1:
+                [(task, _)] = taken
+                log.exception(_LOG_FAILED, task.job.request_id)
+                return [task]
+            # One by one, so that a task that fails does not affect the others.
+            return [task for one in taken for task in self._recompute([one])]
+        for task, runs in taken:
+            task.recomputed_tokens += sum(map(len, runs))
         return []
 
-    def _end(self, mending: _Mending, reason: str) -> tuple[LoadJob, LoadOutcome]:
-        self._mendings = [one for one in self._mendings if one is not mending]
-        outcome = _outcome(mending, reason)
-        mending.trace.set(blended=outcome.blended, repaired=mending.repaired, miss=reason)
-        mending.trace.end()
-        return mending.job, outcome
-
-    def _choose(self, mending: _Mending) -> int:
-        """Find what to compute; returns how many tokens looked for that."""
-        recompute, job = mending.recompute, mending.job
-        holes = merge_runs([*recompute.holes, *mending.outcome.lost])
-        self._blank(job, holes)
-        question = self._question(job, recompute)
-        question_attention, let_go = self._look(job, recompute, question)
-        order = rank_tokens(recompute.chunks, question_attention)
-        # Holes are computed whatever is chosen, so they take nothing of the budget.
-        chosen = select_tokens(
-            order,
-            recompute.budget,
-            run_tokens=self._run_tokens,
-            exact_head=job.first,
-            done=holes,
+    def _end(self, task: _RecomputationTask, reason: str) -> tuple[LoadJob, LoadOutcome]:
+        self._tasks = [one for one in self._tasks if one is not task]
+        outcome = task.result(reason)
+        task.trace.set(
+            blended=outcome.blended_tokens, recomputed=task.recomputed_tokens, miss=reason
         )
-        wanted = [range(p, p + 1) for p in chosen.positions() if not any(p in c for c in let_go)]
-        mending.runs = merge_runs([*wanted, *holes])
+        task.trace.end()
+        return task.job, outcome
+
+    def _select(self, task: _RecomputationTask) -> int:
+        """Select the positions to recompute; return how many question tokens that computed."""
+        recompute, job = task.recompute, task.job
+        missing = merge_runs([*recompute.missing, *task.outcome.missing_ranges])
+        self._write_zeros(job, missing)
+        question = self._question(job, recompute)
+        attention = self._question_attention(job, recompute, question)
+        order = rank_tokens(recompute.chunks, attention)
+        # Missing positions are recomputed in any case, so they do not count against the budget.
+        selected = select_tokens(
+            order, recompute.recompute_tokens, exact_head=job.first, already_selected=missing
+        )
+        task.runs = merge_runs([*selected.runs, *missing])
         return len(question)
 
     def _question(self, job: LoadJob, recompute: RecomputeJob) -> Sequence[int]:
-        """The tokens that look at the chunks: none where nothing comes of it, or without room."""
-        if not (recompute.budget and recompute.chunks and recompute.scratch):
+        """Return the question tokens whose attention decides the selection, maybe none."""
+        if not (recompute.recompute_tokens and recompute.chunks and recompute.scratch_blocks):
             return ()
         size = self._cache.shape.block_size
-        room = (-(-job.end // size) + len(recompute.scratch)) * size - job.end
+        room = (-(-job.end // size) + len(recompute.scratch_blocks)) * size - job.end
         room = min(room, self._question_tokens, self._recomputer.max_tokens)
-        # Of more than there is room for, its last words: what stands before them is mostly history.
+        # The last tokens are the question's words; the tokens before them are mostly chat history.
         return recompute.token_ids[job.end :][-room:]
 
-    def _look(
+    def _question_attention(
         self, job: LoadJob, recompute: RecomputeJob, question: Sequence[int]
-    ) -> tuple[list[float] | None, Sequence[range]]:
-        """What the question looks at, by position, and chunks that are not worth mending.
-
-        Without a question nothing is known of either.
-        """
+    ) -> list[float] | None:
+        """Return how much the question attends to each position; None without a question."""
         if not question:
-            return None, ()
+            return None
         token_ids = [*recompute.token_ids[: job.end], *question]
-        own = job.blocks[: -(-job.end // self._cache.shape.block_size)]
-        blocks, asking = (*own, *recompute.scratch), range(job.end, len(token_ids))
-        chunks = [chunk.positions for chunk in recompute.chunks]
-        paid = self._observer.paid(blocks, asking, chunks) if self._focus_window else None
-        question_attention: list[float] = self._observer.question_attention(
-            token_ids, blocks, asking, paid
-        ).tolist()
-        if paid is None:
-            return question_attention, ()
-        focused = focused_chunks(paid.by_layer, self._focus_window)
-        return question_attention, [
-            chunk for place, chunk in enumerate(chunks) if place not in focused
-        ]
+        own_blocks = job.blocks[: -(-job.end // self._cache.shape.block_size)]
+        scores = self._observer.question_attention(
+            token_ids, (*own_blocks, *recompute.scratch_blocks), range(job.end, len(token_ids))
+        )
+        attention: list[float] = scores.tolist()
+        return attention
 
-    def _blank(self, job: LoadJob, holes: Sequence[range]) -> None:
-        """Put zeros where nothing came: what lies there now may be anything, even no number."""
+    def _write_zeros(self, job: LoadJob, missing: Sequence[range]) -> None:
+        """Write zeros to missing positions, whose blocks may hold anything, even NaN."""
         shape = self._cache.shape
-        for hole in holes:
+        for positions in missing:
             zeros = torch.zeros(
-                (self._cache.num_layers, 2, len(hole), shape.num_kv_heads, shape.head_dim),
+                (self._cache.num_layers, 2, len(positions), shape.num_kv_heads, shape.head_dim),
                 dtype=shape.dtype,
             )
-            self._cache.write(zeros, self._cache.slots(job.blocks, hole.start, hole.stop))
-
-
-def _outcome(mending: _Mending, reason: str) -> LoadOutcome:
-    """Of a load that has been mended, holes and all; of one that failed, what came of it."""
-    job, spent_s = mending.job, time.monotonic() - mending.began
-    if reason:
-        return replace(mending.outcome, reason=reason, recompute_s=spent_s)
-    return replace(
-        mending.outcome,
-        tokens=job.end - job.first,
-        blended=job.end - max(job.first, mending.recompute.exact_end),
-        repaired=mending.repaired,
-        recompute_s=spent_s,
-    )
+            slots = self._cache.slots(job.blocks, positions.start, positions.stop)
+            self._cache.write(zeros, slots)

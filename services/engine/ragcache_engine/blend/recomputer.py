@@ -1,9 +1,10 @@
-"""Recompute chosen tokens of a request through vLLM's own model (Cache-Craft §3.2.1).
+"""Recompute chosen tokens of a request through vLLM's own model (Cache-Craft section 3.2.1).
 
-Each run of consecutive positions passes through the model as a request of its own: its queries are
-the run's tokens, its context all that the real request has before them, in the same blocks. Every
-layer writes the keys and values of all runs before any of them attends, so a run sees what others
-have become. The kernels, masks and scalings are vLLM's: what is right in a prefill is right here.
+Each run of consecutive positions passes through the model as a request of its own. Its queries are
+the run's tokens, its context is all that the real request has before them, in the same blocks.
+Every layer writes the keys and values of all runs before any run attends, so a run attends to the
+recomputed KV of the others. The kernels, masks and scalings are vLLM's: what is correct in a
+prefill is correct here.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from ragcache_engine.blend.model_access import LoadedModel
 from ragcache_engine.blend.prompt_slice import PromptSlice
 
-_NOWHERE = -1
-"""What vLLM pads slots with; its kernels write nothing there."""
+_NO_SLOT = -1
+"""The slot number that vLLM uses for padding. Its kernels write nothing there."""
 
 
 class Recomputer:
-    """Passes of a worker's model between its own. For the worker's main thread only.
+    """Runs passes of a worker's model between the engine's own passes.
 
-    max_tokens, max_runs: bounds of one pass, by what the model was compiled and its buffers made
-    for.
+    Only the worker's main thread may use it. ``max_tokens`` and ``max_runs`` limit one pass: the
+    model was compiled, and its buffers were allocated, for passes of that size.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -42,20 +43,30 @@ class Recomputer:
         *,
         writes: bool = True,
     ) -> torch.Tensor:
-        """Compute the KV of runs of one prompt's positions anew; see ``recompute_slices``."""
+        """Recompute the KV of runs of one prompt's positions; see ``recompute_slices``."""
         return self.recompute_slices([PromptSlice(token_ids, blocks, runs)], writes=writes)
 
-    def recompute_slices(self, parts: Sequence[PromptSlice], *, writes: bool = True) -> torch.Tensor:
-        """Compute the KV of parts of some prompts anew, in place, in one pass.
+    def recompute_slices(
+        self, slices: Sequence[PromptSlice], *, writes: bool = True
+    ) -> torch.Tensor:
+        """Recompute the KV of slices of some prompts, in place, in one pass.
 
-        parts: within max_tokens and max_runs together, of prompts with blocks of their own. Where a
-        selection is larger, passes over its parts in ascending order come to the same: what is
-        later looks at what is earlier, never the other way round.
+        Passes over the parts of a larger selection, in ascending order, have the same result as one
+        pass: a token attends only to tokens before it.
 
-        writes: whether the KV is written; without, that of the runs has to be in place, too, and
-        what a pass is for is to be seen in it.
+        Args:
+            slices: Together at most max_tokens tokens and max_runs runs, of prompts that share no
+                blocks.
+            writes: Whether the pass writes the KV. If not, the blocks must hold the KV of the runs
+                as well. Such a pass serves an ``AttentionHook``.
+
+        Returns:
+            The model's hidden states, one row per position.
+
+        Raises:
+            ValueError: If the slices are empty or exceed one pass.
         """
-        runs = [(part, run) for part in parts for run in part.runs]
+        runs = [(one, run) for one in slices for run in one.runs]
         num_tokens = sum(len(run) for _, run in runs)
         if num_tokens > self.max_tokens or len(runs) > self.max_runs:
             raise ValueError(
@@ -65,29 +76,13 @@ class Recomputer:
         if not num_tokens:
             raise ValueError("there is nothing to recompute")
         model, device = self._model, self._model.device
-        where = torch.tensor([at for _, run in runs for at in run], dtype=torch.int64)
-        slots = torch.cat([part.slots(model.block_size) for part in parts]).to(device)
+        positions = torch.tensor([p for _, run in runs for p in run], dtype=torch.int64)
+        slots = torch.cat([one.slots(model.block_size) for one in slices]).to(device)
         if not writes:
-            slots.fill_(_NOWHERE)
-        starts = torch.tensor([0, *(len(run) for _, run in runs)], dtype=torch.int32).cumsum(0)
-        starts = starts.to(torch.int32)
-        ends = torch.tensor([run.stop for _, run in runs], dtype=torch.int32)
+            slots.fill_(_NO_SLOT)
         metadata = model.metadata_builder.build(
             common_prefix_len=0,
-            common_attn_metadata=CommonAttentionMetadata(
-                query_start_loc=starts.to(device),
-                query_start_loc_cpu=starts,
-                seq_lens=ends.to(device),
-                num_reqs=len(runs),
-                num_actual_tokens=num_tokens,
-                max_query_len=max(len(run) for _, run in runs),
-                max_seq_len=max(run.stop for _, run in runs),
-                block_table_tensor=self._tables(parts).to(device),
-                slot_mapping=slots,
-                causal=True,
-                seq_lens_cpu_upper_bound=ends,
-                is_prefilling=torch.ones(len(runs), dtype=torch.bool),
-            ),
+            common_attn_metadata=self._attention_metadata(slices, slots),
         )
         context = set_forward_context(
             dict.fromkeys(model.layer_names, metadata),
@@ -99,16 +94,40 @@ class Recomputer:
             output: torch.Tensor = model.forward(
                 # The compiled model has dropped its guards: any other type reads garbage.
                 input_ids=torch.tensor(
-                    [part.token_ids[at] for part, run in runs for at in run], dtype=torch.int32
+                    [one.token_ids[p] for one, run in runs for p in run], dtype=torch.int32
                 ).to(device),
-                positions=where.to(device),
+                positions=positions.to(device),
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
         return output
 
-    def _tables(self, parts: Sequence[PromptSlice]) -> torch.Tensor:
-        """A block table for each run, as wide as the widest: int32 [runs, blocks]."""
-        tables = [self._model.kernel_table(part.blocks) for part in parts]
-        wide = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-        return wide.repeat_interleave(torch.tensor([len(part.runs) for part in parts]), dim=0)
+    def _attention_metadata(
+        self, slices: Sequence[PromptSlice], slots: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        """Describe each run to the attention backend as a request of its own."""
+        runs = [run for one in slices for run in one.runs]
+        device = self._model.device
+        starts = torch.tensor([0, *map(len, runs)], dtype=torch.int32).cumsum(0)
+        starts = starts.to(torch.int32)
+        ends = torch.tensor([run.stop for run in runs], dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=ends.to(device),
+            num_reqs=len(runs),
+            num_actual_tokens=sum(map(len, runs)),
+            max_query_len=max(map(len, runs)),
+            max_seq_len=max(run.stop for run in runs),
+            block_table_tensor=self._block_tables(slices).to(device),
+            slot_mapping=slots,
+            causal=True,
+            seq_lens_cpu_upper_bound=ends,
+            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+        )
+
+    def _block_tables(self, slices: Sequence[PromptSlice]) -> torch.Tensor:
+        """Return a block table for each run, as wide as the widest: int32 [runs, blocks]."""
+        tables = [self._model.kernel_table(one.blocks) for one in slices]
+        padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        return padded.repeat_interleave(torch.tensor([len(one.runs) for one in slices]), dim=0)

@@ -17,7 +17,7 @@ from ragcache_engine.kv_cache.value_tensors import native_bytes
 from ragcache_engine.protocol.messages import SaveJob
 from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.values.layout import checksum
-from ragcache_kv.values.outgoing_value import Outgoing, Unfinished
+from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -25,7 +25,7 @@ _LONGEST_COPY_S = 60.0
 """How long to wait for the copies of a pass that has ended."""
 
 
-class StagedValue(Outgoing):
+class StagedValue(OutgoingValue):
     """A value that layers are copied to, and that goes out meanwhile. Safe for several threads.
 
     value: [num_layers, 2, T, num_kv_heads, head_dim], contiguous, CPU.
@@ -39,8 +39,8 @@ class StagedValue(Outgoing):
         self._cost_s: float | None = None
         self._given_up = False
 
-    def wait(self, done: int, deadline: float) -> Sequence[int]:
-        """See Outgoing."""
+    def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
+        """See OutgoingValue."""
         with self._changed:
             self._wait(deadline, done)
             end = done
@@ -48,8 +48,8 @@ class StagedValue(Outgoing):
                 end += 1
             return [self._sums[layer] for layer in range(done, end)]
 
-    def finished(self, deadline: float) -> float:
-        """See Outgoing."""
+    def wait_until_final(self, deadline: float) -> float:
+        """See OutgoingValue."""
         with self._changed:
             self._wait(deadline, None)
             assert self._cost_s is not None
@@ -61,7 +61,7 @@ class StagedValue(Outgoing):
             for layer in range(len(self.value)):
                 with self._changed:
                     self._wait(time.monotonic() + _LONGEST_COPY_S, layer)
-        except Unfinished:
+        except IncompleteValue:
             return None
         return self.value
 
@@ -84,7 +84,7 @@ class StagedValue(Outgoing):
             self._changed.notify_all()
 
     def _wait(self, deadline: float, layer: int | None) -> None:
-        """Wait for a layer, or for the end of the pass. Raises Unfinished."""
+        """Wait for a layer, or for the end of the pass. Raises IncompleteValue."""
 
         def is_complete() -> bool:
             return self._cost_s is not None if layer is None else layer in self._sums
@@ -93,7 +93,7 @@ class StagedValue(Outgoing):
         self._changed.wait_for(lambda: is_complete() or self._given_up, left_s)
         if not is_complete():
             why = "it was given up" if self._given_up else "it was not computed in time"
-            raise Unfinished(f"a value did not become whole: {why}")
+            raise IncompleteValue(f"a value did not become whole: {why}")
 
 
 class LayerStaging:
@@ -126,7 +126,7 @@ class LayerStaging:
             self._broken = True
 
     def take(self, job: SaveJob) -> StagedValue | None:
-        """The value of one of the pass's jobs, once; None: not begun, or taken. To be finished.
+        """The value of one of the pass's jobs, once; None: not begun, or taken. To be wait_until_final.
 
         Layers that nobody has told of are copied now: of a pass that was replayed as one CUDA graph
         all of them are.

@@ -1,4 +1,4 @@
-"""Asks the store what it holds of a prompt, on threads of its own."""
+"""Asks the store which variants of a prompt it has, on background threads."""
 
 from __future__ import annotations
 
@@ -8,138 +8,149 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ragcache_core.blend.selection import ALPHA, Blend, blend
+from ragcache_core.blend.variant_selection import ALPHA, Blend, select_variants
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.plan.prefix_pieces import prefix_pieces
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
-from ragcache_core.store_api import Want
-from ragcache_engine.scheduler.variant_candidates import candidates
-from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore
+from ragcache_core.store_api import LookupKey
+from ragcache_engine.scheduler.variant_candidates import find_candidates
+from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
 from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import Kind, Tracer
+from ragcache_wire.tracing import SpanKind, Tracer
 
-_STORES_SHARE = 0.8
-"""Share of the lookup's deadline that the store gets; the rest is for threads to take turns."""
+_STORE_SHARE = 0.8
+"""Share of the lookup's deadline for the store's answer. Threads take turns in the rest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A store's answer, and what a prompt is put together from, if not of exact variants alone.
+class LookupResult:
+    """The store's answer, and the blend that it allows.
 
-    segments: what was asked for.
+    Args:
+        segments: The segments of the lookup.
+        answer: The store's answer, one entry per segment.
+        blend: How to build the prompt from variants that are not all exact. None: do not blend.
     """
 
     segments: tuple[NamedSegment, ...]
-    answer: ShardedAnswer
+    answer: ShardedLookup
     blend: Blend | None = None
 
     @property
-    def exact(self) -> int:
-        """How many segments, from the first on, are held as exact."""
-        infos = {key: held.info for key, held in self.answer.held().items()}
+    def num_exact(self) -> int:
+        """Return how many leading segments have an exact variant."""
+        infos = {key: entry.info for key, entry in self.answer.held().items()}
         return len(longest_exact_chain(self.segments, infos))
 
     @property
-    def on_disk(self) -> list[VariantKey]:
-        """What is going to be loaded of it, maybe, and is on the store's disk."""
-        held = self.answer.held()
+    def variants_on_disk(self) -> list[VariantKey]:
+        """Return the variants on the store's disk that the request may load."""
+        stored = self.answer.held()
         if self.blend is not None:
             used = [source.variant for source in self.blend.sources]
         else:
-            used = [named.variant for named in self.segments[: self.exact]]
-        return [key for key in used if key in held and held[key].tier is Tier.DISK]
+            used = [named.variant for named in self.segments[: self.num_exact]]
+        return [key for key in used if key in stored and stored[key].tier is Tier.DISK]
 
     @property
-    def may_grow(self) -> bool:
-        """Whether more may be on its way; to a shard that is lost, nothing is."""
+    def may_complete_later(self) -> bool:
+        """Tell whether the store may get the missing variants. A lost shard gets none."""
         lost = any(variants.miss is Miss.LOST for variants in self.answer.variants)
-        return not lost and self.exact < len(self.segments)
+        return not lost and self.num_exact < len(self.segments)
 
 
-class Lookups:
-    """Each begins a lookup and returns at once. traceparent: the span that it is part of, or ""."""
+class LookupExecutor:
+    """Starts lookups on its threads. No method waits for the store."""
 
     def __init__(
         self, client: ShardedStore, space: KVSpace, deadline_s: float, tracer: Tracer | None
     ) -> None:
         self._client = client
         self._space = space
-        self._timeout_s = _STORES_SHARE * deadline_s
+        self._timeout_s = _STORE_SHARE * deadline_s
         self._tracer = tracer or Tracer()
         self._pool = ThreadPoolExecutor(2, "ragcache-lookup")
-        self._prefetches = ThreadPoolExecutor(1, "ragcache-prefetch")  # no lookup waits for one
-        self.can_blend = False
-        # Connects now, so that the first visitor does not wait for it; an outage is no matter here.
+        # A thread of its own, so that no lookup waits for a prefetch.
+        self._prefetch_pool = ThreadPoolExecutor(1, "ragcache-prefetch")
+        self.blending_enabled = False
+        # Connect now, so that the first request does not wait for it. The result does not matter.
         self._pool.submit(client.connect, deadline_s)
 
-    def planned(
+    def start_planned(
         self, plan: ReusePlan, segments: tuple[NamedSegment, ...], traceparent: str
-    ) -> Future[Found]:
-        """Of segments that are named already."""
-        return self._begin(plan, lambda: segments, traceparent)
+    ) -> Future[LookupResult]:
+        """Start a lookup of a plan's segments."""
+        return self._start(plan, lambda: segments, traceparent)
 
-    def plain(self, plan: ReusePlan, token_ids: Sequence[int], traceparent: str) -> Future[Found]:
-        """Of the whole pieces of a prompt, which are named on the lookup's thread."""
+    def start_plain(
+        self, plan: ReusePlan, token_ids: Sequence[int], traceparent: str
+    ) -> Future[LookupResult]:
+        """Start a lookup of a prompt's pieces. The lookup's thread hashes the tokens."""
         space, domain = self._space, plan.domain
-        return self._begin(plan, lambda: prefix_pieces(space, domain, token_ids), traceparent)
+        return self._start(plan, lambda: prefix_pieces(space, domain, token_ids), traceparent)
 
-    def prefetch(self, lookup: Future[Found]) -> None:
-        """Have the store bring what an ended lookup found on disk into memory, in the background.
+    def prefetch(self, lookup: Future[LookupResult]) -> None:
+        """Ask the store to promote what a finished lookup found on disk, in the background.
 
-        A hint: nobody waits for it, and whatever goes wrong is no matter.
+        This is a hint: the connector does not wait for it and ignores its errors.
         """
         if lookup.cancelled() or lookup.exception() is not None:
             return
-        if on_disk := lookup.result().on_disk:
-            with contextlib.suppress(RuntimeError):  # no thread can be started, say
-                self._prefetches.submit(self._client.prefetch, on_disk, self._timeout_s)
+        if on_disk := lookup.result().variants_on_disk:
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                self._prefetch_pool.submit(self._client.prefetch, on_disk, self._timeout_s)
 
     def close(self) -> None:
-        """Stop asking."""
-        for pool in (self._pool, self._prefetches):
+        """Stop the threads and close the client."""
+        for pool in (self._pool, self._prefetch_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _begin(
+    def _start(
         self,
         plan: ReusePlan,
-        named: Callable[[], tuple[NamedSegment, ...]],
+        make_segments: Callable[[], tuple[NamedSegment, ...]],
         traceparent: str,
-    ) -> Future[Found]:
-        def traced() -> Found:
+    ) -> Future[LookupResult]:
+        def run() -> LookupResult:
             parent = metadata(traceparent)
-            with self._tracer.below("lookup", parent, Kind.INTERNAL) as trace, trace.current():
-                found = self._find(named(), plan)
-                held = sum(1 for variants in found.answer.variants if variants.held)
-                trace.set(segments=len(found.segments), held=held, blend=found.blend is not None)
-                return found
+            with self._tracer.start_child_of("lookup", parent, SpanKind.INTERNAL) as span, span.current():
+                result = self._look_up(make_segments(), plan)
+                num_held = sum(1 for variants in result.answer.variants if variants.held)
+                span.set(
+                    segments=len(result.segments),
+                    held=num_held,
+                    blend=result.blend is not None,
+                )
+                return result
 
         try:
-            return self._pool.submit(traced)
-        except RuntimeError as error:  # no thread can be started, or the engine is ending
-            failed: Future[Found] = Future()
+            return self._pool.submit(run)
+        except RuntimeError as error:  # no thread can be started, or the engine is shutting down
+            failed: Future[LookupResult] = Future()
             failed.set_exception(error)
             return failed
 
-    def _find(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> Found:
+    def _look_up(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> LookupResult:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = self._timeout_s
-        if not (plan.blends and self.can_blend):
-            wants = [Want.of(named.variant) for named in segments]
+        if not (plan.blends and self.blending_enabled):
+            wants = [LookupKey.of(named.variant) for named in segments]
             answer = self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=plan.domain)
-            return Found(segments, answer)
-        ends = time.monotonic() + timeout_s
+            return LookupResult(segments, answer)
+        deadline = time.monotonic() + timeout_s
         wants = [
-            Want(named.variant.chunk)
+            LookupKey(named.variant.chunk)
             if named.segment.action is Action.BLEND
-            else Want.of(named.variant)
+            else LookupKey.of(named.variant)
             for named in segments
         ]
         answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)
-        held = candidates(self._client, segments, answer, plan.domain, ends - time.monotonic())
-        exact = Found(segments, answer).exact
+        left_s = deadline - time.monotonic()
+        candidates = find_candidates(self._client, segments, answer, plan.domain, left_s)
+        num_exact = LookupResult(segments, answer).num_exact
         alpha = ALPHA if plan.alpha is None else plan.alpha
-        found = blend(segments, exact, held, plan.budget, alpha)
-        return Found(segments, answer, found if found.approximate else None)
+        chosen = select_variants(segments, num_exact, candidates, plan.recompute_share, alpha)
+        return LookupResult(segments, answer, chosen if chosen.approximate else None)

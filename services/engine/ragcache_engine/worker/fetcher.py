@@ -13,11 +13,15 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Codec, Miss
 from ragcache_engine.kv_cache.chunk_pool import concatenate_pieces
-from ragcache_engine.kv_cache.incoming_value import IncomingValue, EncodedValue, NativeValue, ValueSource
+from ragcache_engine.kv_cache.incoming_value import (
+    EncodedValue,
+    IncomingValue,
+    NativeValue,
+    ValueSource,
+)
 from ragcache_engine.kv_cache.value_tensors import decode, matches_space
-from ragcache_engine.protocol.messages import LoadJob, VariantSpan
-from ragcache_engine.telemetry.request_records import reason
-from ragcache_engine.tiers.local_tiers import OfferedValue, TierRead, LocalTiers
+from ragcache_engine.protocol.messages import LoadJob, VariantSpan, miss_reason
+from ragcache_engine.tiers.local_tiers import LocalTiers, OfferedValue, TierRead
 from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import value_bytes
@@ -58,7 +62,7 @@ class _Answers:
             pass
 
     def _read(self) -> bool:
-        key, answer = next(self._stream, (None, Miss.LATE))
+        key, answer = next(self._stream, (None, Miss.TIMED_OUT))
         if key is None:
             return False
         if key != next(self._order, None):
@@ -166,10 +170,10 @@ class Fetcher:
     ) -> IncomingValue:
         mended = job.can_recompute(span)
         if isinstance(stored, Miss):
-            return IncomingValue(span, None, reason=reason(stored), mended=mended)
+            return IncomingValue(span, None, reason=miss_reason(stored), mended=mended)
         if not (mended or stored.info.serves_exact):
             # It was when it was looked up; since then it has been held with a loss.
-            return IncomingValue(span, None, reason=reason(Miss.OTHER_PRECISION))
+            return IncomingValue(span, None, reason=miss_reason(Miss.OTHER_PRECISION))
         if span.base_position not in (None, stored.info.base_position):
             return IncomingValue(span, None, reason="other position", mended=mended)
         num_tokens, size = span.end - span.start, len(stored.value)

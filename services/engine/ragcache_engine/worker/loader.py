@@ -15,11 +15,11 @@ from ragcache_core.errors import RagCacheError
 from ragcache_engine.kv_cache.incoming_value import IncomingValue
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, VariantSpan
 from ragcache_engine.threads import unpinned_pool
-from ragcache_engine.tiers.local_tiers import OfferedValue, LocalTiers
+from ragcache_engine.tiers.local_tiers import LocalTiers, OfferedValue
 from ragcache_engine.worker.fetcher import Fetcher, share_values
 from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import NO_SPAN, Kind, Tracer
-from ragcache_wire.tracing import VariantSpan as TraceSpan
+from ragcache_wire.tracing import NO_SPAN, SpanKind, Tracer
+from ragcache_wire.tracing import Span as TraceSpan
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -68,7 +68,7 @@ class _Load:
 
     def lose(self, span: VariantSpan, reason: str) -> None:
         """The next span has not come, and is to be mended."""
-        self.lost.append(range(*self.job.part(span)))
+        self.lost.append(range(*self.job.written_range(span)))
         self.missing_reasons[reason] += 1
         self.spans_done += 1
 
@@ -119,7 +119,7 @@ class Loader:
         groups: list[list[_Load]] = []
         for job in jobs:
             load = _Load(job, time.monotonic())
-            load.trace = self._tracer.below("load", metadata(job.traceparent), Kind.INTERNAL)
+            load.trace = self._tracer.start_child_of("load", metadata(job.traceparent), SpanKind.INTERNAL)
             self._loads[job.request_id] = load
             alike = (group for group in groups if share_values(group[0].job, job))
             if (group := next(alike, None)) is not None:
@@ -181,7 +181,7 @@ class Loader:
                 load.cancelled.set()
                 return self._given_up(load, "load late")
             span = arrival.span
-            start, end = load.job.part(span)
+            start, end = load.job.written_range(span)
             if arrival.source is None:
                 if not arrival.mended:
                     return self._given_up(load, arrival.reason)
@@ -205,7 +205,7 @@ class Loader:
         """
         job, left = load.job, load.job.spans[load.spans_done :]
         approximate = [span for span in job.spans[: load.spans_done] if job.can_recompute(span)]
-        came = sum(len(range(*job.part(span))) for span in approximate) - sum(map(len, load.lost))
+        came = sum(len(range(*job.written_range(span))) for span in approximate) - sum(map(len, load.lost))
         if came <= 0 or not all(job.can_recompute(span) for span in left):
             return self._outcome(load, left[0], reason)
         for span in left:
@@ -226,7 +226,7 @@ class Loader:
             reason,
             tuple(load.lost),
             missing_reasons=load.missing_reasons,
-            late=bool(reason or load.lost) and seconds > _LATE * load.job.deadline_s,
+            timed_out=bool(reason or load.lost) and seconds > _LATE * load.job.deadline_s,
             values_by_tier=load.values_by_tier,
             bytes_by_tier=load.bytes_by_tier,
         )

@@ -20,9 +20,9 @@ from ragcache_engine.protocol.messages import SaveJob
 from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_parts
-from ragcache_kv.values.outgoing_value import Outgoing, Unfinished, Whole
+from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.trace_context import metadata
-from ragcache_wire.tracing import Kind, Tracer
+from ragcache_wire.tracing import SpanKind, Tracer
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -80,13 +80,13 @@ class Saver:
         """
         variant = self._variant(job)
 
-        def whole() -> Outgoing:
+        def whole() -> OutgoingValue:
             raw = native_bytes(native())
-            return Whole.summed_up(raw, variant.part_bytes, cost_s())
+            return ReadyValue.with_checksums(raw, variant.part_bytes, cost_s())
 
         self._submit(job, variant, whole)
 
-    def stream(self, job: SaveJob, value: Outgoing) -> None:
+    def stream(self, job: SaveJob, value: OutgoingValue) -> None:
         """Take a value that is being computed, to send what there is of it; returns at once."""
         self._submit(job, self._variant(job), lambda: value)
 
@@ -107,7 +107,7 @@ class Saver:
             shape=None,
             part_bytes=(len(raw),),
         )
-        self._submit(job, variant, lambda: Whole.summed_up(raw, variant.part_bytes, cost_s))
+        self._submit(job, variant, lambda: ReadyValue.with_checksums(raw, variant.part_bytes, cost_s))
 
     def close(self) -> None:
         """Drop what has not been sent."""
@@ -123,7 +123,7 @@ class Saver:
             value_format=FORMAT,
         )
 
-    def _submit(self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing]) -> None:
+    def _submit(self, job: SaveJob, variant: NewVariant, make: Callable[[], OutgoingValue]) -> None:
         begins = time.monotonic() + self._head_start_s
         with self._lock:
             self._pending[variant.key] = variant.info.num_bytes
@@ -135,20 +135,20 @@ class Saver:
             raise
 
     def _save(
-        self, job: SaveJob, variant: NewVariant, make: Callable[[], Outgoing], begins: float
+        self, job: SaveJob, variant: NewVariant, make: Callable[[], OutgoingValue], begins: float
     ) -> None:
         num_tokens = job.info.num_tokens
         name = "save" if variant.key == job.span.variant else "save observation"
         try:
             time.sleep(max(0.0, begins - time.monotonic()))
-            trace = self._tracer.below(name, metadata(job.traceparent), Kind.INTERNAL)
+            trace = self._tracer.start_child_of(name, metadata(job.traceparent), SpanKind.INTERNAL)
             with trace, trace.current():
                 outcome = self._put(job, variant, make())
                 num_bytes = variant.info.num_bytes
                 trace.set(tokens=num_tokens, bytes=num_bytes, outcome=outcome.value)
             if outcome is PutOutcome.DELETED:
                 log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
-        except Unfinished as error:
+        except IncompleteValue as error:
             log.info("a variant of %d tokens was not saved: %s", num_tokens, error)
         except RagCacheError as error:
             log.warning("a variant of %d tokens was not saved: %s", num_tokens, error)
@@ -158,14 +158,14 @@ class Saver:
             with self._lock:
                 del self._pending[variant.key]
 
-    def _put(self, job: SaveJob, variant: NewVariant, value: Outgoing) -> PutOutcome:
+    def _put(self, job: SaveJob, variant: NewVariant, value: OutgoingValue) -> PutOutcome:
         try:
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)
-        except (Unfinished, Unavailable) as error:
-            if isinstance(value, Whole):
+        except (IncompleteValue, Unavailable) as error:
+            if isinstance(value, ReadyValue):
                 raise
             # The pass took longer than a put may, or the store was away or full meanwhile.
-            value.finished(time.monotonic() + _LONGEST_PASS_S)
+            value.wait_until_final(time.monotonic() + _LONGEST_PASS_S)
             if isinstance(error, Unavailable):
                 time.sleep(min(error.retry_after_s, _LONGEST_PAUSE_S))
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)

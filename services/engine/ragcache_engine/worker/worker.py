@@ -16,6 +16,7 @@ from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, Recomput
 from ragcache_engine.config import EngineConfig
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
+from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import (
@@ -33,7 +34,6 @@ from ragcache_engine.worker.compute_costs import ComputeCosts
 from ragcache_engine.worker.fetcher import Fetcher
 from ragcache_engine.worker.loader import Loader
 from ragcache_engine.worker.saver import Saver
-from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.tracing import Tracer
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Work that engines do in idle windows: precomputing chunks and quality trials."""

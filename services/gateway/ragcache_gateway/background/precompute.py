@@ -43,7 +43,7 @@ from ragcache_gateway.engines.pool import Engines
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 from ragcache_wire.v1 import engine_pb2
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Precompute:
         idle: IdleTime,
         store: AsyncShardedStore,
         metrics: Metrics,
-        plan_keys: PlanKeys | None,
+        plan_keys: SigningKeys | None,
     ) -> None:
         self._target = target
         self._prompts = prompts

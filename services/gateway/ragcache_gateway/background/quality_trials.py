@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-from ragcache_core.blend.selection import ALPHA
+from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import plan_blend, plan_compute
@@ -32,7 +32,7 @@ from ragcache_gateway.engines.completion import PART, transfer_params
 from ragcache_gateway.engines.pool import Engines
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.v1 import engine_pb2
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class QualityTrials:
         engines: Engines,
         idle: IdleTime,
         metrics: Metrics,
-        plan_keys: PlanKeys | None,
+        plan_keys: SigningKeys | None,
     ) -> None:
         self._control = QualityController(quality, budget)
         self._quality = quality

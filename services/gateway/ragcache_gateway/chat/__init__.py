@@ -1,1 +1,1 @@
-"""TODO."""
+"""A question from request to answer. ``pipeline`` shows the way in order."""

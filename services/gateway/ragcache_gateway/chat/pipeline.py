@@ -43,7 +43,7 @@ from ragcache_gateway.status.metrics import Metrics
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.tracing import Tracer, current_span
 from ragcache_wire.v1 import engine_pb2
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class Answerer:
         trials: QualityTrials | None,
         metrics: Metrics,
         tracer: Tracer,
-        plan_keys: PlanKeys | None,
+        plan_keys: SigningKeys | None,
         answered: Answered | None,
     ) -> None:
         self._model = model
@@ -217,7 +217,7 @@ class Answerer:
         if self._trials is not None:
             reuse = self._trials.settle(reuse)
         try:
-            with self._tracer.within("retrieve") as span, span.current():
+            with self._tracer.start_child("retrieve") as span, span.current():
                 retrieved = await retrieve(
                     self._retriever, options.collection, conversation.question, options.top_k
                 )
@@ -226,7 +226,7 @@ class Answerer:
             raise in_rest_terms(error, _field_names(request)) from error
 
         before = time.perf_counter()
-        with self._tracer.within("tokenize") as span:
+        with self._tracer.start_child("tokenize") as span:
             prompt = await asyncio.get_running_loop().run_in_executor(
                 self._tokenizing,
                 self._prompts.build,

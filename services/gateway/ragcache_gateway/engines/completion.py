@@ -1,45 +1,62 @@
-"""The engine's completions: what is asked of it, and what its events say."""
+"""The engines' completions API: request bodies, and what events and errors say."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
-from ragcache_gateway.chat.schema import ChatRequest, Usage
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 PART = "engine"
 
-_PASSED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop")
-
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """More of the answer. finish_reason: set on the last piece."""
+class TextDelta:
+    """The next text of an answer. The last one has a finish reason."""
 
     text: str
     finish_reason: str | None
 
 
+class PromptTokensDetails(BaseModel):
+    """How many prompt tokens the engine did not compute."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(BaseModel):
+    """Tokens as the engine counted them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
 def completion_body(
-    request: ChatRequest,
+    sampling: Mapping[str, Any],
     *,
     model: str,
     token_ids: Sequence[int],
     max_tokens: int,
     plan: ReusePlan,
-    plan_keys: PlanKeys | None,
+    plan_keys: SigningKeys | None,
     cache_salt: str | None,
 ) -> dict[str, Any]:
-    """Body for the engine's ``/v1/completions``.
+    """Make the body for the engine's ``/v1/completions``.
 
-    Only what is named here reaches the engine. It always streams, so that the time of the first
-    token is known. cache_salt: keeps this prompt apart in the engine's own prefix cache.
+    The completion always streams, so that the gateway can measure the time of the first token.
+
+    Args:
+        sampling: Fields of the client's request that the engine gets as they are.
+        cache_salt: Separates this prompt in the engine's own prefix cache; None: not separated.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -48,39 +65,41 @@ def completion_body(
         "stream": True,
         "stream_options": {"include_usage": True},
         "kv_transfer_params": transfer_params(plan, token_ids, plan_keys),
+        **sampling,
     }
-    for name in _PASSED:
-        value = getattr(request, name)
-        if value is not None:
-            body[name] = value
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
 
 
 def transfer_params(
-    plan: ReusePlan, token_ids: Sequence[int], keys: PlanKeys | None
+    plan: ReusePlan, token_ids: Sequence[int], keys: SigningKeys | None
 ) -> dict[str, Any]:
-    """A completion's kv_transfer_params: the plan for the prompt token_ids, sealed if with keys."""
-    said = plan.to_json()
+    """Make a completion's kv_transfer_params: the plan for a prompt, signed if there are keys."""
+    plan_json = plan.to_json()
     if keys is None:
-        return {"ragcache": said}
-    return {"ragcache": said, SIGNATURE_FIELD: sign(said, token_ids, keys.current()[0])}
+        return {"ragcache": plan_json}
+    signature = sign(plan_json, token_ids, keys.current()[0])
+    return {"ragcache": plan_json, SIGNATURE_FIELD: signature}
 
 
 def probe_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Body that asks for one token, to see whether the engine answers."""
+    """Make a body that asks for one token, to test whether an engine answers."""
     return {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0}
 
 
-def read_event(data: bytes) -> list[Piece | Usage]:
-    """What one event says. Raises Unavailable for an error, or for what cannot be read."""
+def parse_event(data: bytes) -> list[TextDelta | Usage]:
+    """Parse the data of one event.
+
+    Raises:
+        Unavailable: The event is an error of the engine, or not readable.
+    """
     try:
         event = json.loads(data)
         if "error" in event:
             raise Unavailable(PART, _error_message(event))
-        found: list[Piece | Usage] = [
-            Piece(str(choice.get("text") or ""), choice.get("finish_reason"))
+        found: list[TextDelta | Usage] = [
+            TextDelta(str(choice.get("text") or ""), choice.get("finish_reason"))
             for choice in event.get("choices", ())
         ]
         if event.get("usage"):
@@ -90,8 +109,8 @@ def read_event(data: bytes) -> list[Piece | Usage]:
     return found
 
 
-def refusal(status: int, body: bytes) -> RagCacheError:
-    """The error behind an answer of the engine that is not 200."""
+def error_from_response(status: int, body: bytes) -> RagCacheError:
+    """Return the error that a response other than 200 stands for."""
     try:
         message = _error_message(json.loads(body))
     except ValueError:

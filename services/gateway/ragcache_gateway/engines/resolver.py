@@ -1,4 +1,4 @@
-"""The addresses behind an engine's name: a headless Service's name stands for all of its pods."""
+"""Resolves an engine's host name: a headless Service's name has an address for each pod."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ _NO_SUCH_NAME = {socket.EAI_NONAME, socket.EAI_NODATA}
 
 
 async def resolve(host: str, port: int) -> tuple[str, ...] | None:
-    """IP addresses of host, sorted; none if there is no such name.
+    """Return the IP addresses of a host, sorted; empty if there is no such name.
 
-    None if nobody could say, which is no reason to believe that those known before are gone. Of a
-    host with addresses of both families only the older one's, or it would count twice.
+    A host with addresses of both families counts with its IPv4 addresses only, or each engine
+    would count twice.
+
+    Returns:
+        None if the lookup failed. The addresses known before may still be valid then.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -21,7 +24,7 @@ async def resolve(host: str, port: int) -> tuple[str, ...] | None:
         return () if error.errno in _NO_SUCH_NAME else None
     except OSError:
         return None
-    except UnicodeError:  # a name that cannot be, such as one with an empty label
+    except UnicodeError:  # an impossible name, such as one with an empty label
         return ()
     for family in (socket.AF_INET, socket.AF_INET6):
         addresses = {str(address[0]) for kind, *_, address in found if kind == family}
@@ -31,5 +34,5 @@ async def resolve(host: str, port: int) -> tuple[str, ...] | None:
 
 
 def host_and_port(address: str, port: int) -> str:
-    """An IP address and a port as one text."""
+    """Join an IP address and a port to ``host:port``."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

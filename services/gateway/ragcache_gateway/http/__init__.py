@@ -1,1 +1,1 @@
-"""TODO."""
+"""The REST interface: routes, middleware, error bodies and streams."""

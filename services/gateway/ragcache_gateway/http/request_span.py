@@ -32,7 +32,7 @@ class Traced:
             await self._app(scope, receive, send)
             return
         method = scope["method"]
-        span = self._tracer.request(method, _headers(scope))
+        span = self._tracer.start_request(method, _headers(scope))
         if not span.is_recording:
             await self._app(scope, receive, send)
             return

@@ -9,19 +9,19 @@ from jinja2 import TemplateError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, CHUNKS_PLACEHOLDER, Prompt, assemble
-from ragcache_gateway.prompts.passages import Passage, by_document, fit
 from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.passages import Passage, fit_to_budget, group_by_document
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_CHARS_PER_TOKEN = 16
-"""No ordinary text has more. What has more characters than this allows for cannot fit the model,
-and is not worth the seconds its tokenization would take from everybody else."""
+"""No ordinary text has more characters per token. Longer messages cannot fit the model, and
+tokenizing them would block the tokenizer for other requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Token ids before the chunks and after them."""
+class TemplateFrame:
+    """Token ids of the rendered chat template before the chunks and after them."""
 
     head: Sequence[int]
     tail: Sequence[int]
@@ -29,7 +29,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPrompt:
-    """A prompt, the passages in it and how many tokens the answer may have."""
+    """A prompt, the passages in it, and how many tokens the answer may have."""
 
     prompt: Prompt
     passages: tuple[Passage, ...]
@@ -37,10 +37,13 @@ class AnswerPrompt:
 
 
 class PromptBuilder:
-    """Builds prompts for one model. Not for several threads at once (its tokenizer is not).
+    """Builds prompts for one model. Not safe for several threads, because its tokenizer is not.
 
-    max_model_len: tokens of prompt and answer together. default_max_tokens: length of an answer
-    for which nobody asks another; a quarter of max_model_len if that is less.
+    Args:
+        max_model_len: Most tokens of prompt and answer together.
+        default_max_tokens: Length of an answer for which the client sets none; at most a quarter
+            of max_model_len.
+        cache_bytes: Capacity of the cache of chunks' token ids.
     """
 
     def __init__(
@@ -60,43 +63,34 @@ class PromptBuilder:
     def build(
         self, conversation: Conversation, hits: Sequence[pb.Hit], max_tokens: int | None
     ) -> AnswerPrompt:
-        """The prompt for an answer of at most max_tokens, with as many documents as fit.
+        """Build the prompt with as many documents as fit beside the messages and the answer.
 
-        Raises InvalidInput if the messages leave no room for them.
+        Raises:
+            InvalidInput: The messages leave no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        if max_tokens >= self._max_model_len:
-            raise InvalidInput(
-                "max_tokens",
-                f"is {max_tokens}, and question and answer together have {self._max_model_len}",
-                "lower it",
-            )
-        num_chars = conversation.num_chars()
-        if num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
-            raise InvalidInput(
-                "messages",
-                f"have {num_chars} characters, far more than the {self._max_model_len} tokens of "
-                "the model",
-                "shorten them",
-            )
+        self._check_length(conversation, max_tokens)
         frame = self.frame(conversation)
-        fixed = len(frame.head) + len(frame.tail)
-        budget = self._max_model_len - max_tokens - fixed
-        if budget < 0:
+        frame_tokens = len(frame.head) + len(frame.tail)
+        budget_tokens = self._max_model_len - max_tokens - frame_tokens
+        if budget_tokens < 0:
             raise InvalidInput(
                 "messages",
-                f"take {fixed} tokens, which with {max_tokens} for the answer is more than the "
-                f"{self._max_model_len} of the model",
+                f"take {frame_tokens} tokens, which with {max_tokens} for the answer is more than "
+                f"the {self._max_model_len} of the model",
                 "shorten them or lower max_tokens",
             )
-        passages = fit(by_document(hits), lambda text: len(self._chunks.get(text)), budget)
+        passages = fit_to_budget(
+            group_by_document(hits), lambda text: len(self._chunks.get(text)), budget_tokens
+        )
         chunks = [self._chunks.get(passage.chunk.text) for passage in passages]
         return AnswerPrompt(assemble(frame.head, chunks, frame.tail), tuple(passages), max_tokens)
 
-    def frame(self, conversation: Conversation) -> Frame:
-        """The chat template around the chunks.
+    def frame(self, conversation: Conversation) -> TemplateFrame:
+        """Render the chat template and tokenize what comes before and after the chunks.
 
-        Raises InvalidInput if the template does not take this conversation.
+        Raises:
+            InvalidInput: The template does not accept this conversation.
         """
         system = f"{conversation.system}\n\n{CHUNKS_PLACEHOLDER}"
         messages = [
@@ -121,16 +115,32 @@ class PromptBuilder:
                 "has a chat template that does not write the system message once",
                 "name a model whose chat template takes a system message",
             )
-        return Frame(self._encode(parts[0]), self._encode(parts[1]))
+        return TemplateFrame(self._encode(parts[0]), self._encode(parts[1]))
 
     def encode_chunk(self, text: str) -> list[int]:
-        """Token ids of a chunk by itself, with the separator that follows it.
+        """Tokenize a chunk by itself, with the separator that follows it.
 
-        Text of a document that spells a special token stays text: a document must not be able to
-        end the system prompt and speak as somebody else.
+        Text that spells a special token stays ordinary text. Otherwise a document could end the
+        system prompt and add messages of its own.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return [*ids, *self._separator]
+
+    def _check_length(self, conversation: Conversation, max_tokens: int) -> None:
+        if max_tokens >= self._max_model_len:
+            raise InvalidInput(
+                "max_tokens",
+                f"is {max_tokens}, and question and answer together have {self._max_model_len}",
+                "lower it",
+            )
+        num_chars = conversation.num_chars()
+        if num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
+            raise InvalidInput(
+                "messages",
+                f"have {num_chars} characters, far more than the {self._max_model_len} tokens of "
+                "the model",
+                "shorten them",
+            )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)

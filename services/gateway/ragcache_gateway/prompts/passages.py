@@ -1,23 +1,21 @@
-"""Which retrieved chunks a prompt holds, and in what order."""
+"""Which retrieved chunks a prompt contains, and in what order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.chat.schema import Citation
 from ragcache_wire.v1 import retriever_pb2 as pb
-
-PREVIEW_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
     """A chunk for the prompt.
 
-    rank: of the best hit that brought it, from 0. score: of the hit it is; None for a chunk that
-    only came along in a hit's window.
+    Args:
+        rank: Rank of the best hit whose window has the chunk, from 0.
+        score: Score of the chunk's own hit; None for a chunk that only is in a hit's window.
     """
 
     chunk: pb.Chunk
@@ -25,11 +23,11 @@ class Passage:
     score: float | None
 
 
-def by_document(hits: Sequence[pb.Hit]) -> list[list[Passage]]:
-    """Passages of each document in document order; documents by the rank of their best hit.
+def group_by_document(hits: Sequence[pb.Hit]) -> list[list[Passage]]:
+    """Group hits and their windows by document, ordered by each document's best hit.
 
-    The chunks of a document stay together, so that what a later one calls "it" stands before it;
-    one that several hits bring is there once.
+    Passages of a document are in document order, so that what a later chunk refers to comes before
+    it. A chunk in several windows appears once.
     """
     documents: dict[str, dict[int, Passage]] = {}
     for rank, hit in enumerate(hits):
@@ -43,67 +41,46 @@ def by_document(hits: Sequence[pb.Hit]) -> list[list[Passage]]:
     return [[passages[n] for n in sorted(passages)] for passages in documents.values()]
 
 
-def fit(
+def fit_to_budget(
     documents: Sequence[Sequence[Passage]], num_tokens: Callable[[str], int], budget_tokens: int
 ) -> list[Passage]:
-    """Passages in prompt order whose tokens fit the budget.
+    """Select the passages that fit the budget, in prompt order.
 
-    Whole documents go first, the lowest-ranked before the others. A document left alone and still
-    too long loses window chunks, then hits, the lowest-ranked first. Raises InvalidInput if not
-    even its best chunk fits.
+    Whole documents are dropped first, from the lowest rank. If the last one left is still too
+    long, it loses window chunks and then hits, from the lowest rank.
+
+    Raises:
+        InvalidInput: Not even the best chunk fits.
     """
     sizes = [[num_tokens(passage.chunk.text) for passage in document] for document in documents]
-    kept = len(documents)
-    total = sum(map(sum, sizes))
-    while kept > 1 and total > budget_tokens:
-        kept -= 1
-        total -= sum(sizes[kept])
-    if total <= budget_tokens:
-        return [passage for document in documents[:kept] for passage in document]
-    return _best_of(documents[0], sizes[0], budget_tokens)
+    num_documents = len(documents)
+    total_tokens = sum(map(sum, sizes))
+    while num_documents > 1 and total_tokens > budget_tokens:
+        num_documents -= 1
+        total_tokens -= sum(sizes[num_documents])
+    if total_tokens <= budget_tokens:
+        return [passage for document in documents[:num_documents] for passage in document]
+    return _best_passages(documents[0], sizes[0], budget_tokens)
 
 
-def _best_of(
+def _best_passages(
     document: Sequence[Passage], sizes: Sequence[int], budget_tokens: int
 ) -> list[Passage]:
-    def worth(index: int) -> tuple[bool, int, int]:
+    def importance(index: int) -> tuple[bool, int, int]:
         passage = document[index]
         return passage.score is None, passage.rank, passage.chunk.ordinal
 
-    kept = []
-    total = 0
-    for index in sorted(range(len(document)), key=worth):
-        total += sizes[index]
-        if total > budget_tokens:
+    selected = []
+    total_tokens = 0
+    for index in sorted(range(len(document)), key=importance):
+        total_tokens += sizes[index]
+        if total_tokens > budget_tokens:
             break
-        kept.append(index)
-    if not kept:
+        selected.append(index)
+    if not selected:
         raise InvalidInput(
             "max_tokens",
-            f"leaves {budget_tokens} tokens for documents, and the best chunk has {total}",
+            f"leaves {budget_tokens} tokens for documents, and the best chunk has {total_tokens}",
             "lower it, shorten the messages or make the collection's chunks smaller",
         )
-    return [document[index] for index in sorted(kept)]
-
-
-def citations(passages: Iterable[Passage]) -> list[Citation]:
-    """The hits among the passages, best first."""
-    hits = [p for p in passages if p.score is not None]
-    hits.sort(key=lambda p: -(p.score or 0.0))
-    return [
-        Citation(
-            document_id=p.chunk.document_id,
-            title=p.chunk.title,
-            chunk=p.chunk.id,
-            heading_path=list(p.chunk.heading_path),
-            score=round(p.score or 0.0, 6),
-            text_preview=preview(p.chunk.text),
-        )
-        for p in hits
-    ]
-
-
-def preview(text: str) -> str:
-    """The beginning of a text on one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= PREVIEW_CHARS else line[: PREVIEW_CHARS - 1] + "…"
+    return [document[index] for index in sorted(selected)]

@@ -1,4 +1,4 @@
-"""How stored KV is used for an answer: what the platform is set to, unless the request asks."""
+"""How an answer may use stored KV: as its request says, or as the platform is set."""
 
 from __future__ import annotations
 
@@ -7,63 +7,82 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, plan_blend, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_gateway.chat.schema import RagCacheOptions
+from ragcache_gateway.prompts.served_model import ServedModel
+
+Mode = Literal["exact", "blend", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
-    """Which stored KV stands for a computation.
+class ReuseMode:
+    """Which stored KV may replace computation.
 
-    max_recompute: share, in [0, 1], of the tokens taken from other prefixes (``blend``) that may be
-    computed anew at most. alpha, trial: as of ``ReusePlan``; nobody asks for them by a request.
+    Args:
+        max_recompute_share: Most that ``blend`` recomputes, as a share in [0, 1] of the tokens
+            taken from after other prefixes.
+        alpha: As in ``ReusePlan``; set by quality trials, never by a request.
+        trial: As in ``ReusePlan``; set by quality trials, never by a request.
     """
 
-    mode: Literal["exact", "blend", "off"]
-    max_recompute: float
+    mode: Mode
+    max_recompute_share: float
     alpha: float | None = None
     trial: bool = False
 
 
-def wanted_reuse(options: RagCacheOptions, default: Reuse) -> Reuse:
-    """What a request asks for; default where it does not say. Raises InvalidInput."""
-    mode = options.reuse or default.mode
-    if options.max_recompute is None:
-        return Reuse(mode, default.max_recompute)
+def requested_reuse(
+    mode: Mode | None, max_recompute_share: float | None, default: ReuseMode
+) -> ReuseMode:
+    """Return how a request wants KV to be reused.
+
+    Args:
+        mode: The request's mode; None for the default.
+        max_recompute_share: The request's share; None for the default.
+
+    Raises:
+        InvalidInput: The request sets a share for a mode that recomputes nothing.
+    """
+    mode = mode or default.mode
+    if max_recompute_share is None:
+        return ReuseMode(mode, default.max_recompute_share)
     if mode != "blend":
         raise InvalidInput(
             "ragcache.max_recompute",
             f"is given, and ragcache.reuse is {mode}",
             "set ragcache.reuse to blend or leave it out",
         )
-    return Reuse(mode, options.max_recompute)
+    return ReuseMode(mode, max_recompute_share)
 
 
 def plan_reuse(
-    reuse: Reuse,
+    reuse: ReuseMode,
     prompt: Prompt,
-    space: KVSpace,
-    domain: str,
-    request: str,
+    model: ServedModel,
+    request_id: str,
     documents: Sequence[str],
     planned_at_ms: int,
 ) -> ReusePlan:
-    """The plan for a prompt; what is not of ``reuse`` as of ``plan_exact``."""
+    """Make the plan that tells an engine which chunks of a prompt it may load.
+
+    Args:
+        documents: Name of each chunk's document (``document_name``).
+        planned_at_ms: Unix time before the chunks were searched for.
+    """
+    space, domain = model.space, model.domain
     match reuse.mode:
         case "off":
-            return plan_compute(prompt, space, domain, request)
+            return plan_compute(prompt, space, domain, request_id)
         case "exact":
-            plan = plan_exact(prompt, space, domain, request, documents, planned_at_ms)
+            plan = plan_exact(prompt, space, domain, request_id, documents, planned_at_ms)
             return replace(plan, trial=reuse.trial)
         case "blend":
             return plan_blend(
                 prompt,
                 space,
                 domain,
-                request,
-                reuse.max_recompute,
+                request_id,
+                reuse.max_recompute_share,
                 documents,
                 planned_at_ms,
                 reuse.alpha,

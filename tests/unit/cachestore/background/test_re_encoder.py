@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ragcache_cachestore.background.re_encoder import Allowance, ReEncodingCandidate, ReEncoder, Pace
 from ragcache_cachestore.background.recoding import native_bytes
 from ragcache_cachestore.incoming_put import IncomingPut
-from ragcache_cachestore.state.leases import Lease
+from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -446,7 +446,7 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
     """Decoded numbers of a value, read as a client does."""
     (lease,) = opened = store.open([key(name)])
     store.note_opened(opened)
-    assert isinstance(lease, Lease)
+    assert isinstance(lease, ReadLease)
     store.release([lease.id])
     held = next(one for one in store.candidates(0.0) if one.key == key(name))
     value = store.read(key(name), held.identity)

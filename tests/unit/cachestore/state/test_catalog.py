@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragcache_cachestore.state.catalog import HALF_LIFE_S, MAX_WASTED_PROMOTIONS, Catalog, CatalogVariant, replaces
 from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
 from ragcache_core.store_api import Deletion
-from tests.helpers.cachestore_parts import key, parts_of
+from tests.helpers.cachestore_parts import key, checksummed_parts
 
 LOSSY = Precision(Codec.INT8)
 
@@ -25,7 +25,7 @@ def variant(number: int, origin: Origin | None = None, **kind: bool) -> CatalogV
         key=key(number),
         identity=number,
         info=about(**({"exact": True, "lossless": True} | kind)),
-        parts=parts_of(b"0123456789"),
+        parts=checksummed_parts(b"0123456789"),
         origin=origin or Origin(),
         shape=None,
         value_format=1,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_cachestore.state.event_feed import EventFeed
-from ragcache_cachestore.state.leases import Leases
+from ragcache_cachestore.state.leases import LeaseTable
 from ragcache_cachestore.state.miss_reasons import MissReasons
 from ragcache_cachestore.state.pins import Pins
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
@@ -52,7 +52,7 @@ def test_watermarks_have_an_order() -> None:
 
 
 def test_leases_hold_what_they_are_of_and_end_in_order() -> None:
-    leases, copy = Leases(), TierCopy((), 10)
+    leases, copy = LeaseTable(), TierCopy((), 10)
     first = leases.grant(variant(1), Tier.MEMORY, copy, 0.0)
     second = leases.grant(variant(1), Tier.DISK, copy, 1.0)
     assert copy.ref_count == 3

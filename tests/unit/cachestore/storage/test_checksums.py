@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragcache_cachestore.storage.checksums import SLICE_BYTES, first_corrupt_part, read_slices
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_core.storage.extents import Extent
-from tests.helpers.cachestore_parts import MIB, parts_of, value
+from tests.helpers.cachestore_parts import MIB, checksummed_parts, value
 
 
 @given(
@@ -23,7 +23,7 @@ from tests.helpers.cachestore_parts import MIB, parts_of, value
 def test_the_first_part_that_changed_is_found(
     raw: bytes, num_parts: int, cuts: list[int], flip: int | None
 ) -> None:
-    parts = parts_of(raw, num_parts)
+    parts = checksummed_parts(raw, num_parts)
     spoilt = bytearray(raw)
     wrong = None
     if flip is not None and flip < len(raw):
@@ -37,7 +37,7 @@ def test_the_first_part_that_changed_is_found(
 
 @given(raw=st.binary(min_size=1, max_size=50), num_parts=st.integers(1, 4))
 def test_a_value_that_ends_too_early_is_wrong(raw: bytes, num_parts: int) -> None:
-    parts = parts_of(raw, num_parts)
+    parts = checksummed_parts(raw, num_parts)
     assert first_corrupt_part(parts, [memoryview(raw)[:-1]]) is not None
 
 

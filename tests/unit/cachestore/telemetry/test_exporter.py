@@ -57,7 +57,7 @@ class Kept:
         tracers.add_span_processor(SimpleSpanProcessor(self.spans))
         meters = MeterProvider([self.reader], shutdown_on_exit=False)
         self.telemetry = ExportingTelemetry(
-            meters, ExportingTracer(tracers, "test", tells_errors=True)
+            meters, ExportingTracer(tracers, "test", exports_errors=True)
         )
 
     def points(self) -> dict[Point, Any]:

@@ -147,9 +147,9 @@ def recompute(*chunks: InfluencedChunk, exact_end: int = 10, budget: int = 0, **
         exact_end=exact_end,
         token_ids=tuple(range(LENGTH)),
         chunks=chunks,
-        holes=given.get("holes", ()),
-        budget=budget,
-        scratch=given.get("scratch", SCRATCH),
+        missing=given.get("holes", ()),
+        recompute_tokens=budget,
+        scratch_blocks=given.get("scratch", SCRATCH),
     )
 
 
@@ -175,7 +175,7 @@ def test_keys_are_turned_from_where_they_were_computed_to_where_they_are_used(
     info = replace(stored.info, base_position=base, provenance=Provenance(exact=False))
     store.values[moved.variant] = replace(stored, info=info)
     outcome = blending.run(job([wanted[0], moved, wanted[2]], recompute(exact_end=10)))
-    assert (outcome.tokens, outcome.blended, outcome.reason) == (120, 110, "")
+    assert (outcome.tokens, outcome.blended_tokens, outcome.reason) == (120, 110, "")
     assert store.asked_exact == [False]
     expected = blending.rotation.rotate_part(tensors[moved.variant], 10 - base)
     assert torch.equal(blending.worker.cache.read(BLOCKS, 10, 50), expected)
@@ -189,7 +189,7 @@ def test_the_tokens_in_most_need_are_computed_anew_and_no_others(blending: Blend
     strong = {20: 5.0, 21: 4.0, 90: 3.0}
     how = recompute(chunk(10, 120, lambda p: strong.get(p, 0.001)), budget=3)
     outcome = blending.run(job(wanted, how))
-    assert outcome.repaired == 3
+    assert outcome.recomputed_tokens == 3
     assert sorted(blending.model.recomputed) == sorted(set(blending.model.recomputed))
     assert {20, 21} <= set(blending.model.recomputed)
     assert [is_computed(blending, p) for p in (19, 20, 21, 60)] == [False, True, True, False]
@@ -203,7 +203,7 @@ def test_the_question_looks_before_anything_is_mended(blending: Blending) -> Non
     # In the request's own blocks up to the context's end, and from there on in scratch.
     assert blending.model.looks == [(range(120, LENGTH), (*BLOCKS[:4], *SCRATCH))]
     assert 77 in blending.model.recomputed
-    assert outcome.repaired == 8
+    assert outcome.recomputed_tokens == 8
 
 
 @pytest.mark.parametrize("focus", [False, True])
@@ -220,7 +220,7 @@ def test_chunks_that_the_question_does_not_look_at_may_be_let_go(focus: bool) ->
     others = set(made.model.recomputed) - own
     assert own <= set(made.model.recomputed)
     assert len(others) == (0 if focus else 30)
-    assert outcome.repaired == 70 + len(others)
+    assert outcome.recomputed_tokens == 70 + len(others)
     made.worker.side.close()
 
 
@@ -234,7 +234,7 @@ def test_what_did_not_come_takes_nothing_of_the_budget(blending: Blending) -> No
     recomputed = blending.model.recomputed
     assert len(blending.model.looks) == 1
     assert set(range(50, 80)) < set(recomputed)
-    assert len(set(recomputed)) == len(recomputed) == outcome.repaired == 40
+    assert len(set(recomputed)) == len(recomputed) == outcome.recomputed_tokens == 40
 
 
 @pytest.mark.parametrize("scratch", [(), SCRATCH])
@@ -244,7 +244,7 @@ def test_a_question_has_no_more_room_than_there_is(
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
     how = replace(recompute(chunk(10, 120), budget=8, scratch=scratch), token_ids=tuple(range(1000)))
-    assert blending.run(job(wanted, how)).repaired == 8
+    assert blending.run(job(wanted, how)).recomputed_tokens == 8
     assert [len(question) for question, _ in blending.model.looks] == [40] * len(scratch)
 
 
@@ -252,7 +252,7 @@ def test_without_a_budget_nothing_is_computed_nor_looked_at(blending: Blending) 
     wanted = spans(10, 120)
     blending.worker.store.fill(wanted)
     outcome = blending.run(job(wanted, recompute(chunk(10, 120))))
-    assert (blending.model.passes, blending.model.looks, outcome.repaired) == ([], [], 0)
+    assert (blending.model.passes, blending.model.looks, outcome.recomputed_tokens) == ([], [], 0)
 
 
 def test_a_chunk_part_of_which_the_engine_holds_itself_may_be_lost(blending: Blending) -> None:
@@ -260,7 +260,7 @@ def test_a_chunk_part_of_which_the_engine_holds_itself_may_be_lost(blending: Ble
     blending.worker.store.fill(wanted)
     blending.worker.store.values[key(1)] = Miss.EVICTED
     outcome = blending.run(job(wanted[1:], recompute(exact_end=32), first=32))
-    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 88, 28)
+    assert (outcome.reason, outcome.tokens, outcome.recomputed_tokens) == ("", 88, 28)
     assert blending.model.recomputed == list(range(32, 60))
 
 
@@ -269,7 +269,7 @@ def test_what_the_engine_holds_itself_is_never_computed_anew(blending: Blending)
     blending.worker.store.fill(wanted)
     outcome = blending.run(job(wanted, recompute(chunk(10, 120), exact_end=32, budget=999), first=32))
     assert sorted(blending.model.recomputed) == list(range(32, 120))
-    assert outcome.repaired == 88
+    assert outcome.recomputed_tokens == 88
 
 
 @pytest.mark.parametrize("miss", [Miss.EVICTED, Miss.CORRUPT])
@@ -278,8 +278,8 @@ def test_a_chunk_that_does_not_come_is_computed_in_whole(blending: Blending, mis
     blending.worker.store.fill(wanted)
     blending.worker.store.values[key(2)] = miss
     outcome = blending.run(job(wanted, recompute(holes=(range(100, 104),))))
-    assert (outcome.reason, outcome.tokens, outcome.repaired) == ("", 120, 34)
-    assert (outcome.blended, outcome.lost) == (110, (range(50, 80),))
+    assert (outcome.reason, outcome.tokens, outcome.recomputed_tokens) == ("", 120, 34)
+    assert (outcome.blended_tokens, outcome.missing_ranges) == (110, (range(50, 80),))
     assert blending.model.recomputed == [*range(50, 80), *range(100, 104)]
     assert blending.worker.side.take_bad_blocks() == set()
 
@@ -307,7 +307,7 @@ def test_an_exact_value_that_is_held_with_a_loss_by_now_is_not_used(blending: Bl
     lossy = replace(stored.info, precision=Precision(Codec.INT8, Codec.INT8))
     store.values[key(0)] = replace(stored, info=lossy)
     outcome = blending.run(job(wanted, recompute(exact_end=40)))
-    assert (outcome.missing, outcome.reason) == (key(0), "other precision")
+    assert (outcome.missing_variant, outcome.reason) == (key(0), "other precision")
 
 
 @pytest.mark.parametrize(("after", "first_bad"), [(0, 0), (1, 1)])
@@ -332,7 +332,7 @@ def test_what_does_not_come_any_more_of_a_blend_is_computed(blending: Blending, 
     blending.worker.store.outage_after = after
     outcome = blending.run(job(wanted, recompute(exact_end=40)))
     lost = [range(span.start, span.end) for span in wanted[after:]]
-    assert (outcome.reason, outcome.tokens, outcome.lost) == ("", 120, tuple(lost))
+    assert (outcome.reason, outcome.tokens, outcome.missing_ranges) == ("", 120, tuple(lost))
     assert outcome.missing_reasons == {"store unavailable": len(lost)}
     assert blending.model.recomputed == list(range(lost[0].start, 120))
     assert blending.worker.side.take_bad_blocks() == set()
@@ -356,8 +356,8 @@ def test_what_is_late_of_a_blend_is_computed(blending: Blending) -> None:
     worker.store.gate = cast("Any", Gate())
     outcome = blending.run(replace(job(wanted, recompute(exact_end=40)), deadline_s=0.3))
     opened.set()
-    assert (outcome.reason, outcome.lost) == ("", (range(60, 120),))
-    assert (outcome.missing_reasons, outcome.late) == ({"load late": 1}, True)
+    assert (outcome.reason, outcome.missing_ranges) == ("", (range(60, 120),))
+    assert (outcome.missing_reasons, outcome.timed_out) == ({"load late": 1}, True)
     assert blending.model.recomputed == list(range(60, 120))
 
 
@@ -366,7 +366,7 @@ def test_beside_other_requests_a_step_computes_a_slice(blending: Blending) -> No
     wanted = spans(10, 120)
     made.worker.store.fill(wanted)
     how = recompute(chunk(10, 120), budget=110)
-    assert made.run(job(wanted, how), busy=True).repaired == 110
+    assert made.run(job(wanted, how), busy=True).recomputed_tokens == 110
     sizes = [sum(map(len, runs)) for runs in made.model.passes]
     assert sizes == [16] * 6 + [14]
     assert made.model.recomputed == list(range(10, 120))
@@ -386,7 +386,7 @@ def test_what_is_computed_anew_is_in_runs_as_long_as_is_wanted() -> None:
     outcome = made.run(job(wanted, how))
     # Between what is exact and what did not come, and around what needs it most.
     assert sorted(made.model.recomputed) == [*range(10, 18), *range(42, 80), *range(96, 104)]
-    assert outcome.repaired == 24 + 30
+    assert outcome.recomputed_tokens == 24 + 30
     made.worker.side.close()
 
 
@@ -413,7 +413,7 @@ def test_a_repair_that_raises_fails_its_load_and_no_other(blending: Blending) ->
     blending.worker.store.fill(wanted)
     blending.model.error = RuntimeError("device error")
     outcome = blending.run(job(wanted, recompute(chunk(40, 120), exact_end=40, budget=5)))
-    assert (outcome.reason, outcome.repaired) == ("recompute failed", 0)
+    assert (outcome.reason, outcome.recomputed_tokens) == ("recompute failed", 0)
     assert blending.worker.side.take_bad_blocks() == set(BLOCKS[1:4])
     blending.model.error = None
     assert blending.run(job(wanted, recompute(chunk(40, 120), budget=5))).reason == ""
@@ -447,7 +447,7 @@ def test_loads_that_come_together_share_passes() -> None:
     for number, name in enumerate(("one", "two", "three")):
         mending.start(*to_mend(name, number, budget=40))
     ended = until_mended(mending)
-    assert {name: outcome.repaired for name, outcome in ended.items()} == dict.fromkeys(ended, 40)
+    assert {name: outcome.recomputed_tokens for name, outcome in ended.items()} == dict.fromkeys(ended, 40)
     assert list(ended) == ["one", "two", "three"]
     assert [sum(map(len, runs)) for runs in model.passes] == [64, 56]
     assert model.cache is not None
@@ -467,7 +467,7 @@ def test_a_pass_has_no_more_runs_than_it_may() -> None:
         apart = recompute(chunk(10, 120, lambda p: float(p % 10 == 0)), budget=4, scratch=())
         mending.start(replace(loaded, recompute=apart), outcome)
     ended = until_mended(mending)
-    assert {name: outcome.repaired for name, outcome in ended.items()} == {"one": 4, "two": 4}
+    assert {name: outcome.recomputed_tokens for name, outcome in ended.items()} == {"one": 4, "two": 4}
     assert [len(runs) for runs in model.passes] == [3, 3, 2]
 
 
@@ -485,8 +485,8 @@ def test_one_that_cannot_be_computed_takes_no_other_of_its_pass_along() -> None:
     for number, name in enumerate(("one", "two")):
         mending.start(*to_mend(name, number, budget=20))
     ended = until_mended(mending)
-    assert (ended["one"].reason, ended["one"].repaired) == ("", 20)
-    assert (ended["two"].reason, ended["two"].repaired) == ("recompute failed", 0)
+    assert (ended["one"].reason, ended["one"].recomputed_tokens) == ("", 20)
+    assert (ended["two"].reason, ended["two"].recomputed_tokens) == ("recompute failed", 0)
 
 
 def test_an_engine_that_cannot_blend_says_so_and_computes() -> None:
@@ -579,7 +579,7 @@ def test_blocks_are_let_go_when_vllm_needs_them(blending: Blending) -> None:
     side.start_loads(StepJobs(observes=(observe_job(),)))
     side.advance((), busy=True)
     assert side.take_released() == set()
-    side.start_loads(StepJobs(let_go=True))
+    side.start_loads(StepJobs(release_kept_blocks=True))
     side.advance((), busy=True)
     assert side.take_released() == {"ended"}
 

@@ -10,19 +10,19 @@ import pytest
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.prefix_chunks import AttendedChunk
-from ragcache_core.cost.load_or_compute import LATE_LOADS, Reuse, ReuseCosts
+from ragcache_core.cost.load_or_compute import TIMED_OUT_LOADS, ReuseCosts, ReuseOption
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey, chunk_key
-from ragcache_core.identity.variant import Miss, Part, Tier
+from ragcache_core.identity.variant import Miss, Tier, ValuePart
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.reuse_plan import Action
-from ragcache_core.store_api import Held, Variants, Want
+from ragcache_core.store_api import ChunkVariants, LookupKey, StoredVariant
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.protocol.messages import NO_BLEND, LoadJob, LoadOutcome, SaveJob
-from ragcache_engine.scheduler.scheduler import SchedulerSide
-from ragcache_engine.telemetry.request_records import RecordBook
-from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore
+from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, SaveJob
+from ragcache_engine.scheduler.scheduler import ConnectorScheduler
+from ragcache_engine.telemetry.request_records import RequestRecords
+from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
 from ragcache_kv.values.layout import value_bytes
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_wire.watched.members import FixedMembers
@@ -38,24 +38,29 @@ class FakeStore:
     """Answers lookups of variants and of chunks, and has observations of some."""
 
     def __init__(self) -> None:
-        self.stored: dict[VariantKey, Held] = {}
+        self.stored: dict[VariantKey, StoredVariant] = {}
         self.seen: dict[VariantKey, bytes] = {}
         self.get_outage: Exception | None = None
 
     def lookup(
-        self, wants: Sequence[Want], timeout_s: float = 1.0, *, exact: bool = False, domain: str
-    ) -> ShardedAnswer:
+        self,
+        wants: Sequence[LookupKey],
+        timeout_s: float = 1.0,
+        *,
+        exact: bool = False,
+        domain: str,
+    ) -> ShardedLookup:
         assert domain
-        return ShardedAnswer(tuple(self._answer(want, exact) for want in wants), AS_OF)
+        return ShardedLookup(tuple(self._answer(want, exact) for want in wants), AS_OF)
 
-    def _answer(self, want: Want, exact: bool) -> Variants:
+    def _answer(self, want: LookupKey, exact: bool) -> ChunkVariants:
         found = [
             held
             for key, held in self.stored.items()
             if key.chunk == want.chunk and want.prefix in (None, key.prefix)
             if held.info.serves_exact or not exact
         ]
-        return Variants(tuple(found)) if found else Variants(miss=Miss.NEVER_STORED)
+        return ChunkVariants(tuple(found)) if found else ChunkVariants(miss=Miss.NEVER_STORED)
 
     def get(
         self, keys: Sequence[VariantKey], timeout_s: float, *, domain: str
@@ -68,7 +73,7 @@ class FakeStore:
                 yield key, Miss.NEVER_STORED
                 continue
             info = next(iter(self.stored.values())).info
-            part = Part(len(raw), 0)
+            part = ValuePart(len(raw), 0)
             yield key, StoredValue(info, (part,), None, 0, memoryview(raw), Tier.MEMORY)
 
     def connect(self, timeout_s: float) -> None:
@@ -106,11 +111,11 @@ class Engine:
     """Plays vLLM's part."""
 
     def __init__(self, **settings: Any) -> None:
-        self.store, self.pool, self.book = FakeStore(), Pool(), RecordBook()
+        self.store, self.pool, self.book = FakeStore(), Pool(), RequestRecords()
         config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings)
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
-        self.side = SchedulerSide(config, SPACE, self.book, store, self.costs)
+        self.side = ConnectorScheduler(config, SPACE, self.book, store, self.costs)
         self.side.bind(self.pool, BLOCK)
 
     def arrive(self, name: str, prompt: Prompt, budget: float = 0.2, **given: Any) -> None:
@@ -133,7 +138,7 @@ class Engine:
         saves = list(self.side.step([(name, computed, left)], lambda _: BLOCKS).saves)
         for job in saves:
             key = job.span.variant
-            self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
+            self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
         return saves
 
     def first_visit(self, name: str, prompt: Prompt, **given: Any) -> list[SaveJob]:
@@ -180,7 +185,7 @@ def test_the_first_visitor_computes_and_what_it_computes_is_exact(engine: Engine
 def test_the_same_prompt_is_loaded_exactly(warm: Engine) -> None:
     warm.arrive("again", FIRST)
     job = warm.load("again")
-    assert (job.end, job.repair) == (FIRST.chunk_ends[-1], None)
+    assert (job.end, job.recompute) == (FIRST.chunk_ends[-1], None)
     assert warm.side.approximate_from("again") is None
 
 
@@ -196,22 +201,22 @@ def test_chunks_come_from_wherever_they_were_computed(warm: Engine) -> None:
         (50, 90, 20),
         (90, 140, 60),
     ]
-    assert job.repair is not None
-    assert (job.repair.exact_end, job.repair.holes, job.repair.budget) == (20, (), 24)
-    assert [(c.start, len(c.influence)) for c in job.repair.chunks] == [
+    assert job.recompute is not None
+    assert (job.recompute.exact_end, job.recompute.missing, job.recompute.recompute_tokens) == (20, (), 24)
+    assert [(c.start, len(c.influence)) for c in job.recompute.chunks] == [
         (20, 30),
         (50, 40),
         (90, 50),
     ]
-    assert job.repair.token_ids == prompt.token_ids
+    assert job.recompute.token_ids == prompt.token_ids
 
 
 def test_a_head_and_a_first_chunk_in_their_place_stay_exact(warm: Engine) -> None:
     warm.arrive("other", prompt_of(A, C))
     job = warm.load("other")
-    assert job.repair is not None
-    assert job.repair.exact_end == 60
-    assert [chunk.start for chunk in job.repair.chunks] == [60]
+    assert job.recompute is not None
+    assert job.recompute.exact_end == 60
+    assert [chunk.start for chunk in job.recompute.chunks] == [60]
 
 
 def test_where_little_is_held_all_is_computed_and_exact(warm: Engine) -> None:
@@ -227,8 +232,8 @@ def test_where_little_is_held_all_is_computed_and_exact(warm: Engine) -> None:
 def test_what_nothing_is_held_of_is_a_hole_between_and_computed_behind(warm: Engine) -> None:
     warm.arrive("other", prompt_of(B, D, A, range(500, 540)))
     job = warm.load("other")
-    assert job.repair is not None
-    assert job.repair.holes == (range(70, 130),)
+    assert job.recompute is not None
+    assert job.recompute.missing == (range(70, 130),)
     assert job.end == 170
     assert [span.start for span in job.spans] == [0, 20, 130]
 
@@ -240,18 +245,18 @@ def test_of_what_was_computed_behind_a_blend_only_unknown_chunks_are_saved_and_t
     prompt = prompt_of(B, D, A, last)
     warm.arrive("other", prompt)
     job = warm.load("other")
-    succeed(warm, job, blended=90, repaired=80, repair_s=0.5)
+    succeed(warm, job, blended_tokens=90, recomputed_tokens=80, recompute_s=0.5)
     saves = warm.compute("other", prompt, job.end)
     assert [(s.span.start, s.info.provenance.exact) for s in saves] == [(70, False), (170, False)]
     assert not warm.finish("other")  # nor is it observed
     record = warm.book.get("other")
     assert record is not None
-    assert (record.blended_tokens, record.repaired_tokens, record.repair_s) == (90, 80, 0.5)
+    assert (record.blended_tokens, record.recomputed_tokens, record.recompute_s) == (90, 80, 0.5)
     assert record.miss == ""
     # What is tainted serves blends and never stands for a computation.
     warm.arrive("next", prompt_of(B, D))
     again = warm.load("next")
-    assert again.repair is not None
+    assert again.recompute is not None
     assert len(again.spans) == 3
 
 
@@ -259,26 +264,26 @@ def test_the_record_names_holes_and_what_did_not_come(warm: Engine) -> None:
     prompt = prompt_of(B, D, A, C, range(500, 540))
     warm.arrive("other", prompt)
     job = warm.load("other")
-    assert job.repair is not None
-    assert job.repair.holes == (range(70, 130),)
-    succeed(warm, job, lost=(range(130, 170),))
+    assert job.recompute is not None
+    assert job.recompute.missing == (range(70, 130),)
+    succeed(warm, job, missing_ranges=(range(130, 170),))
     warm.compute("other", prompt, job.end)
     warm.finish("other")
     record = warm.book.get("other")
     assert record is not None
-    assert record.holes == (2, 3)  # D and A, behind the head and B
+    assert record.missing_chunks == (2, 3)  # D and A, behind the head and B
 
 
 def test_a_blend_that_fails_has_no_holes(warm: Engine) -> None:
     prompt = prompt_of(B, D, A)
     warm.arrive("other", prompt)
     job = warm.load("other")
-    warm.side.on_outcomes([LoadOutcome("other", 20, 0, 0.1, None, "repair failed")])
+    warm.side.on_outcomes([LoadOutcome("other", 20, 0, 0.1, None, "recompute failed")])
     warm.compute("other", prompt, job.first + 20)
     warm.finish("other")
     record = warm.book.get("other")
     assert record is not None
-    assert (record.loaded_tokens, record.holes) == (20, ())
+    assert (record.loaded_tokens, record.missing_chunks) == (20, ())
 
 
 def test_the_record_names_the_holes_of_the_load_that_it_tells_of(warm: Engine) -> None:
@@ -291,7 +296,7 @@ def test_the_record_names_the_holes_of_the_load_that_it_tells_of(warm: Engine) -
     warm.finish("other")
     record = warm.book.get("other")
     assert record is not None
-    assert record.holes == ()
+    assert record.missing_chunks == ()
 
 
 def test_a_load_that_fails_leaves_an_exact_request(warm: Engine) -> None:
@@ -313,8 +318,8 @@ def test_a_preempted_blend_stays_tainted_whatever_its_second_load_does(warm: Eng
     succeed(warm, warm.load("other"))
     # vLLM still has 64 tokens in blocks of its own, which are blended.
     job = warm.load("other", local=64)
-    assert job.repair is not None
-    assert (job.first, job.repair.exact_end) == (64, 64)
+    assert job.recompute is not None
+    assert (job.first, job.recompute.exact_end) == (64, 64)
     outcome = LoadOutcome("other", 0, 0, 0.1, job.spans[0].variant, "store unavailable")
     warm.side.on_outcomes([outcome])
     (saved,) = warm.compute("other", prompt, 64)
@@ -346,16 +351,16 @@ def test_without_observations_all_that_is_held_may_be_needed_alike(
     warm.store.seen[observation_key(key)] = b"garbled"
     warm.arrive("other", prompt_of(C, A))
     job = warm.load("other")
-    assert job.repair is not None
-    assert {i for chunk in job.repair.chunks for i in chunk.influence} == {1.0}
+    assert job.recompute is not None
+    assert {i for chunk in job.recompute.chunks for i in chunk.influence} == {1.0}
 
 
 def test_scratch_is_given_back_whatever_became_of_the_request(warm: Engine) -> None:
     free = warm.pool.get_num_free_blocks()
     warm.arrive("other", prompt_of(C, A))
     job = warm.load("other")
-    assert job.repair is not None
-    assert len(job.repair.scratch) == 1  # for nine tokens
+    assert job.recompute is not None
+    assert len(job.recompute.scratch_blocks) == 1  # for nine tokens
     assert warm.pool.get_num_free_blocks() == free - 1
     warm.finish("other")
     warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.1, None, "cancelled")])
@@ -366,8 +371,8 @@ def test_blocks_that_vllm_may_need_are_not_taken(warm: Engine) -> None:
     warm.pool.free = warm.pool.free[:25]  # a sixteenth of all
     warm.arrive("other", prompt_of(C, A))
     job = warm.load("other")
-    assert job.repair is not None
-    assert job.repair.scratch == ()
+    assert job.recompute is not None
+    assert job.recompute.scratch_blocks == ()
     warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.1, None, "cancelled")])
     assert warm.pool.get_num_free_blocks() == 25
 
@@ -375,7 +380,7 @@ def test_blocks_that_vllm_may_need_are_not_taken(warm: Engine) -> None:
 def test_an_engine_that_cannot_blend_is_not_asked_twice(warm: Engine) -> None:
     warm.arrive("other", prompt_of(C, A))
     warm.load("other")
-    warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.0, None, NO_BLEND)])
+    warm.side.on_outcomes([LoadOutcome("other", 0, 0, 0.0, None, BLEND_UNSUPPORTED)])
     warm.arrive("next", prompt_of(C, A))
     assert warm.side.loadable_tokens("next", 0) == 0  # its head alone is not worth it
 
@@ -474,18 +479,18 @@ def test_of_what_the_engine_does_not_hold_itself_half_must_be_held(warm: Engine)
 def test_nothing_looks_where_nothing_may_be_computed(warm: Engine) -> None:
     warm.arrive("other", prompt_of(C, A), budget=0.0)
     job = warm.load("other")
-    assert job.repair is not None
-    assert job.repair.scratch == ()
+    assert job.recompute is not None
+    assert job.recompute.scratch_blocks == ()
 
 
 def test_kept_blocks_are_let_go_when_vllm_runs_short(engine: Engine) -> None:
     engine.first_visit("first", FIRST)
     assert engine.finish("first")
-    assert not engine.side.step([], lambda _: BLOCKS).let_go
+    assert not engine.side.step([], lambda _: BLOCKS).release_kept_blocks
     engine.pool.free = engine.pool.free[:3]
-    assert engine.side.step([], lambda _: BLOCKS).let_go
+    assert engine.side.step([], lambda _: BLOCKS).release_kept_blocks
     engine.side.on_released(["first"])
-    assert not engine.side.step([], lambda _: BLOCKS).let_go
+    assert not engine.side.step([], lambda _: BLOCKS).release_kept_blocks
 
 
 def test_kept_blocks_are_let_go_when_the_queue_stands(engine: Engine) -> None:
@@ -495,10 +500,10 @@ def test_kept_blocks_are_let_go_when_the_queue_stands(engine: Engine) -> None:
     engine.arrive("next", prompt_of(C, A))
     assert engine.side.loadable_tokens("next", 0)
     engine.side.on_allocated("next", BLOCKS, 90)
-    assert not engine.side.step([], lambda _: BLOCKS).let_go
+    assert not engine.side.step([], lambda _: BLOCKS).release_kept_blocks
     assert engine.side.loadable_tokens("nobody's plan", 0) == 0
-    assert engine.side.step([], lambda _: BLOCKS).let_go
-    assert not engine.side.step([], lambda _: BLOCKS).let_go
+    assert engine.side.step([], lambda _: BLOCKS).release_kept_blocks
+    assert not engine.side.step([], lambda _: BLOCKS).release_kept_blocks
 
 
 def test_others_under_way_when_an_engine_turns_out_not_to_blend_lose_nothing(warm: Engine) -> None:
@@ -510,24 +515,24 @@ def test_others_under_way_when_an_engine_turns_out_not_to_blend_lose_nothing(war
         warm.side.on_allocated(name, BLOCKS, 90)
         warm.side.step([], lambda _: BLOCKS)
     for name in ("one", "two"):
-        warm.side.on_outcomes([LoadOutcome(name, 0, 0, 0.0, None, NO_BLEND)])
+        warm.side.on_outcomes([LoadOutcome(name, 0, 0, 0.0, None, BLEND_UNSUPPORTED)])
     assert warm.pool.get_num_free_blocks() == free
     assert warm.side.loadable_tokens("three", 0) == 0
     warm.side.on_allocated("three", BLOCKS, 0)
     assert not warm.side.step([], lambda _: BLOCKS).loads
 
 
-def measured(engine: Engine, *, repair_s: float) -> None:
-    """Let the engine learn: a token takes 1 ms to compute, and so long to repair."""
+def measured(engine: Engine, *, recompute_s: float) -> None:
+    """Let the engine learn: a token takes 1 ms to compute, and so long to recompute."""
     for tokens in (100, 200, 300, 400, 500):
         engine.side.on_passes([(tokens, 1e-3 * tokens)])
-        engine.costs.loaded({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
-        engine.costs.repaired(tokens, repair_s * tokens)
+        engine.costs.observe_load({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
+        engine.costs.observe_recompute(tokens, recompute_s * tokens)
 
 
-@pytest.mark.parametrize(("repair_s", "pays"), [(1e-3, True), (1.0, False)])
-def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays: bool) -> None:
-    measured(warm, repair_s=repair_s)
+@pytest.mark.parametrize(("recompute_s", "pays"), [(1e-3, True), (1.0, False)])
+def test_a_blend_is_made_where_it_is_faster(warm: Engine, recompute_s: float, pays: bool) -> None:
+    measured(warm, recompute_s=recompute_s)
     prompt = prompt_of(C, A, B)
     warm.arrive("other", prompt)
     for _ in range(3):  # vLLM may ask more than once
@@ -543,9 +548,9 @@ def test_a_blend_is_made_where_it_is_faster(warm: Engine, repair_s: float, pays:
 
 def test_chunks_of_a_slow_tier_are_computed_and_the_others_are_blended(warm: Engine) -> None:
     """Each is decided by itself: one within is mended as a hole, one at the end is left away."""
-    measured(warm, repair_s=1e-3)
+    measured(warm, recompute_s=1e-3)
     for tokens in (100, 200, 300, 400, 500):
-        warm.costs.loaded({Tier.DISK: value_bytes(SPACE, tokens)}, tokens)
+        warm.costs.observe_load({Tier.DISK: value_bytes(SPACE, tokens)}, tokens)
     slow = [key for key in warm.store.stored if key.chunk == chunk_key(SPACE, "public", A)]
     assert slow
     for key in slow:
@@ -555,15 +560,15 @@ def test_chunks_of_a_slow_tier_are_computed_and_the_others_are_blended(warm: Eng
     job = warm.load("within")
     start, end = prompt.chunk_ends[:2]
     assert job.end == prompt.chunk_ends[-1]
-    assert job.repair is not None
-    assert job.repair.holes == (range(start, end),)
+    assert job.recompute is not None
+    assert job.recompute.missing == (range(start, end),)
     assert not {span.variant for span in job.spans} & set(slow)
-    succeed(warm, job, blended=110, repaired=50, repair_s=0.01)
+    succeed(warm, job, blended_tokens=110, recomputed_tokens=50, recompute_s=0.01)
     assert warm.compute("within", prompt, job.end) == []
     warm.finish("within")
     record = warm.book.get("within")
     assert record is not None
-    assert record.holes == (), "it is held, and nobody has to compute it ahead"
+    assert record.missing_chunks == (), "it is held, and nobody has to compute it ahead"
     warm.arrive("behind", last := prompt_of(C, B, A))
     assert warm.side.loadable_tokens("behind", 0) == last.chunk_ends[-2]
 
@@ -576,22 +581,22 @@ def test_how_long_a_load_is_waited_for_follows_what_computing_takes(warm: Engine
         return warm.load(name).deadline_s
 
     assert deadline_s("unknown") == 5.0
-    warm.costs.start_from(PROFILE)
+    warm.costs.use_profile(PROFILE)
     assert deadline_s("quick") == 2.0
     slow = PrefillProfile((0,), (1, 1000), ((0.01, 10.0),), 2048)
-    warm.costs.start_from(slow)
+    warm.costs.use_profile(slow)
     assert deadline_s("slow") == pytest.approx(0.03 * prompt.chunk_ends[-1])
 
 
 def test_loads_that_failed_before_they_were_late_teach_nothing(warm: Engine) -> None:
-    measured(warm, repair_s=1e-3)
-    known = warm.costs.bandwidths().get(Tier.MEMORY)
+    measured(warm, recompute_s=1e-3)
+    known = warm.costs.tier_bandwidths().get(Tier.MEMORY)
     for number in range(20):
         warm.arrive(f"gone-{number}", prompt_of(C, A, B))
         job = warm.load(f"gone-{number}")
         gone = LoadOutcome(job.request_id, 0, 0, 0.1, job.spans[0].variant, "store unavailable")
         warm.side.on_outcomes([gone])
-    assert warm.costs.bandwidths().get(Tier.MEMORY) == known
+    assert warm.costs.tier_bandwidths().get(Tier.MEMORY) == known
     warm.arrive("other", prompt_of(C, A, B))
     assert warm.side.loadable_tokens("other", 0)
 
@@ -599,13 +604,13 @@ def test_loads_that_failed_before_they_were_late_teach_nothing(warm: Engine) -> 
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_store_that_is_late_again_is_not_waited_for(warm: Engine, mended: bool) -> None:
     """Whether nothing came, or a part and the rest was mended."""
-    measured(warm, repair_s=1e-3)
-    for number in range(LATE_LOADS):
+    measured(warm, recompute_s=1e-3)
+    for number in range(TIMED_OUT_LOADS):
         warm.arrive(f"late-{number}", prompt_of(C, A, B))
         job = warm.load(f"late-{number}")
-        late = LoadOutcome(job.request_id, 0, 0, 2.0, job.spans[0].variant, "load late", late=True)
+        late = LoadOutcome(job.request_id, 0, 0, 2.0, job.spans[0].variant, "load late", timed_out=True)
         if mended:
-            late = replace(late, tokens=job.end, reason="", missing=None, lost=(range(80, 140),))
+            late = replace(late, tokens=job.end, reason="", missing_variant=None, missing_ranges=(range(80, 140),))
         warm.side.on_outcomes([late])
     warm.arrive("blended", prompt_of(C, A, B))
     warm.arrive("exact", FIRST)
@@ -620,16 +625,16 @@ def test_a_blend_of_very_many_chunks_is_decided_quickly() -> None:
     first = prompt_of(*chunks)
     engine.first_visit("first", first)
     engine.finish("first")
-    measured(engine, repair_s=1e-3)
+    measured(engine, recompute_s=1e-3)
     asked = 0
-    predict = engine.costs.takes_s
+    predict = engine.costs.predict_s
 
-    def counted(reuse: Reuse, length: int) -> float | None:
+    def counted(reuse: ReuseOption, length: int) -> float | None:
         nonlocal asked
         asked += 1
         return predict(reuse, length)
 
-    engine.costs.takes_s = counted  # type: ignore[method-assign]
+    engine.costs.predict_s = counted  # type: ignore[method-assign]
     engine.arrive("other", prompt_of(*reversed(chunks)))
     assert engine.side.loadable_tokens("other", 0)
     assert 0 < asked < 40
@@ -638,7 +643,7 @@ def test_a_blend_of_very_many_chunks_is_decided_quickly() -> None:
 def test_a_blend_that_is_asked_for_always_is_made_always() -> None:
     engine = Engine(load_always=True)
     engine.first_visit("first", FIRST)
-    measured(engine, repair_s=1.0)
+    measured(engine, recompute_s=1.0)
     engine.arrive("other", prompt_of(C, A, B))
     assert engine.side.loadable_tokens("other", 0) == 140
 
@@ -651,15 +656,15 @@ def test_a_plans_alpha_says_how_much_of_its_budget_is_spent(
     prompt = prompt_of(C, B)
     warm.arrive("other", prompt, 0.25, alpha=alpha)
     job = warm.load("other")
-    assert job.repair is not None
-    assert job.repair.budget == wanted
+    assert job.recompute is not None
+    assert job.recompute.recompute_tokens == wanted
 
 
 def test_nothing_of_a_trial_is_stored(warm: Engine) -> None:
     prompt = prompt_of(B, D, A, range(500, 540))
     warm.arrive("trial", prompt, trial=True)
     job = warm.load("trial")
-    succeed(warm, job, blended=90, repaired=80, repair_s=0.5)
+    succeed(warm, job, blended_tokens=90, recomputed_tokens=80, recompute_s=0.5)
     assert warm.compute("trial", prompt, job.end) == []
     assert not warm.finish("trial")
     # Nor what is exact, where there is nothing to blend.
@@ -667,19 +672,19 @@ def test_nothing_of_a_trial_is_stored(warm: Engine) -> None:
 
 
 def test_a_trial_is_blended_even_where_that_is_slower_and_teaches_nothing(warm: Engine) -> None:
-    warm.costs.start_from(PROFILE)
+    warm.costs.use_profile(PROFILE)
     for tokens in range(100, 600, 100):
-        warm.costs.loaded({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
-        warm.costs.repaired(tokens, tokens)
+        warm.costs.observe_load({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
+        warm.costs.observe_recompute(tokens, tokens)
     prompt = prompt_of(C, B)
     warm.arrive("question", prompt)
     assert warm.side.loadable_tokens("question", 0) == 0
-    before = warm.costs.bandwidths().get(Tier.MEMORY)
+    before = warm.costs.tier_bandwidths().get(Tier.MEMORY)
     for number in range(9):
         warm.arrive(f"trial-{number}", prompt, trial=True)
         job = warm.load(f"trial-{number}")
-        assert job.repair is not None
-        succeed(warm, job, blended=100, repaired=20, repair_s=1e-6)
-    assert warm.costs.bandwidths().get(Tier.MEMORY) == before
+        assert job.recompute is not None
+        succeed(warm, job, blended_tokens=100, recomputed_tokens=20, recompute_s=1e-6)
+    assert warm.costs.tier_bandwidths().get(Tier.MEMORY) == before
     warm.arrive("next", prompt)
     assert warm.side.loadable_tokens("next", 0) == 0

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_engine.scheduler.refused_plans import SAY_EVERY_S, Refusal, RefusedPlans
+from ragcache_engine.scheduler.refused_plans import LOG_INTERVAL_S, RefusalReason, RefusedPlans
 
-reasons = st.sampled_from(Refusal)
+reasons = st.sampled_from(RefusalReason)
 
 
 @given(st.lists(st.lists(reasons)))
-def test_each_is_counted_once(batches: list[list[Refusal]]) -> None:
+def test_each_is_counted_once(batches: list[list[RefusalReason]]) -> None:
     refused = RefusedPlans(lambda: 0.0)
     for batch in batches:
         for why in batch:
             refused.add("r", why)
         counts = refused.take()
         assert counts.total() == len(batch)
-        assert all(counts[why.value] == batch.count(why) for why in Refusal)
+        assert all(counts[why.value] == batch.count(why) for why in RefusalReason)
 
 
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
@@ -37,23 +37,23 @@ def test_a_flood_makes_few_lines(steps_s: list[float]) -> None:
         refused = RefusedPlans(lambda: now_s)
         for step_s in steps_s:
             now_s += step_s
-            refused.add("r", Refusal.FORGED)
+            refused.add("r", RefusalReason.FORGED)
     finally:
         logger.removeHandler(handler)
-    assert 1 <= len(lines) <= 1 + sum(steps_s) / SAY_EVERY_S
+    assert 1 <= len(lines) <= 1 + sum(steps_s) / LOG_INTERVAL_S
 
 
 def test_a_line_says_what_and_how_many_more(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
     refused = RefusedPlans(lambda: now_s)
     with caplog.at_level(logging.WARNING, "vllm.ragcache"):
-        refused.add("one", Refusal.INVALID, InvalidInput("ragcache.v", "is 2", "send 1"))
-        refused.add("two", Refusal.UNSEALED)
-        refused.add("three", Refusal.UNSEALED)
-        now_s = SAY_EVERY_S
-        refused.add("four", Refusal.FORGED)
+        refused.add("one", RefusalReason.INVALID, InvalidInput("ragcache.v", "is 2", "send 1"))
+        refused.add("two", RefusalReason.UNSEALED)
+        refused.add("three", RefusalReason.UNSEALED)
+        now_s = LOG_INTERVAL_S
+        refused.add("four", RefusalReason.FORGED)
         now_s *= 2
-        refused.add("five", Refusal.INVALID, InvalidInput("ragcache.v", "x" * 10_000, "send 1"))
+        refused.add("five", RefusalReason.INVALID, InvalidInput("ragcache.v", "x" * 10_000, "send 1"))
     *short, long = caplog.messages
     assert len(long) < 400
     assert short == [

@@ -23,19 +23,19 @@ from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
 from ragcache_core.plan.prompt import Prompt, assemble, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.plan.signature import seal
-from ragcache_core.store_api import AsOf, Held, Variants, Want
+from ragcache_core.plan.signature import sign
+from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
 from ragcache_engine.config import EngineConfig
-from ragcache_engine.protocol.messages import Computing, LoadOutcome, SaveJob, StepReport
-from ragcache_engine.protocol.roles import Role
-from ragcache_engine.scheduler.lookup import Found, Lookups
-from ragcache_engine.scheduler.refused_plans import Refusal
-from ragcache_engine.scheduler.scheduler import SchedulerSide
-from ragcache_engine.telemetry.request_records import Record, RecordBook
-from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore
+from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome, SaveJob, StepReport
+from ragcache_engine.protocol.roles import EngineRole
+from ragcache_engine.scheduler.lookup import LookupResult, LookupExecutor
+from ragcache_engine.scheduler.refused_plans import RefusalReason
+from ragcache_engine.scheduler.scheduler import ConnectorScheduler
+from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
+from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
 from ragcache_kv.values.layout import value_bytes
 from ragcache_wire.watched.members import FixedMembers
-from ragcache_wire.watched.signing_keys import PlanKeys
+from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -52,26 +52,26 @@ class FakeStore:
     """Answers lookups from a dict; an exception in ``outage`` is raised instead."""
 
     def __init__(self) -> None:
-        self.stored: dict[VariantKey, Held] = {}
+        self.stored: dict[VariantKey, StoredVariant] = {}
         self.misses: dict[VariantKey, Miss] = {}
         self.outage: Exception | None = None
         self.prefetched: list[list[VariantKey]] = []
 
     def lookup(
-        self, wants: Sequence[Want], timeout_s: float = 1.0, *, exact: bool, domain: str
-    ) -> ShardedAnswer:
+        self, wants: Sequence[LookupKey], timeout_s: float = 1.0, *, exact: bool, domain: str
+    ) -> ShardedLookup:
         assert exact
         assert domain
         if self.outage is not None:
             raise self.outage
-        return ShardedAnswer(tuple(self._answer(want) for want in wants), AS_OF)
+        return ShardedLookup(tuple(self._answer(want) for want in wants), AS_OF)
 
-    def _answer(self, want: Want) -> Variants:
+    def _answer(self, want: LookupKey) -> ChunkVariants:
         assert want.prefix is not None
         key = VariantKey(want.chunk, want.prefix)
         if key in self.stored:
-            return Variants((self.stored[key],))
-        return Variants(miss=self.misses.get(key, Miss.NEVER_STORED))
+            return ChunkVariants((self.stored[key],))
+        return ChunkVariants(miss=self.misses.get(key, Miss.NEVER_STORED))
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float) -> int:
         self.prefetched.append(list(keys))
@@ -89,15 +89,15 @@ class Engine:
 
     def __init__(
         self,
-        plan_keys: PlanKeys | None = None,
+        plan_keys: SigningKeys | None = None,
         *,
         plain_prefixes: bool = True,
-        role: Role = Role.BOTH,
+        role: EngineRole = EngineRole.BOTH,
         store: FakeStore | None = None,
         handoff_wait_s: float = 60.0,
     ) -> None:
         self.store = store or FakeStore()
-        self.book = RecordBook()
+        self.book = RequestRecords()
         config = EngineConfig(
             FixedMembers(()),
             plan_keys=plan_keys,
@@ -109,7 +109,7 @@ class Engine:
         )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
-        self.side = SchedulerSide(config, SPACE, self.book, store, self.costs)
+        self.side = ConnectorScheduler(config, SPACE, self.book, store, self.costs)
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
         plan = plan_exact(prompt, SPACE, "public", request_id).to_json()
@@ -139,7 +139,7 @@ class Engine:
             for job in jobs.saves:
                 assert job.span.end <= computed + scheduled
                 key = job.span.variant
-                self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
+                self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
             computed += scheduled
         return saved
 
@@ -160,11 +160,11 @@ class Engine:
             for job in jobs.saves:
                 key = job.span.variant
                 saved.append(key)
-                self.store.stored[key] = Held(key, job.info, Tier.MEMORY)
+                self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
         self.side.on_finished(request_id, BLOCKS)
         return loaded, saved
 
-    def record(self, request_id: str) -> Record:
+    def record(self, request_id: str) -> RequestRecord:
         record = self.book.get(request_id)
         assert record is not None
         return record
@@ -241,13 +241,13 @@ def test_an_outage_of_the_store_leaves_a_request_without_a_plan_to_vllm(engine: 
 
 
 def test_a_prompt_is_handed_over_to_its_last_token_but_one() -> None:
-    computes = Engine(role=Role.PREFILL)
+    computes = Engine(role=EngineRole.PREFILL)
     computes.arrive("r", handoff=True)
     assert computes.loaded("r") == 0
     saves = computes.saves("r", pieces=3)
     assert [job.span.end for job in saves] == [*(PROMPT.head, *PROMPT.chunk_ends), LENGTH - 1]
     computes.side.on_finished("r", BLOCKS)
-    goes_on = Engine(role=Role.DECODE, store=computes.store)
+    goes_on = Engine(role=EngineRole.DECODE, store=computes.store)
     goes_on.arrive("r", handoff=True)
     assert goes_on.loaded("r") == LENGTH - 1
     assert goes_on.prefill("r", computed=LENGTH - 1) == []
@@ -256,7 +256,7 @@ def test_a_prompt_is_handed_over_to_its_last_token_but_one() -> None:
 
 
 def test_a_prompt_is_handed_over_even_where_the_store_did_not_answer_in_time() -> None:
-    computes = Engine(role=Role.PREFILL)
+    computes = Engine(role=EngineRole.PREFILL)
     computes.store.outage = Unavailable("cachestore", "busy")
     computes.arrive("r", handoff=True)
     assert computes.loaded("r") == 0
@@ -265,12 +265,12 @@ def test_a_prompt_is_handed_over_even_where_the_store_did_not_answer_in_time() -
 
 
 def test_an_engine_that_decodes_waits_for_what_is_being_computed() -> None:
-    goes_on = Engine(role=Role.DECODE)
+    goes_on = Engine(role=EngineRole.DECODE)
     goes_on.arrive("r", handoff=True)
     for _ in range(50):
         assert goes_on.side.loadable_tokens("r", 0) is None
         time.sleep(0.001)
-    computes = Engine(role=Role.PREFILL, store=goes_on.store)
+    computes = Engine(role=EngineRole.PREFILL, store=goes_on.store)
     computes.arrive("r", handoff=True)
     assert computes.loaded("r") == 0
     computes.prefill("r")
@@ -278,7 +278,7 @@ def test_an_engine_that_decodes_waits_for_what_is_being_computed() -> None:
 
 
 def test_an_engine_that_has_waited_long_enough_computes_and_saves_the_chunks() -> None:
-    goes_on = Engine(role=Role.DECODE, handoff_wait_s=0.03)
+    goes_on = Engine(role=EngineRole.DECODE, handoff_wait_s=0.03)
     goes_on.arrive("r", handoff=True)
     assert goes_on.loaded("r") == 0
     ends = [job.span.end for job in goes_on.saves("r", pieces=2)]
@@ -288,7 +288,7 @@ def test_an_engine_that_has_waited_long_enough_computes_and_saves_the_chunks() -
 
 
 def test_nobody_waits_for_a_store_that_is_away_or_a_part_of_it_that_is_lost() -> None:
-    goes_on = Engine(role=Role.DECODE)
+    goes_on = Engine(role=EngineRole.DECODE)
     goes_on.store.outage = Unavailable("cachestore", "gone")
     goes_on.arrive("away", handoff=True)
     assert goes_on.loaded("away") == 0
@@ -300,13 +300,13 @@ def test_nobody_waits_for_a_store_that_is_away_or_a_part_of_it_that_is_lost() ->
 
 
 def test_nobody_waits_for_the_few_tokens_that_an_engine_does_not_hold_itself() -> None:
-    goes_on = Engine(role=Role.DECODE)
+    goes_on = Engine(role=EngineRole.DECODE)
     goes_on.arrive("r", handoff=True)
     assert goes_on.side.loadable_tokens("r", LENGTH - 10) == 0
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_whatever_is_not_handed_over_is_served_as_by_any_engine(role: Role) -> None:
+@pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.DECODE])
+def test_whatever_is_not_handed_over_is_served_as_by_any_engine(role: EngineRole) -> None:
     engine = Engine(role=role)
     engine.arrive("r")
     assert engine.loaded("r") == 0
@@ -315,8 +315,8 @@ def test_whatever_is_not_handed_over_is_served_as_by_any_engine(role: Role) -> N
     assert engine.plain("plain")[0] == 0
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_plan_that_does_not_hold_for_its_prompt_is_not_handed_over(role: Role) -> None:
+@pytest.mark.parametrize("role", EngineRole)
+def test_a_plan_that_does_not_hold_for_its_prompt_is_not_handed_over(role: EngineRole) -> None:
     engine = Engine(role=role)
     computed = plan_compute(PROMPT, SPACE, "public", "computed")
     params = {"ragcache": replace(computed, handoff=True).to_json()}
@@ -520,10 +520,10 @@ def test_a_step_says_what_it_computes_for_whoever_measures_it(warm: Engine) -> N
     warm.side.on_allocated("again", BLOCKS, 0)
     progress = [("again", 0, 30), ("stranger", 5, 70)]
     jobs = warm.side.step(progress, lambda _: BLOCKS)
-    assert (jobs.computing, jobs.num_tokens) == ((Computing("again", 0, 30),), 100)
+    assert (jobs.computed, jobs.num_tokens) == ((ComputedRange("again", 0, 30),), 100)
     # Past the last chunk nothing is measured: no variant is made of it.
     jobs = warm.side.step([("again", PROMPT.chunk_ends[-1], 5)], lambda _: BLOCKS)
-    assert (jobs.computing, jobs.num_tokens) == ((), 5)
+    assert (jobs.computed, jobs.num_tokens) == ((), 5)
 
 
 def test_what_is_wanted_better_is_saved_again(warm: Engine) -> None:
@@ -532,7 +532,7 @@ def test_what_is_wanted_better_is_saved_again(warm: Engine) -> None:
     lossy = Precision(Codec.INT8, Codec.INT4)
     for key, wanted in ((first, False), (second, True)):
         held = warm.store.stored[key]
-        warm.store.stored[key] = replace(held, wanted_better=wanted)
+        warm.store.stored[key] = replace(held, wants_higher_precision=wanted)
     held = warm.store.stored[second]
     warm.store.stored[second] = replace(held, info=replace(held.info, precision=lossy))
     warm.arrive("again")
@@ -577,7 +577,7 @@ def teach(engine: Engine, tier: Tier, token_s: float) -> None:
     """Let the engine learn what loading a token from a tier takes."""
     engine.side.on_profile(PROFILE)
     for tokens in (100, 200, 300, 400, 500):
-        engine.costs.loaded({tier: value_bytes(SPACE, tokens)}, token_s * tokens)
+        engine.costs.observe_load({tier: value_bytes(SPACE, tokens)}, token_s * tokens)
 
 
 def test_what_computing_does_faster_is_not_loaded(warm: Engine) -> None:
@@ -629,11 +629,11 @@ def test_what_a_step_waits_for_lookups_is_bounded_for_all_of_them(
             now += min(timeout, answer_s)
             if timeout < answer_s:
                 raise FutureTimeoutError
-            return Found((), ShardedAnswer((), AS_OF))
+            return LookupResult((), ShardedLookup((), AS_OF))
 
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("ragcache_engine.scheduler.scheduler.time", clock)
-    monkeypatch.setattr(Lookups, "planned", lambda *_: Slow())
+    monkeypatch.setattr(LookupExecutor, "planned", lambda *_: Slow())
     for number in range(5):
         engine.arrive(str(number))
     for number in range(5):
@@ -658,18 +658,18 @@ def test_a_load_teaches_what_its_tier_takes(warm: Engine) -> None:
     loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
     for number in range(5):
         load(warm, f"load-{number}", 0.5, store=loaded)
-    latency_s, bytes_per_s = warm.costs.bandwidths()[Tier.MEMORY]
+    latency_s, bytes_per_s = warm.costs.tier_bandwidths()[Tier.MEMORY]
     assert latency_s + loaded / bytes_per_s == pytest.approx(0.5)
-    assert Tier.DISK not in warm.costs.bandwidths()
+    assert Tier.DISK not in warm.costs.tier_bandwidths()
 
 
-def load(engine: Engine, request: str, seconds: float, **bytes_from: int) -> None:
+def load(engine: Engine, request: str, seconds: float, **bytes_by_tier: int) -> None:
     engine.arrive(request)
     tokens = engine.side.loadable_tokens(request, 0)
     assert tokens
     engine.side.on_allocated(request, BLOCKS, tokens)
     engine.side.on_outcomes(
-        [LoadOutcome(request, tokens, 9, seconds, None, "", bytes_from=bytes_from)]
+        [LoadOutcome(request, tokens, 9, seconds, None, "", bytes_by_tier=bytes_by_tier)]
     )
 
 
@@ -710,25 +710,25 @@ def test_what_the_worker_keeps_itself_is_no_matter_of_the_stores(warm: Engine) -
     """Behind a store that is slower than computing, what is here is loaded, and teaches of here."""
     loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
     teach(warm, Tier.MEMORY, 0.1)
-    before = warm.costs.bandwidths()
-    warm.side.on_report(StepReport(kept=dict.fromkeys(warm.store.stored, "host")))
+    before = warm.costs.tier_bandwidths()
+    warm.side.on_report(StepReport(tier_changes=dict.fromkeys(warm.store.stored, "host")))
     for number in range(20):
         load(warm, f"here-{number}", 1e-3, host=loaded)
-    assert warm.costs.bandwidths()["host"][1] == pytest.approx(loaded / 1e-3)
-    assert warm.costs.bandwidths()[Tier.MEMORY] == before[Tier.MEMORY]
-    warm.side.on_report(StepReport(kept=dict.fromkeys(warm.store.stored)))
+    assert warm.costs.tier_bandwidths()["host"][1] == pytest.approx(loaded / 1e-3)
+    assert warm.costs.tier_bandwidths()[Tier.MEMORY] == before[Tier.MEMORY]
+    warm.side.on_report(StepReport(tier_changes=dict.fromkeys(warm.store.stored)))
     warm.arrive("gone")
     assert warm.side.loadable_tokens("gone", 0) == 0
 
 
 def test_a_load_that_is_partly_the_stores_teaches_of_both(warm: Engine) -> None:
     first, *others = warm.store.stored
-    warm.side.on_report(StepReport(kept={first: "host"}))
+    warm.side.on_report(StepReport(tier_changes={first: "host"}))
     here = value_bytes(SPACE, warm.store.stored[first].info.num_tokens)
     there = sum(warm.store.stored[key].info.num_bytes for key in others)
     for number in range(5):
         load(warm, f"both-{number}", 0.5, host=here, store=there)
-    costs = warm.costs.bandwidths()
+    costs = warm.costs.tier_bandwidths()
     assert costs.keys() == {"host", Tier.MEMORY}
     assert here / costs["host"][1] + there / costs[Tier.MEMORY][1] == pytest.approx(0.5)
 
@@ -744,7 +744,7 @@ def test_passes_teach_what_computing_takes(engine: Engine) -> None:
     assert (decoding.prompt_tokens, decoding.num_tokens) == (40, 42)
     for _ in range(300):
         engine.side.on_passes([(jobs.work, 3 * jobs.work)])
-    assert engine.costs.compute_s(0, 500) == pytest.approx(1.5, rel=0.05)
+    assert engine.costs.predict_compute_s(0, 500) == pytest.approx(1.5, rel=0.05)
 
 
 KEY, OTHER_KEY = bytes([1] * 32), bytes([2] * 32)
@@ -760,14 +760,14 @@ def key_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def strict(warm: Engine, key_file: Path) -> Engine:
     """An engine that asks for seals, with a store that holds the whole prompt."""
-    engine = Engine(PlanKeys(key_file))
+    engine = Engine(SigningKeys(key_file))
     engine.store.stored = dict(warm.store.stored)
     return engine
 
 
 def params(plan: ReusePlan, prompt: Prompt = PROMPT, key: bytes = KEY) -> dict[str, Any]:
     said = plan.to_json()
-    return {"ragcache": said, "ragcache_seal": seal(said, prompt.token_ids, key)}
+    return {"ragcache": said, "ragcache_signature": sign(said, prompt.token_ids, key)}
 
 
 def test_a_sealed_plan_is_acted_on(strict: Engine) -> None:
@@ -779,14 +779,14 @@ def test_a_sealed_plan_is_acted_on(strict: Engine) -> None:
 
 OTHER_PROMPT = assemble(range(20), [range(500, 540)], range(9))
 OURS, THEIRS = (plan_exact(PROMPT, SPACE, domain, "r") for domain in ("public", "tenant"))
-FORGED: dict[str, tuple[dict[str, Any], Refusal]] = {
-    "no seal": ({"ragcache": OURS.to_json()}, Refusal.UNSEALED),
-    "null": ({"ragcache": OURS.to_json(), "ragcache_seal": None}, Refusal.UNSEALED),
-    "another key": (params(OURS, key=OTHER_KEY), Refusal.FORGED),
-    "another prompt": (params(OURS, OTHER_PROMPT), Refusal.FORGED),
-    "another domain": (params(OURS) | {"ragcache": THEIRS.to_json()}, Refusal.FORGED),
-    "no text": ({"ragcache": OURS.to_json(), "ragcache_seal": [1]}, Refusal.FORGED),
-    "no plan": ({"ragcache": 7, "ragcache_seal": "0" * 64}, Refusal.FORGED),
+FORGED: dict[str, tuple[dict[str, Any], RefusalReason]] = {
+    "no seal": ({"ragcache": OURS.to_json()}, RefusalReason.UNSEALED),
+    "null": ({"ragcache": OURS.to_json(), "ragcache_signature": None}, RefusalReason.UNSEALED),
+    "another key": (params(OURS, key=OTHER_KEY), RefusalReason.FORGED),
+    "another prompt": (params(OURS, OTHER_PROMPT), RefusalReason.FORGED),
+    "another domain": (params(OURS) | {"ragcache": THEIRS.to_json()}, RefusalReason.FORGED),
+    "no text": ({"ragcache": OURS.to_json(), "ragcache_signature": [1]}, RefusalReason.FORGED),
+    "no plan": ({"ragcache": 7, "ragcache_signature": "0" * 64}, RefusalReason.FORGED),
 }
 
 
@@ -819,7 +819,7 @@ def test_without_keys_any_plan_is_acted_on_and_that_is_said_once(
 
 def test_keys_change_while_the_engine_runs(strict: Engine, key_file: Path) -> None:
     now_s = 0.0
-    engine = Engine(PlanKeys(key_file, lambda: now_s))
+    engine = Engine(SigningKeys(key_file, lambda: now_s))
     engine.store.stored = strict.store.stored
 
     def is_believed(key: bytes) -> bool:

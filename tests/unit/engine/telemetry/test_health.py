@@ -1,4 +1,4 @@
-"""Health of an engine that hangs, that is idle, that has died. No vLLM."""
+"""HealthMiddleware of an engine that hangs, that is idle, that has died. No vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_engine.telemetry.health import Health, Steps
+from ragcache_engine.telemetry.health import HealthMiddleware, LastStep
 
 LIMIT_S = 10.0
 
@@ -24,13 +24,13 @@ class Server:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.status = 200
         self.unfinished = 0
-        self.steps = Steps()
+        self.steps = LastStep()
         self.now_s = 1000.0
         self.asked: list[str] = []
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         client = SimpleNamespace(get_num_unfinished_requests=lambda: self.unfinished)
         self.state = SimpleNamespace(engine_client=client)
-        self.health = Health(self._answer, self.steps, LIMIT_S)
+        self.health = HealthMiddleware(self._answer, self.steps, LIMIT_S)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         self.asked.append(scope.get("path", scope["type"]))
@@ -139,4 +139,4 @@ def test_a_server_without_an_engine_has_no_requests(server: Server) -> None:
 def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGCACHE_HANG_S", text)
     with pytest.raises(InvalidInput, match="RAGCACHE_HANG_S"):
-        Health(lambda *_: asyncio.sleep(0))
+        HealthMiddleware(lambda *_: asyncio.sleep(0))

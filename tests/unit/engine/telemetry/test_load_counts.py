@@ -13,8 +13,8 @@ from ragcache_engine.telemetry.load_counts import LoadCounts, TierCounts
 
 seconds = st.floats(0, 100)
 outcomes = st.builds(
-    lambda exact, blended, repaired, load_s, repair_s, reason: LoadOutcome(
-        "r", exact + blended, 1, load_s, None, reason, (), blended, repaired, repair_s
+    lambda exact, blended, repaired, load_s, recompute_s, reason: LoadOutcome(
+        "r", exact + blended, 1, load_s, None, reason, (), blended, repaired, recompute_s
     ),
     *(st.integers(0, 500),) * 3,
     *(seconds,) * 2,
@@ -43,23 +43,23 @@ def test_counts_of_two_steps_add_up_to_those_of_both(
 @given(st.lists(outcomes), refused)
 def test_counts_cross_processes(some: list[LoadOutcome], refused: Counter[str]) -> None:
     counts = counts_of(some)
-    counts.refused += refused
+    counts.refused_plans += refused
     assert LoadCounts.from_dict(json.loads(json.dumps(counts.to_dict()))) == counts
     assert bool(counts) == bool(some or refused)
 
 
 @given(refused, refused)
 def test_refused_plans_of_two_steps_add_up(one: Counter[str], other: Counter[str]) -> None:
-    both = LoadCounts(refused=one) + LoadCounts(refused=other)
-    assert both.refused == one + other
-    assert both.summary() == LoadCounts(refused=one + other).summary()
+    both = LoadCounts(refused_plans=one) + LoadCounts(refused_plans=other)
+    assert both.refused_plans == one + other
+    assert both.summary() == LoadCounts(refused_plans=one + other).summary()
 
 
 def test_each_token_is_counted_once() -> None:
     counts = counts_of([LoadOutcome("r", 100, 1, 0.5, None, "", (), 60, 15, 0.1)])
     counts.add_pass(0)
     assert counts.tokens == {"exact": 40, "blended": 45, "repaired": 15}
-    assert (counts.load_s, counts.repair_s, counts.failures) == ([0.5], [0.1], {})
+    assert (counts.load_s, counts.recompute_s, counts.failures) == ([0.5], [0.1], {})
     counts.add_pass(7)
     assert counts.tokens == {"exact": 40, "blended": 45, "repaired": 15, "computed": 7}
 
@@ -76,11 +76,11 @@ def test_what_tiers_count_adds_up_and_what_they_hold_is_what_was_said_last() -> 
     first, last = LoadCounts(), LoadCounts()
     first.add_tiers(TierCounts({"host": 2}, {"host": 500, "device": 7}))
     last.add_tiers(TierCounts({"host": 1}, {"host": 300}))
-    loaded = LoadOutcome("r", 1, 1, 0.1, None, "", values_from={"host": 3, "store": 1})
+    loaded = LoadOutcome("r", 1, 1, 0.1, None, "", values_by_tier={"host": 3, "store": 1})
     last.add(loaded)
     assert not LoadCounts()
     assert first
     both = LoadCounts.from_dict(json.loads(json.dumps((first + last).to_dict())))
     assert both.evicted == {"host": 3}
     assert both.held_bytes == {"host": 300, "device": 7}
-    assert both.values_from == {"host": 3, "store": 1}
+    assert both.values_by_tier == {"host": 3, "store": 1}

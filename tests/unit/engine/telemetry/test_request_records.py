@@ -9,23 +9,23 @@ from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.identity.variant import Tier
-from ragcache_engine.telemetry.request_records import CAPACITY, Record, RecordBook, serve
+from ragcache_engine.telemetry.request_records import CAPACITY, RequestRecord, RequestRecords, serve
 from ragcache_wire.clients.engine_client import EngineClient
 
 
 async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
-    book = RecordBook()
+    book = RequestRecords()
     address = f"127.0.0.1:{free_port()}"
     server = serve(book, ReuseCosts(), address)
     client = EngineClient(address)
     book.put(
-        "r", Record(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, holes=(2, 5), miss="corrupt")
+        "r", RequestRecord(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, missing_chunks=(2, 5), miss="corrupt")
     )
-    book.put("slow", Record(miss="never stored", slower=True))
+    book.put("slow", RequestRecord(miss="never stored", slower=True))
     assert (await client.request_record("slow")).miss == "computing is faster"
     record = await client.request_record("r")
     assert (record.queue_s, record.loaded_tokens, record.miss) == (0.5, 7, "corrupt")
-    assert list(record.holes) == [2, 5]
+    assert list(record.missing_chunks) == [2, 5]
     with pytest.raises(RagCacheError) as caught:
         await client.request_record("other")
     assert isinstance(caught.value, NotFound)
@@ -36,15 +36,15 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
 async def test_what_prefills_and_loads_take_is_told() -> None:
     costs = ReuseCosts()
     address = f"127.0.0.1:{free_port()}"
-    server = serve(RecordBook(), costs, address)
+    server = serve(RequestRecords(), costs, address)
     client = EngineClient(address)
     unknown = await client.costs()
     assert not unknown.HasField("prefill")
     assert not unknown.loads
     profile = PrefillProfile((0, 64), (16, 256), ((0.1, 0.2), (0.3, 0.4)), 2048)
-    costs.start_from(profile)
+    costs.use_profile(profile)
     for number in range(1, 6):
-        costs.loaded({Tier.DISK: 1000 * number}, 0.01 + 1e-5 * 1000 * number)
+        costs.observe_load({Tier.DISK: 1000 * number}, 0.01 + 1e-5 * 1000 * number)
     known = await client.costs()
     assert list(known.prefill.seconds) == [0.1, 0.2, 0.3, 0.4]
     assert (list(known.prefill.cached), list(known.prefill.computed)) == ([0, 64], [16, 256])
@@ -58,25 +58,25 @@ async def test_what_prefills_and_loads_take_is_told() -> None:
 
 
 def test_what_a_preemption_took_away_counts_for_nothing() -> None:
-    record = Record()
+    record = RequestRecord()
     record.begin_load(30)
-    record.loaded_tokens, record.blended_tokens, record.repaired_tokens = 100, 60, 20
+    record.loaded_tokens, record.blended_tokens, record.recomputed_tokens = 100, 60, 20
     record.loaded_bytes = 4000
     record.count_local(140)
     assert (record.local_tokens, record.loaded_tokens) == (40, 100)
-    assert (record.blended_tokens, record.repaired_tokens) == (60, 20)
+    assert (record.blended_tokens, record.recomputed_tokens) == (60, 20)
     record.count_local(80)
     assert (record.local_tokens, record.loaded_tokens) == (30, 50)
-    assert (record.blended_tokens, record.repaired_tokens) == (10, 10)
+    assert (record.blended_tokens, record.recomputed_tokens) == (10, 10)
     record.count_local(20)
     assert (record.local_tokens, record.loaded_tokens, record.loaded_bytes) == (20, 0, 0)
-    assert (record.blended_tokens, record.repaired_tokens) == (0, 0)
+    assert (record.blended_tokens, record.recomputed_tokens) == (0, 0)
 
 
 def test_the_book_forgets_the_oldest() -> None:
-    book = RecordBook()
+    book = RequestRecords()
     for number in range(CAPACITY + 2):
-        book.put(str(number), Record())
+        book.put(str(number), RequestRecord())
     assert book.get("0") is None
     assert book.get("1") is None
     assert book.get("2") is not None

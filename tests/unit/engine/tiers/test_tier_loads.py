@@ -35,7 +35,7 @@ from ragcache_engine.kv_cache.block_writer import BlockWriter  # noqa: E402
 from ragcache_kv.codecs import encode_part  # noqa: E402
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
-from ragcache_kv.values.buffers import parts_of  # noqa: E402
+from ragcache_kv.values.buffers import checksummed_parts  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
@@ -143,7 +143,7 @@ def test_what_was_there_before_a_silent_store_counts(worker: Worker) -> None:
     load(worker, wanted[:1])
     worker.store.outage_after = 0
     outcome = load(worker, wanted, "all")
-    assert (outcome.tokens, outcome.missing, outcome.reason) == (64, key(1), "store unavailable")
+    assert (outcome.tokens, outcome.missing_variant, outcome.reason) == (64, key(1), "store unavailable")
 
 
 def test_only_the_tokens_asked_for_are_written(worker: Worker) -> None:
@@ -197,7 +197,7 @@ def test_a_write_that_raises_keeps_no_room(worker: Worker) -> None:
     load(worker, wanted)
     worker.cache.broken = True
     outcome = worker.load(job(wanted, "again"))
-    assert (outcome.missing, outcome.reason) == (key(0), "write failed")
+    assert (outcome.missing_variant, outcome.reason) == (key(0), "write failed")
     worker.side.advance((), busy=False)
     tiers_of(worker).check()
     assert not any(entry.readers for entry in tiers_of(worker)._entries.values())
@@ -251,7 +251,7 @@ def held_as(precision: Precision, num_tokens: int, *, exact: bool = True) -> Sto
     encoded = [encode_part(one, value_shape(SPACE), num_tokens, precision) for one in layers]
     raw = memoryview(np.concatenate(encoded))
     info = VariantInfo(num_tokens, len(raw), 0, Provenance(exact=exact), precision)
-    parts = parts_of(raw, [len(one) for one in encoded])
+    parts = checksummed_parts(raw, [len(one) for one in encoded])
     return StoredValue(info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY)
 
 

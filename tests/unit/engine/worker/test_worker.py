@@ -43,9 +43,9 @@ from ragcache_engine.protocol.roles import EngineRole  # noqa: E402
 from ragcache_engine.worker import worker as worker_module
 from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
-from ragcache_kv.values.buffers import parts_of, verified  # noqa: E402
+from ragcache_kv.values.buffers import checksummed_parts, matches_checksums  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts  # noqa: E402
-from ragcache_kv.values.outgoing_value import Outgoing, Runs  # noqa: E402
+from ragcache_kv.values.outgoing_value import OutgoingValue, Runs  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 
@@ -141,7 +141,7 @@ class FakeStore:
             value = torch.randn(2, 2, length, 1, 4).bfloat16()
             raw = native_bytes(value)
             info = VariantInfo(length, len(raw), span.start, Provenance(exact=True))
-            parts = parts_of(raw, value_parts(SPACE, length))
+            parts = checksummed_parts(raw, value_parts(SPACE, length))
             self.values[span.variant] = StoredValue(
                 info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY
             )
@@ -162,7 +162,7 @@ class FakeStore:
         self.read_to_the_end = True
 
     def put(
-        self, variant: NewVariant, value: Outgoing, timeout_s: float, *, as_of: object
+        self, variant: NewVariant, value: OutgoingValue, timeout_s: float, *, as_of: object
     ) -> PutOutcome:
         self.put_gate.wait(TIMEOUT_S)
         with self.lock:
@@ -176,7 +176,7 @@ class FakeStore:
             self.runs.append(len(runs.checksums))
         completion = runs.completion()
         parts = tuple(map(ValuePart, variant.part_bytes, completion.checksums))
-        assert verified([memoryview(came)], parts)
+        assert matches_checksums([memoryview(came)], parts)
         with self.lock:
             self.put_bytes.append(came)
             self.costs_s.append(completion.cost_s)
@@ -383,7 +383,7 @@ def test_a_value_held_in_another_form_is_decoded(held_as: Precision) -> None:
     encoded = [part.encode_part(one, value_shape(SPACE), 40, held_as) for one in native]
     raw = memoryview(np.concatenate(encoded))
     info = VariantInfo(40, len(raw), 0, Provenance(exact=True), held_as)
-    parts = parts_of(raw, [len(one) for one in encoded])
+    parts = checksummed_parts(raw, [len(one) for one in encoded])
     stored = StoredValue(info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY)
     decoded = decode(stored, 40, SPACE)
     assert decoded is not None

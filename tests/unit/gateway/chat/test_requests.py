@@ -14,10 +14,7 @@ from pydantic import ValidationError
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.signature import is_signed
-from ragcache_gateway.prompts.conversation import read_conversation
-from ragcache_gateway.prompts.reuse_mode import Reuse, wanted_reuse
 from ragcache_gateway.chat.schema import DROPPED, REFUSED, ChatRequest, Usage
-from ragcache_gateway.config import EngineName, read_config
 from ragcache_gateway.documents.retriever_errors import in_rest_terms
 from ragcache_gateway.engines.completion import (
     Piece,
@@ -27,6 +24,9 @@ from ragcache_gateway.engines.completion import (
     transfer_params,
 )
 from ragcache_gateway.http.errors import TooBusy, from_status, from_validation, to_http, value_path
+from ragcache_gateway.prompts.conversation import read_conversation
+from ragcache_gateway.prompts.reuse_mode import Reuse, wanted_reuse
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
 PLAN = ReusePlan("chatcmpl-1", "public", ())
@@ -302,87 +302,11 @@ def test_the_retrievers_errors_are_put_in_words_of_this_api() -> None:
     assert in_rest_terms(away) is away
 
 
-GOOD = {
-    "RAGCACHE_LISTEN": "[::1]:8080",
-    "RAGCACHE_RETRIEVER": "retriever:7001",
-    "RAGCACHE_ENGINES": "http://engine:8000/, http://other:8000",
-    "RAGCACHE_ENGINE_RECORDS": "engine:8001, other:8001",
-    "RAGCACHE_CACHESTORE": "cachestore:7002",
-    "RAGCACHE_MODEL": "/models/tiny",
-    "RAGCACHE_MODEL_NAME": "tiny",
-    "RAGCACHE_MAX_MODEL_LEN": "2048",
-}
-
-
-def test_config_comes_from_the_environment() -> None:
-    config = read_config(GOOD)
-    assert (config.listen_host, config.listen_port) == ("::1", 8080)
-    assert config.engines == (EngineName("engine", 8000, 8001), EngineName("other", 8000, 8001))
-    assert config.cachestore.current() == ("cachestore:7002",)
-    assert config.stop_grace_s == 10
-    assert read_config({**GOOD, "RAGCACHE_STOP_GRACE_S": "300"}).stop_grace_s == 300
-    assert (config.model_dtype, config.max_model_len) == ("auto", 2048)
-    assert (config.reuse, config.max_recompute) == ("exact", 0.2)
-    blending = read_config(
-        {**GOOD, "RAGCACHE_REUSE": "blend", "RAGCACHE_MAX_RECOMPUTE_SHARE": " 1 "}
-    )
-    assert (blending.reuse, blending.max_recompute) == ("blend", 1.0)
-    assert (config.quality, read_config({**GOOD, "RAGCACHE_QUALITY": "0.95"}).quality) == (
-        None,
-        0.95,
-    )
-
-
-def test_plans_are_sealed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
-    assert read_config(GOOD).plan_keys is None
+def test_plans_are_signed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("ab" * 32 + "\n")
-    keys = read_config({**GOOD, "RAGCACHE_SIGNING_KEY_FILE": str(path)}).plan_keys
-    assert keys is not None
+    keys = SigningKeys(path)
     params = transfer_params(PLAN, (1, 2), keys)
     assert params["ragcache"] == PLAN.to_json()
     assert is_signed(params["ragcache"], [1, 2], params["ragcache_signature"], keys.current())
     assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.to_json()}
-
-
-@pytest.mark.parametrize("name", sorted(GOOD))
-def test_a_missing_variable_is_named(name: str) -> None:
-    with pytest.raises(InvalidInput, match=name):
-        read_config({key: value for key, value in GOOD.items() if key != name})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("RAGCACHE_LISTEN", "8080"),
-        ("RAGCACHE_SIGNING_KEY_FILE", "keys"),
-        ("RAGCACHE_SIGNING_KEY_FILE", "/does/not/exist"),
-        ("RAGCACHE_LISTEN", "host:99999"),
-        ("RAGCACHE_RETRIEVER", "retriever:port"),
-        ("RAGCACHE_ENGINES", "engine:8000"),
-        ("RAGCACHE_ENGINES", "https://engine:8000"),
-        ("RAGCACHE_ENGINES", "http://engine"),
-        ("RAGCACHE_ENGINES", "http://engine:port"),
-        ("RAGCACHE_ENGINES", "http://engine:8000/v1"),
-        ("RAGCACHE_ENGINE_RECORDS", "engine:8001"),
-        ("RAGCACHE_ENGINE_RECORDS", "engine:8001,engine:8001"),
-        ("RAGCACHE_CACHESTORE", "cachestore"),
-        ("RAGCACHE_STOP_GRACE_S", "long"),
-        ("RAGCACHE_MODEL_DTYPE", "int8"),
-        ("RAGCACHE_MAX_MODEL_LEN", "2k"),
-        ("RAGCACHE_MAX_MODEL_LEN", "3"),
-        ("RAGCACHE_REUSE", "off"),
-        ("RAGCACHE_REUSE", ""),
-        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "20%"),
-        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "1.01"),
-        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "-0.1"),
-        ("RAGCACHE_MAX_RECOMPUTE_SHARE", "nan"),
-        ("RAGCACHE_QUALITY", "95"),
-        ("RAGCACHE_QUALITY", "high"),
-        ("RAGCACHE_QUALITY", "nan"),
-        ("RAGCACHE_LOG_LEVEL", "loud"),
-    ],
-)
-def test_a_bad_variable_is_named(name: str, value: str) -> None:
-    with pytest.raises(InvalidInput, match=name):
-        read_config({**GOOD, name: value})

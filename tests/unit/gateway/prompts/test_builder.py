@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, DEFAULT_SYSTEM_PROMPT
-from ragcache_gateway.prompts.conversation import Conversation, Turn
 from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.conversation import Conversation, Turn
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, TokenCache, load_tokenizer
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -169,15 +169,16 @@ def test_ids_are_those_of_the_hubs_own_loader(tiny_model: Path, tokenizer: ChatT
 
 def test_the_gateway_never_imports_torch(tiny_model: Path) -> None:
     code = f"""
-import sys
+import os, sys
 import ragcache_gateway.__main__ as gateway
-from ragcache_gateway.config import read_config
-gateway.build_server(read_config({{
+from ragcache_wire.settings import GatewaySettings
+os.environ |= {{
     "RAGCACHE_LISTEN": "127.0.0.1:0", "RAGCACHE_RETRIEVER": "127.0.0.1:1",
-    "RAGCACHE_ENGINES": "http://127.0.0.1:1", "RAGCACHE_ENGINE_RECORDS": "127.0.0.1:1",
+    "RAGCACHE_ENGINES": "http://127.0.0.1:1;records=1",
     "RAGCACHE_CACHESTORE": "127.0.0.1:1", "RAGCACHE_MODEL": {str(tiny_model)!r},
     "RAGCACHE_MODEL_NAME": "tiny", "RAGCACHE_MAX_MODEL_LEN": "1024",
-}}))
+}}
+gateway.build_server(GatewaySettings())
 assert "transformers" in sys.modules
 heavy = {{"torch", "faiss", "vllm", "sentence_transformers"}} & set(sys.modules)
 assert not heavy, heavy

@@ -50,7 +50,7 @@ def compiled() -> None:
 
 @st.composite
 def finite_parts(draw: st.DrawFn) -> tuple[Bytes, ValueShape, int]:
-    """Layers of any finite numbers: of one scale, of all scales, of few distinct ones."""
+    """LayeredValues of any finite numbers: of one scale, of all scales, of few distinct ones."""
     shape, num_tokens = draw(shapes), draw(st.integers(0, 5))
     count = 2 * num_tokens * shape.num_kv_heads * shape.head_dim
     number = NUMBERS[shape.dtype]

@@ -34,9 +34,9 @@ from ragcache_kv.codecs import encoded_part_bytes
 from ragcache_kv.transport.framing import (
     HEADER,
     READ_BYTES,
-    Broken,
-    Channel,
-    Kind,
+    ConnectionBroken,
+    FramedConnection,
+    FrameKind,
     TimedOut,
     frame,
     from_error,
@@ -127,7 +127,9 @@ def test_a_lookup_crosses_whole(found: Any, store: bytes, sequence: int) -> None
     assert conversions.from_lookup_reply(pb.LookupReply.FromString(raw), store) == answer
 
 
-@given(st.lists(st.builds(store_api.LookupKey, ids, st.none() | ids), max_size=4), st.booleans(), names)
+@given(
+    st.lists(st.builds(store_api.LookupKey, ids, st.none() | ids), max_size=4), st.booleans(), names
+)
 def test_wants_cross_whole(wants: Any, exact: bool, domain: str) -> None:
     raw = conversions.to_lookup_request(wants, exact, domain).SerializeToString()
     request = pb.LookupRequest.FromString(raw)
@@ -349,8 +351,8 @@ def test_errors_cross_as_themselves(error: RagCacheError) -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    one, other = (Channel(sock) for sock in socket.socketpair())
+def ends() -> Iterator[tuple[FramedConnection, FramedConnection]]:
+    one, other = (FramedConnection(sock) for sock in socket.socketpair())
     one.deadline = other.deadline = time.monotonic() + WAIT_S
     yield one, other
     one.close()
@@ -358,49 +360,53 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 
 @pytest.mark.parametrize("size", [0, 1, READ_BYTES - 20, READ_BYTES, READ_BYTES + 1, 300_000])
-def test_frames_and_raw_bytes_come_as_they_went(ends: tuple[Channel, Channel], size: int) -> None:
+def test_frames_and_raw_bytes_come_as_they_went(
+    ends: tuple[FramedConnection, FramedConnection], size: int
+) -> None:
     one, other = ends
     store, raw = bytes(range(256)) * (size // 256) + bytes(size % 256), bytes(range(200)) * 500
     sent = pb.HelloReply(store=store)
 
     def send() -> None:
         for _ in range(3):
-            one.send(Kind.WELCOME, sent)
+            one.send(FrameKind.WELCOME, sent)
             one.send_raw(raw)
-            one.send(Kind.COMMIT)
+            one.send(FrameKind.COMMIT)
 
     thread = threading.Thread(target=send)
     thread.start()
     for _ in range(3):
         kind, payload = other.receive(1 << 20)
-        assert kind == Kind.WELCOME
+        assert kind == FrameKind.WELCOME
         assert parse(pb.HelloReply, payload) == sent
         target = memoryview(bytearray(len(raw)))
         other.receive_into(target)
         assert target == raw
-        assert other.receive(0) == (Kind.COMMIT, memoryview(b""))
+        assert other.receive(0) == (FrameKind.COMMIT, memoryview(b""))
     thread.join()
 
 
-def test_what_is_owed_goes_with_the_next_frame(ends: tuple[Channel, Channel]) -> None:
+def test_a_deferred_frame_follows_the_next_frame(
+    ends: tuple[FramedConnection, FramedConnection],
+) -> None:
     one, other = ends
-    one.owed.append((Kind.RELEASE, pb.LeaseRelease(leases=[5])))
-    one.send(Kind.GET, pb.GetRequest())
-    assert other.receive(100)[0] == Kind.GET
-    assert other.receive(100)[0] == Kind.RELEASE
+    one.owed.append((FrameKind.RELEASE, pb.LeaseRelease(leases=[5])))
+    one.send(FrameKind.GET, pb.GetRequest())
+    assert other.receive(100)[0] == FrameKind.GET
+    assert other.receive(100)[0] == FrameKind.RELEASE
     assert not one.owed
 
 
 def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
-    ends: tuple[Channel, Channel],
+    ends: tuple[FramedConnection, FramedConnection],
 ) -> None:
     """After PUT there is nothing but its value."""
     one, other = ends
     for kind, expected in (
-        (Kind.PUT, [Kind.RELEASE, Kind.PUT]),
-        (Kind.GET, [Kind.GET, Kind.RELEASE]),
+        (FrameKind.PUT, [FrameKind.RELEASE, FrameKind.PUT]),
+        (FrameKind.GET, [FrameKind.GET, FrameKind.RELEASE]),
     ):
-        one.owed = [(Kind.RELEASE, pb.LeaseRelease())]
+        one.owed = [(FrameKind.RELEASE, pb.LeaseRelease())]
         one.send(kind)
         assert [other.receive(0)[0] for _ in range(2)] == expected
         assert not one.owed
@@ -409,7 +415,7 @@ def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
 @pytest.mark.parametrize("size", [0, 1, READ_BYTES, 3_000_000])
 @pytest.mark.parametrize("taken", [False, True])
 def test_bytes_after_a_message_may_be_taken_or_left(
-    ends: tuple[Channel, Channel], size: int, taken: bool
+    ends: tuple[FramedConnection, FramedConnection], size: int, taken: bool
 ) -> None:
     one, other = ends
     data = memoryview(Random(size).randbytes(size))
@@ -417,33 +423,33 @@ def test_bytes_after_a_message_may_be_taken_or_left(
 
     def send() -> None:
         for _ in range(2):
-            one.owed = [(Kind.RELEASE, pb.LeaseRelease())]
-            one.send(Kind.PUT, asked, [data, frame(Kind.COMMIT)], skippable=True)
-        one.send(Kind.GET, asked, [data])  # not to be left
-        one.send(Kind.ABORT)
+            one.owed = [(FrameKind.RELEASE, pb.LeaseRelease())]
+            one.send(FrameKind.PUT, asked, [data, frame(FrameKind.COMMIT)], skippable=True)
+        one.send(FrameKind.GET, asked, [data])  # not to be left
+        one.send(FrameKind.ABORT)
 
     thread = threading.Thread(target=send)
     thread.start()
     target = memoryview(bytearray(size))
     for _ in range(2):
-        assert other.receive(100)[0] == Kind.RELEASE
+        assert other.receive(100)[0] == FrameKind.RELEASE
         kind, payload = other.receive(100)
-        assert kind == Kind.PUT
+        assert kind == FrameKind.PUT
         assert parse(pb.PutHeader, payload) == asked
         if taken:
             other.take_early()
             other.receive_into(target)
             assert target == data
-            assert other.receive(100)[0] == Kind.COMMIT
-    assert other.receive(100)[0] == Kind.GET
+            assert other.receive(100)[0] == FrameKind.COMMIT
+    assert other.receive(100)[0] == FrameKind.GET
     other.receive_into(target)
     assert target == data
-    assert other.receive(100)[0] == Kind.ABORT
+    assert other.receive(100)[0] == FrameKind.ABORT
     thread.join()
 
 
 def test_a_reader_that_trickles_does_not_stretch_the_deadline_of_a_file(
-    ends: tuple[Channel, Channel], tmp_path: Path
+    ends: tuple[FramedConnection, FramedConnection], tmp_path: Path
 ) -> None:
     one, other = ends
     path = tmp_path / "file"
@@ -464,24 +470,26 @@ def test_a_reader_that_trickles_does_not_stretch_the_deadline_of_a_file(
     reader.join()
 
 
-def test_a_frame_over_its_bound_is_not_read(ends: tuple[Channel, Channel]) -> None:
+def test_a_frame_over_its_bound_is_not_read(
+    ends: tuple[FramedConnection, FramedConnection],
+) -> None:
     one, other = ends
-    one.send_raw(HEADER.pack(101, Kind.GET, 0))
-    with pytest.raises(Broken, match="101 bytes"):
+    one.send_raw(HEADER.pack(101, FrameKind.GET, 0))
+    with pytest.raises(ConnectionBroken, match="101 bytes"):
         other.receive(100)
 
 
-def test_the_end_of_the_other_is_noticed(ends: tuple[Channel, Channel]) -> None:
+def test_the_end_of_the_other_is_noticed(ends: tuple[FramedConnection, FramedConnection]) -> None:
     one, other = ends
-    one.send_raw(HEADER.pack(10, Kind.GET, 0) + b"half")
+    one.send_raw(HEADER.pack(10, FrameKind.GET, 0) + b"half")
     one.close()
-    with pytest.raises(Broken, match="closed"):
+    with pytest.raises(ConnectionBroken, match="closed"):
         other.receive(100)
-    with pytest.raises(Broken):
+    with pytest.raises(ConnectionBroken):
         other.send_raw(bytes(64 << 20))
 
 
-def test_silence_ends_with_the_deadline(ends: tuple[Channel, Channel]) -> None:
+def test_silence_ends_with_the_deadline(ends: tuple[FramedConnection, FramedConnection]) -> None:
     one, other = ends
     other.deadline = time.monotonic() + 0.05
     with pytest.raises(TimedOut):
@@ -490,15 +498,17 @@ def test_silence_ends_with_the_deadline(ends: tuple[Channel, Channel]) -> None:
     with pytest.raises(TimedOut):  # nobody reads
         one.send_raw(bytes(64 << 20))
     with pytest.raises(TimedOut):
-        one.send(Kind.GET)
+        one.send(FrameKind.GET)
 
 
-def test_bytes_that_trickle_in_do_not_stretch_a_deadline(ends: tuple[Channel, Channel]) -> None:
+def test_bytes_that_trickle_in_do_not_stretch_a_deadline(
+    ends: tuple[FramedConnection, FramedConnection],
+) -> None:
     one, other = ends
     stop = threading.Event()
 
     def trickle() -> None:
-        with contextlib.suppress(Broken):
+        with contextlib.suppress(ConnectionBroken):
             while not stop.wait(0.02):
                 one.send_raw(b"x")
 

@@ -17,12 +17,12 @@ from ragcache_kv.values.buffers import (
     BLOCK_BYTES,
     Verifier,
     blocks,
+    checksummed_parts,
     copy_verified,
-    cut,
-    parts_of,
+    matches_checksums,
     read_verified,
     scatter,
-    verified,
+    slice_views,
     write_from,
 )
 
@@ -56,28 +56,28 @@ def test_a_copy_is_the_value_however_source_and_parts_are_cut(
     value: bytes, sources: list[int], parts: list[int]
 ) -> None:
     target = memoryview(bytearray(len(value)))
-    named = parts_of(memoryview(value), sizes_of(value, parts))
+    named = checksummed_parts(memoryview(value), sizes_of(value, parts))
     assert copy_verified(target, pieces_of(value, sources), named)
     assert target == value
-    assert verified(pieces_of(value, sources), named)
+    assert matches_checksums(pieces_of(value, sources), named)
 
 
 @given(values, cuts, cuts, st.data())
 def test_no_flipped_byte_passes(
     value: bytes, sources: list[int], parts: list[int], data: st.DataObject
 ) -> None:
-    named = parts_of(memoryview(value), sizes_of(value, parts))
+    named = checksummed_parts(memoryview(value), sizes_of(value, parts))
     place = data.draw(st.integers(0, len(value) - 1))
     wrong = bytearray(value)
     wrong[place] ^= 1 << data.draw(st.integers(0, 7))
     target = memoryview(bytearray(len(value)))
     assert not copy_verified(target, pieces_of(wrong, sources), named)
-    assert not verified(pieces_of(wrong, sources), named)
+    assert not matches_checksums(pieces_of(wrong, sources), named)
 
 
 @given(values, cuts, cuts)
 def test_a_file_is_read_as_memory_is(value: bytes, sources: list[int], parts: list[int]) -> None:
-    named = parts_of(memoryview(value), sizes_of(value, parts))
+    named = checksummed_parts(memoryview(value), sizes_of(value, parts))
     with tempfile.TemporaryFile() as file:
         write_from(memoryview(value), file.fileno(), 10)
         places, offset = [], 10
@@ -95,7 +95,7 @@ def test_a_file_is_read_as_memory_is(value: bytes, sources: list[int], parts: li
 
 @given(values, cuts)
 def test_too_few_and_too_many_bytes_are_not_good(value: bytes, parts: list[int]) -> None:
-    named = parts_of(memoryview(value), sizes_of(value, parts))
+    named = checksummed_parts(memoryview(value), sizes_of(value, parts))
     more = Verifier(named)
     more.add(memoryview(value + b"x"))
     assert not more.good
@@ -107,9 +107,9 @@ def test_too_few_and_too_many_bytes_are_not_good(value: bytes, parts: list[int])
 def test_an_empty_part_has_a_checksum_too() -> None:
     empty = ValuePart(0, xxhash.xxh3_64_intdigest(b""))
     one = ValuePart(1, xxhash.xxh3_64_intdigest(b"a"))
-    assert verified([memoryview(b"a")], [empty, one, empty])
-    assert verified([], [empty])
-    assert not verified([memoryview(b"a")], [ValuePart(0, 5), one])
+    assert matches_checksums([memoryview(b"a")], [empty, one, empty])
+    assert matches_checksums([], [empty])
+    assert not matches_checksums([memoryview(b"a")], [ValuePart(0, 5), one])
 
 
 @given(values, cuts)
@@ -123,7 +123,7 @@ def test_scatter_fills_its_targets_in_order(value: bytes, where: list[int]) -> N
 def test_cut_gives_the_bytes_asked_for(value: bytes, where: list[int], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(value)))
     num_bytes = data.draw(st.integers(0, len(value) - start))
-    views = cut(pieces_of(value, where), start, num_bytes)
+    views = slice_views(pieces_of(value, where), start, num_bytes)
     assert b"".join(views) == value[start : start + num_bytes]
 
 

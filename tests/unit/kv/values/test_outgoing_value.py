@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.store_api import LEASE_S
-from ragcache_kv.values.outgoing_value import ANSWER_S, Outgoing, Runs, Unfinished, Whole
+from ragcache_kv.values.outgoing_value import (
+    ANSWER_S,
+    IncompleteValue,
+    OutgoingRuns,
+    OutgoingValue,
+    ReadyValue,
+)
 from tests.helpers.cachestore_parts import key, value, variant, whole
 
 
-class Scripted(Outgoing):
+class Scripted(OutgoingValue):
     """Gives as many parts at a time as was said, and notes until when it was waited for."""
 
     def __init__(self, raw: bytes, came: Sequence[Sequence[int]], delay_s: float = 0.0) -> None:
@@ -25,12 +31,12 @@ class Scripted(Outgoing):
         self._delay_s = delay_s
         self.deadlines: list[float] = []
 
-    def wait(self, done: int, deadline: float) -> Sequence[int]:
+    def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
         self.deadlines.append(deadline)
         time.sleep(self._delay_s)
         return next(self._came)
 
-    def finished(self, deadline: float) -> float:
+    def wait_until_final(self, deadline: float) -> float:
         self.deadlines.append(deadline)
         return 2.5
 
@@ -39,15 +45,15 @@ class Scripted(Outgoing):
 def test_runs_are_the_value_however_its_parts_come(sizes: list[int], data: st.DataObject) -> None:
     raw = value(sum(sizes))
     new = replace(variant(key(1), raw), part_bytes=tuple(sizes))
-    sums = list(whole(new, raw).wait(0, 0.0))
+    sums = list(whole(new, raw).wait_for_parts(0, 0.0))
     came, done = [], 0
     while done < len(sizes):
         count = data.draw(st.integers(1, len(sizes) - done))
         came.append(sums[done : done + count])
         done += count
-    runs = Runs(new, Scripted(raw, came), time.monotonic() + 60)
+    runs = OutgoingRuns(new, Scripted(raw, came), time.monotonic() + 60)
     assert b"".join(runs) == raw
-    assert runs.are_over
+    assert runs.are_complete
     assert runs.completion().checksums == tuple(sums)
     assert runs.completion().cost_s == 2.5
 
@@ -55,11 +61,11 @@ def test_runs_are_the_value_however_its_parts_come(sizes: list[int], data: st.Da
 def test_what_is_whole_is_one_run() -> None:
     raw = value(100)
     new = replace(variant(key(1), raw), part_bytes=(30, 70))
-    outgoing = Whole.summed_up(memoryview(raw), (30, 70), 1.5)
-    runs = Runs(new, outgoing, time.monotonic() + 60)
+    outgoing = ReadyValue.with_checksums(memoryview(raw), (30, 70), 1.5)
+    runs = OutgoingRuns(new, outgoing, time.monotonic() + 60)
     assert [bytes(run) for run in runs] == [raw]
     assert (runs.completion().checksums, runs.completion().cost_s) == (
-        tuple(outgoing.wait(0, 0.0)),
+        tuple(outgoing.wait_for_parts(0, 0.0)),
         1.5,
     )
 
@@ -69,7 +75,7 @@ def test_a_store_has_time_left_to_answer_in_and_keeps_room_for_no_longer_than_a_
     for left_s, latest in ((10.0, 10 - ANSWER_S), (1.0, 0.8), (300.0, 300 - ANSWER_S)):
         outgoing = Scripted(b"abcd", [[1], [2]])
         deadline = time.monotonic() + left_s
-        runs = Runs(new, outgoing, deadline)
+        runs = OutgoingRuns(new, outgoing, deadline)
         list(runs)
         runs.completion()
         first, second, last = outgoing.deadlines
@@ -79,7 +85,7 @@ def test_a_store_has_time_left_to_answer_in_and_keeps_room_for_no_longer_than_a_
 
 def test_a_store_that_was_slow_is_not_taken_for_a_value_that_is() -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
-    runs = Runs(new, Scripted(b"abcd", [[1], [2]]), time.monotonic() + 0.02)
+    runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]]), time.monotonic() + 0.02)
     assert next(runs) == b"ab"
     time.sleep(0.03)  # until the store has taken it
     assert next(runs) == b"cd"
@@ -88,8 +94,8 @@ def test_a_store_that_was_slow_is_not_taken_for_a_value_that_is() -> None:
 
 def test_what_comes_too_late_does_not_go_out() -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=(2, 2))
-    runs = Runs(new, Scripted(b"abcd", [[1], [2]], delay_s=0.03), time.monotonic() + 0.02)
-    with pytest.raises(Unfinished):
+    runs = OutgoingRuns(new, Scripted(b"abcd", [[1], [2]], delay_s=0.03), time.monotonic() + 0.02)
+    with pytest.raises(IncompleteValue):
         next(runs)
 
 
@@ -109,10 +115,10 @@ def test_parts_that_are_not_the_variants_are_refused(
 ) -> None:
     new = replace(variant(key(1), b"abcd"), part_bytes=part_bytes)
     with pytest.raises(InvalidInput) as refused:
-        list(Runs(new, Scripted(b"abcd", came), time.monotonic() + 60))
+        list(OutgoingRuns(new, Scripted(b"abcd", came), time.monotonic() + 60))
     assert refused.value.field == field
 
 
 def test_a_value_of_another_size_is_refused() -> None:
     with pytest.raises(InvalidInput, match="value: has 3 bytes"):
-        Runs(variant(key(1), b"abcd"), Scripted(b"abc", []), time.monotonic() + 60)
+        OutgoingRuns(variant(key(1), b"abcd"), Scripted(b"abc", []), time.monotonic() + 60)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire.watched.signing_keys import VARIABLE, PlanKeys, plan_keys_from
+from ragcache_wire.watched.signing_keys import VARIABLE, SigningKeys, signing_keys_from
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.unit.wire.watched.test_members import Clock
 
@@ -22,7 +22,7 @@ def write(path: Path, *keys: bytes) -> Path:
 
 def test_a_rotation_is_seen_within_a_second(tmp_path: Path) -> None:
     clock = Clock()
-    keys = PlanKeys(write(tmp_path / "keys", ONE), clock)
+    keys = SigningKeys(write(tmp_path / "keys", ONE), clock)
     for now in ((ONE, TWO), (TWO, ONE), (TWO,)):
         write(tmp_path / "keys.next", *now).replace(tmp_path / "keys")
         clock.tick()
@@ -36,7 +36,7 @@ def test_a_file_that_is_spoilt_leaves_the_keys_as_they_were(
 ) -> None:
     clock = Clock()
     path = write(tmp_path / "keys", ONE)
-    keys = PlanKeys(path, clock)
+    keys = SigningKeys(path, clock)
     assert keys.current() == (ONE,)
     path.unlink()
     if content is not None:
@@ -54,13 +54,13 @@ def test_a_file_that_is_spoilt_leaves_the_keys_as_they_were(
 
 
 def test_what_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
-    assert plan_keys_from({}) is None
-    assert plan_keys_from({VARIABLE: " "}) is None
+    assert signing_keys_from({}) is None
+    assert signing_keys_from({VARIABLE: " "}) is None
     bad = tmp_path / "bad"
     bad.write_text("secret\n")
     for setting in (str(tmp_path / "none"), str(tmp_path), str(bad), "keys"):
         with pytest.raises(InvalidInput, match=r"^RAGCACHE_SIGNING_KEY_FILE: "):
-            plan_keys_from({VARIABLE: setting})
-    found = plan_keys_from({VARIABLE: str(write(tmp_path / "good", ONE, TWO))})
+            signing_keys_from({VARIABLE: setting})
+    found = signing_keys_from({VARIABLE: str(write(tmp_path / "good", ONE, TWO))})
     assert found is not None
     assert found.current() == (ONE, TWO)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ragcache_engine.scheduler.salting import salt
+from ragcache_engine.vllm_interface.block_salting import salt_block_hashes
 
 BLOCK = 4
 
@@ -44,7 +44,7 @@ def test_hashes_are_a_requests_own_from_the_first_block_that_is_not_exact(
     plain, one, other = (Request(22) for _ in range(3))  # five blocks, and a sixth has begun
     for request in (one, other):
         for _ in range(times):
-            salt(request, first)
+            salt_block_hashes(request, first)
     for request in (plain, one, other):
         for _ in range(10):
             request.grow(1)
@@ -56,11 +56,11 @@ def test_hashes_are_a_requests_own_from_the_first_block_that_is_not_exact(
 
 def test_what_has_been_salted_stays_as_it_is() -> None:
     request = Request(22)
-    salt(request, 2)
+    salt_block_hashes(request, 2)
     before = list(request.block_hashes)
-    salt(request, 3)
+    salt_block_hashes(request, 3)
     assert request.block_hashes == before
-    salt(request, 1)  # more of it is not exact
+    salt_block_hashes(request, 1)  # more of it is not exact
     assert request.block_hashes[0] == before[0]
     assert not set(request.block_hashes[1:]) & set(before)
 
@@ -68,5 +68,5 @@ def test_what_has_been_salted_stays_as_it_is() -> None:
 def test_an_engine_without_a_prefix_cache_has_no_hashes() -> None:
     request = Request(0)
     request._block_hasher = None
-    salt(request, 0)
+    salt_block_hashes(request, 0)
     assert request.block_hashes == []

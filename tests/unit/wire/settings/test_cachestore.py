@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ragcache_cachestore.config import Config
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Codec, Precision
+from ragcache_wire.settings.cachestore import CacheStoreSettings
+from tests.helpers.settings import read_settings
 
 REQUIRED = {
     "RAGCACHE_LISTEN": "127.0.0.1:7000",
@@ -34,10 +34,10 @@ def test_a_full_environment() -> None:
         "RAGCACHE_REPLICATION": "off",
         "RAGCACHE_OTLP_ENDPOINT": "http://collector:4318",
     }
-    config = Config.from_environment(environment)
-    assert config.members is not None
-    assert config.members.current() == ("a:1", "b:2")
-    assert replace(config, members=None) == Config(
+    config = read_settings(CacheStoreSettings, environment)
+    assert config.cachestore is not None
+    assert config.cachestore.current() == ("a:1", "b:2")
+    assert config.replace(cachestore=None) == CacheStoreSettings(
         listen="127.0.0.1:7000",
         health_listen="0.0.0.0:8081",
         data_dir=Path("data"),
@@ -47,8 +47,8 @@ def test_a_full_environment() -> None:
         policy="lru",
         admission="second-touch",
         precision=Precision(Codec.INT8, Codec.INT4),
-        leaves_only=False,
-        lane_listen="0.0.0.0:7001",
+        reuse="blend",
+        data_listen="0.0.0.0:7001",
         data_socket=Path("/run/transport.sock"),
         own_address="a:1",
         replication=False,
@@ -57,7 +57,7 @@ def test_a_full_environment() -> None:
 
 
 def test_what_is_left_out_has_a_default() -> None:
-    assert Config.from_environment(REQUIRED) == Config(
+    assert read_settings(CacheStoreSettings, REQUIRED) == CacheStoreSettings(
         listen="127.0.0.1:7000",
         health_listen=None,
         data_dir=Path("data"),
@@ -68,19 +68,21 @@ def test_what_is_left_out_has_a_default() -> None:
 
 @pytest.mark.parametrize("name", ["harag", "score"])
 def test_an_assignment_may_decide_on_the_precision(name: str) -> None:
-    assert Config.from_environment(REQUIRED | {"RAGCACHE_PRECISION": name}).precision == name
+    assert (
+        read_settings(CacheStoreSettings, REQUIRED | {"RAGCACHE_PRECISION": name}).precision == name
+    )
 
 
 def test_a_shard_must_know_its_own_name() -> None:
     with pytest.raises(InvalidInput) as refused:
-        Config.from_environment(REQUIRED | {"RAGCACHE_CACHESTORE": "a:1"})
+        read_settings(CacheStoreSettings, REQUIRED | {"RAGCACHE_CACHESTORE": "a:1"})
     assert refused.value.field == "RAGCACHE_OWN_ADDRESS"
 
 
 def test_admission_by_score_needs_the_score() -> None:
     wrong = {"RAGCACHE_ADMISSION": "score", "RAGCACHE_POLICY": "lru"}
     with pytest.raises(InvalidInput) as refused:
-        Config.from_environment(REQUIRED | wrong)
+        read_settings(CacheStoreSettings, REQUIRED | wrong)
     assert refused.value.field == "RAGCACHE_ADMISSION"
 
 
@@ -95,13 +97,13 @@ def test_admission_by_score_needs_the_score() -> None:
     ],
 )
 def test_admission_is_the_one_that_did_best(about: dict[str, str], admission: str) -> None:
-    assert Config.from_environment(REQUIRED | about).admission == admission
+    assert read_settings(CacheStoreSettings, REQUIRED | about).admission == admission
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_variable_is_named(name: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        Config.from_environment({n: v for n, v in REQUIRED.items() if n != name})
+        read_settings(CacheStoreSettings, {n: v for n, v in REQUIRED.items() if n != name})
     assert refused.value.field == name
 
 
@@ -134,5 +136,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
 )
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        Config.from_environment(REQUIRED | {"RAGCACHE_OWN_ADDRESS": "a:1"} | {name: value})
+        read_settings(
+            CacheStoreSettings, REQUIRED | {"RAGCACHE_OWN_ADDRESS": "a:1"} | {name: value}
+        )
     assert refused.value.field == name

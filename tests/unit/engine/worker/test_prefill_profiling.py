@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_engine.telemetry.profiling import write_profile, read_saved_profile, measure, profile_path
+from ragcache_engine.worker.prefill_profiling import write_profile, read_saved_profile, measure, profile_path
 
 BLOCK = 32
 
