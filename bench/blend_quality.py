@@ -12,9 +12,6 @@ largest gap; the share recomputed says what that saves. Full recomputation is wh
 with. To see what the question looks at, its tokens are computed once more, before anything is
 repaired; they are not among the recomputed ones that are counted.
 
-"Runs of" so many tokens are ours laid in runs of that length or longer (``select_tokens``), in the
-result by_run_tokens. ``bench/repair_runs.py`` has what that saves.
-
 Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full recomputation, KL
 from its distribution of the answer's first token, the share of context tokens recomputed, and in
 how many runs.
@@ -44,7 +41,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -52,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
+from bench.support.cache_craft import RankedChunk, rank_by_attention, select_by_fix_overhead
 from models.tinyrag.examples import ask, stage_scene
 from models.tinyrag.handbook import Question
 from models.tinyrag.prompt import chunk_ids, frame
@@ -62,16 +59,9 @@ from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
 from ragcache_core.blend.slices import split_into_passes
 from ragcache_core.blend.token_ranking import InfluencedChunk, rank_tokens
-from ragcache_core.blend.token_selection import (
-    RankedChunk,
-    budget_tokens,
-    ranking,
-    recomputation,
-    select_tokens,
-)
+from ragcache_core.blend.token_selection import select_tokens, share_to_tokens
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.quality.rouge import rouge_l
-from ragcache_engine.config import REPAIR_RUN_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -89,9 +79,6 @@ KINDS = ("single", "two_step")
 
 NEIGHBOURS = (2, 5)
 """Chunks before the one that is captured: from, to."""
-
-RUN_BUDGETS = (0.1, 0.2)
-RUN_TOKENS = (1, 2, 4, 8, 16, 32)
 
 FIRST_BUDGET = 0.2
 VOID_OVER = 0.8
@@ -164,14 +151,14 @@ class Lab:
         import torch  # noqa: PLC0415  after vLLM's variables are set
 
         from ragcache_engine.blend.attention import AttentionObserver  # noqa: PLC0415
-        from ragcache_engine.blend.model_access import loaded_model  # noqa: PLC0415
+        from ragcache_engine.blend.model_access import access_model  # noqa: PLC0415
         from ragcache_engine.blend.recomputer import Recomputer  # noqa: PLC0415
         from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: PLC0415
         from ragcache_kv.rotation import KeyRotation, read_rope  # noqa: PLC0415
 
         self._torch = torch
         runner = worker.model_runner
-        model = loaded_model(runner, runner.attn_groups[0][0].kv_cache_spec.block_size)
+        model = access_model(runner, runner.attn_groups[0][0].kv_cache_spec.block_size)
         layers = runner.vllm_config.compilation_config.static_forward_context
         self.cache = PagedCache({name: layers[name] for name in model.layer_names}, model.device)
         self.recomputer = Recomputer(model)
@@ -211,7 +198,7 @@ class Lab:
             position=place.start,
             cci=context_impact(len(chunk), float(own.sum()), prefix).cci,
             prefix=prefix,
-            ranking=tuple(ranking(others.sum(1).tolist())),
+            ranking=tuple(rank_by_attention(others.sum(1).tolist())),
             influence=tuple(seen.influence.tolist()),
             received=tuple(own.sum(0).tolist()),
         )
@@ -234,11 +221,14 @@ class Lab:
     def attention_by_layer(
         self, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[range]
     ) -> list[list[float]]:
-        """What all tokens behind the chunks attend to each chunk: by layer, by chunk (eq. 15)."""
+        """Attention of all tokens after the chunks to each chunk: by layer, by chunk (eq. 15)."""
+        from bench.support.chunk_attention import ChunkAttentionHook  # noqa: PLC0415
+
         question = range(chunks[-1].stop, len(token_ids))
-        paid = self._observer.paid(table, question, chunks)
-        self._observer.question_attention(token_ids, table, question, paid)
-        return paid.by_layer
+        hook = ChunkAttentionHook(self.cache, table, question, chunks)
+        with hook.attached():
+            self.recomputer.recompute(token_ids, table, [question])
+        return hook.by_layer
 
     def answer(
         self,
@@ -355,10 +345,10 @@ class Trial:
             self.lab.place(table, captured, start)
         return table
 
-    def ours(self, budget: int, run_tokens: int = REPAIR_RUN_TOKENS) -> tuple[range, ...]:
+    def ours(self, budget: int) -> tuple[range, ...]:
         """Those under the most influence that the question looks at."""
         order = rank_tokens(self._influenced, self.question_attention)
-        return select_tokens(order, budget, run_tokens=run_tokens).runs
+        return select_tokens(order, budget).runs
 
     def influence(self, budget: int) -> tuple[range, ...]:
         """Those under the most influence."""
@@ -397,7 +387,7 @@ class Trial:
             limit = len(captured.ranking)
             chunks.append(RankedChunk(start, captured.ranking, fit.fix_overhead(1.0), limit))
             before.append(PrefixChunk(key_of(ids), len(ids)))
-        return recomputation(chunks, budget).runs
+        return select_by_fix_overhead(chunks, budget).runs
 
     def random(self, budget: int) -> tuple[range, ...]:
         """Positions at random."""
@@ -489,19 +479,15 @@ def work(worker: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
         }
         for name, choose in METHODS.items():
             for share in BUDGETS if name == "ours" else BUDGETS[:-1]:  # all tokens are all tokens
-                runs = choose(trial, budget_tokens(share, trial.context_tokens))
+                runs = choose(trial, share_to_tokens(share, trial.context_tokens))
                 answers[f"{name} {share:.0%}"] = trial.reuse(runs), runs
-        for share, length in product(RUN_BUDGETS, RUN_TOKENS):
-            if (name := name_of_runs(share, length)) not in answers:
-                runs = trial.ours(budget_tokens(share, trial.context_tokens), length)
-                answers[name] = trial.reuse(runs), runs
         for name, cut in CUTS.items():
-            runs = trial.focused(budget_tokens(FOCUS_BUDGET, trial.context_tokens), cut)
+            runs = trial.focused(share_to_tokens(FOCUS_BUDGET, trial.context_tokens), cut)
             answers[f"focused, {name} {FOCUS_BUDGET:.0%}"] = trial.reuse(runs), runs
         shares = {name: trial.share(runs) for name, (_, runs) in answers.items()}
         first = captured_first(lab, case, rng)
         for name, choose in FIRST_METHODS.items():
-            runs = choose(first, budget_tokens(FIRST_BUDGET, first.context_tokens))
+            runs = choose(first, share_to_tokens(FIRST_BUDGET, first.context_tokens))
             answers[name] = first.reuse(runs), runs
             shares[name] = first.share(runs)
         for name, (answer, runs) in answers.items():
@@ -511,12 +497,6 @@ def work(worker: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
                 scores[group].recomputed += shares[name]
                 scores[group].runs += len(runs)
     return {name: score.row() for name, score in scores.items()}
-
-
-def name_of_runs(share: float, run_tokens: int) -> str:
-    """What ours is called by its budget and the length of its runs."""
-    name = f"ours {share:.0%}"
-    return name if run_tokens == REPAIR_RUN_TOKENS else f"{name}, runs of {run_tokens}"
 
 
 def _note(
@@ -563,11 +543,11 @@ def work_on_foreign_text(
         sums["naive"] += divergence(full, trial.reuse(()))
         for name, choose in METHODS.items():
             for share in BUDGETS if name == "ours" else BUDGETS[:-1]:
-                runs = choose(trial, budget_tokens(share, trial.context_tokens))
+                runs = choose(trial, share_to_tokens(share, trial.context_tokens))
                 sums[f"{name} {share:.0%}"] += divergence(full, trial.reuse(runs))
         first = captured_first(lab, case, rng)
         for name, choose in FIRST_METHODS.items():
-            runs = choose(first, budget_tokens(FIRST_BUDGET, first.context_tokens))
+            runs = choose(first, share_to_tokens(FIRST_BUDGET, first.context_tokens))
             sums[name] += divergence(full, first.reuse(runs))
     return {name: round(total / count, 4) for name, total in sums.items()}
 
@@ -652,10 +632,6 @@ def main() -> None:
             "random_at_20pct_over_full": share(f"first, random {FIRST_BUDGET:.0%}"),
             "naive_over_full": share("first, naive"),
             "naive_rouge_l": rows["first, naive"]["rouge_l"],
-        },
-        "by_run_tokens": {
-            f"{share:.0%}": {str(k): rows[name_of_runs(share, k)] for k in RUN_TOKENS}
-            for share in RUN_BUDGETS
         },
         "tokens_equal_at_100pct": math.isclose(rows["ours 100%"]["same_tokens"], 1.0),
         "full_exact_match": rows["full"]["exact_match"],

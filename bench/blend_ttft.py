@@ -63,7 +63,7 @@ from ragcache_core.blend.observation import observation_key
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
@@ -283,7 +283,7 @@ def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:
 def wait_until_observed(store: str, variants: Sequence[VariantKey]) -> None:
     """Saving and observing happen behind the answer; wait until both are done."""
     client = StoreClient(store)
-    wants = [Want.of(key) for v in variants for key in (v, observation_key(v))]
+    wants = [LookupKey.of(key) for v in variants for key in (v, observation_key(v))]
     deadline = time.monotonic() + STORED_S
     while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
@@ -326,15 +326,15 @@ def figures(bench: Bench) -> dict[str, object]:
     where = {
         case: {
             "queue": _median_ms([r.queue_s for r in records]),
-            "load": _median_ms([r.load_s - r.repair_s for r in records]),
-            "repair": _median_ms([r.repair_s for r in records]),
+            "load": _median_ms([r.load_s - r.recompute_s for r in records]),
+            "repair": _median_ms([r.recompute_s for r in records]),
             "prefill": _median_ms([r.prefill_s for r in records]),
         }
         for case, records in bench.records.items()
     }
     shares = {
         case: round(
-            statistics.median(r.repaired_tokens / max(1, r.blended_tokens) for r in records), 4
+            statistics.median(r.recomputed_tokens / max(1, r.blended_tokens) for r in records), 4
         )
         for case, records in bench.records.items()
         if case.startswith("blend")

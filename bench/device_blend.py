@@ -52,7 +52,7 @@ from bench.support.plain_llama import (
     Shape,
 )
 from ragcache_core.blend.token_ranking import InfluencedChunk
-from ragcache_core.blend.token_selection import budget_tokens
+from ragcache_core.blend.token_selection import share_to_tokens
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
     Codec,
@@ -66,7 +66,6 @@ from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import DEFAULT_TIER_POLICY
 from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
-from ragcache_engine.config import REPAIR_RUN_TOKENS, REPAIR_SLICE_TOKENS
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
 from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.chunk_pool import ChunkPool
@@ -83,6 +82,7 @@ from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.layout import FORMAT, checksum
 from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.settings.engine import RECOMPUTE_SLICE_TOKENS
 
 QUESTION_TOKENS = 64
 SHARE = 0.15
@@ -213,8 +213,7 @@ class Bench:
             cache,
             recomputer,
             AttentionObserver(cache, recomputer),
-            REPAIR_SLICE_TOKENS,
-            REPAIR_RUN_TOKENS,
+            RECOMPUTE_SLICE_TOKENS,
             QUESTION_TOKENS,
         )
         self.compute_s: float | None = None
@@ -254,7 +253,7 @@ class Bench:
         layering = self.layerings[source]
         self._write(layering.write, partial(self.here.source, source))
         self.put_off[source].append(layering.begin_pass())
-        logits = self.model.run(self.ids, self.question, layering.layer_needed)
+        logits = self.model.run(self.ids, self.question, layering.wait_for_layer)
         assert not layering.end_pass()
         self.writer.let_go()
         return logits
@@ -273,7 +272,7 @@ class Bench:
             ended = self.repairer.advance(busy=False)
         if ended[0][1].reason:
             raise RuntimeError(ended[0][1].reason)
-        self.repaired.append(ended[0][1].repaired)
+        self.repaired.append(ended[0][1].recomputed_tokens)
         return self.answer()
 
     def answer(self) -> torch.Tensor:
@@ -324,7 +323,7 @@ class Bench:
             InfluencedChunk(start, influence)
             for start, influence in zip(self._starts(), self.influence, strict=True)
         )
-        budget = budget_tokens(share, self.context)
+        budget = share_to_tokens(share, self.context)
         scratch = self.model.blocks[-SPARE_BLOCKS:]
         return RecomputeJob(0, self.token_ids, chunks, (), budget, scratch)
 

@@ -28,7 +28,7 @@ from bench.support.processes import (
 )
 from ragcache_core.plan.prompt import assemble, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.helpers.tiny_model import make_tiny_model
@@ -70,7 +70,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                         engines[name].url, prompt.token_ids, max_tokens=1, plan=plan.to_json()
                     )
                     ended = time.monotonic()
-                    while not client.lookup([Want.of(named.variant)]).variants[0].held:
+                    while not client.lookup([LookupKey.of(named.variant)]).variants[0].held:
                         pass
                     if number:  # the first warms up
                         case = f"{name}_{length}"

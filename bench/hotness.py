@@ -66,14 +66,14 @@ from bench.support.question import Question
 from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (
-    Assignment,
+    AccessObservation,
     FixedAssignment,
     HaRagAssignment,
     K,
-    Observation,
     Placement,
+    PrecisionAssignment,
 )
-from ragcache_core.tiering.score_assignment import Grade, Memory, ScoreAssignment, read_error
+from ragcache_core.tiering.score_assignment import Grade, MemoryBudget, ScoreAssignment, read_error
 from ragcache_kv.codecs import (
     decode_part,
     encode_part,
@@ -145,7 +145,7 @@ def access_sequence(seed: int) -> Accesses:
     return Accesses("seeded zipf 0.8", queries)
 
 
-def observe(sequence: Accesses, until: int, native_bytes: int) -> list[Observation[int]]:
+def observe(sequence: Accesses, until: int, native_bytes: int) -> list[AccessObservation[int]]:
     """What a store would know after so many queries, one a second."""
     counts: DecayedCounts[int] = DecayedCounts(HALF_LIFE_QUERIES)
     for second, query in enumerate(sequence.queries[:until]):
@@ -153,7 +153,7 @@ def observe(sequence: Accesses, until: int, native_bytes: int) -> list[Observati
             counts.add(chunk, float(second))
     chunks = sorted({chunk for query in sequence.queries for chunk in query})
     return [
-        Observation(chunk, accesses, native_bytes, score=accesses / native_bytes)
+        AccessObservation(chunk, accesses, native_bytes, score=accesses / native_bytes)
         for chunk in chunks
         for accesses in [counts.count(chunk, float(until))]
     ]
@@ -173,29 +173,29 @@ def measured_grades(precisions: Sequence[Precision]) -> tuple[Grade, ...]:
     )
 
 
-class OnDisk(Assignment):
+class OnDisk(PrecisionAssignment):
     """Another's precision, and everything on disk."""
 
-    def __init__(self, precision: Assignment) -> None:
+    def __init__(self, precision: PrecisionAssignment) -> None:
         self._precision = precision
 
-    def assign(self, observations: Sequence[Observation[K]]) -> dict[K, Precision]:
-        return self._precision.assign(observations)
+    def assign(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
+        return self._precision.assign_precisions(observations)
 
-    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+    def place(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         return dict.fromkeys((one.key for one in observations), Placement.DISK)
 
 
-def make_arms(observed: list[Observation[int]], grades: tuple[Grade, ...]) -> list[Arm]:
+def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...]) -> list[Arm]:
     """All arms; ours gets the error and the memory of HA-RAG's."""
     ha_rag = HaRagAssignment()
-    precision, placement = ha_rag.assign(observed), ha_rag.place(observed)
+    precision, placement = ha_rag.assign_precisions(observed), ha_rag.assign_placements(observed)
     sizes = {grade.precision: grade.size for grade in grades}
     taken = dict.fromkeys(Placement, 0)
     for one in observed:
         taken[placement[one.key]] += round(one.native_bytes * sizes[precision[one.key]])
-    memory = Memory(taken[Placement.GPU], taken[Placement.PINNED], taken[Placement.PAGEABLE])
-    assignments: dict[str, Assignment] = {
+    memory = MemoryBudget(taken[Placement.GPU], taken[Placement.PINNED], taken[Placement.PAGEABLE])
+    assignments: dict[str, PrecisionAssignment] = {
         BASELINE: OnDisk(FixedAssignment()),
         "ha_rag": ha_rag,
         "mp_only": OnDisk(ha_rag),
@@ -203,7 +203,7 @@ def make_arms(observed: list[Observation[int]], grades: tuple[Grade, ...]) -> li
         "score": ScoreAssignment(grades, read_error(observed, precision, grades), memory),
     }
     return [
-        Arm(name, assignment.assign(observed), assignment.place(observed))
+        Arm(name, assignment.assign_precisions(observed), assignment.assign_placements(observed))
         for name, assignment in assignments.items()
     ]
 

@@ -54,7 +54,7 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, plan_blend
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.helpers.tiny_model import make_tiny_model
@@ -203,7 +203,7 @@ class Newcomers:
         """Raises RuntimeError unless the store comes to hold every chunk."""
         client = StoreClient(self.store)
         wants = [
-            Want.of(named.variant)
+            LookupKey.of(named.variant)
             for prompt, plan in zip(prompts, plans, strict=True)
             for named in checked_segments(plan, prompt.token_ids, self.space)
         ]

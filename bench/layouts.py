@@ -1,7 +1,7 @@
 """Which layout on disk is faster: one file of values with small records, or RocksDB's blob files.
 
 Both keep the same values in the same folder, durable against ``kill -9`` and no more (written to
-the page cache, log included, never synced): ``ValueFile`` + ``Records`` as the cache store uses
+the page cache, log included, never synced): ``DiskTier`` + ``MetadataDb`` as the cache store uses
 them, and rocksdict with blob files, tuned as the cache store's first version had them (values in
 pieces of 1 MiB, RocksDB's verification of blobs off, freed memory reused).
 
@@ -35,12 +35,12 @@ from rocksdict import (
     WriteOptions,
 )
 
-from ragcache_cachestore.storage.disk_tier import ValueFile
-from ragcache_cachestore.storage.disk_variant import Record
+from ragcache_cachestore.storage.disk_tier import DiskTier
+from ragcache_cachestore.storage.disk_variant import DiskVariant
 from ragcache_cachestore.storage.malloc import reuse_freed_memory
-from ragcache_cachestore.storage.metadata_db import Records
+from ragcache_cachestore.storage.metadata_db import MetadataDb
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Origin, Part, Provenance, VariantInfo
+from ragcache_core.identity.variant import Origin, Provenance, ValuePart, VariantInfo
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = {"64kib": 64 * KIB, "1mib": MIB, "8mib": 8 * MIB}
@@ -62,12 +62,12 @@ class Layout(Protocol):
 
 
 class OneFile:
-    """ValueFile and Records, called as the store's writer calls them."""
+    """DiskTier and MetadataDb, called as the store's writer calls them."""
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
-        self._file = ValueFile(folder / "values", capacity_bytes)
-        self._records = Records(folder / "records")
-        self._held: dict[int, Record] = {}
+        self._file = DiskTier(folder / "values", capacity_bytes)
+        self._metadata = MetadataDb(folder / "records")
+        self._held: dict[int, DiskVariant] = {}
         self._order = 0
 
     def put(self, number: int, value: memoryview) -> None:
@@ -76,17 +76,17 @@ class OneFile:
         assert extents is not None
         self._file.write(extents, [value])
         self._order += 1
-        record = Record(
+        record = DiskVariant(
             extents,
             VariantInfo(256, value.nbytes, 0, Provenance(exact=True)),
             None,
-            (Part(value.nbytes, self._order),),
+            (ValuePart(value.nbytes, self._order),),
             Origin(),
             1,
             0,
             self._order,
         )
-        self._records.put(_key(number), record)
+        self._metadata.put(_key(number), record)
         if number in self._held:
             self._file.allocator.free(self._held[number].extents)
         self._held[number] = record
@@ -186,7 +186,7 @@ def measure(folder: Path, num_bytes: int, held_bytes: int, rounds: int) -> dict[
     folder.mkdir()
     (folder / "blobs").mkdir()
     one_file, blobs = OneFile(folder, 2 * held_bytes), BlobFiles(folder / "blobs", held_bytes)
-    layouts: dict[str, Layout] = {"value_file": one_file, "blobdb": blobs}
+    layouts: dict[str, Layout] = {"disk_tier": one_file, "blobdb": blobs}
     seen: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[int], object], start: int) -> None:

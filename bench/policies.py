@@ -33,11 +33,12 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a program
 
+from bench.comparison_policies import POLICY_NAMES, make_policy
 from bench.prefill_profile import PrefillProfile
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.replay import Replay, Tally
 from bench.support.traces import DATA, Trace, load_traces
-from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import ADMISSION_NAMES, default_admission, make_admission
 from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 
@@ -74,8 +75,8 @@ def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
 class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
     """PGDSF by Frequency * Cost / Size alone, to see what its clock does."""
 
-    def _evicted(self, key: K, state: Any, worth: float) -> None:
-        super()._evicted(key, state, worth)
+    def _on_evicted(self, key: K, state: Any, priority: float) -> None:
+        super()._on_evicted(key, state, priority)
         self._clock = 0.0
 
 

@@ -41,7 +41,7 @@ from bench.support.stored_values import corrupt
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
@@ -99,7 +99,7 @@ def wait_until_stored(address: str, keys: Sequence[VariantKey]) -> None:
     """Saving happens behind the answer; wait until all of it is in the store."""
     client = StoreClient(address)
     deadline = time.monotonic() + 60
-    wants = [Want.of(key) for key in keys]
+    wants = [LookupKey.of(key) for key in keys]
     while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
             raise RuntimeError("the engine did not save its chunk-caches within a minute")

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -20,13 +20,13 @@ class _Arrival:
 class FirstInFirstOut(RankedPolicy[K, _Arrival]):
     """A replaced entry keeps its place."""
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Arrival:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Arrival:
         return _Arrival(self._uses)
 
-    def _again(
-        self, state: _Arrival, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _Arrival, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         return None
 
-    def _worth(self, state: _Arrival, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _Arrival, candidate: EvictionCandidate[K]) -> float:
         return float(state.number)

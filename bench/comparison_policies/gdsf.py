@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -30,17 +30,17 @@ class GreedyDualSizeFrequency(RankedPolicy[K, _Count]):
         super().__init__(leaves_only=leaves_only)
         self._clock = 0.0
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Count:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Count:
         return _Count(1, self._clock)
 
-    def _again(
-        self, state: _Count, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _Count, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         state.uses += 1
         state.clock = self._clock
 
-    def _worth(self, state: _Count, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _Count, candidate: EvictionCandidate[K]) -> float:
         return state.clock + state.uses
 
-    def _evicted(self, key: K, state: _Count, worth: float) -> None:
+    def _on_evicted(self, key: K, state: _Count, worth: float) -> None:
         self._clock = max(self._clock, worth)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -20,13 +20,13 @@ class _Count:
 class LeastFrequentlyUsed(RankedPolicy[K, _Count]):
     """Counts start anew when an entry comes back."""
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Count:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Count:
         return _Count(1)
 
-    def _again(
-        self, state: _Count, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _Count, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         state.uses += 1
 
-    def _worth(self, state: _Count, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _Count, candidate: EvictionCandidate[K]) -> float:
         return float(state.uses)

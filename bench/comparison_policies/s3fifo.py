@@ -16,9 +16,13 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import Generic, TypeVar
 
-from ragcache_core.eviction.ghosts import Ghosts
-from ragcache_core.eviction.policy import MOST_FORBIDDEN, Candidate, Policy
-from ragcache_core.eviction.resident_children import Family
+from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.policy import (
+    MAX_PROTECTED_PER_SEARCH,
+    EvictionCandidate,
+    EvictionPolicy,
+)
+from ragcache_core.eviction.resident_children import ResidentChildren
 
 K = TypeVar("K", bound=Hashable)
 
@@ -35,29 +39,29 @@ class _Queue(Enum):
 class _Entry(Generic[K]):
     __slots__ = ("candidate", "queue", "queued", "uses")
 
-    def __init__(self, candidate: Candidate[K], queue: _Queue) -> None:
+    def __init__(self, candidate: EvictionCandidate[K], queue: _Queue) -> None:
         self.candidate = candidate
         self.queue = queue
         self.queued = True
         self.uses = 0
 
 
-class S3Fifo(Policy[K]):
+class S3Fifo(EvictionPolicy[K]):
     """Uses are counted up to 3."""
 
     def __init__(self, *, leaves_only: bool) -> None:
         super().__init__(leaves_only=leaves_only)
         self._entries: dict[K, _Entry[K]] = {}
-        self._family: Family[K] = Family()
+        self._children: ResidentChildren[K] = ResidentChildren()
         self._queues: dict[_Queue, OrderedDict[K, None]] = {
             _Queue.SMALL: OrderedDict(),
             _Queue.MAIN: OrderedDict(),
         }
         self._small_bytes = 0
         self._held_bytes = 0
-        self._ghosts: Ghosts[K, None] = Ghosts()
+        self._ghosts: GhostEntries[K, None] = GhostEntries()
 
-    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+    def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """See Policy.add."""
         entry = self._entries.get(key)
         if entry is not None:
@@ -72,7 +76,7 @@ class S3Fifo(Policy[K]):
             self._entries[key] = entry
             self._queues[entry.queue][key] = None
         self._count_bytes(entry, 1)
-        self._family.arrive(candidate.parent)
+        self._children.add(candidate.parent)
 
     def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
         """See Policy.touch."""
@@ -80,7 +84,7 @@ class S3Fifo(Policy[K]):
         if entry is not None:
             entry.uses = min(MAX_USES, entry.uses + 1)
 
-    def resize(self, key: K, candidate: Candidate[K]) -> None:
+    def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
         """See Policy.resize."""
         entry = self._entries[key]
         self._count_bytes(entry, -1)
@@ -97,24 +101,24 @@ class S3Fifo(Policy[K]):
 
     def evict(self, may: Callable[[K], bool]) -> K | None:
         """See Policy.evict."""
-        key = self.cheapest(may)
+        key = self.advance_to_victim(may)
         if key is not None:
             if self._entries[key].queue is _Queue.SMALL:
                 self._ghosts.put(key, None, len(self))
             self.remove(key)
         return key
 
-    def cheapest(self, may: Callable[[K], bool]) -> K | None:
+    def advance_to_victim(self, may: Callable[[K], bool]) -> K | None:
         """See Policy.cheapest. Queues turn on the way, as they would for ``evict``."""
         forbidden: list[K] = []
         found: K | None = None
-        while found is None and len(forbidden) < MOST_FORBIDDEN:
+        while found is None and len(forbidden) < MAX_PROTECTED_PER_SEARCH:
             queue = self._queue_in_turn()
             if not self._queues[queue]:
                 break
             key = next(iter(self._queues[queue]))
             entry = self._entries[key]
-            if self.leaves_only and not self._family.is_leaf(key):
+            if self.leaves_only and not self._children.is_leaf(key):
                 del self._queues[queue][key]
                 entry.queued = False
             elif not may(key):
@@ -130,7 +134,7 @@ class S3Fifo(Policy[K]):
         if found is None and not forbidden:
             # Without a leaf, everything left is an ancestor of itself.
             return next((key for key in self._entries if may(key)), None)
-        first = len(forbidden) < MOST_FORBIDDEN  # else others are to come up next
+        first = len(forbidden) < MAX_PROTECTED_PER_SEARCH  # else others are to come up next
         for key in reversed(forbidden) if first else forbidden:
             home = self._queues[self._entries[key].queue]
             home[key] = None
@@ -139,9 +143,9 @@ class S3Fifo(Policy[K]):
 
     def is_leaf(self, key: K) -> bool:
         """See Policy.is_leaf."""
-        return self._family.is_leaf(key)
+        return self._children.is_leaf(key)
 
-    def worth(self, key: K, now: float) -> float:
+    def priority(self, key: K, now: float) -> float:
         """In [0, 7]: the main queue is worth more than any use on trial."""
         entry = self._entries[key]
         return entry.uses + (MAX_USES + 1 if entry.queue is _Queue.MAIN else 0)
@@ -155,14 +159,14 @@ class S3Fifo(Policy[K]):
     def check(self) -> None:
         """See Policy.check."""
         entries = self._entries.values()
-        self._family.check(entry.candidate.parent for entry in entries)
+        self._children.check(entry.candidate.parent for entry in entries)
         assert self._held_bytes == sum(entry.candidate.num_bytes for entry in entries)
         assert self._small_bytes == sum(
             entry.candidate.num_bytes for entry in entries if entry.queue is _Queue.SMALL
         )
         for key, entry in self._entries.items():
             assert (key in self._queues[entry.queue]) == entry.queued
-            assert entry.queued or not self._family.is_leaf(key)
+            assert entry.queued or not self._children.is_leaf(key)
         assert sum(map(len, self._queues.values())) == sum(entry.queued for entry in entries)
 
     def _queue_in_turn(self) -> _Queue:
@@ -184,7 +188,7 @@ class S3Fifo(Policy[K]):
             self._small_bytes += num_bytes
 
     def _leave(self, parent: K | None) -> None:
-        if self._family.leave(parent) and parent in self._entries:
+        if self._children.remove(parent) and parent in self._entries:
             entry = self._entries[parent]
             if not entry.queued:
                 entry.queued = True

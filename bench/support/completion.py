@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from bench.support.processes import Engine
-from ragcache_core.plan.signature import SEAL_FIELD
+from ragcache_core.plan.signature import SIGNATURE_FIELD
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 
@@ -53,7 +53,7 @@ def complete(
     if plan is not None:
         body["kv_transfer_params"] = {"ragcache": plan}
         if seal is not None:
-            body["kv_transfer_params"][SEAL_FIELD] = seal
+            body["kv_transfer_params"][SIGNATURE_FIELD] = seal
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     started = time.monotonic()

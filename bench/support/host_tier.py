@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache_core.identity.variant import Part, Precision, ValueShape
+from ragcache_core.identity.variant import Precision, ValuePart, ValueShape
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_kv.codecs import decode_part, native_part_bytes
 from ragcache_kv.values.layout import checksum
@@ -32,12 +32,12 @@ class Encoded:
     """One value as an arm holds it."""
 
     precision: Precision
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     raw: Bytes
 
     @classmethod
     def of(cls, precision: Precision, parts: list[Bytes]) -> Encoded:
-        described = tuple(Part(part.nbytes, checksum(memoryview(part))) for part in parts)
+        described = tuple(ValuePart(part.nbytes, checksum(memoryview(part))) for part in parts)
         return cls(precision, described, np.concatenate(parts))
 
     @property

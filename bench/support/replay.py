@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.support.traces import Access, Trace
-from ragcache_core.eviction import Candidate, Policy
+from ragcache_core.eviction import EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction.admission import Admission
 
 CONTEXT_IMPACT = 0.7
@@ -34,7 +34,9 @@ class Tally:
 class Replay:
     """One tier of capacity_bytes."""
 
-    def __init__(self, policy: Policy[int], admission: Admission[int], capacity_bytes: int) -> None:
+    def __init__(
+        self, policy: EvictionPolicy[int], admission: Admission[int], capacity_bytes: int
+    ) -> None:
         self._policy = policy
         self._admission = admission
         self._free_bytes = capacity_bytes
@@ -61,7 +63,7 @@ class Replay:
                     missing.append((access, frozenset() if trace.exact else frozenset(before)))
                 before.append(access.key)
             for access, prefix in missing:
-                candidate = Candidate(
+                candidate = EvictionCandidate(
                     access.num_bytes, access.num_tokens, access.cost_s, access.parent
                 )
                 if self._offer(access.key, candidate, request.time_s, asked):
@@ -71,7 +73,9 @@ class Replay:
                     break  # its children would be out of reach
         return tally
 
-    def _offer(self, key: int, candidate: Candidate[int], now: float, asked: set[int]) -> bool:
+    def _offer(
+        self, key: int, candidate: EvictionCandidate[int], now: float, asked: set[int]
+    ) -> bool:
         """Put an entry, if it is admitted and there is room; what the request uses is leased."""
 
         def may(victim: int) -> bool:
@@ -79,10 +83,10 @@ class Replay:
 
         worth = None
         if self._free_bytes < candidate.num_bytes:
-            cheapest = self._policy.cheapest(may)
+            cheapest = self._policy.advance_to_victim(may)
             if cheapest is None:
                 return False
-            worth = self._policy.worth(cheapest, now)
+            worth = self._policy.priority(cheapest, now)
         if not self._admission.admits(key, candidate, now, worth):
             return False
         while self._free_bytes < candidate.num_bytes:

@@ -37,12 +37,12 @@ class ServedBytes:
         self._bytes[key] = self._bytes.get(key, 0.0) + weighted
         self._total += weighted
 
-    def load(self, now: float) -> Load:
+    def measure_load(self, now: float) -> ShardLoad:
         """What has been served lately; forgets what has not."""
         self._settle(now)
         # A constant stream of r bytes a second has the decayed sum r * half_life / ln 2.
         seconds = self._half_life_s / math.log(2.0)
-        return Load(
+        return ShardLoad(
             self._total / seconds, {key: sum_ / seconds for key, sum_ in self._bytes.items()}
         )
 
@@ -55,7 +55,7 @@ class ServedBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ShardLoad:
     """What a shard serves, in bytes a second: of everything, and of each variant."""
 
     bytes_per_s: float
@@ -63,7 +63,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Thresholds:
+class ReplicationThresholds:
     """When to copy and when to drop, as shares of a shard's load.
 
     least_bytes_per_s: a shard that serves less than this is not busy, and nothing of it is hot.
@@ -81,14 +81,16 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ReplicationChanges:
     """Variants that are to be copied, hottest first, and those whose replicas are to go."""
 
     copy: tuple[VariantKey, ...] = ()
     drop: tuple[VariantKey, ...] = ()
 
 
-def decide(load: Load, replicated: frozenset[VariantKey], thresholds: Thresholds) -> Changes:
+def decide_replication(
+    load: ShardLoad, replicated: frozenset[VariantKey], thresholds: ReplicationThresholds
+) -> ReplicationChanges:
     """What to change. replicated: what this shard has copied to another.
 
     A shard that serves only one variant gives it a share of 1: with another shard to help, that
@@ -110,7 +112,7 @@ def decide(load: Load, replicated: frozenset[VariantKey], thresholds: Thresholds
         )
     )
     if not busy:
-        return Changes(drop=drop)
+        return ReplicationChanges(drop=drop)
     hot = (
         key
         for key in load.by_variant
@@ -118,4 +120,4 @@ def decide(load: Load, replicated: frozenset[VariantKey], thresholds: Thresholds
     )
     room = thresholds.most - (len(replicated) - len(drop))
     hottest = sorted(hot, key=lambda key: (-load.by_variant[key], key.to_bytes()))
-    return Changes(copy=tuple(hottest[: max(0, room)]), drop=drop)
+    return ReplicationChanges(copy=tuple(hottest[: max(0, room)]), drop=drop)

@@ -15,7 +15,7 @@ import numpy as np
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 
 
-class Rendezvous:
+class RendezvousHash:
     """Owners among members (any distinct names, in any order)."""
 
     def __init__(self, members: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ DECAY = 0.98
 """Weight of one observation against the next: some fifty count."""
 
 
-class Line:
+class LinearFit:
     """Not safe to share between threads. least_s: no prediction is below it."""
 
     def __init__(self, least_s: float = 0.0) -> None:

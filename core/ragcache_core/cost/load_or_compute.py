@@ -1,9 +1,9 @@
-"""Whether reuse is faster than computing, by what both have taken (DESIGN §1).
+"""Choose between loading stored KV and computing it, from measured latencies.
 
-"Compute everything" always competes: what is predicted to be slower is not done. Loading is
-predicted by bytes and where they are (a store's ``Tier``, or a tier of the engine's own),
-repairing by tokens, computing by a profile measured at start (``prefill_profile``), which what
-passes take goes on correcting.
+Computing the whole prompt is always one of the options, so an option that is predicted to be slower
+is not chosen. Loading is predicted from the bytes and their tier: a store's ``Tier`` or a tier of
+the engine itself. Recomputation is predicted from tokens. Computing is predicted from a profile that
+the engine measures at start (``prefill_profile``) and corrects with the measured passes.
 """
 
 from __future__ import annotations
@@ -12,178 +12,242 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ragcache_core.cost.linear_fit import DECAY, Line
+from ragcache_core.cost.linear_fit import DECAY, LinearFit
 from ragcache_core.cost.prefill_profile import PrefillProfile
 
 MIN_WEIGHT = 3.5
-"""Of observations of each kind, before anything is predicted: four, as old ones count a little
-less. Until then reuse is tried."""
+"""Least weight of observations of each kind before it is predicted.
+
+Four observations reach it, because older ones count a little less. Until then reuse is tried.
+"""
 
 RETRY_EVERY = 16
-"""One in so many reuses that would not pay is made all the same: what is not done is not measured,
-and one that was slow in a bad minute would be so for ever."""
+"""One in this many declined options is chosen all the same.
 
-TIE = 1.1
-"""Predictions that differ by less are the same. Then more is loaded: what is not computed leaves
-the engine to others."""
+An option that is never chosen is never measured, so one slow minute would rule it out for ever.
+"""
 
-LATE_LOADS = 2
-"""In a row from one place, and what the last ones took is expected of the next one, whatever was
-seen before; the first may have met a machine that paused. Averages would forget a fast past only
-after some fifty more, each of which is waited for in vain."""
+TIE_RATIO = 1.1
+"""Predictions within this ratio count as equal, and the option that loads most is chosen.
+
+What the engine does not compute leaves it to other requests.
+"""
+
+TIMED_OUT_LOADS = 2
+"""This many timeouts in a row from one tier set the expected time of its next load.
+
+The first timeout may be due to a machine that paused. An average would take some fifty timed-out
+loads to forget a fast past.
+"""
 
 PROFILE_WEIGHT = 2.0
-"""How many passes of a usual size the profile is worth, before what is seen takes over."""
+"""Weight of the profile against the measured passes, in passes of a usual size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
-    """One way to begin a prompt: all of it before ``end`` is there without a prefill.
+class ReuseOption:
+    """One way to begin a prompt: tokens before ``end`` need no prefill.
 
-    loads: bytes by place. repairs: tokens recomputed, those included of which nothing is held.
+    Attributes:
+        bytes_by_tier: Bytes to load from each tier.
+        recompute_tokens: Tokens to recompute, including those of missing chunks.
     """
 
     end: int
-    loads: Mapping[str, int] = field(default_factory=dict)
-    repairs: int = 0
+    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    recompute_tokens: int = 0
 
 
 class ReuseCosts:
-    """Not safe to share between threads, but that others may read. Sizes are tokens and bytes."""
+    """Measured costs of loading, recomputing and computing, in tokens, bytes and seconds.
+
+    One thread writes. ``tier_bandwidths`` may be called from any thread.
+    """
 
     def __init__(self) -> None:
         self.profile: PrefillProfile | None = None
-        self._predicted_s = self._taken_s = 0.0  # of passes, old ones counting less
-        self._computing, self._repairing = Line(), Line()
-        self._loading: dict[str, Line] = {}
-        self._late: dict[str, list[float]] = {}  # by place, since the last load that came
-        self._declined: Counter[bool] = Counter()  # by whether something would be repaired
+        # Predicted and measured seconds of passes, older ones counting less.
+        self._predicted_s = self._measured_s = 0.0
+        self._compute_fit, self._recompute_fit = LinearFit(), LinearFit()
+        self._load_fits: dict[str, LinearFit] = {}  # by tier
+        self._timeouts_s: dict[str, list[float]] = {}  # by tier, since its last finished load
+        self._num_declined: Counter[bool] = Counter()  # by whether the option recomputes tokens
 
-    def start_from(self, profile: PrefillProfile) -> None:
-        """Predict computing by this profile; without one it is put down to tokens."""
+    def use_profile(self, profile: PrefillProfile) -> None:
+        """Predict computing from this profile. Without one it is predicted from tokens."""
         self.profile = profile
         usual_s = profile.predict(0, profile.computed[-1])
-        self._predicted_s = self._taken_s = PROFILE_WEIGHT * usual_s
+        self._predicted_s = self._measured_s = PROFILE_WEIGHT * usual_s
 
-    def work(self, cached: float, computed: int) -> float:
-        """Size of a pass that computes so many tokens behind so many (on average) at hand."""
+    def pass_cost(self, cached: float, computed: int) -> float:
+        """Return the cost of one pass, in seconds of the profile or else in tokens.
+
+        Args:
+            cached: Mean number of cached tokens before each computed one.
+            computed: Number of tokens that the pass computes.
+        """
         return self.profile.predict(round(cached), computed) if self.profile else float(computed)
 
-    def computed(self, work: float, seconds: float) -> None:
-        """A pass of a prefill took so long. work: of just this pass, as ``work`` gave it."""
-        if self.profile is None:
-            self._computing.observe(work, seconds)
-        elif work > 0 and seconds > 0:
-            self._predicted_s = DECAY * self._predicted_s + work
-            self._taken_s = DECAY * self._taken_s + seconds
+    def observe_compute(self, cost: float, seconds: float) -> None:
+        """Record the duration of one prefill pass.
 
-    def loaded(self, loads: Mapping[str, int], seconds: float) -> None:
-        """A load took so long, from its start until its tokens were in place.
-
-        One from several places is shared out: what is known of some is taken as known, and the
-        rest is the others'. Where all are known, each has been off by as much.
+        Args:
+            cost: ``pass_cost`` of this pass.
+            seconds: Measured duration.
         """
-        sizes = {place: size for place, size in loads.items() if size > 0}
-        for place in sizes:
-            self._late.pop(place, None)
-        known = {p: self._line(p).predict(size) for p, size in sizes.items() if self._knows(p)}
+        if self.profile is None:
+            self._compute_fit.observe(cost, seconds)
+        elif cost > 0 and seconds > 0:
+            self._predicted_s = DECAY * self._predicted_s + cost
+            self._measured_s = DECAY * self._measured_s + seconds
+
+    def observe_load(self, bytes_by_tier: Mapping[str, int], seconds: float) -> None:
+        """Record the duration of one load, from its start until its tokens were usable.
+
+        A load from several tiers is divided among them. A tier with enough observations gets its
+        predicted time and the other tiers share the rest. If all tiers have enough, each one's
+        prediction is scaled by the same factor.
+        """
+        sizes = {tier: size for tier, size in bytes_by_tier.items() if size > 0}
+        for tier in sizes:
+            self._timeouts_s.pop(tier, None)
+        known = {
+            tier: self._load_fit(tier).predict(size)
+            for tier, size in sizes.items()
+            if self._has_load_fit(tier)
+        }
         expected_s = sum(known.values())
         if len(known) == len(sizes):
-            for place, place_s in known.items():
-                self._line(place).observe(sizes[place], seconds * place_s / expected_s)
+            for tier, tier_s in known.items():
+                self._load_fit(tier).observe(sizes[tier], seconds * tier_s / expected_s)
         elif seconds > expected_s:
-            others = {place: size for place, size in sizes.items() if place not in known}
+            others = {tier: size for tier, size in sizes.items() if tier not in known}
             byte_s = (seconds - expected_s) / sum(others.values())
-            for place, size in others.items():
-                self._line(place).observe(size, byte_s * size)
+            for tier, size in others.items():
+                self._load_fit(tier).observe(size, byte_s * size)
 
-    def late(self, places: Iterable[str], seconds: float) -> None:
-        """A load from these places was given up after so long; it would have taken longer still."""
-        for place in places:
-            self._late.setdefault(place, []).append(seconds)
-            del self._late[place][:-LATE_LOADS]
+    def observe_timeout(self, tiers: Iterable[str], seconds: float) -> None:
+        """Record a load from these tiers that was aborted after this many seconds."""
+        for tier in tiers:
+            self._timeouts_s.setdefault(tier, []).append(seconds)
+            del self._timeouts_s[tier][:-TIMED_OUT_LOADS]
 
-    def repaired(self, tokens: int, seconds: float) -> None:
-        """A repair took so long, the question's look and the turns of others included."""
-        self._repairing.observe(tokens, seconds)
+    def observe_recompute(self, tokens: int, seconds: float) -> None:
+        """Record the duration of one recomputation.
 
-    def compute_s(self, cached: int, computed: int) -> float | None:
-        """Seconds that computing is going to take; None: not known yet."""
+        Args:
+            tokens: Number of recomputed tokens.
+            seconds: Includes the pass that measures the question's attention, and the passes of
+                other requests in between.
+        """
+        self._recompute_fit.observe(tokens, seconds)
+
+    def predict_compute_s(self, cached: int, computed: int) -> float | None:
+        """Return the predicted seconds to compute tokens after cached ones. None: not known yet."""
         if computed <= 0:
             return 0.0
         if self.profile is not None:
             return self.correction * self.profile.predict(cached, computed)
-        if not _is_known(self._computing):
+        if not _has_enough(self._compute_fit):
             return None
-        return self._computing.predict(computed)
+        return self._compute_fit.predict(computed)
 
-    def bandwidths(self) -> Mapping[str, tuple[float, float]]:
-        """(latency in seconds, bytes per second) of loads, by place, as far as that is known.
+    def predict_s(self, option: ReuseOption, length: int) -> float | None:
+        """Return the predicted seconds until a prompt is computed. None: not known yet.
+
+        Args:
+            option: How the prompt begins.
+            length: Number of tokens of the prompt.
+        """
+        terms = [self._load_s(tier, size) for tier, size in option.bytes_by_tier.items() if size]
+        terms.append(self.predict_compute_s(option.end, length - option.end))
+        if option.recompute_tokens:
+            fit = self._recompute_fit
+            terms.append(fit.predict(option.recompute_tokens) if _has_enough(fit) else None)
+        known = [seconds for seconds in terms if seconds is not None]
+        return sum(known) if len(known) == len(terms) else None
+
+    def tier_bandwidths(self) -> Mapping[str, tuple[float, float]]:
+        """Return (latency in seconds, bytes per second) of each tier with enough observations.
 
         Safe to call from any thread.
         """
-        lines = {place: line.fit() for place, line in [*self._loading.items()] if _is_known(line)}
-        return {place: (latency_s, 1.0 / byte_s) for place, (latency_s, byte_s) in lines.items()}
+        fits = {tier: fit.fit() for tier, fit in [*self._load_fits.items()] if _has_enough(fit)}
+        return {tier: (latency_s, 1.0 / byte_s) for tier, (latency_s, byte_s) in fits.items()}
 
     @property
     def correction(self) -> float:
-        """What passes take, over what the profile says; 1 without one."""
-        return self._taken_s / self._predicted_s if self.profile is not None else 1.0
+        """Measured over predicted seconds of passes; 1 without a profile."""
+        return self._measured_s / self._predicted_s if self.profile is not None else 1.0
 
-    def best(
-        self, first: int, length: int, reuses: Sequence[Reuse], *, tie: float = TIE
-    ) -> Reuse | None:
-        """The one to take for a prompt of ``length`` tokens, of which ``first`` are at hand.
+    def fastest(
+        self,
+        num_cached: int,
+        length: int,
+        options: Sequence[ReuseOption],
+        *,
+        tie_ratio: float = TIE_RATIO,
+    ) -> ReuseOption | None:
+        """Return the option with the lowest predicted time, or None to compute the whole prompt.
 
-        reuses: each goes further than those before it. Returns None where computing all is fastest.
-        The furthest is tried where something about it is not known. To be asked once for each
-        decision. Reuses that are repaired and such that are not have turns of their own at being
-        made all the same: a prompt may be asked for with the ones and then with the others.
+        If any prediction is not known yet, the last option is returned, so that it is measured.
+
+        Args:
+            num_cached: Number of tokens that the engine has cached.
+            length: Number of tokens of the prompt.
+            options: Ascending by ``end``.
+            tie_ratio: See TIE_RATIO.
         """
-        if not reuses:
+        if not options:
             return None
-        furthest = reuses[-1]
-        takes = [self.takes_s(reuse, length) for reuse in reuses]
-        computing = self.compute_s(first, length - first)
-        known = [seconds for seconds in (computing, *takes) if seconds is not None]
-        if len(known) <= len(reuses):
-            return furthest
-        near = tie * min(known)
-        chosen = next(
-            reuse
-            for reuse, seconds in zip((*reversed(reuses), None), reversed(known), strict=True)
-            if seconds <= near
+        predicted = [
+            self.predict_compute_s(num_cached, length - num_cached),
+            *[self.predict_s(option, length) for option in options],
+        ]
+        known = [seconds for seconds in predicted if seconds is not None]
+        if len(known) < len(predicted):
+            return options[-1]
+        limit_s = tie_ratio * min(known)
+        return next(
+            option
+            for option, seconds in zip((*reversed(options), None), reversed(known), strict=True)
+            if seconds <= limit_s
         )
-        if chosen is not furthest:
-            repairs = furthest.repairs > 0
-            self._declined[repairs] += 1
-            if self._declined[repairs] % RETRY_EVERY == 0:
-                return furthest
-        return chosen
 
-    def takes_s(self, reuse: Reuse, length: int) -> float | None:
-        """Seconds until a prompt of ``length`` tokens is there this way; None: not known yet."""
-        takes = [self._load_s(place, size) for place, size in reuse.loads.items() if size]
-        takes.append(self.compute_s(reuse.end, length - reuse.end))
-        if reuse.repairs:
-            repairing = self._repairing
-            takes.append(repairing.predict(reuse.repairs) if _is_known(repairing) else None)
-        known = [seconds for seconds in takes if seconds is not None]
-        return sum(known) if len(known) == len(takes) else None
+    def choose(
+        self,
+        num_cached: int,
+        length: int,
+        options: Sequence[ReuseOption],
+        *,
+        tie_ratio: float = TIE_RATIO,
+    ) -> ReuseOption | None:
+        """Choose as ``fastest`` does, but take every RETRY_EVERY-th declined option.
 
-    def _load_s(self, place: str, size: int) -> float | None:
-        late = self._late.get(place, ())
-        late_s = max(late) if len(late) == LATE_LOADS else None
-        if not self._knows(place):
-            return late_s
-        return max(self._line(place).predict(size), late_s or 0.0)
+        Call it once for each decision, because it counts the declined options. Exact and blended
+        options are counted apart, because a prompt may be asked for with one and then the other.
+        """
+        chosen = self.fastest(num_cached, length, options, tie_ratio=tie_ratio)
+        if not options or chosen is options[-1]:
+            return chosen
+        declined = options[-1]
+        recomputes = declined.recompute_tokens > 0
+        self._num_declined[recomputes] += 1
+        return declined if self._num_declined[recomputes] % RETRY_EVERY == 0 else chosen
 
-    def _line(self, place: str) -> Line:
-        return self._loading.setdefault(place, Line())
+    def _load_s(self, tier: str, size: int) -> float | None:
+        timeouts_s = self._timeouts_s.get(tier, ())
+        timeout_s = max(timeouts_s) if len(timeouts_s) == TIMED_OUT_LOADS else None
+        if not self._has_load_fit(tier):
+            return timeout_s
+        return max(self._load_fit(tier).predict(size), timeout_s or 0.0)
 
-    def _knows(self, place: str) -> bool:
-        return place in self._loading and _is_known(self._loading[place])
+    def _load_fit(self, tier: str) -> LinearFit:
+        return self._load_fits.setdefault(tier, LinearFit())
+
+    def _has_load_fit(self, tier: str) -> bool:
+        return tier in self._load_fits and _has_enough(self._load_fits[tier])
 
 
-def _is_known(line: Line) -> bool:
-    return line.weight >= MIN_WEIGHT
+def _has_enough(fit: LinearFit) -> bool:
+    return fit.weight >= MIN_WEIGHT

@@ -6,7 +6,7 @@ says who goes next, the tier asks until there is room.
 
 from __future__ import annotations
 
-from ragcache_core.eviction.policy import Candidate, Policy
+from ragcache_core.eviction.policy import EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES, make_policy
 
-__all__ = ["DEFAULT_POLICY", "POLICY_NAMES", "Candidate", "Policy", "make_policy"]
+__all__ = ["DEFAULT_POLICY", "POLICY_NAMES", "EvictionCandidate", "EvictionPolicy", "make_policy"]

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
-from ragcache_core.eviction.ghosts import Ghosts
-from ragcache_core.eviction.policy import Candidate, Policy
-from ragcache_core.eviction.score import Score
+from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.policy import EvictionCandidate, EvictionPolicy
+from ragcache_core.eviction.score import ScorePolicy
 
 K = TypeVar("K", bound=Hashable)
 
@@ -24,32 +24,32 @@ class Admission(ABC, Generic[K]):
 
     @abstractmethod
     def admits(
-        self, key: K, candidate: Candidate[K], now: float, worth_of_cheapest: float | None
+        self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
         """Whether to hold key, which is offered now.
 
-        worth_of_cheapest: ``Policy.worth`` of what would go for it first; None if there is room.
+        victim_priority: ``EvictionPolicy.worth`` of what would go for it first; None if there is room.
         """
 
 
-class Always(Admission[K]):
+class AlwaysAdmission(Admission[K]):
     """Holds everything."""
 
     def admits(
-        self, key: K, candidate: Candidate[K], now: float, worth_of_cheapest: float | None
+        self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
         """See Admission.admits."""
         return True
 
 
-class SecondTouch(Admission[K]):
+class SecondTouchAdmission(Admission[K]):
     """Holds what is offered for the second time, even if there is room: for a tier that wears."""
 
     def __init__(self) -> None:
-        self._offered: Ghosts[K, None] = Ghosts()
+        self._offered: GhostEntries[K, None] = GhostEntries()
 
     def admits(
-        self, key: K, candidate: Candidate[K], now: float, worth_of_cheapest: float | None
+        self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
         """See Admission.admits."""
         known = key in self._offered
@@ -57,24 +57,24 @@ class SecondTouch(Admission[K]):
         return known
 
 
-class ByScore(Admission[K]):
+class ScoreAdmission(Admission[K]):
     """Holds what scores at least as much as what would go for it, and anything if there is room.
 
     policy: the tier's own, which remembers what is refused.
     """
 
-    def __init__(self, policy: Score[K]) -> None:
+    def __init__(self, policy: ScorePolicy[K]) -> None:
         self._policy = policy
 
     def admits(
-        self, key: K, candidate: Candidate[K], now: float, worth_of_cheapest: float | None
+        self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
         """See Admission.admits."""
-        if worth_of_cheapest is None:
+        if victim_priority is None:
             return True
-        if self._policy.appraise(key, candidate, now) >= worth_of_cheapest:
+        if self._policy.prospective_priority(key, candidate, now) >= victim_priority:
             return True
-        self._policy.refuse(key, now)
+        self._policy.count_rejected(key, now)
         return False
 
 
@@ -88,18 +88,18 @@ def default_admission(*, leaves_only: bool) -> str:
     return "always" if leaves_only else "score"
 
 
-def make_admission(name: str, policy: Policy[Any]) -> Admission[Any]:
+def make_admission(name: str, policy: EvictionPolicy[Any]) -> Admission[Any]:
     """An admission by name for the tier that policy ranks.
 
     Raises ValueError for a name that is not in ADMISSION_NAMES, and for ``score`` before a policy
     that has no scores.
     """
     if name == "always":
-        return Always()
+        return AlwaysAdmission()
     if name == "second-touch":
-        return SecondTouch()
+        return SecondTouchAdmission()
     if name != "score":
         raise ValueError(f"no admission {name!r}; one of {', '.join(ADMISSION_NAMES)}")
-    if not isinstance(policy, Score):
+    if not isinstance(policy, ScorePolicy):
         raise ValueError("admission 'score' needs policy 'score'")  # noqa: TRY004 (a setting)
-    return ByScore(policy)
+    return ScoreAdmission(policy)

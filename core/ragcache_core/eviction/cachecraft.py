@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ragcache_core.blend.fix_overhead import frequency_gain
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -30,13 +30,13 @@ class _Reuse:
 class CacheCraft(RankedPolicy[K, _Reuse]):
     """A new variant was computed in full (CFO 1), so it starts at 1."""
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Reuse:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Reuse:
         return _Reuse(1.0)
 
-    def _again(
-        self, state: _Reuse, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _Reuse, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         state.frequency += frequency_gain(min(1.0, max(0.0, fix_overhead)))
 
-    def _worth(self, state: _Reuse, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _Reuse, candidate: EvictionCandidate[K]) -> float:
         return state.frequency

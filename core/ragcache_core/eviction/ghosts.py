@@ -15,7 +15,7 @@ others, so its memory must reach far beyond what it holds."""
 GHOSTS_PER_ENTRY = 2
 
 
-class Ghosts(Generic[K, V]):
+class GhostEntries(Generic[K, V]):
     """A bounded mapping: putting beyond its limit drops what was put first."""
 
     def __init__(self) -> None:

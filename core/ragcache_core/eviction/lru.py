@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -20,13 +20,13 @@ class _LastUse:
 class LeastRecentlyUsed(RankedPolicy[K, _LastUse]):
     """All ranks by the number of the last use."""
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _LastUse:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _LastUse:
         return _LastUse(self._uses)
 
-    def _again(
-        self, state: _LastUse, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _LastUse, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         state.number = self._uses
 
-    def _worth(self, state: _LastUse, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _LastUse, candidate: EvictionCandidate[K]) -> float:
         return float(state.number)

@@ -6,7 +6,7 @@ Priority = Clock + Frequency * Cost / Size, where
   an entry's own clock and priority are set when it is retrieved,
 - Frequency counts its retrievals in a time window, over its stays in the tier,
 - Cost / Size is the mean, over the requests that did not find it, of the seconds per token they
-  computed. ``Candidate.cost_s / num_tokens`` is one such sample: the engine divides T(cached,
+  computed. ``EvictionCandidate.cost_s / num_tokens`` is one such sample: the engine divides T(cached,
   uncached) of the request by its uncached tokens.
 
 The knowledge tree remembers nodes that no tier holds; here ghosts do, bounded.
@@ -18,8 +18,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.ghosts import Ghosts
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -66,23 +66,23 @@ class PrefixAwareGreedyDualSizeFrequency(RankedPolicy[K, _Node]):
             raise ValueError("window_s is more than 0")
         self._window_s = window_s
         self._clock = 0.0
-        self._ghosts: Ghosts[K, _Node] = Ghosts()
+        self._ghosts: GhostEntries[K, _Node] = GhostEntries()
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Node:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Node:
         node = self._ghosts.pop(key) or _Node(window=int(now // self._window_s))
         node.pay(candidate.cost_s / candidate.num_tokens)
-        self._again(node, candidate, now, 0.0)
+        self._count_use(node, candidate, now, 0.0)
         return node
 
-    def _again(
-        self, state: _Node, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _Node, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         state.retrieve(now, self._window_s)
         state.priority = self._clock + state.mean_cost * state.frequency(now, self._window_s)
 
-    def _worth(self, state: _Node, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _Node, candidate: EvictionCandidate[K]) -> float:
         return state.priority
 
-    def _evicted(self, key: K, state: _Node, worth: float) -> None:
+    def _on_evicted(self, key: K, state: _Node, worth: float) -> None:
         self._clock = max(self._clock, worth)
         self._ghosts.put(key, state, len(self))

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-MOST_FORBIDDEN = 256
+MAX_PROTECTED_PER_SEARCH = 256
 """Entries passed over in one search: the caller has a lock that others wait for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Generic[K]):
+class EvictionCandidate(Generic[K]):
     """What a policy knows of an entry beside its key.
 
     num_bytes: its size as held, at least 1. num_tokens: length of the chunk, at least 1.
@@ -34,7 +34,7 @@ class Candidate(Generic[K]):
             raise ValueError("cost_s is a finite number of seconds, at least 0")
 
 
-class Policy(ABC, Generic[K]):
+class EvictionPolicy(ABC, Generic[K]):
     """Ranks the entries that a tier holds. Pure: the caller passes the time, in seconds.
 
     Time never runs backwards between calls. With leaves_only an entry with a resident child is no
@@ -48,7 +48,7 @@ class Policy(ABC, Generic[K]):
         self.leaves_only = leaves_only
 
     @abstractmethod
-    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+    def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """Note that key is held from now on. A key held already is replaced (and counts as used).
 
         An add is a use: it follows a computation that some request needed.
@@ -63,7 +63,7 @@ class Policy(ABC, Generic[K]):
         """
 
     @abstractmethod
-    def resize(self, key: K, candidate: Candidate[K]) -> None:
+    def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
         """Note that key, which is held, is held in another size. That is no use.
 
         candidate: as it is now, of the same parent.
@@ -83,7 +83,7 @@ class Policy(ABC, Generic[K]):
         """
 
     @abstractmethod
-    def cheapest(self, may: Callable[[K], bool]) -> K | None:
+    def advance_to_victim(self, may: Callable[[K], bool]) -> K | None:
         """The key that ``evict`` would choose now, still held."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Policy(ABC, Generic[K]):
         """Whether no child of key is held, be key held or not."""
 
     @abstractmethod
-    def worth(self, key: K, now: float) -> float:
+    def priority(self, key: K, now: float) -> float:
         """What key is worth keeping; comparable within one policy only. KeyError if not held."""
 
     @abstractmethod

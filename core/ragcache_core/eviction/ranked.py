@@ -17,8 +17,12 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from ragcache_core.eviction.policy import MOST_FORBIDDEN, Candidate, Policy
-from ragcache_core.eviction.resident_children import Family
+from ragcache_core.eviction.policy import (
+    MAX_PROTECTED_PER_SEARCH,
+    EvictionCandidate,
+    EvictionPolicy,
+)
+from ragcache_core.eviction.resident_children import ResidentChildren
 
 K = TypeVar("K", bound=Hashable)
 S = TypeVar("S")
@@ -32,53 +36,55 @@ class _Entry(Generic[K, S]):
 
     __slots__ = ("candidate", "queued", "rank", "state")
 
-    def __init__(self, candidate: Candidate[K], state: S, rank: Rank) -> None:
+    def __init__(self, candidate: EvictionCandidate[K], state: S, rank: Rank) -> None:
         self.candidate = candidate
         self.state = state
         self.rank = rank
         self.queued: Rank | None = None
 
 
-class RankedPolicy(Policy[K], Generic[K, S]):
+class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
     """Everything but the rank. S: what a policy keeps of an entry, changed in place."""
 
     def __init__(self, *, leaves_only: bool) -> None:
         super().__init__(leaves_only=leaves_only)
         self._entries: dict[K, _Entry[K, S]] = {}
-        self._family: Family[K] = Family()
+        self._children: ResidentChildren[K] = ResidentChildren()
         self._heap: list[tuple[Rank, K]] = []
         # Items that were in the heap, and may not go.
         self._passed: deque[tuple[Rank, K]] = deque()
         self._uses = 0
 
     @abstractmethod
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> S:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> S:
         """State of an entry that is added, its first use counted."""
 
     @abstractmethod
-    def _again(self, state: S, candidate: Candidate[K], now: float, fix_overhead: float) -> None:
+    def _count_use(
+        self, state: S, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+    ) -> None:
         """Count another use."""
 
     @abstractmethod
-    def _worth(self, state: S, candidate: Candidate[K]) -> float:
+    def _priority(self, state: S, candidate: EvictionCandidate[K]) -> float:
         """Rank after the last use."""
 
-    def _evicted(self, key: K, state: S, worth: float) -> None:
+    def _on_evicted(self, key: K, state: S, worth: float) -> None:
         """Told of every victim."""
 
-    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+    def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """See Policy.add."""
         entry = self._entries.get(key)
         if entry is None:
-            state = self._first(key, candidate, now)
+            state = self._initial_state(key, candidate, now)
             entry = _Entry(candidate, state, self._rank(state, candidate))
             self._entries[key] = entry
         else:
             self._leave(entry.candidate.parent)
             entry.candidate = candidate
-            self._again(entry.state, candidate, now, 0.0)
+            self._count_use(entry.state, candidate, now, 0.0)
             entry.rank = self._rank(entry.state, candidate)
-        self._family.arrive(candidate.parent)
+        self._children.add(candidate.parent)
         self._queue(key, entry)
 
     def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
@@ -86,16 +92,16 @@ class RankedPolicy(Policy[K], Generic[K, S]):
         entry = self._entries.get(key)
         if entry is None:
             return
-        self._again(entry.state, entry.candidate, now, fix_overhead)
+        self._count_use(entry.state, entry.candidate, now, fix_overhead)
         entry.rank = self._rank(entry.state, entry.candidate)
         if entry.queued is not None and entry.rank < entry.queued:
             self._queue(key, entry)
 
-    def resize(self, key: K, candidate: Candidate[K]) -> None:
+    def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
         """See Policy.resize."""
         entry = self._entries[key]
         entry.candidate = candidate
-        entry.rank = (self._worth(entry.state, candidate), entry.rank[1])
+        entry.rank = (self._priority(entry.state, candidate), entry.rank[1])
         if entry.queued is not None and entry.rank < entry.queued:
             self._queue(key, entry)
 
@@ -108,25 +114,25 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
     def evict(self, may: Callable[[K], bool]) -> K | None:
         """See Policy.evict."""
-        key = self.cheapest(may)
+        key = self.advance_to_victim(may)
         if key is not None:
             entry = self._entries[key]
             self.remove(key)
-            self._evicted(key, entry.state, entry.rank[0])
+            self._on_evicted(key, entry.state, entry.rank[0])
         return key
 
-    def cheapest(self, may: Callable[[K], bool]) -> K | None:
+    def advance_to_victim(self, may: Callable[[K], bool]) -> K | None:
         """See Policy.cheapest."""
         if not self._heap:
-            self._bring_back(MOST_FORBIDDEN)
+            self._bring_back(MAX_PROTECTED_PER_SEARCH)
         forbidden: list[tuple[Rank, K]] = []
         found: K | None = None
-        while self._heap and len(forbidden) < MOST_FORBIDDEN:
+        while self._heap and len(forbidden) < MAX_PROTECTED_PER_SEARCH:
             rank, key = self._heap[0]
             entry = self._entries.get(key)
             if entry is None or entry.queued != rank:  # gone, or queued elsewhere in the heap
                 heapq.heappop(self._heap)
-            elif self.leaves_only and not self._family.is_leaf(key):
+            elif self.leaves_only and not self._children.is_leaf(key):
                 heapq.heappop(self._heap)
                 entry.queued = None
             elif entry.rank != rank:
@@ -143,7 +149,7 @@ class RankedPolicy(Policy[K], Generic[K, S]):
         elif not self._passed:
             return self._cheapest_of_a_ring(may)
         elif not self._heap:
-            self._bring_back(MOST_FORBIDDEN)
+            self._bring_back(MAX_PROTECTED_PER_SEARCH)
         return found
 
     def _bring_back(self, most: int) -> None:
@@ -161,9 +167,9 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
     def is_leaf(self, key: K) -> bool:
         """See Policy.is_leaf."""
-        return self._family.is_leaf(key)
+        return self._children.is_leaf(key)
 
-    def worth(self, key: K, now: float) -> float:
+    def priority(self, key: K, now: float) -> float:
         """See Policy.worth."""
         return self._entries[key].rank[0]
 
@@ -175,25 +181,25 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
     def check(self) -> None:
         """See Policy.check."""
-        self._family.check(entry.candidate.parent for entry in self._entries.values())
+        self._children.check(entry.candidate.parent for entry in self._entries.values())
         in_heap = {*self._heap, *self._passed}
         for key, entry in self._entries.items():
             if entry.queued is None:
                 assert self.leaves_only
-                assert not self._family.is_leaf(key)
+                assert not self._children.is_leaf(key)
             else:
                 assert entry.queued <= entry.rank
                 assert (entry.queued, key) in in_heap
         assert len(self._heap) + len(self._passed) <= 2 * len(self._entries) + _SLACK
 
-    def _rank(self, state: S, candidate: Candidate[K]) -> Rank:
+    def _rank(self, state: S, candidate: EvictionCandidate[K]) -> Rank:
         self._uses += 1
-        return self._worth(state, candidate), self._uses
+        return self._priority(state, candidate), self._uses
 
     def _rank_anew(self) -> None:
         """Every rank has changed, and not in step: O(n)."""
         for entry in self._entries.values():
-            entry.rank = (self._worth(entry.state, entry.candidate), entry.rank[1])
+            entry.rank = (self._priority(entry.state, entry.candidate), entry.rank[1])
             if entry.queued is not None:
                 entry.queued = entry.rank
         self._heap = self._queued()
@@ -205,7 +211,7 @@ class RankedPolicy(Policy[K], Generic[K, S]):
 
     def _leave(self, parent: K | None) -> None:
         """A child of parent goes; a parent that turns leaf may be a victim again."""
-        if self._family.leave(parent) and parent in self._entries:
+        if self._children.remove(parent) and parent in self._entries:
             entry = self._entries[parent]
             if entry.queued is None:
                 self._queue(parent, entry)

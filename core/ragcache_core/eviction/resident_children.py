@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Family(Generic[K]):
+class ResidentChildren(Generic[K]):
     """Counts the resident children of every parent, whether or not the parent is resident."""
 
     def __init__(self) -> None:
@@ -18,12 +18,12 @@ class Family(Generic[K]):
         """Whether no child of key is resident."""
         return key not in self._num_children
 
-    def arrive(self, parent: K | None) -> None:
+    def add(self, parent: K | None) -> None:
         """A child of parent has become resident."""
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
 
-    def leave(self, parent: K | None) -> bool:
+    def remove(self, parent: K | None) -> bool:
         """A child of parent has gone. Returns whether parent is a leaf now, and was none before."""
         if parent is None:
             return False

@@ -20,8 +20,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ragcache_core.eviction.ghosts import Ghosts
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.eviction.ranked import RankedPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -52,12 +52,12 @@ class _Uses:
     last_s: float
 
 
-class Score(RankedPolicy[K, _Uses]):
-    """Remembers the uses of keys that it does not hold (``Ghosts``)."""
+class ScorePolicy(RankedPolicy[K, _Uses]):
+    """Remembers the uses of keys that it does not hold (``GhostEntries``)."""
 
     def __init__(self, *, leaves_only: bool) -> None:
         super().__init__(leaves_only=leaves_only)
-        self._ghosts: Ghosts[K, _Uses] = Ghosts()
+        self._ghosts: GhostEntries[K, _Uses] = GhostEntries()
         self._num_gaps = FIRST_GAPS
         self._mean_gap_s = FIRST_HALF_LIFE_S / HALF_LIFE_PER_GAP
         self._half_life_s = FIRST_HALF_LIFE_S
@@ -68,17 +68,17 @@ class Score(RankedPolicy[K, _Uses]):
         """The half-life in force."""
         return self._half_life_s
 
-    def worth(self, key: K, now: float) -> float:
+    def priority(self, key: K, now: float) -> float:
         """log2 of the score now, in seconds per byte."""
-        return super().worth(key, now) - now / self._half_life_s
+        return super().priority(key, now) - now / self._half_life_s
 
-    def appraise(self, key: K, candidate: Candidate[K], now: float) -> float:
+    def prospective_priority(self, key: K, candidate: EvictionCandidate[K], now: float) -> float:
         """What ``worth`` would say of key if it were added now. Changes nothing."""
         known = self._ghosts.get(key)
         state = _Uses(1.0 if known is None else self._decayed(known, now) + 1.0, now)
-        return self._worth(state, candidate) - now / self._half_life_s
+        return self._priority(state, candidate) - now / self._half_life_s
 
-    def refuse(self, key: K, now: float) -> None:
+    def count_rejected(self, key: K, now: float) -> None:
         """Note a use of key, which was computed and is not going to be held."""
         state = self._ghosts.get(key)
         if state is None:
@@ -87,19 +87,19 @@ class Score(RankedPolicy[K, _Uses]):
             self._use(state, now)
         self._ghosts.put(key, state, len(self))
 
-    def _first(self, key: K, candidate: Candidate[K], now: float) -> _Uses:
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Uses:
         state = self._ghosts.pop(key)
         if state is None:
             return _Uses(1.0, now)
         self._use(state, now)
         return state
 
-    def _again(
-        self, state: _Uses, candidate: Candidate[K], now: float, fix_overhead: float
+    def _count_use(
+        self, state: _Uses, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         self._use(state, now)
 
-    def _worth(self, state: _Uses, candidate: Candidate[K]) -> float:
+    def _priority(self, state: _Uses, candidate: EvictionCandidate[K]) -> float:
         cost_s = candidate.cost_s or candidate.num_tokens * UNKNOWN_COST_S_PER_TOKEN
         saved_s_per_byte = math.log2(cost_s) - math.log2(candidate.num_bytes)
         return (
@@ -108,7 +108,7 @@ class Score(RankedPolicy[K, _Uses]):
             + saved_s_per_byte
         )
 
-    def _evicted(self, key: K, state: _Uses, worth: float) -> None:
+    def _on_evicted(self, key: K, state: _Uses, worth: float) -> None:
         self._ghosts.put(key, state, len(self))
 
     def _use(self, state: _Uses, now: float) -> None:

@@ -79,7 +79,7 @@ class ValueShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ValuePart:
     """One layer of a value as it is held. checksum: XXH3-64."""
 
     num_bytes: int
@@ -138,8 +138,8 @@ class Miss(StrEnum):
     EVICTED = "evicted"
     DELETED = "deleted"
     CORRUPT = "corrupt"  # a checksum did not hold; it has been dropped
-    TAINTED = "tainted"  # held, but asked for as exact and not computed so
+    APPROXIMATE = "approximate"  # held, but asked for as exact and not computed so
     OTHER_PRECISION = "other_precision"  # held, but asked for as exact and held with a loss
     OTHER_DOMAIN = "other_domain"
-    LATE = "late"  # did not come in time
+    TIMED_OUT = "timed_out"  # did not come in time
     LOST = "lost"  # its shard does not answer

@@ -1,7 +1,7 @@
 """A prompt as segments: template head, chunks, template tail.
 
-Chunks are tokenized by themselves, so that their ids never depend on their neighbours or their
-rank, and each ends with the separator, so that segments follow each other without gaps.
+Each chunk is tokenized by itself, so its ids do not depend on its neighbours or its rank. Each
+chunk ends with the separator, so segments follow each other without gaps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ DEFAULT_SYSTEM_PROMPT = (
     "If they do not contain the answer, reply: not in the documents."
 )
 CHUNK_SEPARATOR = "\n\n"
-"""Follows every chunk; tokenized by itself and counted as the chunk's last tokens."""
+"""Follows each chunk. It is tokenized by itself and counts as the chunk's last tokens."""
 
 CHUNKS_PLACEHOLDER = "\x00ragcache-chunks\x00"
-"""Stands in the rendered chat template where the chunks go; no text of a user can hold it,
-because the gateway refuses NUL characters."""
+"""Marks the position of the chunks in the rendered chat template.
+
+User text cannot contain it, because the gateway rejects NUL characters.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's token ids and where its segments lie.
+    """Token ids of a prompt and the bounds of its segments.
 
-    head: number of template tokens before the first chunk.
-    chunk_ends: end offset of each chunk, ascending; chunks follow the head without gaps.
+    Attributes:
+        head: Number of template tokens before the first chunk.
+        chunk_ends: End offset of each chunk, ascending. Chunks follow the head without gaps.
     """
 
     token_ids: tuple[int, ...]
@@ -59,11 +62,13 @@ def plan_exact(
     documents: Sequence[str] = (),
     planned_at_ms: int = 0,
 ) -> ReusePlan:
-    """Plan that reuses and stores the head and every chunk as exact variants.
+    """Plan to load and store the head and every chunk as exact variants.
 
-    documents: name of each chunk's document (``document_name``); none if nobody knows.
-    planned_at_ms: Unix time before the chunks were looked for; 0 if nobody knows.
-    The head (system prompt) is a segment too: without its KV no chunk behind it could be exact.
+    The head (the system prompt) is a segment too: without its KV no chunk after it could be exact.
+
+    Args:
+        documents: Name of each chunk's document (``document_name``). Empty: unknown.
+        planned_at_ms: Unix time before the gateway searched for the chunks. 0: unknown.
     """
     segments = _segments(prompt, space, domain, Action.EXACT, documents)
     return ReusePlan(request, domain, segments, planned_at_ms)
@@ -74,26 +79,32 @@ def plan_blend(
     space: KVSpace,
     domain: str,
     request: str,
-    budget: float,
+    recompute_share: float,
     documents: Sequence[str] = (),
     planned_at_ms: int = 0,
     alpha: float | None = None,
 ) -> ReusePlan:
-    """Plan that reuses chunks behind whatever prefix, and repairs them (Cache-Craft §3).
+    """Plan to load chunks after any prefix and to recompute a share of their tokens.
 
-    budget: share of what comes from other prefixes that is computed anew at most. alpha: by which
-    chunks want their share of it, as of ``ReusePlan``. The head stands before the chunks of every
-    prompt and is exact or computed. Others: as of ``plan_exact``.
+    The head precedes the chunks of every prompt, so it is exact or computed.
+
+    Args:
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
+        documents: See ``plan_exact``.
+        planned_at_ms: See ``plan_exact``.
+        alpha: See ``ReusePlan``.
+
+    Source: Cache-Craft section 3.
     """
     segments = tuple(
         replace(segment, action=Action.BLEND) if segment.start >= prompt.head else segment
         for segment in _segments(prompt, space, domain, Action.EXACT, documents)
     )
-    return ReusePlan(request, domain, segments, planned_at_ms, budget, alpha=alpha)
+    return ReusePlan(request, domain, segments, planned_at_ms, recompute_share, alpha=alpha)
 
 
 def plan_compute(prompt: Prompt, space: KVSpace, domain: str, request: str) -> ReusePlan:
-    """Plan that neither loads nor stores anything (``reuse: off``)."""
+    """Plan to load and store nothing (``reuse: off``)."""
     return ReusePlan(request, domain, _segments(prompt, space, domain, Action.COMPUTE, ()))
 
 
@@ -101,7 +112,7 @@ def _segments(
     prompt: Prompt, space: KVSpace, domain: str, action: Action, documents: Sequence[str]
 ) -> tuple[Segment, ...]:
     bounds = itertools.pairwise([0, prompt.head, *prompt.chunk_ends])
-    # The head is of no document.
+    # The head belongs to no document.
     names = ["", *(documents or [""] * len(prompt.chunk_ends))]
     return tuple(
         Segment(chunk_key(space, domain, prompt.token_ids[start:end]), start, end, action, document)

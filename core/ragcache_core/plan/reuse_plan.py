@@ -1,8 +1,8 @@
-"""ReusePlan (DESIGN §7): what the gateway asks of the engine for one prompt.
+"""ReusePlan: what the gateway asks of the engine for one prompt.
 
-Travels as JSON under ``kv_transfer_params.ragcache``, with a seal that says whose it is beside it
-(``plan_seal``). The engine trusts its tokens no more for that: it hashes the prompt's again and
-computes whatever does not check out.
+A plan travels as JSON under ``kv_transfer_params.ragcache``, next to a signature that proves its
+origin (``signature``). The engine does not trust a plan's tokens: it hashes the prompt's own tokens
+and computes every segment that does not match.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
 MAX_ALPHA = 1e6
 PLAIN_DOMAIN = "plain:"
-"""How domains of clients that send no plan begin (``prefix_pieces``), and no others."""
+"""Prefix of the access domains of clients that send no plan (``prefix_pieces``).
+
+A plan may not use it.
+"""
 
 
 class Action(StrEnum):
-    """What to do with a segment."""
+    """What the engine does with a segment."""
 
-    EXACT = "exact"  # load the variant of just this prefix, or compute
-    BLEND = "blend"  # load that, or another variant of the chunk and repair it, or compute
-    COMPUTE = "compute"  # whatever is stored
+    EXACT = "exact"  # load the variant of exactly this prefix, or compute
+    BLEND = "blend"  # load that or another variant and recompute a part of it, or compute
+    COMPUTE = "compute"  # load nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Prompt tokens [start, end) that are one chunk (or the template before the first one).
+    """Prompt tokens [start, end) of one chunk, or of the template before the first chunk.
 
-    document: name of the document that the chunk is of (``document_name``), by which it can be
-    deleted; "" for the template, or where nobody knows.
+    Attributes:
+        document: Name of the chunk's document (``document_name``), by which the chunk can be
+            deleted. "" for the template or an unknown document.
     """
 
     chunk: ChunkKey
@@ -51,46 +55,49 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
-    """Segments ascend without overlap; tokens between segments are template text.
+    """The segments of a prompt and how to serve them.
 
-    request: the gateway's own id of the request, under which the engine keeps its record.
-    domain: access domain of every segment (who may share their KV).
-    planned_at_ms: Unix time before which nobody had looked for the segments' chunks; KV of one that
-    is deleted after it is not stored. 0: nobody knows.
-    budget: share, in [0, 1], of the tokens taken from other prefixes (``blend``) that may be
-    computed anew at most.
-    handoff: one engine computes this prompt and another goes on from there, each with this plan.
-    Exact or computed: what is blended is nobody else's.
-    alpha: recomputation factor (Cache-Craft eq. 12) by which chunks want their share of the budget,
-    in [0, MAX_ALPHA]; None: the engine's own (``blending.ALPHA``).
-    trial: nothing that is computed for it is stored, what it takes teaches nobody what reuse costs,
-    and it is blended even where computing would be faster. For what only tells what a blend is
-    worth, and for what is going to be tried as a blend.
+    Segments ascend without overlap. Tokens between segments are template text.
+
+    Attributes:
+        request: The gateway's id of the request. The engine keeps its request record under this id.
+        domain: Access domain of every segment, that is, who may share their KV.
+        planned_at_ms: Unix time before the gateway searched for the chunks. The KV of a chunk that
+            is deleted after it is not stored. 0: unknown.
+        recompute_share: Maximum share of the tokens loaded from other prefixes (``blend``) that may be
+            recomputed, in [0, 1].
+        handoff: One engine computes this prompt and another one decodes it, each with this plan. No
+            segment may be blended then.
+        alpha: Recomputation factor (Cache-Craft eq. 12), in [0, MAX_ALPHA]. None: the engine's
+            default (``variant_selection.ALPHA``).
+        trial: The engine stores nothing that it computes, excludes the timings from its cost
+            estimates, and blends even where computing is faster. Used to measure the quality of a
+            blend.
     """
 
     request: str
     domain: str
     segments: tuple[Segment, ...]
     planned_at_ms: int = 0
-    budget: float = 0.0
+    recompute_share: float = 0.0
     handoff: bool = False
     alpha: float | None = None
     trial: bool = False
 
     @property
     def blends(self) -> bool:
-        """Whether any segment may be taken from another prefix."""
+        """Whether any segment may be loaded from another prefix."""
         return any(segment.action is Action.BLEND for segment in self.segments)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of this plan; ``from_json`` reads it back."""
+        """Return the plan as a JSON object, which ``from_json`` reads."""
         plan = {
             "v": PLAN_VERSION,
             "request": self.request,
             "domain": self.domain,
             "segments": [_to_json(segment) for segment in self.segments],
             "planned_at_ms": self.planned_at_ms,
-            "budget": self.budget,
+            "recompute_share": self.recompute_share,
             "handoff": self.handoff,
             "trial": self.trial,
         }
@@ -98,7 +105,11 @@ class ReusePlan:
 
     @classmethod
     def from_json(cls, value: object) -> ReusePlan:
-        """Parse and check a plan. Raises InvalidInput naming the field that is wrong."""
+        """Parse and check a plan.
+
+        Raises:
+            InvalidInput: A field is wrong; the error names it.
+        """
         plan = _mapping("ragcache", value)
         version = plan.get("v")
         if version != PLAN_VERSION:
@@ -107,19 +118,19 @@ class ReusePlan:
         handoff = _flag("ragcache.handoff", plan.get("handoff", False))
         if handoff and any(segment.action is Action.BLEND for segment in segments):
             raise InvalidInput(
-                "ragcache.handoff", "is set, and segments may be blended", "hand over exact ones"
+                "ragcache.handoff", "is set, but segments may be blended", "plan exact segments"
             )
         trial = _flag("ragcache.trial", plan.get("trial", False))
         if handoff and trial:
             raise InvalidInput(
-                "ragcache.trial", "is set, and nothing of a trial is stored", "set handoff to false"
+                "ragcache.trial", "is set, but a trial stores nothing", "set handoff to false"
             )
         return cls(
             request=_text("ragcache.request", plan.get("request")),
             domain=_domain("ragcache.domain", plan.get("domain")),
             segments=segments,
             planned_at_ms=_unix_ms("ragcache.planned_at_ms", plan.get("planned_at_ms", 0)),
-            budget=_share("ragcache.budget", plan.get("budget", 0.0)),
+            recompute_share=_share("ragcache.recompute_share", plan.get("recompute_share", 0.0)),
             handoff=handoff,
             alpha=_alpha("ragcache.alpha", plan.get("alpha")),
             trial=trial,
@@ -127,8 +138,8 @@ class ReusePlan:
 
 
 def document_name(collection: str, document: str) -> str:
-    """Name of a document among those of all collections, never the same for two of them."""
-    # The first slash ends the collection's name, so that has none of its own.
+    """Return a name of a document that is unique among all collections."""
+    # The first slash ends the collection's name, so slashes inside that name are quoted.
     name = f"{quote(collection, safe='')}/{document}"
     if len(name) <= MAX_NAME_CHARS:
         return name
@@ -170,10 +181,10 @@ def _segments(value: object) -> tuple[Segment, ...]:
 def _segment(path: str, value: object) -> Segment:
     entry = _mapping(path, value)
     start, end = entry.get("start"), entry.get("end")
-    # bool is an int to Python; a plan that says true for an offset is still wrong
+    # bool is a subclass of int, but true is not a valid offset.
     if type(start) is not int or type(end) is not int or not 0 <= start < end:
         raise InvalidInput(
-            f"{path}.start", f"[{start!r}, {end!r}) is no range", "send 0 <= start < end"
+            f"{path}.start", f"[{start!r}, {end!r}) is not a range", "send 0 <= start < end"
         )
     raw = entry.get("chunk")
     try:
@@ -181,7 +192,9 @@ def _segment(path: str, value: object) -> Segment:
     except ValueError:
         chunk = b""
     if len(chunk) != KEY_BYTES:
-        raise InvalidInput(f"{path}.chunk", "is no chunk key", f"send {2 * KEY_BYTES} hex digits")
+        raise InvalidInput(
+            f"{path}.chunk", "is not a chunk key", f"send {2 * KEY_BYTES} hex digits"
+        )
     try:
         action = Action(entry.get("action", ""))
     except ValueError:
@@ -191,7 +204,7 @@ def _segment(path: str, value: object) -> Segment:
     if not isinstance(document, str) or len(document) > MAX_NAME_CHARS:
         raise InvalidInput(
             f"{path}.document",
-            "is no document's name",
+            "is not a document name",
             f"send at most {MAX_NAME_CHARS} characters",
         )
     return Segment(chunk, start, end, action, document)
@@ -216,7 +229,7 @@ def _flag(path: str, value: object) -> bool:
 
 
 def _share(path: str, value: object) -> float:
-    # A bool is an int to Python, and nan is in no range.
+    # bool is a subclass of int. NaN fails the range check.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise InvalidInput(path, f"is {value!r}", "send a share from 0 to 1")
     return float(value)
@@ -236,7 +249,7 @@ def _domain(path: str, value: object) -> str:
     domain = _text(path, value)
     if domain.startswith(PLAIN_DOMAIN):
         raise InvalidInput(
-            path, f"is {domain!r}, of clients without a plan", f"do not begin with {PLAIN_DOMAIN!r}"
+            path, f"is {domain!r}, which is reserved", f"do not begin with {PLAIN_DOMAIN!r}"
         )
     return domain
 

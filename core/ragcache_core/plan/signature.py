@@ -24,7 +24,7 @@ import numpy as np
 
 from ragcache_core.errors import InvalidInput
 
-SEAL_FIELD: Final = "ragcache_seal"
+SIGNATURE_FIELD: Final = "ragcache_signature"
 """Beside the plan in kv_transfer_params."""
 
 MIN_KEY_BYTES: Final = 32
@@ -51,12 +51,12 @@ def parse_keys(field: str, content: bytes) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-def seal(plan: Mapping[str, Any], token_ids: Sequence[int], key: bytes) -> str:
+def sign(plan: Mapping[str, Any], token_ids: Sequence[int], key: bytes) -> str:
     """Seal of a plan's JSON object for the prompt token_ids: 64 hex digits."""
     return hmac.new(key, _message(plan, token_ids), hashlib.sha256).hexdigest()
 
 
-def is_sealed(plan: object, token_ids: Sequence[int], given: object, keys: Iterable[bytes]) -> bool:
+def is_signed(plan: object, token_ids: Sequence[int], given: object, keys: Iterable[bytes]) -> bool:
     """Whether given is the seal of plan for this prompt under one of keys.
 
     plan, given: as a client sent them; whatever they are, they are answered by False at worst.

@@ -11,7 +11,7 @@ _NOISE = 1e-9  # qualities closer than this are equal
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CalibrationTrial:
     """One question of a validation set, answered with one alpha.
 
     fix_overhead: mean CFO of its chunks, weighted by their tokens: the share recomputed; in [0, 1].
@@ -40,7 +40,7 @@ class Calibration:
     quality: float
 
 
-def calibrate(trials: Iterable[Trial], wanted_quality: float) -> Calibration | None:
+def calibrate(trials: Iterable[CalibrationTrial], wanted_quality: float) -> Calibration | None:
     """The least alpha whose mean quality is wanted_quality or more (eq. 13).
 
     trials: the questions of a validation set under a few alphas, the same questions under each.
@@ -76,9 +76,9 @@ def _between(low: float, high: float, share: float) -> float:
     return high if share == 1.0 else low + share * (high - low)
 
 
-def _means(trials: Iterable[Trial]) -> list[tuple[Calibration, int]]:
+def _means(trials: Iterable[CalibrationTrial]) -> list[tuple[Calibration, int]]:
     """Mean of each alpha and the number of its trials, by alpha."""
-    by_alpha: defaultdict[float, list[Trial]] = defaultdict(list)
+    by_alpha: defaultdict[float, list[CalibrationTrial]] = defaultdict(list)
     for trial in trials:
         by_alpha[trial.alpha].append(trial)
     return [

@@ -1,12 +1,14 @@
-"""Quality control: alpha found for a wanted quality from questions as they come (Cache-Craft §3.2).
+"""Find the recomputation factor alpha for a wanted quality while serving.
 
 Eq. 13 looks for the least alpha that reaches a wanted quality on a validation set, once and before
-anything is served. Here the set is made of questions that were asked lately: each is asked again in
-full, and as a blend under every alpha of a ladder. What answers agree with those of full
-computations, and what was recomputed for it, makes trials (``calibration``); the last ones decide.
-No right answer is needed for that, only another one.
+serving. Here the validation set consists of recent questions. The caller replays each of them once
+in full, and once as a blend under every alpha of a ladder. Each blended replay is a trial: the
+similarity of its answer to the full one, and the share of tokens that it recomputed. The most
+recent trials decide (``calibration``). No reference answer is needed.
 
-The caller asks, one replay at a time (``next_replay``), and says what came of it (``note``).
+The caller asks the engine one replay at a time (``begin_replay``, ``record_answer``).
+
+Source: Cache-Craft section 3.2.
 """
 
 from __future__ import annotations
@@ -14,50 +16,63 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ragcache_core.blend.selection import ALPHA
-from ragcache_core.quality.calibration import Calibration, Trial, calibrate
+from ragcache_core.blend.variant_selection import ALPHA
+from ragcache_core.quality.calibration import Calibration, CalibrationTrial, calibrate
 from ragcache_core.quality.reservoir import AskedQuestion, QuestionReservoir
 from ragcache_core.quality.rouge import rouge_l, words
 
 MIN_QUESTIONS = 8
-"""Tried before anything is decided; until then blends are made with ``blending.ALPHA``."""
+"""Questions to replay before the first decision; until then ``variant_selection.ALPHA`` applies."""
 
 WINDOW_QUESTIONS = 32
-"""Tried last, by which is decided."""
+"""Number of most recent questions that decide."""
 
 SAMPLE_EVERY = 8
-"""One in so many questions is tried once the window is full: a trial is a few answers' work."""
+"""One in this many questions is replayed once the window is full, because a replay costs about as
+much as a few answers."""
 
 RETRY_EVERY = 16
-"""One in so many questions is left to be tried where everything is computed: what is computed and
-stored for a question is exact, so that asked again it would not be a blend."""
+"""One in this many questions is kept for a replay while everything is computed.
 
-MAX_LOST = 2
-"""Times that an engine may be lost over one question: the third could be lost to it, too."""
+What is computed for a question is stored as exact, so a replay of it would not be a blend. The
+engine therefore stores nothing for these questions.
+"""
+
+MAX_ENGINE_LOSSES = 2
+"""A question is abandoned after this many engines were lost during its replays.
+
+The question may be what makes the engines fail.
+"""
 
 
-def alpha_ladder(budget: float) -> tuple[float, ...]:
-    """The alphas to try, ascending. budget: the most that is recomputed, a share in [0, 1].
+def alpha_ladder(recompute_share: float) -> tuple[float, ...]:
+    """Return the alphas to try, ascending.
 
-    The paper tries 0.5 to 3 (§6), with no budget. CCI is 0.5 or more (eq. 11), so that each of
-    these has a chunk none of whose prefix is back want 0.25 and more, and under a budget of 0.2
-    they are all one. Such a chunk wants CCI * alpha: at alpha = budget at most all that it may
-    have, at twice that at least so much. One that has much of its prefix back wants less, and
-    ``ALPHA`` gives it most. 0 is naive reuse.
+    The paper tries 0.5 to 3 (section 6) without a limit on the recomputed share. CCI is at least
+    0.5 (eq. 11), so with each of these a chunk without any of its old prefix asks for 25 % or more.
+    Under a limit of 20 % they would all be the same. Such a chunk asks for CCI * alpha: with
+    alpha = recompute_share at most the limit, with twice that at least the limit. A chunk with much
+    of its old prefix asks for less, and ``ALPHA`` recomputes most of it. 0 is reuse without
+    recomputation.
+
+    Args:
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
     """
-    if not 0 <= budget <= 1:
-        raise ValueError(f"a budget lies in [0, 1], not {budget}")
-    if budget == 0:
-        return (0.0,)  # nothing is recomputed, whatever chunks want
-    return (0.0, budget / 2, budget, 2 * budget, ALPHA)
+    if not 0 <= recompute_share <= 1:
+        raise ValueError(f"recompute_share lies in [0, 1], not {recompute_share}")
+    if recompute_share == 0:
+        return (0.0,)  # nothing is recomputed under any alpha
+    return (0.0, recompute_share / 2, recompute_share, 2 * recompute_share, ALPHA)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What later questions are blended with.
+class QualityDecision:
+    """How to blend later questions.
 
-    decided: there are enough trials. calibration: what alpha they call for; None, though decided:
-    none of the ladder reaches the wanted quality, so that everything is to be computed.
+    Attributes:
+        decided: Whether there are enough trials.
+        calibration: The alpha that the trials call for. None although decided: no alpha of the
+            ladder reaches the wanted quality, so everything has to be computed.
     """
 
     decided: bool = False
@@ -65,136 +80,158 @@ class Verdict:
 
     @property
     def computes_all(self) -> bool:
-        """Whether nothing is to be blended."""
+        """Whether no question may be blended."""
         return self.decided and self.calibration is None
 
     @property
     def alpha(self) -> float | None:
-        """Alpha for a plan; None: the engine's own."""
+        """Alpha for a plan. None: the engine's default."""
         return self.calibration.alpha if self.calibration else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replay:
-    """A question to ask again. alpha: as a blend with it; None: computed in full."""
+class QuestionReplay:
+    """A question to ask again, as a blend with this alpha. None: computed in full."""
 
     question: AskedQuestion
     alpha: float | None
 
 
 @dataclass(slots=True)
-class _Trying:
+class _QuestionTrials:
+    """The replays of one question so far."""
+
     question: AskedQuestion
-    full: list[str] | None = None  # words of the full computation's answer
-    trials: list[Trial] = field(default_factory=list)
-    lost: int = 0  # engines, while it was asked
+    full_answer: list[str] | None = None  # words
+    trials: list[CalibrationTrial] = field(default_factory=list)
+    engine_losses: int = 0
 
 
-class QualityControl:
-    """Which questions to ask again, and what to make of it. Times are Unix milliseconds.
+class QualityController:
+    """Selects the questions to replay and decides from their answers. Times are Unix milliseconds.
 
-    wanted: quality, ROUGE-L F1 with the answer of full recomputation, in [0, 1]. budget: share of
-    the tokens from other prefixes that may be recomputed, in [0, 1].
+    Args:
+        target_quality: ROUGE-L F1 with the answer of full recomputation, in [0, 1].
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
     """
 
-    def __init__(self, wanted: float, budget: float) -> None:
-        if not 0 <= wanted <= 1:
-            raise ValueError(f"a quality lies in [0, 1], not {wanted}")
-        self._wanted = wanted
-        self._alphas = alpha_ladder(budget)
+    def __init__(self, target_quality: float, recompute_share: float) -> None:
+        if not 0 <= target_quality <= 1:
+            raise ValueError(f"target_quality lies in [0, 1], not {target_quality}")
+        self._target_quality = target_quality
+        self._alphas = alpha_ladder(recompute_share)
         self._reservoir = QuestionReservoir()
-        self._trying: _Trying | None = None
-        self._window: deque[list[Trial]] = deque(maxlen=WINDOW_QUESTIONS)
-        self._offered = self._asked = 0
-        self.verdict = Verdict()
+        self._current: _QuestionTrials | None = None
+        self._window: deque[list[CalibrationTrial]] = deque(maxlen=WINDOW_QUESTIONS)
+        self._num_offered = self._num_computed = 0
+        self.decision = QualityDecision()
 
-    def is_left_to_try(self) -> bool:
-        """Whether nothing is to be stored of a question about to be asked; once for each.
+    def sample_for_trial(self) -> bool:
+        """Count a question and return whether the engine should store nothing for it.
 
-        Only where everything is computed, and then now and again.
+        Call it once for each question. While everything is computed, every RETRY_EVERY-th question
+        is sampled; otherwise none is.
         """
-        if not self.verdict.computes_all:
+        if not self.decision.computes_all:
             return False
-        self._asked += 1
-        return self._asked % RETRY_EVERY == 0
+        self._num_computed += 1
+        return self._num_computed % RETRY_EVERY == 0
 
-    def offer(self, question: AskedQuestion, now_ms: int, *, left_to_try: bool = False) -> None:
-        """A question was answered that would be a blend if it were asked again.
+    def offer(self, question: AskedQuestion, now_ms: int, *, is_sampled: bool = False) -> None:
+        """Offer an answered question that would be blended if it were asked again.
 
-        left_to_try: as ``is_left_to_try`` said of it; these are few enough already.
+        Args:
+            is_sampled: Result of ``sample_for_trial``. A sampled question is always kept.
         """
-        self._offered += not left_to_try
-        is_sampled = left_to_try or self._offered % SAMPLE_EVERY == 0
-        if is_sampled or len(self._window) < WINDOW_QUESTIONS:
+        self._num_offered += not is_sampled
+        is_kept = is_sampled or self._num_offered % SAMPLE_EVERY == 0
+        if is_kept or len(self._window) < WINDOW_QUESTIONS:
             self._reservoir.add(question, now_ms)
 
-    def prune(self, now_ms: int) -> None:
-        """Let go of questions that have been kept for long enough; to be called now and then."""
-        self._reservoir.prune(now_ms)
-        self._leave_stale(now_ms)
+    def remove_expired(self, now_ms: int) -> None:
+        """Remove questions that are too old. Call it periodically."""
+        self._reservoir.remove_expired(now_ms)
+        self._abandon_expired(now_ms)
 
-    def delete(self, document: str, now_ms: int) -> None:
-        """A document, or some of its text, is gone: what was asked about it is forgotten."""
-        self._reservoir.delete(document, now_ms)
-        self._leave_stale(now_ms)
+    def forget_document(self, document: str, now_ms: int) -> None:
+        """Remove the questions about a document that was deleted or changed."""
+        self._reservoir.forget_document(document, now_ms)
+        self._abandon_expired(now_ms)
 
-    def next_replay(self, now_ms: int) -> Replay | None:
-        """What to ask now; the same again until ``note`` or ``drop``. None: nothing."""
-        self._leave_stale(now_ms)
-        if self._trying is None:
-            question = self._reservoir.take(now_ms)
+    def begin_replay(self, now_ms: int) -> QuestionReplay | None:
+        """Return the replay to ask now, or None.
+
+        The same replay is returned until ``record_answer`` or ``abandon`` is called with it.
+        """
+        self._abandon_expired(now_ms)
+        if self._current is None:
+            question = self._reservoir.take_newest(now_ms)
             if question is None:
                 return None
-            self._trying = _Trying(question)
-        trying = self._trying
-        alpha = None if trying.full is None else self._alphas[len(trying.trials)]
-        return Replay(trying.question, alpha)
+            self._current = _QuestionTrials(question)
+        current = self._current
+        alpha = None if current.full_answer is None else self._alphas[len(current.trials)]
+        return QuestionReplay(current.question, alpha)
 
-    def note(self, replay: Replay, answer: str, blended: int, repaired: int) -> bool:
-        """What came of a replay; returns whether that is a trial.
+    def record_answer(
+        self, replay: QuestionReplay, answer: str, blended_tokens: int, recomputed_tokens: int
+    ) -> bool:
+        """Record the answer of a replay and return whether it is a trial.
 
-        blended: tokens that were taken from behind other chunks. repaired: those of them that were
-        recomputed. A question that is not a blend any more says nothing, and is let go; so is what
-        is said of one that was forgotten meanwhile.
+        A question that is no longer blended says nothing, so it is abandoned. The answer to a
+        question that was abandoned in the meantime is ignored.
+
+        Args:
+            replay: From ``begin_replay``.
+            answer: Text.
+            blended_tokens: Number of tokens that were loaded from other prefixes.
+            recomputed_tokens: Number of those that were recomputed.
         """
-        trying = self._trying
-        if trying is None or trying.question is not replay.question:
+        current = self._current
+        if current is None or current.question is not replay.question:
             return False
         if replay.alpha is None:
-            trying.full = words(answer)
+            current.full_answer = words(answer)
             return False
-        if blended <= 0 or trying.full is None:
-            self._trying = None
+        if blended_tokens <= 0 or current.full_answer is None:
+            self._current = None
             return False
-        quality = rouge_l(words(answer), trying.full)
-        trying.trials.append(Trial(replay.alpha, min(1.0, repaired / blended), quality))
-        if len(trying.trials) == len(self._alphas):
-            self._decide(trying.trials)
-            self._trying = None
+        quality = rouge_l(words(answer), current.full_answer)
+        share = min(1.0, recomputed_tokens / blended_tokens)
+        current.trials.append(CalibrationTrial(replay.alpha, share, quality))
+        if len(current.trials) == len(self._alphas):
+            self._decide(current.trials)
+            self._current = None
         return True
 
-    def drop(self, replay: Replay) -> None:
-        """The question cannot be asked."""
-        if self._trying and self._trying.question is replay.question:
-            self._trying = None
+    def abandon(self, replay: QuestionReplay) -> None:
+        """Abandon a question that cannot be asked."""
+        if self._current and self._current.question is replay.question:
+            self._current = None
 
-    def lose(self, replay: Replay) -> bool:
-        """An engine was lost while it was asked; returns whether the question is dropped for it."""
-        trying = self._trying
-        if trying is None or trying.question is not replay.question:
+    def record_engine_loss(self, replay: QuestionReplay) -> bool:
+        """Record that an engine was lost during a replay.
+
+        Returns:
+            Whether the question is abandoned for it.
+        """
+        current = self._current
+        if current is None or current.question is not replay.question:
             return False
-        trying.lost += 1
-        if trying.lost == MAX_LOST:
-            self._trying = None
-        return trying.lost == MAX_LOST
+        current.engine_losses += 1
+        if current.engine_losses == MAX_ENGINE_LOSSES:
+            self._current = None
+        return current.engine_losses == MAX_ENGINE_LOSSES
 
-    def _leave_stale(self, now_ms: int) -> None:
-        if self._trying and not self._reservoir.may_ask(self._trying.question, now_ms):
-            self._trying = None
+    def _abandon_expired(self, now_ms: int) -> None:
+        if self._current and not self._reservoir.may_replay(self._current.question, now_ms):
+            self._current = None
 
-    def _decide(self, trials: list[Trial]) -> None:
-        """Only whole ladders count: the same questions under each alpha."""
+    def _decide(self, trials: list[CalibrationTrial]) -> None:
+        """Decide from complete ladders only, that is, from the same questions under each alpha."""
         self._window.append(trials)
         if len(self._window) >= MIN_QUESTIONS:
-            found = calibrate((trial for one in self._window for trial in one), self._wanted)
-            self.verdict = Verdict(True, found)
+            calibration = calibrate(
+                (trial for one in self._window for trial in one), self._target_quality
+            )
+            self.decision = QualityDecision(True, calibration)

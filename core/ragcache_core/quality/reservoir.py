@@ -1,6 +1,6 @@
-"""Recent questions, kept to be asked again: a few, not for long, and none of a deleted document.
+"""Recent questions to replay: a bounded number, for a bounded time, of documents that still exist.
 
-Times are Unix milliseconds, given by the caller.
+The caller passes times as Unix milliseconds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from ragcache_core.plan.prompt import Prompt
 
 MAX_QUESTIONS = 16
 MAX_AGE_MS = 600_000
-"""Ten minutes, after which a question is forgotten: a delete that another gateway was told of is
-not known here, and the text of its document must not stay for long."""
+"""Ten minutes, after which a question is forgotten.
+
+This gateway does not know of deletes that another gateway received, and the text of a deleted
+document must not stay for long.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AskedQuestion:
-    """A prompt, the name of each chunk's document, and when nobody had looked for them yet."""
+    """A question that was answered.
+
+    Attributes:
+        documents: Name of each chunk's document.
+        planned_at_ms: A time before the gateway searched for the chunks.
+    """
 
     prompt: Prompt
     documents: tuple[str, ...]
@@ -27,7 +35,7 @@ class AskedQuestion:
 
 
 class QuestionReservoir:
-    """The newest comes first, and where there is no room the oldest goes."""
+    """Keeps the newest MAX_QUESTIONS questions and returns the newest first."""
 
     def __init__(self) -> None:
         self._questions: deque[AskedQuestion] = deque(maxlen=MAX_QUESTIONS)
@@ -37,29 +45,31 @@ class QuestionReservoir:
         return len(self._questions)
 
     def add(self, question: AskedQuestion, now_ms: int) -> None:
-        """Keep a question that has been answered, if it may still be asked."""
-        if self.may_ask(question, now_ms):
+        """Keep an answered question, if it may be replayed."""
+        if self.may_replay(question, now_ms):
             self._questions.append(question)
 
-    def take(self, now_ms: int) -> AskedQuestion | None:
-        """The newest that may be asked, which is not kept any longer."""
+    def take_newest(self, now_ms: int) -> AskedQuestion | None:
+        """Remove and return the newest question that may be replayed."""
         while self._questions:
             question = self._questions.pop()
-            if self.may_ask(question, now_ms):
+            if self.may_replay(question, now_ms):
                 return question
         return None
 
-    def delete(self, document: str, now_ms: int) -> None:
-        """A document is gone, or some of its text: no question from before is asked again."""
-        self._deletes.note(document, now_ms)
-        self.prune(now_ms)
+    def forget_document(self, document: str, now_ms: int) -> None:
+        """Remove the questions about a document that was deleted or changed."""
+        self._deletes.record(document, now_ms)
+        self.remove_expired(now_ms)
 
-    def prune(self, now_ms: int) -> None:
-        """Let go of what may not be asked any more; to be called now and then."""
-        left = [question for question in self._questions if self.may_ask(question, now_ms)]
+    def remove_expired(self, now_ms: int) -> None:
+        """Remove questions that may not be replayed any more. Call it periodically."""
+        left = [question for question in self._questions if self.may_replay(question, now_ms)]
         self._questions = deque(left, maxlen=MAX_QUESTIONS)
 
-    def may_ask(self, question: AskedQuestion, now_ms: int) -> bool:
-        """Whether it is recent, and no document of it was deleted since it was planned."""
+    def may_replay(self, question: AskedQuestion, now_ms: int) -> bool:
+        """Whether it is recent, and none of its documents was deleted since it was planned."""
         is_recent = now_ms - question.planned_at_ms <= MAX_AGE_MS
-        return is_recent and not self._deletes.cover(question.documents, question.planned_at_ms)
+        return is_recent and not self._deletes.may_include(
+            question.documents, question.planned_at_ms
+        )

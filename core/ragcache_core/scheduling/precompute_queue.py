@@ -1,15 +1,16 @@
-"""What is computed before anybody asks: a bounded queue, ordered by what a prefill is worth.
+"""A bounded queue of prefills to compute while the engine is idle, ordered by priority.
 
-    worth = uses * saved_s / num_tokens
+    priority = uses * saved_s / num_tokens
 
-uses are retrievals, decayed: those a half-life ago count half. saved_s is what a question spent on
-computing the tokens because their KV was not there. A token takes about the same behind the
-template whichever chunk it is of, so this is, but for one factor that all have in common, the
-seconds that questions are expected to be spared for each second of idle prefill. It is PGDSF's
-frequency times cost by size (RAGCache §5.1), with a half-life in place of its clock, so that the
-order changes at uses only (as in ``policies/score``).
+``uses`` are retrievals, decayed: those a half-life ago count half. ``saved_s`` is the time that a
+question spent on computing the tokens because their KV was not stored. After the template a token
+of any chunk takes about the same time. So the priority is proportional to the expected seconds that
+questions save for each second of idle prefill. It is PGDSF's frequency times cost by size (RAGCache
+section 5.1), with a half-life in place of its clock. Therefore the order changes at uses only, as in
+``eviction.score``.
 
-What was written and never asked for is worth nothing yet: it comes last, in the order of writing.
+Chunks that were written but never retrieved have no priority yet: they come last, in the order of
+writing.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ from typing import Literal
 from ragcache_core.cluster.recent_deletes import RecentDeletes
 
 MISSED_BEFORE = 0.5
-"""Decayed misses before the present one from which on a prefill is queued: one, a half-life ago.
-What a question had to compute, its engine saves; a second miss says that this came to nothing, or
-did not last."""
+"""A missed prefill is queued if it had this many decayed misses before: one, a half-life ago.
 
-PATIENCE = 3.0
-"""How many times more misses it takes each time that a prefill was done with. What stays, questions
-find; what is computed and missed again, the store does not keep."""
+The engine saves what a question had to compute. A second miss shows that the value was not saved or
+did not stay.
+"""
+
+MISS_GROWTH = 3.0
+"""Factor by which the misses that queue a prefill grow each time that it is done.
+
+If the value stays, questions find it. If it is computed and missed again, the store evicts it.
+"""
 
 MAX_AGE_MS = 86_400_000
-"""A day, in which an idle hour comes. What waits longer is forgotten: a delete that another gateway
-was told of is not known here."""
+"""One day, in which an idle hour is likely. An older prefill is dropped.
+
+This gateway does not know of deletes that another gateway received.
+"""
 
 _OVERHEAD_BYTES = 1024
 _NEVER = -math.inf
@@ -43,10 +50,13 @@ _NEVER = -math.inf
 
 @dataclass(frozen=True)
 class Prefill:
-    """Chunks that are computed right behind the template, in their order.
+    """Chunks to compute right after the template, in their order.
 
-    texts: of the chunks. documents: the name of each one's. planned_at_ms: Unix time before they
-    were written, or searched; a delete since then goes first. mode: how questions reuse it.
+    Attributes:
+        texts: Of the chunks.
+        documents: Name of each chunk's document.
+        planned_at_ms: Unix time before the chunks were written or searched. A later delete of a document cancels the prefill.
+        mode: How questions reuse the KV.
     """
 
     texts: tuple[str, ...]
@@ -56,7 +66,7 @@ class Prefill:
 
     @cached_property
     def name(self) -> bytes:
-        """The same for the same chunks in the same order and mode, 16 bytes."""
+        """16-byte hash of the chunks, their order and the mode."""
         hasher = hashlib.blake2b(self.mode.encode(), digest_size=16)
         for text in self.texts:
             raw = text.encode()
@@ -65,177 +75,212 @@ class Prefill:
 
     @cached_property
     def num_bytes(self) -> int:
-        """About what it holds: its texts, and what else there is of each one that waits."""
+        """Approximate memory of a queued prefill."""
         return sum(_OVERHEAD_BYTES + len(text.encode()) for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A prefill that waits. source: asked, if a question missed it; else only written."""
+class QueuedPrefill:
+    """A prefill in the queue. source: "asked" if a question missed it, else "written"."""
 
     prefill: Prefill
     source: Literal["written", "asked"]
 
 
-_Place = tuple[float, int, bytes]
-"""log2 of the worth, negative; a number by the time it came; its name."""
+_SortKey = tuple[float, int, bytes]
+"""log2 of the priority, negated; a number by time of arrival; the prefill's name."""
 
 
 @dataclass(slots=True)
 class _Demand:
-    """log2 of decayed sums, as of time 0 so that they need no upkeep, and of saved_s by token.
+    """How often a prefill was retrieved and missed.
 
-    misses: since it was last done with. times: that it was.
+    Decayed sums and seconds are log2 values. The sums are as of time 0, so they need no updates as time goes by.
+
+    Attributes:
+        uses: Decayed retrievals.
+        misses: Decayed misses since the prefill was last done.
+        saved_s: Seconds per token.
+        num_done: How often the prefill was done.
     """
 
     uses: float = _NEVER
     misses: float = _NEVER
     saved_s: float = _NEVER
-    times: int = 0
+    num_done: int = 0
 
 
 class PrecomputeQueue:
-    """Prefills that wait for idle time. Not for several threads at once.
+    """Prefills that wait for idle time. Not safe for use by several threads.
 
-    most_bytes: of the texts that wait; what is worth least is dropped. most_known: prefills whose
-    demand is remembered, those asked for last.
+    Args:
+        max_bytes: Bound of the queued texts. Beyond it the prefills of lowest priority are dropped.
+        half_life_s: Half-life of uses and misses.
+        max_known: Number of prefills whose demand is remembered, most recently asked for.
     """
 
-    def __init__(self, *, most_bytes: int, half_life_s: float, most_known: int = 1 << 16) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, *, max_bytes: int, half_life_s: float, max_known: int = 1 << 16) -> None:
+        self._max_bytes = max_bytes
         self._half_life_s = half_life_s
-        self._most_known = most_known
-        self._waiting: dict[bytes, Prefill] = {}
-        self._places: dict[bytes, _Place] = {}
-        self._order: list[_Place] = []
-        self._of_document: dict[str, set[bytes]] = {}
+        self._max_known = max_known
+        self._queued: dict[bytes, Prefill] = {}
+        self._sort_keys: dict[bytes, _SortKey] = {}
+        self._order: list[_SortKey] = []
+        self._names_by_document: dict[str, set[bytes]] = {}
         self._demand: OrderedDict[bytes, _Demand] = OrderedDict()
         self._deletes = RecentDeletes()
         self._num_bytes = 0
-        self._came = 0
+        self._num_arrived = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queued)
 
-    def write(self, prefill: Prefill) -> list[Waiting]:
-        """Chunks of a document that was written just now; returns what is dropped for them."""
+    def add_written(self, prefill: Prefill) -> list[QueuedPrefill]:
+        """Queue chunks of a document that was just written.
+
+        Returns:
+            The prefills that are dropped to make room.
+        """
         return self._put(prefill)
 
     def postpone(self, prefill: Prefill) -> None:
-        """It cannot be computed now: all others that wait come first, unless it is missed again."""
-        if prefill.name in self._waiting:
-            self._take(prefill.name)
+        """Move a prefill that cannot be computed now to the end of the queue.
+
+        A later miss moves it forward again.
+        """
+        if prefill.name in self._queued:
+            self._remove(prefill.name)
             self._demand.pop(prefill.name, None)
             self._put(prefill)
 
-    def ask(
+    def record_question(
         self, prefill: Prefill, now: float, *, num_tokens: int, saved_s: float
-    ) -> list[Waiting]:
-        """A question had these chunks, of num_tokens; returns what is dropped for them.
+    ) -> list[QueuedPrefill]:
+        """Record that a question retrieved these chunks, and queue them if they are missed often.
 
-        now: seconds on a clock that never goes back. saved_s: what it spent on computing them; 0
-        where their KV was there. Chunks of a document that was deleted since the search are left
-        alone.
+        A question about a document that was deleted since its search is ignored.
+
+        Args:
+            prefill: The chunks.
+            now: Seconds of a monotonic clock.
+            num_tokens: Of the chunks.
+            saved_s: Seconds that the question spent on computing them. 0: their KV was stored.
+
+        Returns:
+            The prefills that are dropped to make room.
         """
-        if self.is_forgotten(prefill):
+        if self.is_deleted(prefill):
             return []
         name = prefill.name
         demand = self._demand.setdefault(name, _Demand())
         self._demand.move_to_end(name)
-        if len(self._demand) > self._most_known:
+        if len(self._demand) > self._max_known:
             self._demand.popitem(last=False)
         missed_before = demand.misses - now / self._half_life_s
-        wanted = math.log2(MISSED_BEFORE) + demand.times * math.log2(PATIENCE)
-        demand.uses = self._with_one_more(demand.uses, now)
+        required = math.log2(MISSED_BEFORE) + demand.num_done * math.log2(MISS_GROWTH)
+        demand.uses = self._plus_one(demand.uses, now)
         if saved_s > 0:
-            demand.misses = self._with_one_more(demand.misses, now)
+            demand.misses = self._plus_one(demand.misses, now)
             demand.saved_s = math.log2(saved_s / num_tokens)
-        if name in self._waiting or (saved_s > 0 and missed_before >= wanted):
+        if name in self._queued or (saved_s > 0 and missed_before >= required):
             return self._put(prefill)
         return []
 
-    def first(self, now_ms: int) -> Waiting | None:
-        """What is worth most; it goes on waiting. now_ms: Unix time; what is too old is let go."""
+    def advance_to_first(self, now_ms: int) -> QueuedPrefill | None:
+        """Drop expired prefills from the head of the queue and return the new head.
+
+        The head stays in the queue.
+
+        Args:
+            now_ms: Unix time.
+        """
         while self._order:
-            one = self._at(self._order[0])
-            if now_ms - one.prefill.planned_at_ms <= MAX_AGE_MS:
-                return one
-            self._take(one.prefill.name)
+            head = self._entry(self._order[0])
+            if now_ms - head.prefill.planned_at_ms <= MAX_AGE_MS:
+                return head
+            self._remove(head.prefill.name)
         return None
 
-    def remove(self, prefill: Prefill) -> None:
-        """It is done with, whatever became of it."""
-        if prefill.name in self._waiting:
-            self._take(prefill.name)
+    def mark_done(self, prefill: Prefill) -> None:
+        """Remove a prefill that was computed or that failed."""
+        if prefill.name in self._queued:
+            self._remove(prefill.name)
         if (demand := self._demand.get(prefill.name)) is not None:
             demand.misses = _NEVER
-            demand.times += 1
+            demand.num_done += 1
 
-    def is_forgotten(self, prefill: Prefill) -> bool:
-        """Whether a document of it was deleted since it was planned."""
-        return self._deletes.cover(prefill.documents, prefill.planned_at_ms)
+    def is_deleted(self, prefill: Prefill) -> bool:
+        """Whether one of its documents was deleted since it was planned."""
+        return self._deletes.may_include(prefill.documents, prefill.planned_at_ms)
 
-    def forget(self, document: str, at_ms: int) -> int:
-        """A document is gone, or another one is in its place; how many of its prefills waited.
+    def forget_document(self, document: str, at_ms: int) -> int:
+        """Remove the prefills of a document that was deleted or replaced.
 
-        at_ms: Unix time; what was planned until then is not taken up again.
+        Args:
+            document: Name of the document.
+            at_ms: Unix time. A prefill that was planned until then is not queued again.
+
+        Returns:
+            Number of prefills that were queued.
         """
-        self._deletes.note(document, at_ms)
-        names = tuple(self._of_document.get(document, ()))
+        self._deletes.record(document, at_ms)
+        names = tuple(self._names_by_document.get(document, ()))
         for name in names:
-            self._take(name)
+            self._remove(name)
             self._demand.pop(name, None)
         return len(names)
 
     def check(self) -> None:
-        """Raises AssertionError where two of its books disagree."""
-        assert self._order == sorted(self._places.values())
-        assert self._places.keys() == self._waiting.keys()
-        assert self._num_bytes == sum(one.num_bytes for one in self._waiting.values())
-        assert self._num_bytes <= self._most_bytes
-        assert all(self._of_document.values())
-        assert {(d, n) for d, names in self._of_document.items() for n in names} == {
-            (d, n) for n, one in self._waiting.items() for d in one.documents
+        """Raise AssertionError if the internal state is inconsistent."""
+        assert self._order == sorted(self._sort_keys.values())
+        assert self._sort_keys.keys() == self._queued.keys()
+        assert self._num_bytes == sum(one.num_bytes for one in self._queued.values())
+        assert self._num_bytes <= self._max_bytes
+        assert all(self._names_by_document.values())
+        assert {(d, n) for d, names in self._names_by_document.items() for n in names} == {
+            (d, n) for n, one in self._queued.items() for d in one.documents
         }
-        assert len(self._demand) <= self._most_known
+        assert len(self._demand) <= self._max_known
 
-    def _put(self, prefill: Prefill) -> list[Waiting]:
-        """Have it wait at its place, in that of an earlier one if there is one."""
+    def _put(self, prefill: Prefill) -> list[QueuedPrefill]:
+        """Queue a prefill by its priority; one that is queued already keeps its arrival number."""
         name = prefill.name
-        before = self._take(name) if name in self._waiting else None
-        self._came += 1
-        place = (self._negative_worth(name), self._came if before is None else before[1], name)
-        self._waiting[name], self._places[name] = prefill, place
-        insort(self._order, place)
+        before = self._remove(name) if name in self._queued else None
+        self._num_arrived += 1
+        number = self._num_arrived if before is None else before[1]
+        sort_key = (self._negative_priority(name), number, name)
+        self._queued[name], self._sort_keys[name] = prefill, sort_key
+        insort(self._order, sort_key)
         for document in prefill.documents:
-            self._of_document.setdefault(document, set()).add(name)
+            self._names_by_document.setdefault(document, set()).add(name)
         self._num_bytes += prefill.num_bytes
         dropped = []
-        while self._num_bytes > self._most_bytes:
-            dropped.append(self._at(self._order[-1]))
-            self._take(self._order[-1][2])
+        while self._num_bytes > self._max_bytes:
+            dropped.append(self._entry(self._order[-1]))
+            self._remove(self._order[-1][2])
         return dropped
 
-    def _take(self, name: bytes) -> _Place:
-        prefill, place = self._waiting.pop(name), self._places.pop(name)
-        del self._order[bisect_left(self._order, place)]
+    def _remove(self, name: bytes) -> _SortKey:
+        prefill, sort_key = self._queued.pop(name), self._sort_keys.pop(name)
+        del self._order[bisect_left(self._order, sort_key)]
         for document in set(prefill.documents):
-            names = self._of_document[document]
+            names = self._names_by_document[document]
             names.discard(name)
             if not names:
-                del self._of_document[document]
+                del self._names_by_document[document]
         self._num_bytes -= prefill.num_bytes
-        return place
+        return sort_key
 
-    def _at(self, place: _Place) -> Waiting:
-        return Waiting(self._waiting[place[2]], "written" if place[0] == -_NEVER else "asked")
+    def _entry(self, sort_key: _SortKey) -> QueuedPrefill:
+        source: Literal["written", "asked"] = "written" if sort_key[0] == -_NEVER else "asked"
+        return QueuedPrefill(self._queued[sort_key[2]], source)
 
-    def _negative_worth(self, name: bytes) -> float:
+    def _negative_priority(self, name: bytes) -> float:
         demand = self._demand.get(name)
         return -_NEVER if demand is None else -(demand.uses + demand.saved_s)
 
-    def _with_one_more(self, log_sum: float, now: float) -> float:
-        """log2 of the sum and of one more at now, as of time 0."""
+    def _plus_one(self, log_sum: float, now: float) -> float:
+        """Return log2 of the sum plus one event at now, as of time 0."""
         one = now / self._half_life_s
         if log_sum == _NEVER:
             return one

@@ -24,7 +24,7 @@ BITS = {Codec.INT4: 4} | dict.fromkeys(FINEST_FIRST[:-1], 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Settlement:
+class ReEncodingDecision:
     """What follows from what is held and what is wanted.
 
     re_encode: the precision to hold it in from now on; None: as it is. want_better: it deserves
@@ -36,7 +36,7 @@ class Settlement:
 
 
 @cache
-def settle(held: Precision, wanted: Precision) -> Settlement:
+def decide_re_encoding(held: Precision, wanted: Precision) -> ReEncodingDecision:
     """Go as far towards wanted as held allows, keys and values apart.
 
     Precision lost does not come back, so a wish for finer changes no byte. Nor does one for another
@@ -45,7 +45,7 @@ def settle(held: Precision, wanted: Precision) -> Settlement:
     key, better_key = _settle(held.key, wanted.key)
     value, better_value = _settle(held.value, wanted.value)
     target = Precision(key, value)
-    return Settlement(target if target != held else None, better_key or better_value)
+    return ReEncodingDecision(target if target != held else None, better_key or better_value)
 
 
 def _settle(held: Codec, wanted: Codec) -> tuple[Codec, bool]:

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ragcache_core.identity.variant import Codec, Precision
 
 
-class Name(Protocol):
+class OrderedKey(Protocol):
     """A key that has an order, so that ties are broken in the same way every time."""
 
     def __hash__(self) -> int: ...
@@ -23,7 +23,7 @@ class Name(Protocol):
     def __lt__(self, other: Any, /) -> bool: ...
 
 
-K = TypeVar("K", bound=Name)
+K = TypeVar("K", bound=OrderedKey)
 
 NATIVE = Precision()
 
@@ -38,7 +38,7 @@ class Placement(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Observation(Generic[K]):
+class AccessObservation(Generic[K]):
     """What is known of one variant when ranks are drawn up.
 
     accesses: decayed count of reads. native_bytes: size of its value as computed. held: how it is
@@ -52,25 +52,25 @@ class Observation(Generic[K]):
     score: float = 0.0
 
 
-class Assignment(ABC):
+class PrecisionAssignment(ABC):
     """Says what every variant deserves. Depends on nothing but what it is given."""
 
     @abstractmethod
-    def assign(self, observations: Sequence[Observation[K]]) -> dict[K, Precision]:
+    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         """The precision that each variant deserves."""
 
     @abstractmethod
-    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """The memory that each variant deserves."""
 
 
-def ranked(observations: Sequence[Observation[K]]) -> list[K]:
+def rank_by_accesses(observations: Sequence[AccessObservation[K]]) -> list[K]:
     """Keys by access frequency, hottest first; those accessed alike by key."""
     hottest_first = sorted(observations, key=lambda one: (-one.accesses, one.key))
     return [one.key for one in hottest_first]
 
 
-def cut(keys: Sequence[K], percents: Sequence[int]) -> list[Sequence[K]]:
+def split_by_percent(keys: Sequence[K], percents: Sequence[int]) -> list[Sequence[K]]:
     """Cut a ranking into groups of percents of its length, each rounded down, and the rest.
 
     The borders of Algorithms 1 and 2: idx_i = percent_i n + idx_(i-1).
@@ -97,10 +97,11 @@ class RankPlacement:
     pinned_percent: int = 5
     pageable_percent: int = 10
 
-    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """The memory of each variant by its rank."""
-        groups = cut(
-            ranked(observations), (self.gpu_percent, self.pinned_percent, self.pageable_percent)
+        groups = split_by_percent(
+            rank_by_accesses(observations),
+            (self.gpu_percent, self.pinned_percent, self.pageable_percent),
         )
         return {key: memory for memory, keys in zip(Placement, groups, strict=True) for key in keys}
 
@@ -115,7 +116,7 @@ HA_RAG_SCHEMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class HaRagAssignment(Assignment):
+class HaRagAssignment(PrecisionAssignment):
     """HA-RAG's mixed precision (Algorithm 1) and placement (Algorithm 2), by rank.
 
     percents: tau_1 to tau_3; the rest gets the last scheme. The paper ranks keys and values as
@@ -126,29 +127,29 @@ class HaRagAssignment(Assignment):
     percents: tuple[int, int, int] = (10, 10, 10)
     placement: RankPlacement = RankPlacement()
 
-    def assign(self, observations: Sequence[Observation[K]]) -> dict[K, Precision]:
+    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         """Algorithm 1."""
-        groups = cut(ranked(observations), self.percents)
+        groups = split_by_percent(rank_by_accesses(observations), self.percents)
         return {
             key: scheme for scheme, keys in zip(self.schemes, groups, strict=True) for key in keys
         }
 
-    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """Algorithm 2."""
-        return self.placement.place(observations)
+        return self.placement.assign_placements(observations)
 
 
 @dataclass(frozen=True, slots=True)
-class FixedAssignment(Assignment):
+class FixedAssignment(PrecisionAssignment):
     """One precision for all, hot or cold; placement by rank."""
 
     precision: Precision = NATIVE
     placement: RankPlacement = RankPlacement()
 
-    def assign(self, observations: Sequence[Observation[K]]) -> dict[K, Precision]:
+    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         """The same for each."""
         return dict.fromkeys((one.key for one in observations), self.precision)
 
-    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """Algorithm 2 of HA-RAG."""
-        return self.placement.place(observations)
+        return self.placement.assign_placements(observations)

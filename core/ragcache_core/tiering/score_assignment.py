@@ -25,7 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.identity.variant import Codec, Precision
-from ragcache_core.tiering.precision_assignment import NATIVE, Assignment, K, Observation, Placement
+from ragcache_core.tiering.precision_assignment import (
+    NATIVE,
+    AccessObservation,
+    K,
+    Placement,
+    PrecisionAssignment,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ MAX_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryBudget:
     """Room in each of the memories that a placement may use; the rest is on disk."""
 
     gpu_bytes: int = 0
@@ -77,7 +83,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreAssignment(Assignment):
+class ScoreAssignment(PrecisionAssignment):
     """Precision under a quality bound, placement by score.
 
     grades: measured; native is always one of them. max_error: bound of the mean error that a read
@@ -87,11 +93,11 @@ class ScoreAssignment(Assignment):
 
     grades: tuple[Grade, ...] = GRADES
     max_error: float = MAX_ERROR
-    memory: Memory = Memory()
+    memory: MemoryBudget = MemoryBudget()
     capacity_bytes: int | None = None
     prior_accesses: float = PRIOR_ACCESSES
 
-    def assign(self, observations: Sequence[Observation[K]]) -> dict[K, Precision]:
+    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         """The coarsest grades that the bound allows, the coldest first.
 
         Error that a variant already has is charged before any more is taken on. What such a
@@ -123,10 +129,10 @@ class ScoreAssignment(Assignment):
         wanted = np.minimum(reached, worth).tolist()
         return {one.key: hull[level].precision for one, level in zip(by_name, wanted, strict=True)}
 
-    def place(self, observations: Sequence[Observation[K]]) -> dict[K, Placement]:
+    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """The best score first into the fastest memory that has room for it."""
         sizes = {grade.precision: grade.size for grade in (NATIVE_GRADE, *self.grades)}
-        assigned = self.assign(observations)
+        assigned = self.assign_precisions(observations)
         room = {
             Placement.GPU: self.memory.gpu_bytes,
             Placement.PINNED: self.memory.pinned_bytes,
@@ -165,7 +171,7 @@ def convex_hull(grades: Sequence[Grade]) -> list[Grade]:
 
 
 def read_weights(
-    observations: Sequence[Observation[K]], prior_accesses: float = PRIOR_ACCESSES
+    observations: Sequence[AccessObservation[K]], prior_accesses: float = PRIOR_ACCESSES
 ) -> Mapping[K, float]:
     """The share of reads expected of each variant; alike for all where nothing was read."""
     total = sum(one.accesses + prior_accesses for one in observations)
@@ -175,7 +181,7 @@ def read_weights(
 
 
 def read_error(
-    observations: Sequence[Observation[K]],
+    observations: Sequence[AccessObservation[K]],
     assigned: Mapping[K, Precision],
     grades: Sequence[Grade],
     prior_accesses: float = PRIOR_ACCESSES,
@@ -199,7 +205,7 @@ class _Steps:
 
     def __init__(
         self,
-        observations: Sequence[Observation[K]],
+        observations: Sequence[AccessObservation[K]],
         hull: Sequence[Grade],
         prior_accesses: float,
     ) -> None:

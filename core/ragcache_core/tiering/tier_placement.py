@@ -1,7 +1,7 @@
 """Which values an engine keeps in its own memories: in a pool on its device, in pinned host memory.
 
 What is in none of them is in the cache store. A policy ranks what is held, hottest first, and says
-the fastest memory that each deserves; ``fill`` then gives out the room. Both policies are one
+the fastest memory that each deserves; ``fill_tiers`` then gives out the room. Both policies are one
 interface, so that a name chooses between them.
 """
 
@@ -11,15 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic
 
-from ragcache_core.eviction.policy import Candidate
-from ragcache_core.eviction.score import Score
+from ragcache_core.eviction.policy import EvictionCandidate
+from ragcache_core.eviction.score import ScorePolicy
 from ragcache_core.tiering.access_counts import DecayedCounts
 from ragcache_core.tiering.precision_assignment import (
+    AccessObservation,
     K,
-    Observation,
     Placement,
     RankPlacement,
-    ranked,
+    rank_by_accesses,
 )
 
 MEMORIES = (Placement.GPU, Placement.PINNED)
@@ -42,11 +42,11 @@ class TierPolicy(ABC, Generic[K]):
         self.limits = {memory: limits[memory] for memory in MEMORIES if limits.get(memory, 0) > 0}
 
     @abstractmethod
-    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+    def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """Note that key may be placed, because it was just used. One that is known is replaced."""
 
     @abstractmethod
-    def use(self, key: K, now: float) -> None:
+    def record_use(self, key: K, now: float) -> None:
         """Note a use of key."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class TierPolicy(ABC, Generic[K]):
         """Forget key, if it may be placed."""
 
     @abstractmethod
-    def place(self, now: float) -> dict[K, Placement]:
+    def assign_tiers(self, now: float) -> dict[K, Placement]:
         """The memory of every key that may be placed; those with DISK are forgotten with this.
 
         In no memory there is more than its limit. No value is in a slower memory than a colder one,
@@ -62,21 +62,21 @@ class TierPolicy(ABC, Generic[K]):
         """
 
 
-class ByScore(TierPolicy[K]):
+class ScoreTierPolicy(TierPolicy[K]):
     """The best decayed saved seconds per byte first (``policies.score``)."""
 
     def __init__(self, limits: Mapping[Placement, int]) -> None:
         super().__init__(limits)
         # A chunk without the one before it is of use in blends, and in vLLM's own cache.
-        self._score: Score[K] = Score(leaves_only=False)
+        self._score: ScorePolicy[K] = ScorePolicy(leaves_only=False)
         self._num_bytes: dict[K, int] = {}
 
-    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+    def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """See TierPolicy.add."""
         self._score.add(key, candidate, now)
         self._num_bytes[key] = candidate.num_bytes
 
-    def use(self, key: K, now: float) -> None:
+    def record_use(self, key: K, now: float) -> None:
         """See TierPolicy.use."""
         self._score.touch(key, now)
 
@@ -85,17 +85,17 @@ class ByScore(TierPolicy[K]):
         self._score.remove(key)
         self._num_bytes.pop(key, None)
 
-    def worth(self, key: K, now: float) -> float:
+    def priority(self, key: K, now: float) -> float:
         """What ranks keys, the higher the hotter. KeyError for one that may not be placed."""
-        return self._score.worth(key, now)
+        return self._score.priority(key, now)
 
-    def place(self, now: float) -> dict[K, Placement]:
+    def assign_tiers(self, now: float) -> dict[K, Placement]:
         """See TierPolicy.place."""
         fastest, room = next(iter(self.limits.items()), (Placement.DISK, 0))
         if sum(self._num_bytes.values()) <= room:
             return dict.fromkeys(self._num_bytes, fastest)
-        by_worth = sorted(self._num_bytes, key=lambda key: -self._score.worth(key, now))
-        placed = fill(((key, self._num_bytes[key], fastest) for key in by_worth), self.limits)
+        by_worth = sorted(self._num_bytes, key=lambda key: -self._score.priority(key, now))
+        placed = fill_tiers(((key, self._num_bytes[key], fastest) for key in by_worth), self.limits)
         given_up = {key for key, memory in placed.items() if memory is Placement.DISK}
         for _ in range(len(given_up)):
             # So, and not by ``remove``, it is known again when it returns.
@@ -109,7 +109,7 @@ class ByScore(TierPolicy[K]):
         return placed
 
 
-class ByThresholds(TierPolicy[K]):
+class ThresholdTierPolicy(TierPolicy[K]):
     """HA-RAG's Algorithm 2: shares of all variants by their rank of accesses, within the limits.
 
     lists: its thresholds. The ranking is of every key that was used lately, be it held or not; of a
@@ -124,12 +124,12 @@ class ByThresholds(TierPolicy[K]):
         self._counted: set[K] = set()
         self._num_bytes: dict[K, int] = {}
 
-    def add(self, key: K, candidate: Candidate[K], now: float) -> None:
+    def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """See TierPolicy.add."""
-        self.use(key, now)
+        self.record_use(key, now)
         self._num_bytes[key] = candidate.num_bytes
 
-    def use(self, key: K, now: float) -> None:
+    def record_use(self, key: K, now: float) -> None:
         """See TierPolicy.use."""
         self._counts.add(key, now)
         self._counted.add(key)
@@ -144,30 +144,32 @@ class ByThresholds(TierPolicy[K]):
         """What ranks keys, the higher the hotter."""
         return self._counts.count(key, now)
 
-    def place(self, now: float) -> dict[K, Placement]:
+    def assign_tiers(self, now: float) -> dict[K, Placement]:
         """See TierPolicy.place."""
         observations = self._observations(now)
-        deserved = self._lists.place(observations)
-        order = [key for key in ranked(observations) if key in self._num_bytes]
-        placed = fill(((key, self._num_bytes[key], deserved[key]) for key in order), self.limits)
+        deserved = self._lists.assign_placements(observations)
+        order = [key for key in rank_by_accesses(observations) if key in self._num_bytes]
+        placed = fill_tiers(
+            ((key, self._num_bytes[key], deserved[key]) for key in order), self.limits
+        )
         for key, memory in placed.items():
             if memory is Placement.DISK:
                 del self._num_bytes[key]
         return placed
 
-    def _observations(self, now: float) -> list[Observation[K]]:
+    def _observations(self, now: float) -> list[AccessObservation[K]]:
         return [
-            Observation(key, self._counts.count(key, now), self._num_bytes.get(key, 0))
+            AccessObservation(key, self._counts.count(key, now), self._num_bytes.get(key, 0))
             for key in self._counted
         ]
 
     def _forget_coldest(self, now: float) -> None:
-        hottest = ranked(self._observations(now))[: MAX_COUNTED // 2]
+        hottest = rank_by_accesses(self._observations(now))[: MAX_COUNTED // 2]
         self._counted = {*hottest, *self._num_bytes}
         self._counts.keep(self._counted.__contains__)
 
 
-def fill(
+def fill_tiers(
     hottest_first: Iterable[tuple[K, int, Placement]], limits: Mapping[Placement, int]
 ) -> dict[K, Placement]:
     """Give out room. hottest_first: key, bytes, and the fastest memory that it deserves.
@@ -197,8 +199,8 @@ def fill(
 
 
 _POLICIES: dict[str, Callable[[Mapping[Placement, int]], TierPolicy[Any]]] = {
-    "score": ByScore,
-    "thresholds": ByThresholds,
+    "score": ScoreTierPolicy,
+    "thresholds": ThresholdTierPolicy,
 }
 TIER_POLICIES = tuple(_POLICIES)
 DEFAULT_TIER_POLICY = "score"

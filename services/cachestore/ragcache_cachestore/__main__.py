@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 import time
 from dataclasses import dataclass
 
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
-from ragcache_cachestore.background.re_encoder import ReEncoder, Pace
+from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.replicator import Replicator
-from ragcache_cachestore.config import Config
 from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Telemetry
@@ -28,6 +26,8 @@ from ragcache_core.tiering.precision_assignment import (
 from ragcache_core.tiering.score_assignment import MemoryBudget, ScoreAssignment
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.settings import CacheStoreSettings
+from ragcache_wire.settings.field_types import split_address
 
 log = logging.getLogger("ragcache_cachestore")
 
@@ -46,7 +46,7 @@ class Parts:
     replication: Replicator
 
 
-async def serve(config: Config) -> None:
+async def serve(config: CacheStoreSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises InvalidInput for an address or folder not usable."""
     async with HealthServer(config.health_listen) as health:
         health.set_progress("opening the disk tier")
@@ -60,7 +60,7 @@ async def serve(config: Config) -> None:
     log.info("stopped")
 
 
-def _open(config: Config, ends: contextlib.ExitStack, health: HealthServer) -> Parts:
+def _open(config: CacheStoreSettings, ends: contextlib.ExitStack, health: HealthServer) -> Parts:
     """Open the folder and whatever works on it; ends: how each is closed, the last one first."""
     telemetry = Telemetry()
     if config.otlp_endpoint is not None:
@@ -73,28 +73,29 @@ def _open(config: Config, ends: contextlib.ExitStack, health: HealthServer) -> P
         config.disk_bytes,
         policy=config.policy,
         admission=config.admission,
-        leaves_only=config.leaves_only,
+        leaves_only=config.reuse == "exact",
         telemetry=telemetry,
     )
     ends.callback(store.close)
-    transports = DataServer(store, config.data_socket, _host_port(config.lane_listen))
+    data_address = None if config.data_listen is None else split_address(config.data_listen)
+    transports = DataServer(store, config.data_socket, data_address)
     ends.callback(transports.close)
     keeper = ReEncoder(store, _assignment(config), Pace(), time.monotonic)
     keeper.start()
     ends.callback(keeper.close)
     own = config.own_address or config.listen
-    rejoin = CatchUp(store, config.members, own, progress=health.set_progress)
+    rejoin = CatchUp(store, config.cachestore, own, progress=health.set_progress)
     ends.callback(rejoin.close)
-    replication = Replicator(store, config.members if config.replication else None, own)
+    replication = Replicator(store, config.cachestore if config.replication else None, own)
     ends.callback(replication.close)
     return Parts(store, transports, rejoin, replication)
 
 
-async def _serve(config: Config, parts: Parts, health: HealthServer) -> None:
+async def _serve(config: CacheStoreSettings, parts: Parts, health: HealthServer) -> None:
     store = parts.store
-    replication = parts.replication if config.members is not None else None
+    replication = parts.replication if config.cachestore is not None else None
     service = CacheStoreService(
-        store, parts.transports.hello(), replication, gated=config.members is not None
+        store, parts.transports.hello(), replication, gated=config.cachestore is not None
     )
     server = _listen(config.listen, service, health)
     await server.start()
@@ -135,7 +136,7 @@ def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> Gr
         ) from error
 
 
-def _assignment(config: Config) -> PrecisionAssignment:
+def _assignment(config: CacheStoreSettings) -> PrecisionAssignment:
     match config.precision:
         case "harag":
             return HaRagAssignment()
@@ -145,19 +146,12 @@ def _assignment(config: Config) -> PrecisionAssignment:
             return FixedAssignment(precision)
 
 
-def _host_port(listen: str | None) -> tuple[str, int] | None:
-    if listen is None:
-        return None
-    host, _, port = listen.rpartition(":")
-    return host, int(port)
-
-
 def main() -> int:
     """Entry point."""
     reuse_freed_memory()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        config = Config.from_environment(os.environ)
+        config = CacheStoreSettings()
         logging.basicConfig(
             level=config.log_level.upper(),
             format="%(asctime)s %(levelname)s %(name)s %(message)s",

@@ -25,7 +25,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
@@ -108,7 +108,7 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for prompt in captured:
             blends.blend(prompt, 0.0)
             blends.wait_until_stored(prompt)
-            wants = [Want.of(observation_key(key)) for key in blends.chunk_variants(prompt)]
+            wants = [LookupKey.of(observation_key(key)) for key in blends.chunk_variants(prompt)]
             deadline = time.monotonic() + 60
             while not all(found.held for found in client.lookup(wants).variants):
                 assert time.monotonic() < deadline, "chunks are not observed"
@@ -127,7 +127,7 @@ def test_all_recomputed_are_the_tokens_of_a_full_computation(
     prompt = prompt_of(*order)
     answer, record = blends.blend(prompt, 1.0)
     context = prompt.chunk_ends[-1] - HEAD_TOKENS
-    assert (record.blended_tokens, record.repaired_tokens, record.miss) == (context, context, "")
+    assert (record.blended_tokens, record.recomputed_tokens, record.miss) == (context, context, "")
     assert answer.token_ids == blends.compute(prompt).token_ids
 
 
@@ -148,7 +148,7 @@ def test_nothing_recomputed_is_what_another_implementation_makes_of_it(blends: B
     }
     reply = httpx.post(f"{blends.engine.url}/v1/completions", json=body, timeout=60).json()
     record = blends.record(request)
-    assert (record.blended_tokens, record.repaired_tokens) == (468, 0)
+    assert (record.blended_tokens, record.recomputed_tokens) == (468, 0)
     [said] = reply["choices"][0]["logprobs"]["top_logprobs"]
     found = {int(token.removeprefix("token_id:")): value for token, value in said.items()}
     wanted, full = reference(blends, prompt)
@@ -236,7 +236,7 @@ def test_many_at_once_are_answered_as_they_are_alone(blends: Blends) -> None:
         found = list(pool.map(lambda prompt: blends.blend(prompt, 1.0, 2), prompts))
     assert [answer.token_ids for answer, _ in found] == expected
     for _, record in found:
-        assert 0 < record.blended_tokens == record.repaired_tokens
+        assert 0 < record.blended_tokens == record.recomputed_tokens
 
 
 def metric(blends: Blends, name: str, **labels: str) -> float:
@@ -256,7 +256,7 @@ def test_the_engines_metrics_say_what_became_of_loads(blends: Blends) -> None:
     before = {kind: counted(kind) for kind in ("exact", "blended", "repaired")}
     repairs = metric(blends, "ragcache_engine_repair_seconds_count")
     _, record = blends.blend(prompt_of(2, 4, question="counted"), 0.25)
-    assert record.repaired_tokens == int(0.25 * (LENGTHS[2] + LENGTHS[4]))
+    assert record.recomputed_tokens == int(0.25 * (LENGTHS[2] + LENGTHS[4]))
     deadline = time.monotonic() + 10
     while metric(blends, "ragcache_engine_repair_seconds_count") == repairs:
         assert time.monotonic() < deadline, "nothing is counted"
@@ -264,8 +264,8 @@ def test_the_engines_metrics_say_what_became_of_loads(blends: Blends) -> None:
     found = {kind: counted(kind) - before[kind] for kind in before}
     assert found == {
         "exact": record.loaded_tokens - record.blended_tokens,
-        "blended": record.blended_tokens - record.repaired_tokens,
-        "repaired": record.repaired_tokens,
+        "blended": record.blended_tokens - record.recomputed_tokens,
+        "repaired": record.recomputed_tokens,
     }
 
 
@@ -273,8 +273,8 @@ def test_the_record_names_what_nothing_is_held_of(blends: Blends) -> None:
     unseen = ids("of which nothing is held", 70)
     prompt = assemble(ids("head", HEAD_TOKENS), [CHUNKS[1], unseen, CHUNKS[0]], ids("question", 23))
     _, record = blends.blend(prompt, 0.0)
-    assert list(record.holes) == [2]  # of head, 1, unseen and 0
-    assert record.repaired_tokens == len(unseen)
+    assert list(record.missing_chunks) == [2]  # of head, 1, unseen and 0
+    assert record.recomputed_tokens == len(unseen)
     assert record.loaded_tokens == prompt.chunk_ends[-1] - record.local_tokens
     assert record.blended_tokens == LENGTHS[1] + len(unseen) + LENGTHS[0]
 
@@ -283,7 +283,7 @@ def test_a_damaged_chunk_is_computed(blends: Blends) -> None:
     # All of them: tests before this one may have had it computed behind other chunks, too.
     client = StoreClient(blends.store.address)
     chunk = blends.chunk_variants(blends.captured[1])[2].chunk
-    [found] = client.lookup([Want(chunk)], 30).variants
+    [found] = client.lookup([LookupKey(chunk)], 30).variants
     client.close()
     blends.store.service.stop()
     for held in found.held:
@@ -295,8 +295,8 @@ def test_a_damaged_chunk_is_computed(blends: Blends) -> None:
         assert time.monotonic() < deadline, "the engine does not find the store again"
     answer, record = blends.blend(prompt, 1.0)
     mended = LENGTHS[1] + LENGTHS[DAMAGED] + LENGTHS[0]
-    assert (record.blended_tokens, record.repaired_tokens) == (mended, mended)
-    assert list(record.holes) == [2]  # of head, 1, DAMAGED and 0
+    assert (record.blended_tokens, record.recomputed_tokens) == (mended, mended)
+    assert list(record.missing_chunks) == [2]  # of head, 1, DAMAGED and 0
     assert answer.token_ids == blends.compute(prompt).token_ids
 
 
@@ -353,7 +353,7 @@ def lie(plan: dict[str, Any], rng: random.Random) -> None:
         case 4:
             one["action"] = rng.choice(["exact", "blend", "compute", "?", None])
         case 5:
-            plan["budget"] = rng.choice([-1, 2, "much", None, float(rng.random())])
+            plan["recompute_share"] = rng.choice([-1, 2, "much", None, float(rng.random())])
         case 6:
             one["chunk"], other = rng.choice(segments)["chunk"], one["chunk"]
             segments[-1]["chunk"] = other
@@ -431,7 +431,7 @@ def test_a_thousand_plans_that_may_lie_end_no_engine_and_change_no_answer(blends
         if len(asked) > 1:  # of which there is one record
             return "several"
         record = blends.record(name)
-        if record.repaired_tokens < record.blended_tokens:
+        if record.recomputed_tokens < record.blended_tokens:
             return "blended"
         assert answers == [expected[prompt]], (record, said)
         return "mended in full" if record.blended_tokens else "by its record"

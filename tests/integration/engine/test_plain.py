@@ -15,7 +15,7 @@ from bench.support.completion import complete
 from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prefix_pieces import PIECE_TOKENS, plain_domain, prefix_pieces
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 
@@ -48,7 +48,7 @@ class Plain:
         named = prefix_pieces(self.space, plain_domain(salt), prompt)
         client = StoreClient(self.store.address)
         try:
-            found = client.lookup([Want.of(one.variant) for one in named], 30).variants
+            found = client.lookup([LookupKey.of(one.variant) for one in named], 30).variants
             return all(variants.held for variants in found)
         finally:
             client.close()

@@ -17,14 +17,14 @@ import pytest
 
 from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
 from ragcache_core.identity.keys import chunk_key
-from ragcache_core.store_api import Deletion, Held, Want
+from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_gateway.chat.pipeline import DOMAIN
-from ragcache_gateway.config import EngineName
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, World, chunk, serving
@@ -92,14 +92,13 @@ async def gateway(site: Site, tiny_model: Path) -> AsyncGenerator[World, None]:
         stack.push_async_callback(server.stop)
         assert site.engine.records is not None
         ports = (int(url.rpartition(":")[2]) for url in (site.engine.url, site.engine.records))
-        config = replace(
-            CONFIG,
+        config = CONFIG.replace(
             model=str(tiny_model),
             model_name="model",
             max_model_len=MAX_LENGTH,
             retriever=f"127.0.0.1:{server.port}",
             cachestore=FixedMembers((site.store.address,)),
-            engines=(EngineName("127.0.0.1", *ports),),
+            engines=(EngineAddress("127.0.0.1", *ports),),
             reuse="blend",
             precompute=True,
         )
@@ -142,17 +141,17 @@ async def until_computed(gateway: World) -> None:
     assert await outcomes(gateway) == {"computed": 1}
 
 
-def held(site: Site, gateway: World, text: str) -> tuple[Held, ...]:
+def held(site: Site, gateway: World, text: str) -> tuple[StoredVariant, ...]:
     space = load_model_folder(gateway.config.model).space("bfloat16")
     key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
     client = StoreClient(site.store.address)
     try:
-        return client.lookup([Want(key)], 60).variants[0].held
+        return client.lookup([LookupKey(key)], 60).variants[0].held
     finally:
         client.close()
 
 
-async def until_held(site: Site, gateway: World, text: str) -> Held:
+async def until_held(site: Site, gateway: World, text: str) -> StoredVariant:
     """Saving happens behind the answer."""
 
     async def is_held() -> bool:
@@ -213,11 +212,11 @@ async def test_a_context_that_was_put_together_twice_is_exact_from_then_on(
 
     first, second = await ask(1), await ask(2)
     for answer in (first, second):
-        assert answer["ragcache"]["cache"]["repaired_tokens"] > 0
+        assert answer["ragcache"]["cache"]["recomputed_tokens"] > 0
     await until(is_exact_now)
     third = await ask(3)
     cache = third["ragcache"]["cache"]
-    assert cache["repaired_tokens"] == cache["blended_tokens"] == 0
+    assert cache["recomputed_tokens"] == cache["blended_tokens"] == 0
     assert cache["local_tokens"] + cache["loaded_tokens"] > 0.9 * cache["prompt_tokens"]
 
 
@@ -270,7 +269,7 @@ async def test_a_hole_that_questions_meet_again_is_asked_for(site: Site, gateway
     async def ask(question: str) -> None:
         use = (await gateway.ask(question, max_tokens=2)).json()["ragcache"]["cache"]
         assert use["local_tokens"] + use["loaded_tokens"] > sum(sizes)
-        assert use["repaired_tokens"] >= sizes[1]
+        assert use["recomputed_tokens"] >= sizes[1]
 
     await ask("What is one?")
     assert not (await until_held(site, gateway, texts[1])).info.serves_exact

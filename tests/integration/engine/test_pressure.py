@@ -25,7 +25,7 @@ from bench.support.processes import (
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.store_api import Want
+from ragcache_core.store_api import LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
@@ -114,7 +114,7 @@ class Pressed:
         ]
         client = StoreClient(self.store)
         deadline = time.monotonic() + TIMEOUT_S
-        wants = [Want.of(key) for key in keys]
+        wants = [LookupKey.of(key) for key in keys]
         while not all(found.held for found in client.lookup(wants, TIMEOUT_S).variants):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
@@ -190,7 +190,7 @@ def test_blends_that_are_preempted_are_answered_as_vllm_would(pressed: Pressed) 
     assert wanted > NUM_TOKENS
     assert agreed([tokens for tokens, _ in blended], expected) > wanted / 2
     for prompt, (_, record) in zip(prompts, blended, strict=True):
-        assert record.blended_tokens == record.repaired_tokens == prompt.chunk_ends[-1] - HEAD
+        assert record.blended_tokens == record.recomputed_tokens == prompt.chunk_ends[-1] - HEAD
 
 
 def test_an_engine_that_was_pressed_holds_nothing_back(pressed: Pressed) -> None:

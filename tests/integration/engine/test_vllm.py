@@ -37,8 +37,8 @@ from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.plan.signature import seal
-from ragcache_core.store_api import Deletion, Want
+from ragcache_core.plan.signature import sign
+from ragcache_core.store_api import Deletion, LookupKey
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -132,7 +132,7 @@ class Platform:
             prompt.token_ids,
             max_tokens=max_tokens,
             plan=said,
-            seal=seal(said, prompt.token_ids, KEY),
+            seal=sign(said, prompt.token_ids, KEY),
             cache_salt=cache_salt,
         )
 
@@ -155,7 +155,7 @@ class Platform:
 
     def is_stored_within(self, limit_s: float, prompt: Prompt, domain: str = "public") -> bool:
         client = StoreClient(self.store.address)
-        wants = [Want.of(key) for key in self.keys(prompt, domain)]
+        wants = [LookupKey.of(key) for key in self.keys(prompt, domain)]
         deadline = time.monotonic() + limit_s
         try:
             while not all(found.held for found in client.lookup(wants, 30).variants):
@@ -339,12 +339,12 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platf
     assert platform.record(request).miss == "never stored"
     head, first, second, third, fourth = (named.chunk for named in plan.segments)
     client = StoreClient(platform.store.address)
-    (found,) = client.lookup([Want(third)]).variants
+    (found,) = client.lookup([LookupKey(third)]).variants
     assert found.held[0].prefix_chunks == (head, first, second)
     # A delete of its document takes along what was computed after that.
     removed = client.delete(Deletion(uuid.uuid4().bytes, documents=("docs/b",), domain="tenant"))
     assert removed >= 1
-    left = client.lookup([Want(chunk) for chunk in (second, third, fourth)], domain="tenant")
+    left = client.lookup([LookupKey(chunk) for chunk in (second, third, fourth)], domain="tenant")
     assert [variants.miss for variants in left.variants][:2] == [None, Miss.DELETED]
     # Whatever it cost, it was measured: the scores that hang on it are more than nothing.
     assert sum(client.stats().score_histogram) > 0
@@ -393,7 +393,7 @@ def test_clients_that_leave_at_any_moment_leave_the_engine_whole(platform: Platf
         "ignore_eos": True,
         "kv_transfer_params": {
             "ragcache": plan,
-            "ragcache_seal": seal(plan, prompt.token_ids, KEY),
+            "ragcache_signature": sign(plan, prompt.token_ids, KEY),
         },
     }
     for seconds in (0.0, 0.005, 0.01, 0.02, 0.04):
@@ -433,7 +433,7 @@ def test_a_plan_that_is_not_a_gateways_is_answered_right_and_loads_and_saves_not
                 *(platform.engine.url, prompt.token_ids),
                 max_tokens=16,
                 plan=plan,
-                seal=seal(plan, sealed_for.token_ids, key) if key is not None else None,
+                seal=sign(plan, sealed_for.token_ids, key) if key is not None else None,
                 cache_salt=request,  # so that only the store could have it
             )
             assert answer.token_ids == right
@@ -480,7 +480,7 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
         for prompt in prompts:
             several.ask(prompt, max_tokens=1)
         deadline = time.monotonic() + 30
-        wants = [Want.of(key) for key in keys]
+        wants = [LookupKey.of(key) for key in keys]
         while client.lookup(wants).held().keys() != set(keys):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)

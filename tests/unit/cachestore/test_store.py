@@ -23,12 +23,12 @@ from tests.helpers.cachestore_parts import (
     MIB,
     TIMEOUT_S,
     checksum,
+    checksummed_parts,
     completion,
     fill,
     get,
     key,
     opened,
-    checksummed_parts,
     put,
     value,
     variant,
@@ -1063,7 +1063,7 @@ def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> No
 
 def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_cachestore.store.FLUSH_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.JOIN_TIMEOUT_S", 0.05)
     store = Store(tmp_path, 4 * PAGE, 4 * PAGE)
     entered, gate = threading.Event(), threading.Event()
 

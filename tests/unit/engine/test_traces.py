@@ -18,7 +18,6 @@ from ragcache_core.identity.keys import VariantKey  # noqa: E402
 from ragcache_core.identity.variant import Miss, Origin  # noqa: E402
 from ragcache_core.plan.prompt import plan_exact  # noqa: E402
 from ragcache_core.store_api import LookupKey  # noqa: E402
-from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
 from ragcache_engine.protocol.messages import LoadJob, SaveJob, StepJobs  # noqa: E402
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler  # noqa: E402
@@ -26,6 +25,7 @@ from ragcache_engine.telemetry.request_records import RequestRecords  # noqa: E4
 from ragcache_engine.worker.worker import ConnectorWorker  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.trace_context import traceparent  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.unit.engine.scheduler import test_scheduler as scheduling
@@ -58,7 +58,7 @@ class Worker(working.Worker):
     def __init__(self, kept: Kept) -> None:
         self.cache, self.store = working.FakeCache(), AskedStore()
         self.side = ConnectorWorker(
-            EngineConfig(FixedMembers(())),
+            EngineSettings(cachestore=FixedMembers(())),
             working.SPACE,
             cast("PagedCache", self.cache),
             cast("ShardedStore", self.store),
@@ -169,7 +169,7 @@ class LookedUp(scheduling.FakeStore):
 
 
 def scheduler(kept: Kept, store: LookedUp) -> ConnectorScheduler:
-    config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
+    config = EngineSettings(cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
     client = cast("ShardedStore", store)
     return ConnectorScheduler(config, scheduling.SPACE, RequestRecords(), client, ReuseCosts(), kept.tracer)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ragcache_cachestore.background.recoding import CorruptValue, native_bytes, re_encode_value
+from ragcache_cachestore.background.re_encoding import CorruptValue, native_bytes, re_encode_value
 from ragcache_cachestore.background.threads import end
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey

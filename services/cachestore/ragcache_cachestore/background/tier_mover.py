@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from ragcache_cachestore.background.idle_window import IdleWindow
 from ragcache_cachestore.background.promoter import Promoter
-from ragcache_cachestore.background.threads import END_TIMEOUT_S
+from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S
 from ragcache_cachestore.background.write_back import WriteBack
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.state.store_state import StoreState
@@ -88,7 +88,7 @@ class TierMover:
     def close(self) -> bool:
         """End its threads after the work at hand; False if one does not end."""
         ended = self.promoter.close()
-        return self.writer.close(END_TIMEOUT_S) and ended
+        return self.writer.close(JOIN_TIMEOUT_S) and ended
 
     def allocate_in_memory(self, num_bytes: int) -> TierCopy:
         """Room for a value, for which others go. Raises Unavailable if nothing may go."""
@@ -102,7 +102,7 @@ class TierMover:
                     return copy
                 if left_s <= 0:
                     break
-                self.writer.drain()
+                self.writer.start_drain()
                 self._state.memory_freed.wait(min(left_s, LOOK_AGAIN_S))
             copy = self._try_allocate_in_memory(num_bytes, unwritten=True)
             if copy is None:

@@ -1,4 +1,4 @@
-"""Every variant that is held, found by key, chunk, chunks before it, document and domain."""
+"""The catalog of stored variants, with indexes by chunk, preceding chunk, document and domain."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from ragcache_cachestore.state.write_job import WriteJob
 from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_core.eviction import EvictionCandidate
 from ragcache_core.identity.keys import ChunkKey, VariantKey
@@ -21,26 +22,33 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.store_api import Deletion
 
-if TYPE_CHECKING:
-    from ragcache_cachestore.background.write_back import WriteJob
-
 HALF_LIFE_S = 600.0
-"""After this long a use counts half in the score."""
+"""Time after which a use counts half in the score."""
 
 MAX_WASTED_PROMOTIONS = 8
-"""Bound of how patient a value becomes: after that it takes 256 reads to try once more."""
+"""Bound of the promotion back-off: a value needs at most 256 reads before the next promotion."""
 
 H = TypeVar("H", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
 class CatalogVariant:
-    """A variant as it is held. What it says of its value never changes: a better value is another.
+    """A stored variant and its copies.
 
-    identity: names this very record, and orders records by when they came. delete_sequence: of the
-    store when it came; no delete up to there covers it. memory, disk: its copies. superseded: what
-    it replaced, kept on disk until it has a copy there of its own. job: its write to disk, while
-    that is to come. reads: since the store started. put_at: on the store's clock.
+    The description of the value never changes. A put or a swap of the same key makes a new one.
+
+    Attributes:
+        identity: Unique within the store. It ascends with every put and swap.
+        delete_sequence: The store's last delete when the variant was put. No delete up to this
+            one covers the variant.
+        put_at: On the store's clock.
+        memory: The copy in memory.
+        disk: The copy on disk.
+        superseded: The variant that this one replaced. Its copy stays on disk until this variant
+            has its own copy there.
+        job: The pending write to disk.
+        wants_higher_precision: The re-encoder would store it with a higher precision.
+        reads: Number of reads since the store started.
     """
 
     key: VariantKey
@@ -55,7 +63,7 @@ class CatalogVariant:
     memory: TierCopy | None = None
     disk: TierCopy | None = None
     superseded: CatalogVariant | None = None
-    job: WriteJob | None = None
+    job: WriteJob[CatalogVariant] | None = None
     wants_higher_precision: bool = False
     reads: int = 0
     _promote_at_reads: int = 2
@@ -74,7 +82,7 @@ class CatalogVariant:
 
     @property
     def eviction_candidate(self) -> EvictionCandidate[VariantKey]:
-        """What a policy is told of it."""
+        """The properties that an eviction policy needs."""
         return EvictionCandidate(
             self.info.num_bytes, self.info.num_tokens, self.origin.cost_s, self.origin.parent
         )
@@ -87,58 +95,62 @@ class CatalogVariant:
 
     @property
     def deserves_memory(self) -> bool:
-        """Whether it is read often enough on disk to come into memory, for which others go.
+        """Whether the variant is read often enough on disk to evict other variants from memory.
 
-        Twice is enough at first. Each time it was in vain, that is, it had to go before it was read
-        from there, takes twice as many reads as the time before: a working set that memory cannot
-        hold would else only be carried to and fro.
+        The first promotion needs two reads. A promotion that is evicted before its first hit
+        doubles the reads needed for the next one. Without this back-off, a working set larger
+        than memory would only move back and forth.
         """
         return self.reads >= self._promote_at_reads
 
     def note_promoted(self) -> None:
-        """It was brought from disk into memory."""
+        """Note that the value was copied from disk into memory."""
         self._promoted_at_reads = self.reads
 
     def note_demoted(self) -> None:
-        """Its copy in memory made room for others."""
+        """Note that the copy in memory was evicted, and adjust the promotion back-off."""
         if self._promoted_at_reads is None:
             return
-        in_vain = self._promoted_at_reads == self.reads
-        self._wasted_promotions = min(self._wasted_promotions + 1, MAX_WASTED_PROMOTIONS) if in_vain else 0
+        wasted = self._promoted_at_reads == self.reads
+        self._wasted_promotions = (
+            min(self._wasted_promotions + 1, MAX_WASTED_PROMOTIONS) if wasted else 0
+        )
         self._promote_at_reads = self.reads + (1 << self._wasted_promotions)
         self._promoted_at_reads = None
 
     def score(self, now: float) -> float:
-        """Decayed saved seconds per byte (DESIGN §1): of the put and of the reads since."""
+        """Return the decayed saved seconds per byte, over the put and the reads since."""
         return self._decayed_uses(now) * self.origin.cost_s / self.info.num_bytes
 
     def inherit_use(self, other: CatalogVariant) -> None:
-        """Take over how hot other was, which this one replaces."""
+        """Take over the read counts of the variant that this one replaces."""
         self.reads, self._uses, self._uses_at = other.reads, other._uses, other._uses_at
-        self._promote_at_reads, self._wasted_promotions = other._promote_at_reads, other._wasted_promotions
+        self._promote_at_reads = other._promote_at_reads
+        self._wasted_promotions = other._wasted_promotions
 
     def _decayed_uses(self, now: float) -> float:
         return self._uses * math.exp2((self._uses_at - now) / HALF_LIFE_S)
 
 
-def replaces(new: VariantInfo, held: CatalogVariant) -> bool:
-    """Whether a new value is to take the place of the one held.
+def replaces(new: VariantInfo, stored: CatalogVariant) -> bool:
+    """Return whether a new value replaces the stored one.
 
-    It must be better in one of exactness and losslessness and worse in neither. One that deserves
-    better than it is held with also gives way to more bytes of the same kind.
+    The new value must be better in exactness or losslessness, and worse in neither. If the stored
+    variant wants a higher precision, more bytes of the same kind replace it as well.
     """
-    mine = (new.provenance.exact, new.precision.lossless)
-    theirs = (held.info.provenance.exact, held.info.precision.lossless)
-    if mine == theirs:
-        return held.wants_higher_precision and new.num_bytes > held.info.num_bytes
-    return mine[0] >= theirs[0] and mine[1] >= theirs[1]
+    new_quality = (new.provenance.exact, new.precision.lossless)
+    stored_quality = (stored.info.provenance.exact, stored.info.precision.lossless)
+    if new_quality == stored_quality:
+        return stored.wants_higher_precision and new.num_bytes > stored.info.num_bytes
+    return new_quality[0] >= stored_quality[0] and new_quality[1] >= stored_quality[1]
 
 
 @dataclass(slots=True)
 class Catalog:
-    """Holdings and the indexes over them. Under the store's lock.
+    """The stored variants and their indexes. The store's lock guards it.
 
-    bytes_by_precision: of all values as held.
+    Attributes:
+        bytes_by_precision: Bytes of all values, each counted once.
     """
 
     bytes_by_precision: Counter[Precision] = field(default_factory=Counter)
@@ -161,19 +173,19 @@ class Catalog:
         return iter(self._variants.values())
 
     def get(self, key: VariantKey) -> CatalogVariant | None:
-        """What is held of key."""
+        """Return the variant of key, if it is stored."""
         return self._variants.get(key)
 
     def contains(self, variant: CatalogVariant) -> bool:
-        """Whether this very record is still held."""
+        """Return whether this very variant is stored, and no other one replaced it."""
         return self._variants.get(variant.key) is variant
 
     def variants_of(self, chunk: ChunkKey) -> list[CatalogVariant]:
-        """Every variant of a chunk, in no order."""
+        """Return every variant of a chunk, in no order."""
         return [self._variants[key] for key in self._of_chunk.get(chunk, ())]
 
     def add(self, variant: CatalogVariant) -> None:
-        """Hold a variant whose key is not held."""
+        """Add a variant whose key is not in the catalog."""
         assert variant.key not in self._variants
         key, origin = variant.key, variant.origin
         self._variants[key] = variant
@@ -186,7 +198,7 @@ class Catalog:
         self.bytes_by_precision[variant.info.precision] += variant.info.num_bytes
 
     def remove(self, variant: CatalogVariant) -> None:
-        """Hold it no more."""
+        """Remove a variant."""
         key, origin = variant.key, variant.origin
         assert self._variants.pop(key) is variant
         _discard(self._of_chunk, key.chunk, key)
@@ -200,7 +212,7 @@ class Catalog:
             del self.bytes_by_precision[variant.info.precision]
 
     def covered_by(self, deletion: Deletion) -> list[CatalogVariant]:
-        """Everything that a delete removes."""
+        """Return every variant that a delete removes."""
         keys: set[VariantKey] = set()
         for chunk in deletion.chunks:
             keys |= self._of_chunk.get(chunk, set())
@@ -213,11 +225,11 @@ class Catalog:
         return [self._variants[key] for key in keys]
 
     def check(self) -> None:
-        """Raise AssertionError if the indexes do not agree."""
-        again = Catalog()
+        """Raise AssertionError if the indexes do not agree with the variants."""
+        rebuilt = Catalog()
         for variant in self:
-            again.add(variant)
-        assert again == self
+            rebuilt.add(variant)
+        assert rebuilt == self
 
 
 def _discard(index: defaultdict[H, set[VariantKey]], name: H, key: VariantKey) -> None:

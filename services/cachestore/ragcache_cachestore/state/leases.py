@@ -1,4 +1,4 @@
-"""Leases: a promise that a copy stays as it is while somebody reads it, for some seconds."""
+"""LeaseTable: promises that a copy stays in its tier while a client reads it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ragcache_core.store_api import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """A copy of a value that may be read where it lies: extents of the memory_tier or of the file.
+class ReadLease:
+    """A copy of a value that a client may read in its tier. The parts follow one another.
 
-    The parts lie one after another. expires_at: on the store's clock; a reader that takes longer
-    notices by the checksums.
+    Attributes:
+        extents: In the memory tier or in the file of values.
+        expires_at: On the store's clock. A slower reader notices by the checksums.
     """
 
     id: int
@@ -36,15 +37,15 @@ class Lease:
 
     @property
     def on_disk(self) -> bool:
-        """Whether the extents are of the file of values, not of the memory_tier."""
+        """Whether the extents are in the file of values."""
         return self.tier is Tier.DISK
 
 
-class Leases:
-    """Leases by id, in the order in which they expire. Under the store's lock."""
+class LeaseTable:
+    """The open leases, ordered by the time at which they expire. The store's lock guards it."""
 
     def __init__(self) -> None:
-        self._leases: OrderedDict[int, Lease] = OrderedDict()
+        self._leases: OrderedDict[int, ReadLease] = OrderedDict()
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -53,10 +54,10 @@ class Leases:
     def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._leases
 
-    def grant(self, variant: CatalogVariant, tier: Tier, copy: TierCopy, now: float) -> Lease:
-        """A lease of copy, which it holds from now on."""
+    def grant(self, variant: CatalogVariant, tier: Tier, copy: TierCopy, now: float) -> ReadLease:
+        """Add a lease, which counts as one reference to copy."""
         copy.ref_count += 1
-        lease = Lease(
+        lease = ReadLease(
             id=self._next_id,
             key=variant.key,
             info=variant.info,
@@ -74,21 +75,21 @@ class Leases:
         self._leases[lease.id] = lease
         return lease
 
-    def get(self, lease_id: int) -> Lease | None:
-        """A lease that has not ended."""
+    def get(self, lease_id: int) -> ReadLease | None:
+        """Return a lease that has not ended."""
         return self._leases.get(lease_id)
 
-    def end(self, lease_id: int) -> Lease | None:
-        """End a lease; its copy is the caller's to let go. None if it has ended before."""
+    def end(self, lease_id: int) -> ReadLease | None:
+        """End a lease, whose copy the caller must release. Return None if it has ended before."""
         return self._leases.pop(lease_id, None)
 
-    def expire(self, now: float) -> list[Lease]:
-        """End every lease whose time is over; the copies are the caller's to let go."""
-        over = []
+    def expire(self, now: float) -> list[ReadLease]:
+        """End every lease that has expired. The caller must release the copies."""
+        expired = []
         while self._leases:
             lease = next(iter(self._leases.values()))
             if lease.expires_at > now:
                 break
             del self._leases[lease.id]
-            over.append(lease)
-        return over
+            expired.append(lease)
+        return expired

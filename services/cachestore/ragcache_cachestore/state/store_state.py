@@ -1,20 +1,20 @@
-"""The state of a store: what is held, where, who needs it, and what must go. No bytes, no disk.
+"""The state of a store: what is stored in which tier, who reads it, and what must be freed.
 
-Everything here is under the store's lock and takes microseconds. What has to happen outside of it
-is left for others to find: copies on disk that were given up (``dropped_copies``).
+The store's lock guards all of it, and every call takes microseconds. It moves no bytes and does
+not touch the disk. Copies on disk that were dropped wait in ``dropped_copies`` until the tier
+mover removes their metadata and frees their pages.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ragcache_cachestore.state.catalog import Catalog, CatalogVariant
 from ragcache_cachestore.state.event_feed import EventFeed
-from ragcache_cachestore.state.leases import Leases
+from ragcache_cachestore.state.leases import LeaseTable
 from ragcache_cachestore.state.miss_reasons import MissReasons
-from ragcache_cachestore.state.pins import Pins
 from ragcache_cachestore.state.tombstones import Tombstones
 from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace, num_pages
 from ragcache_cachestore.telemetry.counters import Counters
@@ -25,28 +25,32 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
 from ragcache_core.store_api import AsOf, ChunkVariants, EventKind, LookupKey, StoredVariant
 
-PINNED_SHARE = 0.5
-"""Share of memory whose worth of values may be pinned."""
-
 MAX_CLOCK_SKEW_MS = 2000
-"""How far the clock of whoever plans a computation may be ahead of the store's."""
+"""How far the clock of a gateway may be ahead of the store's."""
+
+BATCH_VARIANTS = 256
+"""Number of variants that are copied from the catalog at a time, so that no caller waits long."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedCopy:
-    """A copy on disk that nothing refers to any more, save perhaps its record."""
+    """A copy on disk that no variant refers to. Its metadata may still exist."""
 
     key: VariantKey
     copy: TierCopy
 
 
 class StoreState:
-    """One store's state.
+    """The state of one store.
 
-    lock: guards all of this. room: notified when pages of memory may have become free.
-    incoming_bytes: of values on their way in, which nobody may evict. quiet: copies in memory that
-    rest until a time, where a writer may not have noticed that he is to stop. served: bytes since
-    they were last taken.
+    Attributes:
+        lock: Guards everything here but ``delete_lock``.
+        delete_lock: Held while deletes are applied or forgotten. It is taken before ``lock``.
+        memory_freed: Notified when pages of memory may have become free.
+        incoming_bytes: Bytes of incoming values, which cannot be evicted.
+        quarantined: Copies in memory whose pages stay reserved until a time, because a client
+            may not have noticed yet that its put was aborted.
+        served: Bytes served by variant, until the replicator takes them.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class StoreState:
         telemetry: Telemetry,
     ) -> None:
         self.lock = threading.Lock()
+        self.delete_lock = threading.Lock()
         self.memory_freed = threading.Condition(self.lock)
         self.clock = clock
         self.telemetry = telemetry
@@ -73,8 +78,7 @@ class StoreState:
             Tier.DISK: TierLatency(latency_s=500e-6, bytes_per_s=1e9),
         }
         self.catalog = Catalog()
-        self.leases = Leases()
-        self.pins = Pins(int(memory.capacity_bytes * PINNED_SHARE))
+        self.leases = LeaseTable()
         self.misses = MissReasons()
         self.tombstones = Tombstones()
         self.counters = Counters()
@@ -88,77 +92,92 @@ class StoreState:
         self.served: dict[VariantKey, int] = {}
 
     def tier(self, tier: Tier) -> TierSpace:
-        """StoreState of a tier."""
+        """Return the space of a tier."""
         return self.memory if tier is Tier.MEMORY else self.disk
 
-    def lookup(self, want: LookupKey, exact: bool, domain: str) -> ChunkVariants:
-        """The answer to a want."""
-        if want.prefix is not None:
-            key = VariantKey(want.chunk, want.prefix)
+    def lookup(self, wanted: LookupKey, exact: bool, domain: str) -> ChunkVariants:
+        """Return the stored variants of one lookup key that may serve, or why there are none."""
+        miss: Miss | None = None
+        if wanted.prefix is not None:
+            key = VariantKey(wanted.chunk, wanted.prefix)
             variant = self.catalog.get(key)
             found = [] if variant is None else [variant]
-            none = self.miss_reason(key) if variant is None else None
+            miss = self.miss_reason(key) if variant is None else None
         else:
-            found = self.catalog.variants_of(want.chunk)
-            none = self.misses.chunk_miss_reason(want.chunk)
-        refusals = [refusal(one, exact, domain) for one in found]
-        held = tuple(
+            found = self.catalog.variants_of(wanted.chunk)
+            miss = self.misses.of_chunk(wanted.chunk)
+        refusals = [refusal(variant, exact, domain) for variant in found]
+        served = tuple(
             [
-                self._held(one, every=want.prefix is None)
-                for one, refusal in zip(found, refusals, strict=True)
-                if refusal is None
+                self._describe(variant, with_prefix=wanted.prefix is None)
+                for variant, refused in zip(found, refusals, strict=True)
+                if refused is None
             ]
         )
-        return ChunkVariants(held) if held else ChunkVariants((), refusals[0] if found else none)
+        return (
+            ChunkVariants(served) if served else ChunkVariants((), refusals[0] if found else miss)
+        )
 
-    def _held(self, variant: CatalogVariant, *, every: bool) -> StoredVariant:
+    def _describe(self, variant: CatalogVariant, *, with_prefix: bool) -> StoredVariant:
         return StoredVariant(
             key=variant.key,
             info=variant.info,
             tier=variant.tier,
             load_s=self.load_models[variant.tier].predict(variant.info.num_bytes),
-            prefix_chunks=variant.origin.prefix_chunks if every else (),
+            prefix_chunks=variant.origin.prefix_chunks if with_prefix else (),
             replicas=self.replicas.get(variant.key, ()),
             wants_higher_precision=variant.wants_higher_precision,
         )
 
     def miss_reason(self, key: VariantKey) -> Miss:
-        """Why a variant is not held, as far as is remembered."""
+        """Return why a variant is not stored."""
         if self.tombstones.names(key):
             return Miss.DELETED
-        return self.misses.miss_reason(key)
+        return self.misses.of_variant(key)
 
     @staticmethod
     def fastest_copy(variant: CatalogVariant) -> tuple[Tier, TierCopy]:
-        """The fastest copy of a variant."""
+        """Return the tier and the copy that a reader should use."""
         if variant.memory is not None:
             return Tier.MEMORY, variant.memory
         assert variant.disk is not None
         return Tier.DISK, variant.disk
 
     def should_promote(self, variant: CatalogVariant) -> bool:
-        """Whether a value read from disk is to come into memory: deserved, or room is free."""
-        free = not self.memory.lacking_pages(variant.info.num_bytes)
+        """Return whether a value that was read from disk should be copied into memory."""
+        free = not self.memory.missing_pages(variant.info.num_bytes)
         return variant.deserves_memory or (free and not self.memory.excess_pages())
 
-    def should_write(self, variant: CatalogVariant, now: float) -> bool:
-        """Whether a value that is only in memory is worth writing to disk."""
+    def admit_to_disk(self, variant: CatalogVariant, now: float) -> bool:
+        """Ask the admission policy whether to write a value that is only in memory to disk.
+
+        The admission policy counts the question.
+        """
         if variant.info.num_bytes > self.disk.capacity_bytes:
             return False
         victim_priority = None
         if self.disk_pages_for(variant.info.num_bytes):
-            cheapest = self.disk.policy.advance_to_victim(self._may_leave_disk)
-            if cheapest is not None:
-                victim_priority = self.disk.policy.priority(cheapest, now)
+            victim = self.disk.policy.advance_to_victim(self._may_leave_disk)
+            if victim is not None:
+                victim_priority = self.disk.policy.priority(victim, now)
         return self.admission.admits(variant.key, variant.eviction_candidate, now, victim_priority)
 
     def install(
-        self, variant: CatalogVariant, held: CatalogVariant | None, now: float, *, used: bool = True
+        self,
+        variant: CatalogVariant,
+        replaced: CatalogVariant | None,
+        now: float,
+        *,
+        used: bool = True,
     ) -> None:
-        """Hold a new record, in the place of held. used: whether that counts as a use."""
+        """Add a variant to the catalog, in place of another one.
+
+        Args:
+            used: Whether the eviction policies count this as a use.
+        """
         key = variant.key
-        if held is not None:
-            self._replace(held, variant)
+        if replaced is not None:
+            self._replace(replaced, variant)
         self.catalog.add(variant)
         for tier, copy in ((self.memory, variant.memory), (self.disk, variant.disk)):
             if copy is None:
@@ -167,27 +186,27 @@ class StoreState:
                 tier.policy.add(key, variant.eviction_candidate, now)
             else:
                 tier.policy.resize(key, variant.eviction_candidate)
-        kind = EventKind.STORED if held is None else EventKind.REPLACED
+        kind = EventKind.STORED if replaced is None else EventKind.REPLACED
         self.feed.publish(kind, key, variant.tier, variant.info)
 
-    def _replace(self, held: CatalogVariant, by: CatalogVariant) -> None:
-        """Hold held no more; what it has on disk stays until the new one has its own."""
-        self.catalog.remove(held)
-        self._cancel(held)
-        if held.memory is not None:
-            if by.memory is None:
-                self.memory.policy.remove(held.key)
-            self.memory.release(held.memory)
-            held.memory = None
-        if held.disk is not None and by.disk is None:
-            self.disk.policy.remove(held.key)
-        by.superseded = held.superseded if held.disk is None else held
-        held.superseded = None
-        if by.disk is not None:
-            self.drop_superseded(by)
+    def _replace(self, old: CatalogVariant, new: CatalogVariant) -> None:
+        """Remove a variant but keep its copy on disk until the new variant has one."""
+        self.catalog.remove(old)
+        self._cancel(old)
+        if old.memory is not None:
+            if new.memory is None:
+                self.memory.policy.remove(old.key)
+            self.memory.release(old.memory)
+            old.memory = None
+        if old.disk is not None and new.disk is None:
+            self.disk.policy.remove(old.key)
+        new.superseded = old.superseded if old.disk is None else old
+        old.superseded = None
+        if new.disk is not None:
+            self.drop_superseded(new)
 
     def drop_superseded(self, variant: CatalogVariant) -> None:
-        """A variant has a copy on disk: what it replaced there is not needed any more."""
+        """Drop the copy on disk of the variant that this one replaced."""
         older, variant.superseded = variant.superseded, None
         if older is not None:
             assert older.disk is not None
@@ -195,7 +214,10 @@ class StoreState:
             older.disk = None
 
     def _restore_superseded(self, variant: CatalogVariant) -> bool:
-        """Hold again what a variant without copies replaced, as a restart would; False if none."""
+        """Put back the variant that this one replaced, as a restart would.
+
+        Returns False if there is none, or if a delete covers it.
+        """
         older = variant.superseded
         if older is None or self.tombstones.covers(older.key, older.origin, older.delete_sequence):
             return False
@@ -209,7 +231,10 @@ class StoreState:
         return True
 
     def remove_from_memory(self, variant: CatalogVariant, reason: Miss) -> None:
-        """Its copy in memory is gone, and out of the policy: hold what is left of it."""
+        """Release a copy in memory that the policy has already removed.
+
+        The variant stays stored on disk, gives way to the one it replaced, or is dropped.
+        """
         assert variant.memory is not None
         self.memory.release(variant.memory)
         variant.memory = None
@@ -219,7 +244,7 @@ class StoreState:
             self.drop(variant, reason)
 
     def drop(self, variant: CatalogVariant, reason: Miss) -> None:
-        """Hold a variant no more, in any tier."""
+        """Remove a variant from every tier, and note the reason."""
         key = variant.key
         self.catalog.remove(variant)
         self._cancel(variant)
@@ -232,7 +257,6 @@ class StoreState:
             self.drop_disk_copy(key, variant.disk)
             variant.disk = None
         self.drop_superseded(variant)
-        self.pins.unpin(key)
         self.replicas.pop(key, None)
         self.misses.note(key, reason)
         self.feed.publish(EventKind.DROPPED, key, None, variant.info)
@@ -240,29 +264,30 @@ class StoreState:
     @staticmethod
     def _cancel(variant: CatalogVariant) -> None:
         if variant.job is not None:
-            variant.job.done.cancel()  # of no effect on one that runs: it notices by itself
+            variant.job.done.cancel()  # a running job notices by itself
             variant.job = None
 
     def evict_from_memory(self, pages: int, *, unwritten: bool = False) -> None:
-        """Take copies out of memory until so many pages are free or none may go.
+        """Evict copies from memory until so many pages are free or no victim is left.
 
-        unwritten: also those that are still to be written, which then are lost.
+        Args:
+            unwritten: Evict also values whose write to disk is pending. They are lost.
         """
 
-        def may(key: VariantKey) -> bool:
+        def may_evict(key: VariantKey) -> bool:
             variant = self.catalog.get(key)
             assert variant is not None
             assert variant.memory is not None
-            if variant.memory.in_use or key in self.pins:
+            if variant.memory.in_use:
                 return False
-            goes = variant.disk is None and variant.superseded is None
-            if goes and self._has_children(self.disk, key):
+            is_last_copy = variant.disk is None and variant.superseded is None
+            if is_last_copy and self._has_children(self.disk, key):
                 return False
             return variant.job is None or (unwritten and not variant.job.urgent)
 
         end = self.memory.allocator.used_pages - pages
         while self.memory.allocator.used_pages > end:
-            key = self.memory.policy.evict(may)
+            key = self.memory.policy.evict(may_evict)
             if key is None:
                 return
             variant = self.catalog.get(key)
@@ -273,7 +298,7 @@ class StoreState:
             self.remove_from_memory(variant, Miss.EVICTED)
 
     def evict_from_disk(self, pages: int) -> bool:
-        """Give up copies on disk for so many pages; False if none may go."""
+        """Drop copies on disk of so many pages. Return False if there is no victim."""
         freed = 0
         while freed < pages:
             key = self.disk.policy.evict(self._may_leave_disk)
@@ -296,64 +321,68 @@ class StoreState:
         assert variant.disk is not None
         if variant.memory is None and self._has_children(self.memory, key):
             return False
-        return not variant.disk.in_use and key not in self.pins
+        return not variant.disk.in_use
 
     def needed_on_disk(self, key: VariantKey) -> bool:
-        """Whether a child on disk keeps key from going for good, so that it is to be there, too."""
+        """Return whether a child on disk requires that its parent is on disk too."""
         return self._has_children(self.disk, key)
 
     @staticmethod
     def _has_children(tier: TierSpace, key: VariantKey) -> bool:
-        """Whether a tier has a child of key that needs it: then key does not go for good."""
+        """Return whether a tier has a child of key, which must not outlive it."""
         return tier.policy.leaves_only and not tier.policy.is_leaf(key)
 
     def drop_disk_copy(self, key: VariantKey, copy: TierCopy) -> None:
-        """Nothing refers to a copy on disk any more: its record and its pages are to go."""
+        """Queue a copy on disk, so that its metadata is removed and its pages are freed."""
         self.dropped_copies.append(DroppedCopy(key, copy))
         self._dropped_pages += num_pages(copy.num_bytes)
 
     def release_dropped_copies(self, count: int) -> bool:
-        """The records of the first dropped_copies are gone; whether any pages came free by that."""
-        done = self.dropped_copies[:count]
+        """Release the first dropped copies, whose metadata is removed.
+
+        Returns whether any pages became free.
+        """
+        removed = self.dropped_copies[:count]
         del self.dropped_copies[:count]
-        self._dropped_pages -= sum([num_pages(dropped.copy.num_bytes) for dropped in done])
-        return sum([self.disk.release(dropped.copy) for dropped in done]) > 0
+        self._dropped_pages -= sum([num_pages(dropped.copy.num_bytes) for dropped in removed])
+        return sum([self.disk.release(dropped.copy) for dropped in removed]) > 0
 
     def disk_pages_to_evict(self) -> int:
-        """Pages of copies on disk to give up now, beside what is given up already."""
+        """Return the pages to evict from disk now, without those that are being freed."""
         excess = self.disk.excess_pages()
         return max(0, excess - self._dropped_pages) if excess else 0
 
     def disk_pages_for(self, num_bytes: int) -> int:
-        """Pages of copies on disk to give up before num_bytes can be placed."""
-        lacking = self.disk.lacking_pages(num_bytes)
-        return max(0, lacking - self._dropped_pages) if lacking else 0
+        """Return the pages to evict from disk before num_bytes can be allocated."""
+        missing = self.disk.missing_pages(num_bytes)
+        return max(0, missing - self._dropped_pages) if missing else 0
 
     def _count_eviction(self, tier: Tier, variant: CatalogVariant) -> None:
         self.counters.evictions[tier] += 1
         self.telemetry.evicted(tier, self.policy_name, variant.info.num_bytes)
 
     def expire(self) -> None:
-        """End leases, pins and rests whose time is over."""
+        """End expired leases and quarantines."""
         now = self.clock()
         for lease in self.leases.expire(now):
             self.tier(lease.tier).release(lease.copy)
-        self.pins.expire(now)
         for until, copy in self.quarantined:
             if until <= now:
                 self.memory.release(copy)
         self.quarantined = [item for item in self.quarantined if item[0] > now]
 
     def find_swappable(self, key: VariantKey, identity: int) -> CatalogVariant | None:
-        """A record that may be swapped for another encoding: held, at rest, and read by nobody."""
+        """Return the variant if its encoding can be swapped: no reader and no pending write."""
         variant = self.catalog.get(key)
         if variant is None or variant.identity != identity or variant.job is not None:
             return None
         copies = [copy for copy in (variant.memory, variant.disk) if copy is not None]
         return None if any(copy.in_use for copy in copies) else variant
 
-    def make_successor(self, old: CatalogVariant, info: VariantInfo, parts: tuple[ValuePart, ...]) -> CatalogVariant:
-        """A record of the same variant in another encoding, not installed yet."""
+    def make_successor(
+        self, old: CatalogVariant, info: VariantInfo, parts: tuple[ValuePart, ...]
+    ) -> CatalogVariant:
+        """Make the same variant in another encoding. The caller installs it."""
         variant = CatalogVariant(
             key=old.key,
             identity=self.next_identity,
@@ -371,7 +400,7 @@ class StoreState:
         return variant
 
     def last_seen_delete(self, as_of: AsOf) -> int:
-        """The last delete that a computation has seen."""
+        """Return the sequence of the last delete that a computation has seen."""
         if as_of.store != self.store_id:
             return 0
         seen = min(as_of.sequence, self.tombstones.last_sequence)
@@ -380,8 +409,24 @@ class StoreState:
             seen = min(seen, applied_by)
         return seen
 
+    def in_batches(self) -> Iterator[CatalogVariant]:
+        """Yield every variant, and take the lock once for each batch.
+
+        A variant that is removed before its batch is left out.
+        """
+        with self.lock:
+            variants = list(self.catalog)
+        for start in range(0, len(variants), BATCH_VARIANTS):
+            with self.lock:
+                batch = [
+                    variant
+                    for variant in variants[start : start + BATCH_VARIANTS]
+                    if self.catalog.contains(variant)
+                ]
+            yield from batch
+
     def check(self) -> None:
-        """Raise AssertionError if the state do not balance. For tests, while nothing else runs."""
+        """Raise AssertionError if the state is inconsistent. For tests, without other callers."""
         self.catalog.check()
         for tier in (self.memory, self.disk):
             tier.policy.check()
@@ -399,7 +444,7 @@ class StoreState:
 
 
 def refusal(variant: CatalogVariant, exact: bool, domain: str) -> Miss | None:
-    """Why a variant that is held may not serve; None if it may."""
+    """Return why a stored variant may not serve, or None if it may."""
     if domain and variant.origin.domain != domain:
         return Miss.OTHER_DOMAIN
     if exact and not variant.info.provenance.exact:

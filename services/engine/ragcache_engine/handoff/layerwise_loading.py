@@ -1,13 +1,16 @@
-"""Layer-wise loading: a request is taken up when its first layers are there (Cache-Craft §3.4.2).
+"""Layer-wise loading: a request starts when the first layers of its load are in place.
 
-The others are copied into its blocks while the next pass computes, each before it is needed: on a
-GPU by a stream of their own, on a CPU, where a copy takes the cores that compute, in between. Only
-values that have come are put off, so that no pass waits for a store, and only of loads that are
-exact: what is mended is looked at in whole before its request is taken up.
+The other layers are copied into the request's blocks during the next forward pass, each before it
+is needed. A GPU copies them on a stream of its own. A CPU copies them between the layers of the
+pass, since a copy takes the cores that compute. Only values that have arrived are deferred, so no
+pass waits for a store. Only exact loads are deferred, because recomputation reads all layers
+before its request starts.
 
-Whatever pass comes next completes all that was put off, as vLLM may by then have let other requests
-share the blocks. What belongs to a request that has ended is written before that pass, which may
-write something else into the same blocks.
+The next pass completes all deferred layers, whichever requests it runs: vLLM may already share the
+blocks with other requests. Deferred layers of a request that has ended are written before that
+pass, which may write other KV into the same blocks.
+
+Source: Cache-Craft section 3.4.2.
 """
 
 from __future__ import annotations
@@ -31,20 +34,26 @@ log = logging.getLogger("vllm.ragcache")
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
-    """Prompt tokens [start, end) of an arrival, of which the layers from ``first`` on are due."""
+class _DeferredLayers:
+    """Prompt tokens [start, end) of a value, without the layers before ``first_layer``."""
 
     job: LoadJob
-    arrival: IncomingValue
+    value: IncomingValue
     start: int
     end: int
-    first: int
+    first_layer: int
 
 
 class LayerwiseLoader:
-    """For the worker's main thread only. depth: L_p for a job, by default of eq. 16.
+    """Writes the first layers of a load, and the others in the next pass.
 
-    What writing takes is learned from what is written between passes.
+    For the worker's main thread only.
+
+    Args:
+        cache: vLLM's paged cache.
+        writer: Writes values into blocks.
+        depth: Returns how many layers of a job to write at once. None: by eq. 16, with times that
+            are learned from writes between passes.
     """
 
     def __init__(
@@ -54,164 +63,180 @@ class LayerwiseLoader:
         depth: Callable[[LoadJob], int] | None = None,
     ) -> None:
         self._num_layers = cache.num_layers
-        self._moment = cache.record_event
+        self._record_event = cache.record_event
         self._writer = writer
         self._depth = depth or self._preload_depth
-        self._writing = LinearFit()  # by tokens times layers
+        self._write_times = LinearFit()  # by tokens times layers
         self._written: list[tuple[int, DeviceEvent, DeviceEvent]] = []
-        self._rests: dict[str, list[_Rest]] = {}
-        self._in_pass: dict[str, list[_Rest]] = {}  # those that the pass under way completes
-        self._side = _SideStream(cache.device) if cache.device.type == "cuda" else None
-        self._next = 0  # layer that the pass under way has to ask for next
-        self._failed = False  # a layer of it could not be written
-        self._is_off = self._told = False
+        self._deferred: dict[str, list[_DeferredLayers]] = {}
+        # Deferred layers that the running pass completes.
+        self._in_pass: dict[str, list[_DeferredLayers]] = {}
+        self._copy_stream = _CopyStream(cache.device) if cache.device.type == "cuda" else None
+        # State of the running pass: the layer that it needs next, and whether a write failed.
+        self._next_layer = 0
+        self._failed = False
+        self._disabled = self._logged = False
 
-    def write(self, job: LoadJob, arrival: IncomingValue, start: int, end: int) -> None:
-        """Write prompt tokens [start, end) of an arrival: as many layers as must be there."""
-        self._learn()
+    def write(self, job: LoadJob, value: IncomingValue, start: int, end: int) -> None:
+        """Write prompt tokens [start, end) of a value: as many layers as a pass needs at once."""
+        self._observe_writes()
         depth = self._num_layers
-        if self._may_wait(job, arrival):
+        if self._may_defer(job, value):
             depth = self._depth(job)
-        began = self._moment()
-        self._writer.write(job, arrival, start, end, range(depth))
-        self._written.append(((end - start) * depth, began, self._moment()))
+        began = self._record_event()
+        self._writer.write(job, value, start, end, range(depth))
+        self._written.append(((end - start) * depth, began, self._record_event()))
         if depth < self._num_layers:
-            rest = _Rest(job, arrival, start, end, depth)
-            self._rests.setdefault(job.request_id, []).append(rest)
-            self._tell(depth)
+            deferred = _DeferredLayers(job, value, start, end, depth)
+            self._deferred.setdefault(job.request_id, []).append(deferred)
+            self._log_once(depth)
 
-    def settle(self, request_ids: Iterable[str]) -> list[LoadJob]:
-        """Write what was put off of these requests now. Returns the jobs that this failed for."""
-        rests = [self._rests.pop(request_id, []) for request_id in request_ids]
-        return [job for job, written in self._complete(rests) if not written]
+    def write_deferred(self, request_ids: Iterable[str]) -> list[LoadJob]:
+        """Write the deferred layers of these requests now. Return the jobs that failed."""
+        deferred = [self._deferred.pop(request_id, []) for request_id in request_ids]
+        return [job for job, written in self._complete(deferred) if not written]
 
     def begin_pass(self) -> bool:
-        """A pass begins that ``layer_needed`` is called in, for each layer in turn.
+        """Begin a pass, which calls ``wait_for_layer`` for each layer in turn.
 
-        Returns whether it completes anything, so that it takes longer than its work. Never raises.
+        Returns:
+            Whether the pass completes a load, and so takes longer than its work. Never raises.
         """
-        self._next, self._failed = 0, False
-        self._in_pass, self._rests = self._rests, {}
-        if self._side is not None and self._in_pass:
+        self._next_layer, self._failed = 0, False
+        self._in_pass, self._deferred = self._deferred, {}
+        if self._copy_stream is not None and self._in_pass:
             try:
-                with self._side.copying():
+                with self._copy_stream.activate():
                     for layer in range(self._num_layers):
                         if self._write_layer(layer):
-                            self._side.mark(layer)
+                            self._copy_stream.mark(layer)
             except Exception:
-                log.exception("layers could not be written beside a pass")
+                log.exception("layer-wise load: write during a pass failed")
                 self._failed = True
         return bool(self._in_pass)
 
-    def layer_needed(self, layer: int) -> None:
-        """A layer's attention comes next in the pass. Never raises."""
-        if not self._in_pass or self._failed or self._next != layer:
-            return  # a pass of our own, say
+    def wait_for_layer(self, layer: int) -> None:
+        """Make sure that a layer is in place before the pass attends to it. Never raises."""
+        if not self._in_pass or self._failed or self._next_layer != layer:
+            return  # for example a recomputation's pass
         try:
-            if self._side is None:
+            if self._copy_stream is None:
                 self._write_layer(layer)
             else:
-                self._side.wait(layer)
+                self._copy_stream.wait(layer)
         except Exception:
-            log.exception("a layer could not be written")
+            log.exception("layer-wise load: write failed layer=%d", layer)
             self._failed = True
-        self._next = layer + 1
+        self._next_layer = layer + 1
 
     def end_pass(self) -> list[LoadJob]:
-        """The pass has ended. Returns the jobs that it has computed without some layers of.
+        """End the pass. Return the jobs that it used without some of their layers.
 
-        Either one could not be written, or this vLLM does not call the connector for each layer,
-        and then nothing is put off again. What can be written of them is written now: not every
-        request that has the blocks need hear that they were bad.
+        Either a layer could not be written, or this vLLM does not call the connector for each
+        layer. Nothing is deferred again in the second case. The missing layers are written now as
+        far as possible, because vLLM may not report the bad blocks to all requests that share them.
         """
-        rests, self._in_pass = list(self._in_pass.values()), {}
-        if not rests or (self._next == self._num_layers and not self._failed):
+        deferred, self._in_pass = list(self._in_pass.values()), {}
+        if not deferred or (self._next_layer == self._num_layers and not self._failed):
             return []
         if not self._failed:
-            self._is_off = True
-            log.error("vLLM does not ask for loads by layer: they end before requests run again")
-        if self._side is not None:
-            self._side.join()
-        return [job for job, _ in self._complete(rests)]
+            self._disabled = True
+            log.error("layer-wise load: disabled, vLLM does not call the connector for each layer")
+        if self._copy_stream is not None:
+            self._copy_stream.join()
+        return [job for job, _ in self._complete(deferred)]
 
-    def _may_wait(self, job: LoadJob, arrival: IncomingValue) -> bool:
-        """Whether layers may be put off: exact, in its place, and where a device can fetch it."""
-        if self._is_off or job.recompute is not None or arrival.turn or arrival.source is None:
+    def _may_defer(self, job: LoadJob, value: IncomingValue) -> bool:
+        """Tell whether layers may be deferred: exact, not moved, and where a device can read it."""
+        if self._disabled or job.recompute is not None:
             return False
-        if self._side is None:
+        if value.rotate_by or value.source is None:
+            return False
+        if self._copy_stream is None:
             return True
-        # From memory that is not pinned a GPU is sent one copy after another, and the pass waits.
-        pieces = arrival.source.pieces(0, arrival.span.end - arrival.span.start)
+        # A GPU copies from memory that is not pinned synchronously, so the pass would wait.
+        pieces = value.source.pieces(0, value.span.end - value.span.start)
         return all(piece.is_cuda or piece.is_pinned() for piece in pieces)
 
-    def _complete(self, rests: Iterable[list[_Rest]]) -> Iterator[tuple[LoadJob, bool]]:
-        """Write all layers that are due; of each job, whether they could be."""
-        for of_job in rests:
+    def _complete(
+        self, deferred: Iterable[list[_DeferredLayers]]
+    ) -> Iterator[tuple[LoadJob, bool]]:
+        """Write all deferred layers. Yield each job, and whether that succeeded."""
+        for of_job in deferred:
             if not of_job:
                 continue
             try:
-                for rest in of_job:
-                    self._write(rest, range(rest.first, self._num_layers))
+                for layers in of_job:
+                    self._write(layers, range(layers.first_layer, self._num_layers))
             except Exception:
-                log.exception("loaded KV could not be written")
-                yield of_job[0].job, False
+                job = of_job[0].job
+                log.exception("layer-wise load: write failed request=%s", job.request_id)
+                yield job, False
             else:
                 yield of_job[0].job, True
 
     def _write_layer(self, layer: int) -> bool:
-        due = [rest for rests in self._in_pass.values() for rest in rests if rest.first <= layer]
-        for rest in due:
-            self._write(rest, range(layer, layer + 1))
+        due = [
+            deferred
+            for of_job in self._in_pass.values()
+            for deferred in of_job
+            if deferred.first_layer <= layer
+        ]
+        for deferred in due:
+            self._write(deferred, range(layer, layer + 1))
         return bool(due)
 
-    def _write(self, rest: _Rest, layers: range) -> None:
-        self._writer.write(rest.job, rest.arrival, rest.start, rest.end, layers)
+    def _write(self, deferred: _DeferredLayers, layers: range) -> None:
+        start, end = deferred.start, deferred.end
+        self._writer.write(deferred.job, deferred.value, start, end, layers)
 
     def _preload_depth(self, job: LoadJob) -> int:
-        """Eq. 16; all layers where it is not known yet what writing and computing take."""
-        if job.compute_s is None or self._writing.weight < MIN_WEIGHT:
+        """Return eq. 16's depth. All layers, while the times to write or compute are unknown."""
+        if job.compute_s is None or self._write_times.weight < MIN_WEIGHT:
             return self._num_layers
-        load_s = self._writing.predict((job.end - job.first) * self._num_layers)
+        load_s = self._write_times.predict((job.end - job.first) * self._num_layers)
         return preload_depth(self._num_layers, job.compute_s, load_s)
 
-    def _tell(self, depth: int) -> None:
-        if not self._told:
-            self._told = True
-            log.info("a request is taken up with %d of %d layers in place", depth, self._num_layers)
+    def _log_once(self, depth: int) -> None:
+        if not self._logged:
+            self._logged = True
+            log.info(
+                "layer-wise load: a request starts early layers=%d of=%d", depth, self._num_layers
+            )
 
-    def _learn(self) -> None:
+    def _observe_writes(self) -> None:
         while self._written and self._written[0][2].is_complete:
             size, began, ended = self._written.pop(0)
-            self._writing.observe(size, ended.seconds_since(began))
+            self._write_times.observe(size, ended.seconds_since(began))
 
 
-class _SideStream:
-    """Copies beside the stream that computes."""
+class _CopyStream:
+    """A CUDA stream for copies, next to the stream that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._ready: dict[int, torch.cuda.Event] = {}
+        self._copied: dict[int, torch.cuda.Event] = {}
 
-    def copying(self) -> torch.cuda.StreamContext:
-        """What is told to the device within is done beside the pass that is told to it next."""
-        # Not ahead of what the passes before still do with the same blocks.
+    def activate(self) -> torch.cuda.StreamContext:
+        """Return a context whose copies run in parallel with the next pass."""
+        # Earlier passes may still use the same blocks.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._ready = {}
+        self._copied = {}
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """What is told to the computing stream from now on comes after all copies."""
+        """Make the computing stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self, layer: int) -> None:
-        """All that was told until now is what this layer needs."""
+        """Record that the copies submitted so far include all of a layer."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        self._ready[layer] = event
+        self._copied[layer] = event
 
     def wait(self, layer: int) -> None:
-        """What is told to the computing stream from now on comes after the layer's copies."""
-        event = self._ready.get(layer)
+        """Make the computing stream wait for a layer's copies."""
+        event = self._copied.get(layer)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)

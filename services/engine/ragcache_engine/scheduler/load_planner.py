@@ -1,139 +1,151 @@
-"""How far a prompt is loaded: of what is held, as much as is worth it."""
+"""Decides up to which position a prompt is loaded, and how long to wait for the load."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ragcache_core.blend.selection import Blend, Source
-from ragcache_core.cost.load_or_compute import TIE, Reuse, ReuseCosts
-from ragcache_engine.config import EngineConfig
-from ragcache_engine.scheduler.request import Request
-from ragcache_engine.scheduler.tier_map import Places
+from ragcache_core.blend.variant_selection import Blend, BlendSource
+from ragcache_core.cost.load_or_compute import TIE_RATIO, ReuseCosts, ReuseOption
+from ragcache_engine.scheduler.request import LoadDecision, RequestState
+from ragcache_engine.scheduler.tier_map import TierMap
+from ragcache_wire.settings import EngineSettings
 
-_PATIENCE = 3.0
-"""How much longer than computing a load may take before it is given up."""
+_DEADLINE_FACTOR = 3.0
+"""A load's deadline, as a multiple of the predicted time to compute the same tokens."""
 
-_CONSIDERED = 10_000
-"""Sources that are looked at to find what is better not loaded: every one as often as there are
-others where they are a hundred. It is the scheduler's thread that looks, some ten milliseconds."""
+_MIN_DEADLINE_S = 2.0
+"""Shortest deadline of a load: a busy machine may stall for that long."""
 
-_LEAST_DEADLINE_S = 2.0
-"""Of any load, however little computing takes: a busy machine may pause for as long."""
+_MAX_SOURCE_READS = 10_000
+"""Bounds how many sources a decision reads, about ten milliseconds of the scheduler's thread.
+
+A blend of 100 sources is compared with 100 blends that leave out one of them.
+"""
 
 
-class Reach:
-    """Decides it by what loads, repairs and passes take."""
+class LoadPlanner:
+    """Compares the predicted time to load a prompt's KV with the time to compute it."""
 
-    def __init__(self, config: EngineConfig, costs: ReuseCosts, places: Places) -> None:
+    def __init__(self, config: EngineSettings, costs: ReuseCosts, tiers: TierMap) -> None:
         self._config = config
         self._costs = costs
-        self._places = places
+        self._tiers = tiers
 
-    def of(self, request: Request, num_local: int) -> int:
-        """Where what is to be loaded of a prompt ends; decided once for as many tokens at hand.
+    def decide(self, request: RequestState, num_local: int) -> LoadDecision:
+        """Return how much of a request's prompt to load. The request does not change.
 
-        A blend is left without what it takes longer to load than to compute.
+        ``ReuseCosts`` counts the decision, so call this once for each number of local tokens.
         """
-        if request.covered is None or request.covered[0] != num_local:
-            if not request.recorded:
-                request.record.slower = False
-            blend = self._worth(request, num_local)
-            request.blend = blend or request.blend
-            end = blend.end if blend else self._exact_end(request, num_local)
-            request.covered = num_local, end
-        return request.covered[1]
+        blend, blend_declined = self._choose_blend(request, num_local)
+        if blend is not None:
+            return LoadDecision(num_local, blend.end, blend)
+        end, chain_shortened = self._exact_end(request, num_local)
+        return LoadDecision(num_local, end, None, blend_declined or chain_shortened)
 
-    def deadline_s(self, request: Request, first: int, end: int) -> float:
-        """Seconds that a load of prompt tokens [first, end) is waited for.
+    def deadline_s(self, request: RequestState, first: int, end: int) -> float:
+        """Return after how many seconds to abandon a load of prompt tokens [first, end).
 
-        A small multiple of what computing them takes: what is later than that is in trouble, and
-        costs more with every second than it was ever going to save.
+        A load that takes several times as long as computing its tokens has failed in some way,
+        and no longer saves time.
         """
         longest_s = self._config.load_deadline_s
-        compute_s = self._costs.compute_s(first, end - first)
+        compute_s = self._costs.predict_compute_s(first, end - first)
         if compute_s is None or self._config.load_always or request.plan.trial:
             return longest_s
-        return min(longest_s, max(_LEAST_DEADLINE_S, _PATIENCE * compute_s))
+        return min(longest_s, max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * compute_s))
 
-    def _worth(self, request: Request, num_local: int) -> Blend | None:
-        """The blend to make; None where there is none, or too little of it, or it is slower."""
+    def _choose_blend(self, request: RequestState, num_local: int) -> tuple[Blend | None, bool]:
+        """Return the blend to load, and whether one was declined because computing is faster."""
         found = request.blend
         if found is None:
-            return None
+            return None, False
         first = max(num_local, found.exact_end)
-        holes = sum(map(len, found.holes(first, found.end)))
-        share = 1 - holes / max(1, found.end - first)
+        share = 1 - _num_missing(found, first) / max(1, found.end - first)
         if found.end <= first or share < self._config.min_blend_share:
-            return None
-        if self._config.load_always or request.plan.trial:  # a trial is there to be made
-            return found
-        narrowed = self._narrowed(request, found, first)
-        ways = [found] if narrowed is None else [narrowed, found]
-        reuses = [self._reuse(request, way, first) for way in ways]
-        # What is not exact has to be faster to be worth it.
-        best = self._costs.best(first, len(request.token_ids), reuses, tie=1.0)
-        if best is None:
-            _note_slower(request)
-        return ways[reuses.index(best)] if best else None
+            return None, False
+        if self._config.load_always or request.plan.trial:  # a trial measures the blend
+            return found, False
+        reduced = self._reduced_blend(request, found, first)
+        blends = [found] if reduced is None else [reduced, found]
+        options = [self._blend_option(request, blend, first) for blend in blends]
+        # A blend is not exact, so it has to be faster than computing, not just as fast.
+        best = self._costs.choose(first, len(request.token_ids), options, tie_ratio=1.0)
+        return (None, True) if best is None else (blends[options.index(best)], False)
 
-    def _narrowed(self, request: Request, found: Blend, first: int) -> Blend | None:
-        """A blend in which less is loaded and more computed; None where that is no faster."""
+    def _reduced_blend(self, request: RequestState, found: Blend, first: int) -> Blend | None:
+        """Return a blend that recomputes some sources rather than load them.
+
+        None: no such blend is faster by more than the tie.
+        """
         length = len(request.token_ids)
-        takes_s = whole_s = self._costs.takes_s(self._reuse(request, found, first), length)
-        if takes_s is None or whole_s is None:
+        best_s = found_s = self._costs.predict_s(self._blend_option(request, found, first), length)
+        if best_s is None or found_s is None:
             return None
-        sources = _loaded(found, first)
-        by_place: dict[str, set[int]] = {}
-        for source in sources:
-            for place in self._bytes_in(request, [source]):
-                by_place.setdefault(place, set()).add(source.start)
         best: Blend | None = None
-        dropped: set[int] = set()
-        # What spares a whole tier spares its latency, too; else from the end on, where vLLM's own
-        # prefill goes on and nothing has to be repaired.
-        singles = sources[-max(1, _CONSIDERED // max(1, len(sources))) :]
-        for starts in (*by_place.values(), *({source.start} for source in reversed(singles))):
-            less = found.without(dropped | starts)
-            if less.end <= first:
+        removed: set[int] = set()
+        for starts in self._removable_sources(request, _loaded_sources(found, first)):
+            reduced = found.with_recomputed(removed | starts)
+            if reduced.end <= first:
                 continue
-            less_s = self._costs.takes_s(self._reuse(request, less, first), length)
-            if less_s is not None and less_s < takes_s:
-                best, takes_s, dropped = less, less_s, dropped | starts
-        return best if takes_s * TIE < whole_s else None
+            option = self._blend_option(request, reduced, first)
+            reduced_s = self._costs.predict_s(option, length)
+            if reduced_s is not None and reduced_s < best_s:
+                best, best_s, removed = reduced, reduced_s, removed | starts
+        return best if best_s * TIE_RATIO < found_s else None
 
-    def _reuse(self, request: Request, way: Blend, first: int) -> Reuse:
-        holes = sum(map(len, way.holes(first, way.end)))
-        loads = self._bytes_in(request, _loaded(way, first))
-        end = min(way.end, len(request.token_ids) - 1)
-        return Reuse(end, loads, repairs=way.wanted + holes)
+    def _removable_sources(
+        self, request: RequestState, sources: Sequence[BlendSource]
+    ) -> list[set[int]]:
+        """Return groups of sources, by their starts, that a blend could leave out.
 
-    def _bytes_in(self, request: Request, sources: Iterable[Source]) -> dict[str, int]:
+        First all sources of a tier, which saves the tier's latency. Then single ones from the end
+        on, where vLLM's own prefill goes on and nothing has to be recomputed.
+        """
+        by_tier: dict[str, set[int]] = {}
+        for source in sources:
+            for tier in self._bytes_by_tier(request, [source]):
+                by_tier.setdefault(tier, set()).add(source.start)
+        num_singles = max(1, _MAX_SOURCE_READS // max(1, len(sources)))
+        singles = [{source.start} for source in reversed(sources[-num_singles:])]
+        return [*by_tier.values(), *singles]
+
+    def _blend_option(self, request: RequestState, blend: Blend, first: int) -> ReuseOption:
+        return ReuseOption(
+            min(blend.end, len(request.token_ids) - 1),
+            self._bytes_by_tier(request, _loaded_sources(blend, first)),
+            recompute_tokens=blend.recompute_tokens + _num_missing(blend, first),
+        )
+
+    def _bytes_by_tier(
+        self, request: RequestState, sources: Iterable[BlendSource]
+    ) -> dict[str, int]:
         variants = (source.variant for source in sources if source.variant is not None)
-        return dict(self._places.bytes_in(variants, request.stored or {}))
+        return dict(self._tiers.bytes_by_tier(variants, request.stored or {}))
 
-    def _exact_end(self, request: Request, num_local: int) -> int:
-        """Up to where loading exact variants is no slower than computing them."""
-        stored, length, chain = request.stored or {}, len(request.token_ids), request.chain
-        behind = [named for named in chain if named.segment.end > num_local]
-        if not behind or self._config.load_always:
-            return chain[-1].segment.end if chain else 0
-        loads: Counter[str] = Counter()
-        reuses = []
-        for named in behind:
-            loads.update(self._places.bytes_in([named.variant], stored))
-            reuses.append(Reuse(min(named.segment.end, length - 1), dict(loads)))
-        best = self._costs.best(num_local, length, reuses)
-        if best is not reuses[-1]:
-            _note_slower(request)
-        return behind[reuses.index(best)].segment.end if best else 0
+    def _exact_end(self, request: RequestState, num_local: int) -> tuple[int, bool]:
+        """Return up to where loading exact variants is no slower than computing.
 
-
-def _note_slower(request: Request) -> None:
-    if not request.recorded:
-        request.record.slower = True
+        Also returns whether that is less than all that is stored.
+        """
+        stored, length, chain = request.stored or {}, len(request.token_ids), request.exact_chain
+        loadable = [named for named in chain if named.segment.end > num_local]
+        if not loadable or self._config.load_always:
+            return (chain[-1].segment.end if chain else 0), False
+        sizes: Counter[str] = Counter()
+        options = []
+        for named in loadable:
+            sizes.update(self._tiers.bytes_by_tier([named.variant], stored))
+            options.append(ReuseOption(min(named.segment.end, length - 1), dict(sizes)))
+        best = self._costs.choose(num_local, length, options)
+        end = loadable[options.index(best)].segment.end if best else 0
+        return end, best is not options[-1]
 
 
-def _loaded(way: Blend, first: int) -> list[Source]:
-    """Sources that are loaded, of what lies behind position first."""
-    return [s for s in way.sources if s.variant is not None and s.end > first]
+def _num_missing(blend: Blend, first: int) -> int:
+    return sum(map(len, blend.missing_ranges(first, blend.end)))
+
+
+def _loaded_sources(blend: Blend, first: int) -> list[BlendSource]:
+    """Return the sources that are loaded and end after position first."""
+    return [s for s in blend.sources if s.variant is not None and s.end > first]

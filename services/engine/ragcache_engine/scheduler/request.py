@@ -1,4 +1,4 @@
-"""What the scheduler side knows of one request."""
+"""What the connector's scheduler knows of one request."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ragcache_core.blend.selection import Blend
-from ragcache_core.cluster.handoff import HandoffWait
+from ragcache_core.blend.variant_selection import Blend
+from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
-from ragcache_core.store_api import AsOf, Held
+from ragcache_core.store_api import AsOf, StoredVariant
 from ragcache_engine.protocol.messages import SaveJob
-from ragcache_engine.scheduler.lookup import Found
-from ragcache_engine.telemetry.request_records import Record
+from ragcache_engine.scheduler.lookup import LookupResult
+from ragcache_engine.telemetry.request_records import RequestRecord
 
 
-class Phase(Enum):
-    """Where a request is, as its record tells of it."""
+class RequestPhase(Enum):
+    """A phase of a request. Its record has the time of each but the last."""
 
     WAITING = auto()
     LOADING = auto()
@@ -29,108 +29,150 @@ class Phase(Enum):
     DECODE = auto()
 
 
-@dataclass(slots=True)
-class Request:
-    """One with a plan, or with none but a prompt of some length.
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """How much of a prompt to load, decided for a number of locally cached tokens."""
 
-    segments: of a request without a plan none until its lookup has ended; of one that is handed
-    over the pieces behind the plan's, too. asked: when the lookup was begun. may_save: how many of
-    the first segments, None: all. awaits: another engine computes it; ask_at: when to ask for it
-    again.
-    """
+    # Tokens that vLLM's own prefix cache has.
+    num_local: int
+    # Position up to which the request loads KV.
+    end: int
+    # None: load exact variants only.
+    blend: Blend | None = None
+    # The request loads less than the store has, because computing the rest is faster.
+    compute_is_faster: bool = False
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request with a plan, or one without a plan whose prompt is long enough."""
 
     plan: ReusePlan
     token_ids: Sequence[int]
+    # Without a plan: empty until the lookup has finished. Under a handoff: the plan's segments and
+    # the pieces after them.
     segments: tuple[NamedSegment, ...]
-    lookup: Future[Found] | None
-    asked: float
-    may_save: int | None = None
-    awaits: HandoffWait | None = None
-    ask_at: float | None = None
-    stored: dict[VariantKey, Held] | None = None
-    blend: Blend | None = None  # what it is put together from, if not of exact variants alone
-    covered: tuple[int, int] | None = None  # tokens at hand, and where what is to be loaded ends
-    tainted_from: int | None = None  # what is computed beyond leans on what is not exact
-    tainted_before: int | None = None  # the same, before the load that is under way
+    lookup: Future[LookupResult] | None
+    lookup_started: float
+    # How many of the leading segments the request may save. None: all of them.
+    num_savable: int | None = None
+
+    # Set where another engine computes the prompt, with the time of the next lookup.
+    handoff: HandoffPolling | None = None
+    next_lookup: float | None = None
+
+    # The store's answer. ``stored`` is None until it is there.
+    stored: dict[VariantKey, StoredVariant] | None = None
     misses: dict[VariantKey, Miss] = field(default_factory=dict)
     as_of: Mapping[str, AsOf] = field(default_factory=dict)
-    saved: dict[int, SaveJob] = field(default_factory=dict)  # by place
+
+    # How to build the prompt from variants that are not all exact. None: from exact ones only.
+    blend: Blend | None = None
+    decision: LoadDecision | None = None
+    # [first, end) that the connector promised to vLLM.
+    pending_load: tuple[int, int] | None = None
+
+    # The load in flight: its variants, and positions of chunks that the store does not have.
+    loading: tuple[VariantKey, ...] = ()
+    missing_ranges: tuple[range, ...] = ()
     load_failed: bool = False
-    pending_load: tuple[int, int] | None = None  # [first, end) promised to vLLM
-    loading: tuple[VariantKey, ...] = ()  # what the load under way is of
-    holes: tuple[range, ...] = ()  # of that load, what nothing was held of
-    phase: Phase = Phase.WAITING
-    phase_since: float = field(default_factory=time.monotonic)
-    record: Record = field(default_factory=Record)
-    recorded: bool = False  # the record tells of the first token, and of nothing after it
+
+    # KV after this position is not exact, or was computed after KV that is not.
+    approximate_after: int | None = None
+    # The same, before the load in flight.
+    previous_approximate_after: int | None = None
+
+    # By index of their segment.
+    saved: dict[int, SaveJob] = field(default_factory=dict)
+
+    phase: RequestPhase = RequestPhase.WAITING
+    phase_started: float = field(default_factory=time.monotonic)
+    record: RequestRecord = field(default_factory=RequestRecord)
+    # The record ends with the first token and does not change afterwards.
+    recorded: bool = False
     traceparent: str = ""
 
-    def enter(self, phase: Phase) -> None:
-        """Go on to a phase; what the one before took is on record."""
+    def enter(self, phase: RequestPhase) -> None:
+        """Enter a phase, and add the time of the last one to the record."""
         now = time.monotonic()
-        spent = now - self.phase_since
+        seconds = now - self.phase_started
         if not self.recorded:
             match self.phase:
-                case Phase.WAITING:
-                    self.record.queue_s += spent
-                case Phase.LOADING:
-                    self.record.load_s += spent
-                case Phase.PREFILL:
-                    self.record.prefill_s += spent
-                case Phase.DECODE:
+                case RequestPhase.WAITING:
+                    self.record.queue_s += seconds
+                case RequestPhase.LOADING:
+                    self.record.load_s += seconds
+                case RequestPhase.PREFILL:
+                    self.record.prefill_s += seconds
+                case RequestPhase.DECODE:
                     pass
-        self.phase, self.phase_since = phase, now
+        self.phase, self.phase_started = phase, now
+
+    def adopt(self, decision: LoadDecision) -> None:
+        """Store how much of the prompt to load."""
+        self.decision = decision
+        self.blend = decision.blend or self.blend
+        if not self.recorded:
+            self.record.compute_is_faster = decision.compute_is_faster
+
+    def disable_blend(self) -> None:
+        """Use exact variants only from now on."""
+        self.blend = self.decision = None
 
     @property
-    def chain(self) -> tuple[NamedSegment, ...]:
-        """What of it is held as exact, from its start on."""
-        held = self.stored or {}
-        return longest_exact_chain(self.segments, {key: one.info for key, one in held.items()})
+    def exact_chain(self) -> tuple[NamedSegment, ...]:
+        """Return the leading segments whose exact variants are stored."""
+        stored = self.stored or {}
+        infos = {key: entry.info for key, entry in stored.items()}
+        return longest_exact_chain(self.segments, infos)
 
-    def places(self, runs: Sequence[range]) -> tuple[int, ...]:
-        """Of the segments that any of these runs overlaps."""
+    def overlapping_segments(self, ranges: Sequence[range]) -> tuple[int, ...]:
+        """Return the indexes of the segments that overlap any of the ranges."""
         return tuple(
-            place
-            for place, named in enumerate(self.segments)
-            if any(run.start < named.segment.end and named.segment.start < run.stop for run in runs)
+            index
+            for index, named in enumerate(self.segments)
+            if any(r.start < named.segment.end and named.segment.start < r.stop for r in ranges)
         )
 
-    def is_tainted(self, named: NamedSegment) -> bool:
-        """Whether a segment leans on what is not exact, or is so itself."""
-        return self.tainted_from is not None and named.segment.end > self.tainted_from
+    def is_approximate(self, named: NamedSegment) -> bool:
+        """Tell whether a segment's KV is not exact, or was computed after KV that is not."""
+        return self.approximate_after is not None and named.segment.end > self.approximate_after
 
-    def due(self, computed: int) -> list[int]:
-        """Places of the variants that are whole with so many tokens, and that the store wants."""
-        due = []
-        for place, named in enumerate(self.segments):
+    def segments_to_save(self, computed: int) -> list[int]:
+        """Return the indexes of the segments that end within the first ``computed`` tokens.
+
+        Segments that the store has already, or does not want, are left out.
+        """
+        indexes = []
+        for index, named in enumerate(self.segments):
             if named.segment.end > computed:
                 break
-            if self._is_wanted(place):
-                due.append(place)
-        return due
+            if self._should_save(index):
+                indexes.append(index)
+        return indexes
 
-    def is_measured(self, computed: int) -> bool:
-        """Whether what is computed from here on may be of a variant that is saved."""
+    def needs_compute_cost(self, computed: int) -> bool:
+        """Tell whether a variant that is saved has tokens after the first ``computed`` ones."""
         return any(
-            named.segment.end > computed and (place in self.saved or self._is_wanted(place))
-            for place, named in enumerate(self.segments)
+            named.segment.end > computed and (index in self.saved or self._should_save(index))
+            for index, named in enumerate(self.segments)
         )
 
-    def forget_from(self, missing: VariantKey) -> None:
-        """Treat missing and what follows as not stored, so that it is saved anew."""
+    def mark_missing_from(self, missing: VariantKey) -> None:
+        """Treat a variant and all after it as not stored, so that this request saves them again."""
         stored = self.stored or {}
         names = [named.variant for named in self.segments]
-        # One of another prefix is none of these: behind it there was nothing exact to be lost.
+        # A variant after another prefix is not among them: after it there was nothing exact.
         for key in names[names.index(missing) :] if missing in names else [missing]:
             stored.pop(key, None)
 
-    def _is_wanted(self, place: int) -> bool:
-        """Whether the store would be better off with what this request computes."""
-        if place in self.saved or (self.may_save is not None and place >= self.may_save):
+    def _should_save(self, index: int) -> bool:
+        """Tell whether the store needs what this request computes of a segment."""
+        if index in self.saved or (self.num_savable is not None and index >= self.num_savable):
             return False
-        named = self.segments[place]
-        if self.is_tainted(named):
-            # Where nothing is held of a chunk, what was computed behind a blend is better.
-            return self.blend is not None and named.segment.start in self.blend.unknown
-        held = (self.stored or {}).get(named.variant)
-        return held is None or not held.info.serves_exact or held.wanted_better
+        named = self.segments[index]
+        if self.is_approximate(named):
+            # An approximate variant is better than none.
+            return self.blend is not None and named.segment.start in self.blend.not_stored
+        entry = (self.stored or {}).get(named.variant)
+        return entry is None or not entry.info.serves_exact or entry.wants_higher_precision

@@ -1,4 +1,4 @@
-"""Where the values of a load are: in a tier of the worker's own, or in one of the store's."""
+"""Maps variants to the tier that a load reads them from: the worker's own, or the store's."""
 
 from __future__ import annotations
 
@@ -6,69 +6,78 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ragcache_core.identity.keys import KVSpace, VariantKey
-from ragcache_core.store_api import Held
-from ragcache_engine.kv_cache.incoming_value import STORE
+from ragcache_core.store_api import StoredVariant
+from ragcache_engine.protocol.messages import STORE_TIER
 from ragcache_kv.values.layout import value_bytes
 
 
-class Places:
-    """What the scheduler side knows of the worker's tiers; they tell of what comes and goes."""
+class TierMap:
+    """The scheduler's copy of what the worker's own tiers store, kept by their reports."""
 
     def __init__(self, space: KVSpace) -> None:
         self._space = space
-        self._own: dict[VariantKey, str] = {}
+        self._local_tiers: dict[VariantKey, str] = {}
 
-    def note(self, changes: Mapping[VariantKey, str | None]) -> None:
-        """Values have come to a tier of the worker's, by its name; None: they are in none."""
+    def update(self, changes: Mapping[VariantKey, str | None]) -> None:
+        """Record the worker's tier of each variant. None: no tier stores it any more."""
         for key, tier in changes.items():
             if tier is None:
-                self._own.pop(key, None)
+                self._local_tiers.pop(key, None)
             else:
-                self._own[key] = tier
+                self._local_tiers[key] = tier
 
-    def bytes_in(
-        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, Held]
+    def bytes_by_tier(
+        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, StoredVariant]
     ) -> Mapping[str, int]:
-        """How much of these there is to load, by where it is. stored: what the store holds."""
-        loads: Counter[str] = Counter()
-        for variant in variants:
-            held = stored.get(variant)
-            if held is None:
-                continue
-            if (own := self._own.get(variant)) is not None:
-                loads[own] += value_bytes(self._space, held.info.num_tokens)
-            else:
-                loads[held.tier] += held.info.num_bytes
-        return loads
+        """Return how many bytes of the variants a load would read from each tier.
 
-    def bytes_taken(
-        self,
-        bytes_from: Mapping[str, int],
-        variants: Iterable[VariantKey],
-        stored: Mapping[VariantKey, Held],
-    ) -> Mapping[str, int]:
-        """How much a load of these has brought, by where it was.
-
-        bytes_from: as the worker has it, to whom the store is one place: its tiers have shares in
-        that as they were expected to have.
+        Args:
+            variants: Variants to load. Those that are not in ``stored`` do not count.
+            stored: The store's answer to the lookup.
         """
-        shares: Counter[str] = Counter()
-        for one in self._away(variants, stored):
-            shares[one.tier] += one.info.num_bytes
-        taken = Counter({place: size for place, size in bytes_from.items() if place != STORE})
-        for tier, share in shares.items():
-            taken[tier] += bytes_from.get(STORE, 0) * share // shares.total()
-        return +taken
+        sizes: Counter[str] = Counter()
+        for variant in variants:
+            entry = stored.get(variant)
+            if entry is None:
+                continue
+            if (tier := self._local_tiers.get(variant)) is not None:
+                sizes[tier] += value_bytes(self._space, entry.info.num_tokens)
+            else:
+                sizes[entry.tier] += entry.info.num_bytes
+        return sizes
 
-    def waited_for(
-        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, Held]
+    def loaded_bytes_by_tier(
+        self,
+        reported: Mapping[str, int],
+        variants: Iterable[VariantKey],
+        stored: Mapping[VariantKey, StoredVariant],
+    ) -> Mapping[str, int]:
+        """Return how many bytes a finished load read from each tier.
+
+        Args:
+            reported: The worker's report, which does not tell the store's tiers apart. This
+                function splits the store's bytes in the proportion that the lookup predicted.
+            variants: The variants that were loaded.
+            stored: The store's answer to the lookup.
+        """
+        predicted: Counter[str] = Counter()
+        for entry in self._remote(variants, stored):
+            predicted[entry.tier] += entry.info.num_bytes
+        sizes = Counter({tier: size for tier, size in reported.items() if tier != STORE_TIER})
+        for tier, num_bytes in predicted.items():
+            sizes[tier] += reported.get(STORE_TIER, 0) * num_bytes // predicted.total()
+        return +sizes
+
+    def remote_tiers(
+        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, StoredVariant]
     ) -> set[str]:
-        """Where that is of these which a late load was late for."""
-        return {one.tier for one in self._away(variants, stored)}
+        """Return the store's tiers that a load of the variants waits for."""
+        return {entry.tier for entry in self._remote(variants, stored)}
 
-    def _away(
-        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, Held]
-    ) -> list[Held]:
-        held = {variant: stored[variant] for variant in variants if variant in stored}
-        away = [one for variant, one in held.items() if variant not in self._own]
-        return away or [*held.values()]  # or what was thought to be here has left
+    def _remote(
+        self, variants: Iterable[VariantKey], stored: Mapping[VariantKey, StoredVariant]
+    ) -> list[StoredVariant]:
+        entries = {variant: stored[variant] for variant in variants if variant in stored}
+        remote = [entry for variant, entry in entries.items() if variant not in self._local_tiers]
+        # If the map says that all are local, some have left the worker's tiers meanwhile.
+        return remote or [*entries.values()]

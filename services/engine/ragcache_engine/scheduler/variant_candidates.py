@@ -1,4 +1,4 @@
-"""What a store holds of a prompt's chunks, and what each variant was seen to take from others."""
+"""Finds the stored variants of a prompt's chunks, with what engines observed of each."""
 
 from __future__ import annotations
 
@@ -6,69 +6,76 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from ragcache_core.blend.observation import ChunkObservation, observation_key
-from ragcache_core.blend.selection import Candidate
+from ragcache_core.blend.variant_selection import VariantCandidate
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.plan.segments import NamedSegment
-from ragcache_core.store_api import Held
-from ragcache_kv.store_client.sharded import ShardedAnswer, ShardedStore
+from ragcache_core.store_api import StoredVariant
+from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
 
 log = logging.getLogger("vllm.ragcache")
 
 MAX_CANDIDATES = 16
-"""Variants of one chunk that are compared; which of more is chance."""
+"""How many variants of one chunk are compared at most."""
 
 
-def candidates(
+def find_candidates(
     client: ShardedStore,
     segments: Sequence[NamedSegment],
-    answer: ShardedAnswer,
+    answer: ShardedLookup,
     domain: str,
     timeout_s: float,
-) -> Mapping[int, Sequence[Candidate]]:
-    """By place, the variants of the segments that may come from another prefix.
+) -> Mapping[int, Sequence[VariantCandidate]]:
+    """Return the candidates of each segment that may blend, by the segment's index.
 
-    answer: of a lookup of segments. Of what cannot be read in time nothing is known.
+    Args:
+        client: The store, which this function asks for observations.
+        segments: The prompt's segments.
+        answer: The store's answer to a lookup of ``segments``.
+        domain: Access domain of the plan.
+        timeout_s: Bounds the request. A candidate whose observation does not arrive has none.
     """
-    held = {
-        place: _of_most_use(found.held, named.variant)
-        for place, (named, found) in enumerate(zip(segments, answer.variants, strict=True))
+    stored = {
+        index: _limit(found.held, named.variant)
+        for index, (named, found) in enumerate(zip(segments, answer.variants, strict=True))
         if named.segment.action is Action.BLEND and found.held
     }
-    seen = _observations(client, [one for some in held.values() for one in some], domain, timeout_s)
+    all_stored = [entry for entries in stored.values() for entry in entries]
+    observations = _observations(client, all_stored, domain, timeout_s)
     return {
-        place: [Candidate(one.key, one.info, seen.get(one.key)) for one in some]
-        for place, some in held.items()
+        index: [VariantCandidate(e.key, e.info, observations.get(e.key)) for e in entries]
+        for index, entries in stored.items()
     }
 
 
-def _of_most_use(held: Sequence[Held], own: VariantKey) -> Sequence[Held]:
-    """At most MAX_CANDIDATES; the one of just this prefix among them, which needs no repair."""
-    return sorted(held, key=lambda one: one.key != own)[:MAX_CANDIDATES]
+def _limit(stored: Sequence[StoredVariant], exact: VariantKey) -> Sequence[StoredVariant]:
+    """Return at most MAX_CANDIDATES variants, the exact one first: it needs no recomputation."""
+    return sorted(stored, key=lambda entry: entry.key != exact)[:MAX_CANDIDATES]
 
 
 def _observations(
-    client: ShardedStore, held: Sequence[Held], domain: str, timeout_s: float
+    client: ShardedStore, stored: Sequence[StoredVariant], domain: str, timeout_s: float
 ) -> Mapping[VariantKey, ChunkObservation]:
-    seen: dict[VariantKey, ChunkObservation] = {}
-    if not held or timeout_s <= 0:
-        return seen
-    keys = [observation_key(one.key) for one in held]
+    observations: dict[VariantKey, ChunkObservation] = {}
+    if not stored or timeout_s <= 0:
+        return observations
+    keys = [observation_key(entry.key) for entry in stored]
     try:
-        for one, (_, stored) in zip(held, client.get(keys, timeout_s, domain=domain), strict=False):
-            observation = None if isinstance(stored, Miss) else _read(stored.value)
-            if observation is not None and len(observation.influence) == one.info.num_tokens:
-                seen[one.key] = observation
+        answers = client.get(keys, timeout_s, domain=domain)
+        for entry, (_, value) in zip(stored, answers, strict=False):
+            observation = None if isinstance(value, Miss) else _parse(value.value)
+            if observation is not None and len(observation.influence) == entry.info.num_tokens:
+                observations[entry.key] = observation
     except RagCacheError as error:
-        log.warning("what chunks took from others is not known: %s", error)
-    return seen
+        log.warning("lookup: cannot read observations of chunks error=%s", error)
+    return observations
 
 
-def _read(raw: memoryview) -> ChunkObservation | None:
+def _parse(raw: memoryview) -> ChunkObservation | None:
     try:
         return ChunkObservation.from_bytes(raw)
     except ValueError as error:
-        log.warning("what a chunk took from others cannot be read: %s", error)
+        log.warning("lookup: an observation of a chunk is malformed error=%s", error)
         return None

@@ -15,8 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache_cachestore.background.re_encoder import Allowance, ReEncodingCandidate, ReEncoder, Pace
-from ragcache_cachestore.background.recoding import native_bytes
+from ragcache_cachestore.background.re_encoder import (
+    Allowance,
+    Pace,
+    ReEncoder,
+    ReEncodingCandidate,
+)
+from ragcache_cachestore.background.re_encoding import native_bytes
 from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.blend.token_ranking import AFTER, BEFORE, InfluencedChunk, rank_tokens
-from ragcache_core.blend.token_selection import select_tokens
 
 influences = st.lists(st.floats(0, 1e6), max_size=30)
 
@@ -124,107 +122,5 @@ def test_what_makes_no_sense_is_refused() -> None:
             InfluencedChunk(0, [wrong])
 
 
-@given(st.permutations(range(20)), st.integers(0, 25), st.integers(0, 25))
-def test_the_first_of_an_order_are_chosen(order: list[int], budget: int, head: int) -> None:
-    wanted = sorted([p for p in order if p >= head][:budget])
-    found = select_tokens(order, budget, exact_head=head)
-    assert found.positions() == wanted
-    assert all(b.start > a.stop for a, b in pairwise(found.runs))
-
-
-@given(st.permutations(range(20)), st.integers(0, 25), st.integers(0, 25), st.data())
-def test_what_is_done_anyway_is_passed_over(
-    order: list[int], first: int, then: int, data: st.DataObject
-) -> None:
-    done = select_tokens(order, first)
-    again = data.draw(st.permutations(order))
-    found = select_tokens(again, then, done=done.runs)
-    left = [position for position in again if position not in done.positions()]
-    assert found.positions() == sorted(left[:then])
-
-
-@st.composite
-def orders(draw: st.DrawFn) -> tuple[list[int], int, list[range]]:
-    """Tokens of chunks with gaps between them in any order, an exact head, what is done anyway."""
-    positions, position = [], 0
-    for length in draw(st.lists(st.integers(1, 30), max_size=4)):
-        position += draw(st.integers(0, 3))
-        positions += range(position, position + length)
-        position += length
-    ends = st.integers(0, position)
-    done = [range(*sorted((draw(ends), draw(ends)))) for _ in range(draw(st.integers(0, 2)))]
-    return draw(st.permutations(positions)), draw(st.integers(0, 20)), done
-
-
-budgets, run_lengths = st.integers(0, 90), st.integers(1, 20)
-
-
-def may_be_chosen(order: list[int], head: int, done: list[range]) -> set[int]:
-    return {p for p in order if p >= head and not any(p in run for run in done)}
-
-
-@given(orders(), budgets, run_lengths)
-def test_runs_are_long_enough_or_all_there_is_between_others(
-    given_order: tuple[list[int], int, list[range]], budget: int, length: int
-) -> None:
-    order, head, done = given_order
-    eligible = may_be_chosen(order, head, done)
-    found = select_tokens(order, budget, run_tokens=length, exact_head=head, done=done)
-    assert eligible.issuperset(found.positions())
-    assert all(b.start > a.stop for a, b in pairwise(found.runs))
-    for run in found.runs:
-        is_all = eligible.isdisjoint((run.start - 1, run.stop))
-        assert len(run) >= length or is_all
-
-
-@given(orders(), budgets, run_lengths)
-def test_no_more_than_the_budget_and_less_than_a_run_stays_unspent(
-    given_order: tuple[list[int], int, list[range]], budget: int, length: int
-) -> None:
-    order, head, done = given_order
-    every = len(may_be_chosen(order, head, done))
-    taken = select_tokens(order, budget, run_tokens=length, exact_head=head, done=done).num_tokens
-    assert taken <= budget
-    assert taken == every or taken > budget - length
-
-
-@given(orders(), budgets, budgets, run_lengths)
-def test_more_budget_never_drops_a_token(
-    given_order: tuple[list[int], int, list[range]], one: int, other: int, length: int
-) -> None:
-    order, head, done = given_order
-    fewer, more = (
-        set(select_tokens(order, budget, run_tokens=length, exact_head=head, done=done).positions())
-        for budget in sorted((one, other))
-    )
-    assert fewer <= more
-
-
-@given(orders(), budgets, run_lengths)
-def test_what_needs_it_most_is_in_a_run_that_fits(
-    given_order: tuple[list[int], int, list[range]], budget: int, length: int
-) -> None:
-    order, head, done = given_order
-    eligible = may_be_chosen(order, head, done)
-    found = select_tokens(order, budget, run_tokens=length, exact_head=head, done=done)
-    first = next((p for p in order if p in eligible), None)
-    assert (first in found.positions()) == (first is not None and found.num_tokens > 0)
-
-
-def test_a_run_lies_around_the_token_that_comes_up() -> None:
-    order = [9, 13, 1, *sorted(set(range(20)) - {9, 13, 1})]
-    assert select_tokens(order, 4, run_tokens=4).runs == (range(7, 11),)
-    # The next one is too far off to be drawn to that run, and its own would pass the budget.
-    assert select_tokens(order, 7, run_tokens=4).runs == (range(7, 11),)
-    assert select_tokens(order, 8, run_tokens=4).runs == (range(7, 15),)
-    assert select_tokens(order, 12, run_tokens=4).runs == (range(4), range(7, 15))
-    assert select_tokens(order, 4, run_tokens=4, exact_head=8).runs == (range(8, 12),)
-
-
-def test_of_nothing_nothing_is_chosen() -> None:
+def test_no_chunks_have_no_tokens() -> None:
     assert rank_tokens([]) == rank_tokens([InfluencedChunk(3, [])], []) == []
-    assert select_tokens([], 5).runs == select_tokens([3], 0).runs == ()
-    with pytest.raises(ValueError, match="0 tokens or more"):
-        select_tokens([1], -1)
-    with pytest.raises(ValueError, match="a run 1 or more"):
-        select_tokens([1], 1, run_tokens=0)

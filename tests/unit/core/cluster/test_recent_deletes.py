@@ -20,15 +20,15 @@ def test_a_delete_at_or_after_planning_covers_its_document(
 ) -> None:
     recent = RecentDeletes()
     for document, at_ms in deletes:
-        recent.note(document, at_ms)
+        recent.record(document, at_ms)
     expected = any(at_ms >= planned and name in documents for name, at_ms in deletes)
-    assert recent.cover(documents, planned) is expected
+    assert recent.may_include(documents, planned) is expected
 
 
 def test_where_old_deletes_were_forgotten_all_from_before_is_as_deleted() -> None:
     recent = RecentDeletes()
     for number in range(MAX_DELETES + 1):
-        recent.note(str(number), 10 + number)
-    assert recent.cover(["never deleted"], 10)
-    assert not recent.cover(["never deleted"], 11)
-    assert recent.cover([str(MAX_DELETES)], 11)
+        recent.record(str(number), 10 + number)
+    assert recent.may_include(["never deleted"], 10)
+    assert not recent.may_include(["never deleted"], 11)
+    assert recent.may_include([str(MAX_DELETES)], 11)

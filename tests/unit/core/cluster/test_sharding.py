@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cluster.sharding import Rendezvous
+from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.identity.keys import KEY_BYTES
 
 CHUNKS = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), min_size=1, max_size=64)
@@ -28,18 +28,18 @@ def many_chunks(count: int) -> list[bytes]:
 def test_whoever_knows_the_members_names_the_same_owner(
     chunks: list[bytes], members: set[str]
 ) -> None:
-    owners = Rendezvous(members).owners(chunks)
+    owners = RendezvousHash(members).owners(chunks)
     assert set(owners) <= members
-    assert Rendezvous(sorted(members, reverse=True)).owners(chunks) == owners
-    assert [Rendezvous(members).owners([chunk])[0] for chunk in chunks] == owners
+    assert RendezvousHash(sorted(members, reverse=True)).owners(chunks) == owners
+    assert [RendezvousHash(members).owners([chunk])[0] for chunk in chunks] == owners
 
 
 @given(chunks=CHUNKS, members=MEMBERS, newcomer=st.text(min_size=1, max_size=40))
 def test_a_member_that_comes_takes_chunks_and_moves_no_other(
     chunks: list[bytes], members: set[str], newcomer: str
 ) -> None:
-    before = Rendezvous(members).owners(chunks)
-    after = Rendezvous(members | {newcomer}).owners(chunks)
+    before = RendezvousHash(members).owners(chunks)
+    after = RendezvousHash(members | {newcomer}).owners(chunks)
     for old, new in zip(before, after, strict=True):
         assert new in {old, newcomer}
 
@@ -51,8 +51,8 @@ def test_a_member_that_goes_moves_only_its_own_chunks(
     gone = data.draw(st.sampled_from(sorted(members)))
     if members == {gone}:
         return
-    before = Rendezvous(members).owners(chunks)
-    after = Rendezvous(members - {gone}).owners(chunks)
+    before = RendezvousHash(members).owners(chunks)
+    after = RendezvousHash(members - {gone}).owners(chunks)
     for old, new in zip(before, after, strict=True):
         assert old in {new, gone}
 
@@ -60,7 +60,7 @@ def test_a_member_that_goes_moves_only_its_own_chunks(
 @pytest.mark.parametrize("count", [2, 3, 8, 64])
 def test_shards_get_about_equal_shares(count: int) -> None:
     chunks = many_chunks(1000 * count)
-    shares = Counter(Rendezvous(real_members(count)).owners(chunks))
+    shares = Counter(RendezvousHash(real_members(count)).owners(chunks))
     assert len(shares) == count
     # Six standard deviations of a fair draw of 1000.
     assert all(abs(share - 1000) < 6 * 1000**0.5 for share in shares.values())
@@ -68,7 +68,7 @@ def test_shards_get_about_equal_shares(count: int) -> None:
 
 def test_owners_never_change_between_versions() -> None:
     """Another mapping would make every stored variant a miss."""
-    owners = Rendezvous(["a:1", "b:1", "c:1"]).owners(many_chunks(12))
+    owners = RendezvousHash(["a:1", "b:1", "c:1"]).owners(many_chunks(12))
     assert "".join(owner[0] for owner in owners) == "baaacaacaaaa"
 
 
@@ -76,17 +76,17 @@ def test_owners_never_change_between_versions() -> None:
 def test_a_replica_goes_to_who_owns_the_chunk_once_its_owner_has_left(
     chunks: list[bytes], members: set[str], count: int
 ) -> None:
-    rendezvous = Rendezvous(members)
+    rendezvous = RendezvousHash(members)
     ranked = rendezvous.ranked(chunks, count)
     assert [row[0] for row in ranked] == rendezvous.owners(chunks)
     for chunk, row in zip(chunks, ranked, strict=True):
         assert len(row) == len(set(row)) == min(count, len(members))
         left = set(members)
         for name in row:
-            assert Rendezvous(left).owners([chunk]) == [name]
+            assert RendezvousHash(left).owners([chunk]) == [name]
             left.remove(name)
 
 
 def test_where_there_are_no_members_nobody_owns() -> None:
     with pytest.raises(ValueError, match="no members"):
-        Rendezvous([]).owners(many_chunks(1))
+        RendezvousHash([]).owners(many_chunks(1))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cost.linear_fit import Line
+from ragcache_core.cost.linear_fit import LinearFit
 
 
 @given(st.floats(1e-4, 1), st.floats(1e-7, 1e-2), st.lists(st.integers(1, 5000), min_size=2))
 def test_a_line_finds_what_lies_on_one(start: float, slope: float, sizes: list[int]) -> None:
-    line = Line()
+    line = LinearFit()
     for size in sizes:
         line.observe(size, start + slope * size)
     if max(sizes) > 1.5 * min(sizes) + 10:
@@ -24,7 +24,7 @@ def test_a_line_finds_what_lies_on_one(start: float, slope: float, sizes: list[i
 
 
 def test_a_line_through_one_size_starts_at_nothing() -> None:
-    line = Line()
+    line = LinearFit()
     with pytest.raises(ValueError, match="nothing"):
         line.predict(10)
     for seconds in (2.0, 2.0, -1.0, 0.0):

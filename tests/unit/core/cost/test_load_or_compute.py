@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cost.load_or_compute import LATE_LOADS, RETRY_EVERY, TIE, Reuse, ReuseCosts
+from ragcache_core.cost.load_or_compute import (
+    RETRY_EVERY,
+    TIE_RATIO,
+    TIMED_OUT_LOADS,
+    ReuseCosts,
+    ReuseOption,
+)
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.variant import Tier
 
@@ -19,52 +25,52 @@ PROFILE = PrefillProfile((0, 2000), (100, 2000), ((0.1, 2.0), (0.1, 2.0)), 2048)
 
 
 def engine(
-    *, byte_s: float = 1e-8, repair_s: float = 1.3e-3, seen: int = 6, tier: Tier = Tier.MEMORY
+    *, byte_s: float = 1e-8, recompute_s: float = 1.3e-3, seen: int = 6, tier: Tier = Tier.MEMORY
 ) -> ReuseCosts:
     """One that computes a token in a millisecond, and was seen to load and repair."""
     costs = ReuseCosts()
-    costs.start_from(PROFILE)
+    costs.use_profile(PROFILE)
     for number in range(1, seen + 1):
         tokens = 100 * number
-        costs.loaded({tier: tokens * TOKEN_BYTES}, 0.005 + byte_s * TOKEN_BYTES * tokens)
-        costs.repaired(tokens, 0.01 + repair_s * tokens)
+        costs.observe_load({tier: tokens * TOKEN_BYTES}, 0.005 + byte_s * TOKEN_BYTES * tokens)
+        costs.observe_recompute(tokens, 0.01 + recompute_s * tokens)
     return costs
 
 
-def blend(repairs: int = 295) -> Reuse:
-    return Reuse(1968, {Tier.MEMORY: 1968 * TOKEN_BYTES}, repairs)
+def blend(repairs: int = 295) -> ReuseOption:
+    return ReuseOption(1968, {Tier.MEMORY: 1968 * TOKEN_BYTES}, repairs)
 
 
-def chain(*ends: int, tier: Tier = Tier.MEMORY) -> list[Reuse]:
-    return [Reuse(end, {tier: end * TOKEN_BYTES}) for end in ends]
+def chain(*ends: int, tier: Tier = Tier.MEMORY) -> list[ReuseOption]:
+    return [ReuseOption(end, {tier: end * TOKEN_BYTES}) for end in ends]
 
 
 def test_what_spares_most_of_a_slow_prefill_pays() -> None:
     costs = engine()
     for reuse in (blend(), *chain(1968)):
-        assert all(costs.best(0, LENGTH, [reuse], tie=1.0) is reuse for _ in range(50))
+        assert all(costs.choose(0, LENGTH, [reuse], tie_ratio=1.0) is reuse for _ in range(50))
 
 
 def test_repairing_as_much_as_there_is_to_compute_does_not() -> None:
-    assert engine().best(0, LENGTH, [blend(1968)], tie=1.0) is None
+    assert engine().choose(0, LENGTH, [blend(1968)], tie_ratio=1.0) is None
 
 
 def test_nor_does_loading_from_a_slow_disk() -> None:
     costs = engine(byte_s=2e-6, tier=Tier.DISK)
-    assert costs.best(0, LENGTH, chain(1968, tier=Tier.DISK)) is None
+    assert costs.choose(0, LENGTH, chain(1968, tier=Tier.DISK)) is None
     # Memory has not been loaded from, so that is tried.
-    assert costs.best(0, LENGTH, (fast := chain(1968))) is fast[0]
+    assert costs.choose(0, LENGTH, (fast := chain(1968))) is fast[0]
 
 
 def test_what_is_not_known_is_tried() -> None:
     reuse = blend()
-    assert ReuseCosts().best(0, LENGTH, [reuse]) is reuse
-    assert engine(byte_s=2e-6, seen=3).best(0, LENGTH, [reuse]) is reuse
+    assert ReuseCosts().choose(0, LENGTH, [reuse]) is reuse
+    assert engine(byte_s=2e-6, seen=3).choose(0, LENGTH, [reuse]) is reuse
 
 
 def test_one_that_does_not_pay_is_tried_again_some_time() -> None:
     costs = engine(byte_s=2e-6)
-    taken = [costs.best(0, LENGTH, chain(1968)) for _ in range(4 * RETRY_EVERY)]
+    taken = [costs.choose(0, LENGTH, chain(1968)) for _ in range(4 * RETRY_EVERY)]
     assert sum(reuse is not None for reuse in taken) == 4
 
 
@@ -74,7 +80,9 @@ def test_with_and_without_repairs_each_is_tried_again() -> None:
     tried = []
     for _ in range(2 * RETRY_EVERY):
         for ways in ([blend()], chain(1968)):
-            tried += [reuse.repairs > 0 for reuse in [costs.best(0, LENGTH, ways)] if reuse]
+            tried += [
+                reuse.recompute_tokens > 0 for reuse in [costs.choose(0, LENGTH, ways)] if reuse
+            ]
     assert sorted(tried) == [False, False, True, True]
 
 
@@ -83,77 +91,77 @@ def test_what_is_late_again_is_left_until_it_comes_in_time() -> None:
     costs = engine()
     ways = chain(1968)
     for _ in range(200):
-        costs.loaded({Tier.MEMORY: 10**6}, 0.015)
-    for number in range(LATE_LOADS):
-        assert costs.best(0, LENGTH, ways) is ways[0], f"late {number} times"
-        costs.late([Tier.MEMORY], 5.0)
-    taken = [costs.best(0, LENGTH, ways) for _ in range(2 * RETRY_EVERY)]
+        costs.observe_load({Tier.MEMORY: 10**6}, 0.015)
+    for number in range(TIMED_OUT_LOADS):
+        assert costs.choose(0, LENGTH, ways) is ways[0], f"late {number} times"
+        costs.observe_timeout([Tier.MEMORY], 5.0)
+    taken = [costs.choose(0, LENGTH, ways) for _ in range(2 * RETRY_EVERY)]
     assert sum(reuse is not None for reuse in taken) == 2
-    assert costs.best(0, LENGTH, chain(1968, tier=Tier.DISK)) is not None, "another place"
-    costs.loaded({Tier.MEMORY: 10**6}, 0.015)
-    assert costs.best(0, LENGTH, ways) is ways[0]
+    assert costs.choose(0, LENGTH, chain(1968, tier=Tier.DISK)) is not None, "another place"
+    costs.observe_load({Tier.MEMORY: 10**6}, 0.015)
+    assert costs.choose(0, LENGTH, ways) is ways[0]
 
 
 def test_what_has_only_ever_been_late_is_known_by_that() -> None:
     costs = engine()
     disk = chain(1968, tier=Tier.DISK)
-    for _ in range(LATE_LOADS):
-        assert costs.takes_s(disk[0], LENGTH) is None
-        costs.late([Tier.DISK], 5.0)
-    assert costs.best(0, LENGTH, disk) is None
+    for _ in range(TIMED_OUT_LOADS):
+        assert costs.predict_s(disk[0], LENGTH) is None
+        costs.observe_timeout([Tier.DISK], 5.0)
+    assert costs.choose(0, LENGTH, disk) is None
 
 
 def test_a_bad_minute_is_forgotten() -> None:
     costs = engine(byte_s=2e-6)
     for _ in range(200):
-        costs.loaded({Tier.MEMORY: 500 * TOKEN_BYTES}, 0.005)
-    assert costs.best(0, LENGTH, chain(1968)) is not None
+        costs.observe_load({Tier.MEMORY: 500 * TOKEN_BYTES}, 0.005)
+    assert costs.choose(0, LENGTH, chain(1968)) is not None
 
 
 def test_loading_ends_where_computing_becomes_faster() -> None:
     """Behind what is in memory comes what lies on a disk that is slower than computing."""
     costs = engine()
     for number in range(1, 7):
-        costs.loaded({Tier.DISK: number * 10**5}, 5e-6 * number * 10**5)
-    near = Reuse(1000, {Tier.MEMORY: 1000 * TOKEN_BYTES})
-    far = Reuse(1900, {Tier.MEMORY: 1000 * TOKEN_BYTES, Tier.DISK: 900 * TOKEN_BYTES})
-    assert costs.best(0, LENGTH, [near, far]) is near
+        costs.observe_load({Tier.DISK: number * 10**5}, 5e-6 * number * 10**5)
+    near = ReuseOption(1000, {Tier.MEMORY: 1000 * TOKEN_BYTES})
+    far = ReuseOption(1900, {Tier.MEMORY: 1000 * TOKEN_BYTES, Tier.DISK: 900 * TOKEN_BYTES})
+    assert costs.choose(0, LENGTH, [near, far]) is near
 
 
 def test_of_what_takes_as_long_more_is_loaded() -> None:
     costs = engine(byte_s=1e-6)  # a millisecond a token, as computing
     ways = chain(500, 1000, 1900)
-    assert costs.best(0, LENGTH, ways) is ways[-1]
-    assert costs.best(0, LENGTH, ways, tie=1.0) is None
+    assert costs.choose(0, LENGTH, ways) is ways[-1]
+    assert costs.choose(0, LENGTH, ways, tie_ratio=1.0) is None
 
 
 def test_without_a_profile_passes_say_what_computing_takes() -> None:
     costs = ReuseCosts()
-    assert costs.compute_s(0, 100) is None
+    assert costs.predict_compute_s(0, 100) is None
     for number in range(1, 7):
-        work = costs.work(0, 100 * number)
-        costs.computed(work, 0.01 + 2e-3 * work)
-    assert costs.compute_s(0, 1000) == pytest.approx(2.01, rel=0.01)
+        work = costs.pass_cost(0, 100 * number)
+        costs.observe_compute(work, 0.01 + 2e-3 * work)
+    assert costs.predict_compute_s(0, 1000) == pytest.approx(2.01, rel=0.01)
     assert costs.correction == 1.0
 
 
 @given(st.floats(0.2, 5))
 def test_passes_correct_the_profile(slower: float) -> None:
     costs = engine()
-    assert costs.compute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
+    assert costs.predict_compute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
     for number in range(300):
-        work = costs.work(0, 100 + number)
-        costs.computed(work, slower * work)
-    assert costs.compute_s(0, 1000) == pytest.approx(slower, rel=0.05)
+        work = costs.pass_cost(0, 100 + number)
+        costs.observe_compute(work, slower * work)
+    assert costs.predict_compute_s(0, 1000) == pytest.approx(slower, rel=0.05)
     assert costs.correction == pytest.approx(slower, rel=0.05)
 
 
 def test_what_loads_take_can_be_told() -> None:
     costs = engine()
-    latency_s, bytes_per_s = costs.bandwidths()[Tier.MEMORY]
+    latency_s, bytes_per_s = costs.tier_bandwidths()[Tier.MEMORY]
     assert latency_s == pytest.approx(0.005, rel=0.01)
     assert bytes_per_s == pytest.approx(1e8, rel=0.01)
-    assert Tier.DISK not in costs.bandwidths()
+    assert Tier.DISK not in costs.tier_bandwidths()
 
 
 def test_a_load_from_several_places_is_shared_out() -> None:
@@ -161,31 +169,33 @@ def test_a_load_from_several_places_is_shared_out() -> None:
     costs = engine(tier=Tier.MEMORY)  # 5 ms and 10 ns a byte
     for number in range(1, 10):
         size = number * 10**5
-        costs.loaded({Tier.MEMORY: 10**5, "host": 0, Tier.DISK: size}, 0.006 + 1e-6 * size)
-    assert costs.bandwidths()[Tier.DISK][1] == pytest.approx(1e6, rel=0.01)
-    assert costs.bandwidths()[Tier.MEMORY][1] == pytest.approx(1e8, rel=0.01)
-    assert "host" not in costs.bandwidths()
+        costs.observe_load({Tier.MEMORY: 10**5, "host": 0, Tier.DISK: size}, 0.006 + 1e-6 * size)
+    assert costs.tier_bandwidths()[Tier.DISK][1] == pytest.approx(1e6, rel=0.01)
+    assert costs.tier_bandwidths()[Tier.MEMORY][1] == pytest.approx(1e8, rel=0.01)
+    assert "host" not in costs.tier_bandwidths()
 
 
 def test_what_is_known_alone_explains_a_load_that_was_fast() -> None:
     costs = engine()
-    costs.loaded({Tier.MEMORY: 10**6, Tier.DISK: 1}, 1e-6)
-    assert Tier.DISK not in costs.bandwidths()
+    costs.observe_load({Tier.MEMORY: 10**6, Tier.DISK: 1}, 1e-6)
+    assert Tier.DISK not in costs.tier_bandwidths()
 
 
 @given(st.floats(0.2, 5))
 def test_places_that_are_known_are_off_by_as_much(slower: float) -> None:
     costs = engine(byte_s=1e-7)
     for number in range(1, 7):
-        costs.loaded({"host": number * 10**6}, 1e-9 * number * 10**6)
+        costs.observe_load({"host": number * 10**6}, 1e-9 * number * 10**6)
     both = {Tier.MEMORY: 10**6, "host": 10**6}
-    reuse = Reuse(LENGTH, both)
-    before = costs.takes_s(reuse, LENGTH)
+    reuse = ReuseOption(LENGTH, both)
+    before = costs.predict_s(reuse, LENGTH)
     assert before is not None
     for _ in range(300):
-        costs.loaded(both, slower * before)
-    assert costs.takes_s(reuse, LENGTH) == pytest.approx(slower * before, rel=0.05)
-    fast, slow = (costs.takes_s(Reuse(LENGTH, {p: 10**6}), LENGTH) for p in ("host", Tier.MEMORY))
+        costs.observe_load(both, slower * before)
+    assert costs.predict_s(reuse, LENGTH) == pytest.approx(slower * before, rel=0.05)
+    fast, slow = (
+        costs.predict_s(ReuseOption(LENGTH, {p: 10**6}), LENGTH) for p in ("host", Tier.MEMORY)
+    )
     assert fast is not None
     assert slow is not None
     assert 10 * fast < slow
@@ -199,10 +209,10 @@ def test_places_that_are_known_are_off_by_as_much(slower: float) -> None:
 def test_what_is_chosen_is_near_the_fastest(ends: Sequence[int], byte_s: float, first: int) -> None:
     costs = engine(byte_s=byte_s)
     ways = [reuse for reuse in chain(*sorted(ends)) if reuse.end > first]
-    chosen = costs.best(first, LENGTH, ways)
+    chosen = costs.choose(first, LENGTH, ways)
     takes = {
         reuse.end: 0.005 + byte_s * TOKEN_BYTES * reuse.end + 1e-3 * (LENGTH - reuse.end)
         for reuse in ways
     }
     takes[first] = 1e-3 * (LENGTH - first)
-    assert takes[chosen.end if chosen else first] <= 1.02 * TIE * min(takes.values())
+    assert takes[chosen.end if chosen else first] <= 1.02 * TIE_RATIO * min(takes.values())

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cost.tier_latency import LoadModel
+from ragcache_core.cost.tier_latency import TierLatency
 
 sizes = st.integers(1, 1 << 30)
 
 
 def test_before_anything_is_seen_the_guess_holds() -> None:
-    model = LoadModel(latency_s=1e-3, bytes_per_s=1e9)
+    model = TierLatency(latency_s=1e-3, bytes_per_s=1e9)
     for num_bytes in (64 << 10, 1 << 20, 8 << 20):
         assert model.predict(num_bytes) == pytest.approx(1e-3 + num_bytes / 1e9)
 
 
 def test_latency_and_bandwidth_are_learned() -> None:
-    model = LoadModel(latency_s=1e-3, bytes_per_s=1e9)
+    model = TierLatency(latency_s=1e-3, bytes_per_s=1e9)
     for step in range(600):
         num_bytes = (1 + step % 16) << 18
         model.observe(num_bytes, 5e-3 + num_bytes / 2e8)
@@ -27,7 +27,7 @@ def test_latency_and_bandwidth_are_learned() -> None:
 
 
 def test_a_change_is_followed() -> None:
-    model = LoadModel(latency_s=1e-4, bytes_per_s=1e9)
+    model = TierLatency(latency_s=1e-4, bytes_per_s=1e9)
     for seconds in (0.01, 0.1):
         for _ in range(400):
             model.observe(1 << 20, seconds)
@@ -38,7 +38,7 @@ def test_a_change_is_followed() -> None:
 def test_predictions_are_positive_and_more_bytes_never_take_less(
     loads: list[tuple[int, float]], first: int, second: int
 ) -> None:
-    model = LoadModel(latency_s=1e-4, bytes_per_s=1e9)
+    model = TierLatency(latency_s=1e-4, bytes_per_s=1e9)
     for num_bytes, seconds in loads:
         model.observe(num_bytes, seconds)
     less, more = sorted((first, second))
@@ -48,4 +48,4 @@ def test_predictions_are_positive_and_more_bytes_never_take_less(
 @pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(0.0, 1.0), (1.0, 0.0)])
 def test_a_guess_is_positive(latency_s: float, bytes_per_s: float) -> None:
     with pytest.raises(ValueError, match="greater than 0"):
-        LoadModel(latency_s, bytes_per_s)
+        TierLatency(latency_s, bytes_per_s)

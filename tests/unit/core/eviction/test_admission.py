@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.eviction import Candidate, make_policy
+from ragcache_core.eviction import EvictionCandidate, make_policy
 from ragcache_core.eviction import ghosts as ghosts_module
 from ragcache_core.eviction.admission import (
     ADMISSION_NAMES,
-    ByScore,
+    ScoreAdmission,
     default_admission,
     make_admission,
 )
-from ragcache_core.eviction.ghosts import Ghosts
-from ragcache_core.eviction.score import Score
+from ragcache_core.eviction.ghosts import GhostEntries
+from ragcache_core.eviction.score import ScorePolicy
 
-CANDIDATE: Candidate[str] = Candidate(num_bytes=1, num_tokens=1, cost_s=1.0)
+CANDIDATE: EvictionCandidate[str] = EvictionCandidate(num_bytes=1, num_tokens=1, cost_s=1.0)
 
 
-def score() -> Score[str]:
-    return Score(leaves_only=False)
+def score() -> ScorePolicy[str]:
+    return ScorePolicy(leaves_only=False)
 
 
 def test_always_admits() -> None:
@@ -56,33 +56,33 @@ def test_by_score_refuses_what_is_worth_less_than_what_would_go() -> None:
     policy.add("popular", CANDIDATE, 0.0)
     policy.touch("popular", 1.0)
     policy.touch("popular", 1.0)
-    admission = ByScore(policy)
-    assert not admission.admits("new", CANDIDATE, 2.0, policy.worth("popular", 2.0))
-    assert not admission.admits("new", CANDIDATE, 3.0, policy.worth("popular", 3.0))
+    admission = ScoreAdmission(policy)
+    assert not admission.admits("new", CANDIDATE, 2.0, policy.priority("popular", 2.0))
+    assert not admission.admits("new", CANDIDATE, 3.0, policy.priority("popular", 3.0))
     # Refusals are remembered: the third use in a row beats three older ones.
-    assert admission.admits("new", CANDIDATE, 4.0, policy.worth("popular", 4.0))
+    assert admission.admits("new", CANDIDATE, 4.0, policy.priority("popular", 4.0))
 
 
 def test_by_score_lets_the_costly_in_at_once() -> None:
     policy = score()
     policy.add("cheap", CANDIDATE, 0.0)
     policy.touch("cheap", 0.0)
-    costly: Candidate[str] = Candidate(num_bytes=1, num_tokens=1, cost_s=100.0)
-    assert ByScore(policy).admits("costly", costly, 0.0, policy.worth("cheap", 0.0))
+    costly: EvictionCandidate[str] = EvictionCandidate(num_bytes=1, num_tokens=1, cost_s=100.0)
+    assert ScoreAdmission(policy).admits("costly", costly, 0.0, policy.priority("cheap", 0.0))
 
 
 @given(uses=st.integers(0, 5), cost_s=st.floats(0.0, 10.0), gap_s=st.floats(0.0, 1e5))
 def test_an_appraisal_is_the_worth_after_an_add(uses: int, cost_s: float, gap_s: float) -> None:
     policy = score()
-    candidate: Candidate[str] = Candidate(3, 2, cost_s)
+    candidate: EvictionCandidate[str] = EvictionCandidate(3, 2, cost_s)
     for number in range(uses):
-        policy.refuse("a", number * gap_s)
+        policy.count_rejected("a", number * gap_s)
     now = uses * gap_s
-    appraised = policy.appraise("a", candidate, now)
+    appraised = policy.prospective_priority("a", candidate, now)
     half_life_s = policy.half_life_s
     policy.add("a", candidate, now)
     if policy.half_life_s == half_life_s:  # else all ranks were made anew, with another
-        assert policy.worth("a", now) == pytest.approx(appraised, abs=1e-6)
+        assert policy.priority("a", now) == pytest.approx(appraised, abs=1e-6)
 
 
 def test_names_are_checked() -> None:
@@ -97,7 +97,7 @@ def test_names_are_checked() -> None:
 def test_ghosts_are_bounded_and_forget_the_oldest(keys: list[int], held: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ghosts_module, "MIN_GHOSTS", 4)
-        ghosts: Ghosts[int, int] = Ghosts()
+        ghosts: GhostEntries[int, int] = GhostEntries()
         for number, key in enumerate(keys):
             ghosts.put(key, number, held)
         newest = list(dict.fromkeys(reversed(keys)))[: max(4, 2 * held)]

@@ -7,11 +7,11 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.comparison_policies import POLICY_NAMES, make_policy
 from bench.prefill_profile import PrefillProfile
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.replay import Replay
 from bench.support.traces import BYTES_PER_TOKEN, Access, Request, Trace
-from ragcache_core.eviction import POLICY_NAMES, make_policy
 from ragcache_core.eviction.admission import make_admission
 
 UNIT_BYTES = 10 * BYTES_PER_TOKEN

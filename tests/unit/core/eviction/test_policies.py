@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.eviction import DEFAULT_POLICY, POLICY_NAMES, Candidate, Policy, make_policy
-from ragcache_core.eviction.policy import MOST_FORBIDDEN
-from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, Score
+from bench.comparison_policies import POLICY_NAMES, make_policy
+from ragcache_core.eviction import DEFAULT_POLICY, EvictionCandidate, EvictionPolicy
+from ragcache_core.eviction import POLICY_NAMES as PRODUCT_POLICY_NAMES
+from ragcache_core.eviction.policy import MAX_PROTECTED_PER_SEARCH
+from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, ScorePolicy
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
 """Under these a use never makes an entry worth less, whatever came before. PGDSF's window may end
@@ -53,20 +55,22 @@ steps = st.lists(
 )
 
 
-def candidate_of(step: Step) -> Candidate[int]:
+def candidate_of(step: Step) -> EvictionCandidate[int]:
     parent = step.parent if step.parent is not None and step.parent < step.key else None
-    return Candidate(step.num_bytes, step.num_tokens, step.cost_s, parent)
+    return EvictionCandidate(step.num_bytes, step.num_tokens, step.cost_s, parent)
 
 
 def anything(key: int) -> bool:
     return True
 
 
-def candidate(num_bytes: int = 1, cost_s: float = 1.0, parent: str | None = None) -> Candidate[str]:
-    return Candidate(num_bytes, 1, cost_s, parent)
+def candidate(
+    num_bytes: int = 1, cost_s: float = 1.0, parent: str | None = None
+) -> EvictionCandidate[str]:
+    return EvictionCandidate(num_bytes, 1, cost_s, parent)
 
 
-def victims(policy: Policy[str]) -> list[str]:
+def victims(policy: EvictionPolicy[str]) -> list[str]:
     """Everything, in the order in which it goes."""
     order = []
     while (key := policy.evict(lambda _: True)) is not None:
@@ -81,9 +85,9 @@ def victims(policy: Policy[str]) -> list[str]:
 def test_every_policy_keeps_its_promises_under_random_use(
     name: str, leaves_only: bool, script: list[Step]
 ) -> None:
-    policy: Policy[int] = make_policy(name, leaves_only=leaves_only)
-    twin: Policy[int] = make_policy(name, leaves_only=leaves_only)
-    held: dict[int, Candidate[int]] = {}
+    policy: EvictionPolicy[int] = make_policy(name, leaves_only=leaves_only)
+    twin: EvictionPolicy[int] = make_policy(name, leaves_only=leaves_only)
+    held: dict[int, EvictionCandidate[int]] = {}
     now = 0.0
     for step in script:
         now += step.dt
@@ -92,11 +96,11 @@ def test_every_policy_keeps_its_promises_under_random_use(
             policy.add(step.key, held[step.key], now)
             twin.add(step.key, held[step.key], now)
         elif step.call == "touch":
-            before = policy.worth(step.key, now) if step.key in held else None
+            before = policy.priority(step.key, now) if step.key in held else None
             policy.touch(step.key, now)
             twin.touch(step.key, now)
             if before is not None and name in MONOTONE:
-                assert policy.worth(step.key, now) >= before - 1e-9
+                assert policy.priority(step.key, now) >= before - 1e-9
         elif step.call == "remove":
             held.pop(step.key, None)
             policy.remove(step.key)
@@ -104,7 +108,7 @@ def test_every_policy_keeps_its_promises_under_random_use(
         else:
             parents = {c.parent for c in held.values()} if leaves_only else set()
             free = {key for key in held if key not in step.forbidden and key not in parents}
-            expected = policy.cheapest(lambda key: key not in step.forbidden)  # noqa: B023
+            expected = policy.advance_to_victim(lambda key: key not in step.forbidden)  # noqa: B023
             assert len(policy) == len(held)
             victim = policy.evict(lambda key: key not in step.forbidden)  # noqa: B023
             assert victim == expected  # what it announces is what it does
@@ -125,7 +129,7 @@ def test_every_policy_keeps_its_promises_under_random_use(
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_parent_outlives_its_children_even_where_it_was_used_least(name: str) -> None:
-    policy: Policy[str] = make_policy(name, leaves_only=True)
+    policy: EvictionPolicy[str] = make_policy(name, leaves_only=True)
     policy.add("root", candidate(), 0.0)
     policy.add("middle", candidate(parent="root"), 1.0)
     policy.add("leaf", candidate(parent="middle"), 2.0)
@@ -136,7 +140,7 @@ def test_a_parent_outlives_its_children_even_where_it_was_used_least(name: str) 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_child_may_come_before_its_parent(name: str) -> None:
-    policy: Policy[str] = make_policy(name, leaves_only=True)
+    policy: EvictionPolicy[str] = make_policy(name, leaves_only=True)
     policy.add("leaf", candidate(parent="root"), 0.0)
     policy.add("root", candidate(), 1.0)
     assert policy.evict(lambda key: key != "leaf") is None
@@ -145,7 +149,7 @@ def test_a_child_may_come_before_its_parent(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_leased_neighbours_do_not_hide_the_only_victim(name: str) -> None:
-    policy: Policy[str] = make_policy(name, leaves_only=False)
+    policy: EvictionPolicy[str] = make_policy(name, leaves_only=False)
     for number in range(200):
         policy.add(f"leased {number}", candidate(), float(number))
     policy.add("free", candidate(cost_s=9.0), 200.0)
@@ -157,32 +161,32 @@ def test_leased_neighbours_do_not_hide_the_only_victim(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_search_is_short_and_those_after_it_look_further(name: str) -> None:
-    policy: Policy[int] = make_policy(name, leaves_only=False)
-    for number in range(10 * MOST_FORBIDDEN):
-        policy.add(number, Candidate(1, 1, 1.0), float(number))
+    policy: EvictionPolicy[int] = make_policy(name, leaves_only=False)
+    for number in range(10 * MAX_PROTECTED_PER_SEARCH):
+        policy.add(number, EvictionCandidate(1, 1, 1.0), float(number))
     asked: list[int] = []
 
     def only_the_last(key: int) -> bool:
         asked.append(key)
-        return key == 10 * MOST_FORBIDDEN - 1
+        return key == 10 * MAX_PROTECTED_PER_SEARCH - 1
 
     searches = 1
     while policy.evict(only_the_last) is None:
-        assert len(asked) <= searches * MOST_FORBIDDEN
+        assert len(asked) <= searches * MAX_PROTECTED_PER_SEARCH
         searches += 1
         policy.check()
         assert searches <= 50
-    assert len(policy) == 10 * MOST_FORBIDDEN - 1
+    assert len(policy) == 10 * MAX_PROTECTED_PER_SEARCH - 1
     left = set()
-    for _ in range(20 * MOST_FORBIDDEN):  # nothing that was passed over is lost
+    for _ in range(20 * MAX_PROTECTED_PER_SEARCH):  # nothing that was passed over is lost
         left.add(policy.evict(lambda _: True))
-    assert left >= set(range(10 * MOST_FORBIDDEN - 1))
+    assert left >= set(range(10 * MAX_PROTECTED_PER_SEARCH - 1))
     policy.check()
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_entries_that_are_each_others_ancestors_go_last(name: str) -> None:
-    policy: Policy[str] = make_policy(name, leaves_only=True)
+    policy: EvictionPolicy[str] = make_policy(name, leaves_only=True)
     policy.add("a", candidate(parent="b"), 0.0)
     policy.add("b", candidate(parent="a"), 1.0)
     policy.add("own", candidate(parent="own"), 2.0)
@@ -196,20 +200,20 @@ def test_entries_that_are_each_others_ancestors_go_last(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_another_size_is_no_use(name: str) -> None:
-    policy: Policy[str] = make_policy(name, leaves_only=False)
+    policy: EvictionPolicy[str] = make_policy(name, leaves_only=False)
     for key in "abc":
         policy.add(key, candidate(num_bytes=8), 0.0)
-    before = {key: policy.worth(key, 0.0) for key in "abc"}
+    before = {key: policy.priority(key, 0.0) for key in "abc"}
     policy.resize("a", candidate(num_bytes=4))
     policy.resize("b", candidate(num_bytes=16))
     policy.check()
     gained = {"a": 1.0, "b": -1.0, "c": 0.0} if name == "score" else dict.fromkeys("abc", 0.0)
-    assert {key: policy.worth(key, 0.0) - before[key] for key in "abc"} == gained
+    assert {key: policy.priority(key, 0.0) - before[key] for key in "abc"} == gained
     assert victims(policy) == (["b", "c", "a"] if name == "score" else ["a", "b", "c"])
 
 
 def test_names_are_checked() -> None:
-    assert DEFAULT_POLICY in POLICY_NAMES
+    assert DEFAULT_POLICY in PRODUCT_POLICY_NAMES == ("score", "pgdsf", "lru", "cachecraft")
     with pytest.raises(ValueError, match="no policy 'best'"):
         make_policy("best", leaves_only=True)
 
@@ -217,7 +221,7 @@ def test_names_are_checked() -> None:
 @pytest.mark.parametrize("bad", [(0, 1, 1.0), (1, 0, 1.0), (1, 1, -1.0), (1, 1, float("nan"))])
 def test_a_candidate_is_checked(bad: tuple[int, int, float]) -> None:
     with pytest.raises(ValueError, match="at least"):
-        Candidate(*bad)
+        EvictionCandidate(*bad)
 
 
 @dataclass
@@ -226,14 +230,14 @@ class Model:
 
     rank: Callable[[int], float]
 
-    def victim(self, held: dict[int, Candidate[int]], leaves_only: bool) -> float | None:
+    def victim(self, held: dict[int, EvictionCandidate[int]], leaves_only: bool) -> float | None:
         parents = {c.parent for c in held.values()} if leaves_only else set()
         return min((self.rank(key) for key in held if key not in parents), default=None)
 
 
 @given(script=steps)
 def test_lru_is_an_ordered_dict(script: list[Step]) -> None:
-    policy: Policy[int] = make_policy("lru", leaves_only=False)
+    policy: EvictionPolicy[int] = make_policy("lru", leaves_only=False)
     model: OrderedDict[int, None] = OrderedDict()
     for step in script:
         if step.call == "add":
@@ -263,8 +267,8 @@ def test_greedy_dual_is_algorithm_1_of_ragcache(
     name: str, leaves_only: bool, script: list[Step]
 ) -> None:
     """Within one window, so that a frequency is a plain count."""
-    policy: Policy[int] = make_policy(name, leaves_only=leaves_only)
-    held: dict[int, Candidate[int]] = {}
+    policy: EvictionPolicy[int] = make_policy(name, leaves_only=leaves_only)
+    held: dict[int, EvictionCandidate[int]] = {}
     clock = 0.0
     frequency: dict[int, int] = {}
     costs: dict[int, list[float]] = {}
@@ -304,33 +308,33 @@ def test_greedy_dual_is_algorithm_1_of_ragcache(
                 if name == "gdsf":  # frequencies are of the stay
                     del frequency[victim]
         for key in held:
-            assert policy.worth(key, now) == pytest.approx(priority[key], abs=1e-9)
+            assert policy.priority(key, now) == pytest.approx(priority[key], abs=1e-9)
 
 
 def test_pgdsf_counts_uses_in_a_window_only() -> None:
-    policy: Policy[str] = make_policy("pgdsf", leaves_only=False, window_s=10.0)
+    policy: EvictionPolicy[str] = make_policy("pgdsf", leaves_only=False, window_s=10.0)
     policy.add("once popular", candidate(), 0.0)
     for _ in range(9):
         policy.touch("once popular", 1.0)
-    assert policy.worth("once popular", 1.0) == 10.0
+    assert policy.priority("once popular", 1.0) == 10.0
     policy.touch("once popular", 15.0)  # half of the window before is still in sight
-    assert policy.worth("once popular", 15.0) == 6.0
+    assert policy.priority("once popular", 15.0) == 6.0
     policy.touch("once popular", 50.0)
-    assert policy.worth("once popular", 50.0) == 1.0
+    assert policy.priority("once popular", 50.0) == 1.0
 
 
 def test_pgdsf_averages_what_its_misses_cost() -> None:
     """Formula 4: the mean over the requests that did not find it."""
-    policy: Policy[str] = make_policy("pgdsf", leaves_only=False)
-    policy.add("a", Candidate(1, 2, 4.0), 0.0)
+    policy: EvictionPolicy[str] = make_policy("pgdsf", leaves_only=False)
+    policy.add("a", EvictionCandidate(1, 2, 4.0), 0.0)
     assert policy.evict(lambda _: True) == "a"
-    policy.add("a", Candidate(1, 2, 8.0), 1.0)
+    policy.add("a", EvictionCandidate(1, 2, 8.0), 1.0)
     clock, frequency, mean = 2.0, 2, 3.0
-    assert policy.worth("a", 1.0) == clock + frequency * mean
+    assert policy.priority("a", 1.0) == clock + frequency * mean
 
 
 def test_lfu_evicts_the_least_used() -> None:
-    policy: Policy[str] = make_policy("lfu", leaves_only=False)
+    policy: EvictionPolicy[str] = make_policy("lfu", leaves_only=False)
     for key in "abc":
         policy.add(key, candidate(), 0.0)
     for key in "aab":
@@ -339,7 +343,7 @@ def test_lfu_evicts_the_least_used() -> None:
 
 
 def test_fifo_minds_no_use() -> None:
-    policy: Policy[str] = make_policy("fifo", leaves_only=False)
+    policy: EvictionPolicy[str] = make_policy("fifo", leaves_only=False)
     for key in "abc":
         policy.add(key, candidate(), 0.0)
     policy.touch("a", 1.0)
@@ -347,7 +351,7 @@ def test_fifo_minds_no_use() -> None:
 
 
 def test_s3fifo_lets_a_scan_pass() -> None:
-    policy: Policy[str] = make_policy("s3fifo", leaves_only=False)
+    policy: EvictionPolicy[str] = make_policy("s3fifo", leaves_only=False)
     policy.add("popular", candidate(), 0.0)
     policy.touch("popular", 0.0)
     policy.touch("popular", 0.0)
@@ -356,19 +360,19 @@ def test_s3fifo_lets_a_scan_pass() -> None:
     gone = [policy.evict(lambda _: True) for _ in range(15)]
     assert gone == [f"scan {number}" for number in range(15)]
     policy.add("scan 0", candidate(), 2.0)  # remembered: it goes straight into the main queue
-    assert policy.worth("scan 0", 2.0) > policy.worth("scan 19", 2.0)
+    assert policy.priority("scan 0", 2.0) > policy.priority("scan 19", 2.0)
 
 
 def test_cachecraft_ranks_by_what_each_use_saved() -> None:
-    policy: Policy[str] = make_policy("cachecraft", leaves_only=False)
+    policy: EvictionPolicy[str] = make_policy("cachecraft", leaves_only=False)
     for key in ("fits", "needs much fixing", "matches"):
         policy.add(key, candidate(), 0.0)
     policy.touch("fits", 1.0, fix_overhead=0.25)
     policy.touch("needs much fixing", 1.0, fix_overhead=1.0)
     policy.touch("needs much fixing", 1.0, fix_overhead=1.0)
     policy.touch("matches", 1.0, fix_overhead=0.0)
-    assert policy.worth("fits", 1.0) == 5.0  # 1 + 1 / 0.25
-    assert policy.worth("matches", 1.0) == 21.0  # the floor of 0.05
+    assert policy.priority("fits", 1.0) == 5.0  # 1 + 1 / 0.25
+    assert policy.priority("matches", 1.0) == 21.0  # the floor of 0.05
     assert victims(policy) == ["needs much fixing", "fits", "matches"]
 
 
@@ -381,42 +385,42 @@ def test_score_and_pgdsf_rise_with_every_use(
     uses: list[float], cost_s: float, num_bytes: int
 ) -> None:
     """Within a window (PGDSF), and where the half-life stands (the score)."""
-    score: Score[str] = Score(leaves_only=False)
-    pgdsf: Policy[str] = make_policy("pgdsf", leaves_only=False)
+    score: ScorePolicy[str] = ScorePolicy(leaves_only=False)
+    pgdsf: EvictionPolicy[str] = make_policy("pgdsf", leaves_only=False)
     for policy in (score, pgdsf):
-        policy.add("a", Candidate(num_bytes, 1, cost_s), 0.0)
+        policy.add("a", EvictionCandidate(num_bytes, 1, cost_s), 0.0)
     now = 0.0
     for gap_s in uses:
         now += gap_s
         half_life_s = score.half_life_s
         for policy in (score, pgdsf):
-            before = policy.worth("a", now)
+            before = policy.priority("a", now)
             policy.touch("a", now)
             if policy is pgdsf or score.half_life_s == half_life_s:
-                assert policy.worth("a", now) >= before
+                assert policy.priority("a", now) >= before
 
 
 def test_the_score_is_saved_seconds_per_byte_and_falls_with_a_half_life() -> None:
-    score: Score[str] = Score(leaves_only=False)
-    score.add("a", Candidate(num_bytes=8, num_tokens=1, cost_s=2.0), 100.0)
-    assert score.worth("a", 100.0) == pytest.approx(-2.0)  # log2(2 / 8)
-    assert score.worth("a", 100.0 + FIRST_HALF_LIFE_S) == pytest.approx(-3.0)
+    score: ScorePolicy[str] = ScorePolicy(leaves_only=False)
+    score.add("a", EvictionCandidate(num_bytes=8, num_tokens=1, cost_s=2.0), 100.0)
+    assert score.priority("a", 100.0) == pytest.approx(-2.0)  # log2(2 / 8)
+    assert score.priority("a", 100.0 + FIRST_HALF_LIFE_S) == pytest.approx(-3.0)
 
 
 @given(script=steps)
 def test_scores_keep_their_order_as_time_goes_by(script: list[Step]) -> None:
     """What lets the heap do without the time."""
-    score: Score[int] = Score(leaves_only=False)
+    score: ScorePolicy[int] = ScorePolicy(leaves_only=False)
     for number, step in enumerate(script):
         score.add(step.key, candidate_of(step), float(number))
     held = [key for key in KEYS if key in score]
-    soon = sorted(held, key=lambda key: (score.worth(key, 100.0), key))
-    late = [score.worth(key, 5000.0) for key in soon]
+    soon = sorted(held, key=lambda key: (score.priority(key, 100.0), key))
+    late = [score.priority(key, 5000.0) for key in soon]
     assert all(a <= b + 1e-6 for a, b in pairwise(late))
 
 
 def test_the_score_remembers_what_it_evicted() -> None:
-    score: Policy[str] = make_policy("score", leaves_only=False)
+    score: EvictionPolicy[str] = make_policy("score", leaves_only=False)
     score.add("again", candidate(), 0.0)
     assert score.evict(lambda _: True) == "again"
     score.add("new", candidate(), 1.0)
@@ -427,11 +431,11 @@ def test_the_score_remembers_what_it_evicted() -> None:
 def test_the_half_life_follows_the_traffic() -> None:
     """Whether uses are a second or an hour apart, it ends near twice their gap."""
     for gap_s in (1.0, 3600.0):
-        score: Score[int] = Score(leaves_only=False)
+        score: ScorePolicy[int] = ScorePolicy(leaves_only=False)
         now = 0.0
         for _ in range(1500):
             for key in KEYS:
-                score.add(key, Candidate(1, 1, 1.0), now)
+                score.add(key, EvictionCandidate(1, 1, 1.0), now)
             now += gap_s
         score.check()
         assert 2.0 * gap_s / 1.5 < score.half_life_s < 2.0 * gap_s * 1.5

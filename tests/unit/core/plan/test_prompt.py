@@ -94,12 +94,12 @@ def test_blending_differs_from_exact_reuse_only_in_its_chunks_and_budget(
     documents = [f"c/{number}" for number in range(len(chunks))]
     exact = plan_exact(prompt, SPACE, "public", "request", documents, planned_at_ms)
     plan = plan_blend(prompt, SPACE, "public", "request", budget, documents, planned_at_ms)
-    assert plan.budget == budget
+    assert plan.recompute_share == budget
     assert plan.blends == any(chunks)
     assert [s.action for s in plan.segments if s.start < len(head)] == [Action.EXACT] * bool(head)
     assert {s.action for s in plan.segments if s.start >= len(head)} <= {Action.BLEND}
     as_exact = tuple(replace(s, action=Action.EXACT) for s in plan.segments)
-    assert replace(plan, segments=as_exact, budget=0.0) == exact
+    assert replace(plan, segments=as_exact, recompute_share=0.0) == exact
 
 
 @given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1))

@@ -82,7 +82,7 @@ FIELDS = [
     "domain",
     "segments",
     "planned_at_ms",
-    "budget",
+    "recompute_share",
     "handoff",
     "alpha",
     "trial",
@@ -139,15 +139,15 @@ def test_a_wrong_segment_is_named(field: str, value: object, named: str) -> None
         ("planned_at_ms", 1 << 63),
         ("planned_at_ms", None),
         ("planned_at_ms", True),
-        ("budget", -0.1),
-        ("budget", 1.5),
-        ("budget", math.nan),
-        ("budget", math.inf),
-        ("budget", 10**400),
-        ("budget", True),
-        ("budget", "x"),
-        ("budget", "0.5"),
-        ("budget", None),
+        ("recompute_share", -0.1),
+        ("recompute_share", 1.5),
+        ("recompute_share", math.nan),
+        ("recompute_share", math.inf),
+        ("recompute_share", 10**400),
+        ("recompute_share", True),
+        ("recompute_share", "x"),
+        ("recompute_share", "0.5"),
+        ("recompute_share", None),
         ("alpha", -0.1),
         ("alpha", math.nan),
         ("alpha", math.inf),
@@ -177,15 +177,15 @@ def test_fields_of_later_versions_are_ignored() -> None:
 
 @pytest.mark.parametrize("whole", [0, 1])
 def test_a_budget_may_be_all_or_nothing(whole: int) -> None:
-    budget = ReusePlan.from_json(valid() | {"budget": whole}).budget
+    budget = ReusePlan.from_json(valid() | {"recompute_share": whole}).recompute_share
     assert budget == whole
     assert type(budget) is float
 
 
 def test_a_plan_without_a_budget_has_none() -> None:
     plan = valid()
-    del plan["budget"]
-    assert ReusePlan.from_json(plan).budget == 0.0
+    del plan["recompute_share"]
+    assert ReusePlan.from_json(plan).recompute_share == 0.0
 
 
 @pytest.mark.parametrize("action", Action)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
-from ragcache_core.plan.signature import MAX_KEYS, MIN_KEY_BYTES, is_sealed, parse_keys, seal
+from ragcache_core.plan.signature import MAX_KEYS, MIN_KEY_BYTES, is_signed, parse_keys, sign
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 TOKENS = list(range(100, 160))
@@ -50,10 +50,10 @@ def plan() -> dict[str, Any]:
 def test_a_seal_outlives_its_way_as_json(
     plan: dict[str, Any], prompt: list[int], key: bytes, rng: random.Random
 ) -> None:
-    given_seal = seal(plan, prompt, key)
+    given_seal = sign(plan, prompt, key)
     items = list(json.loads(json.dumps(plan)).items())
     rng.shuffle(items)
-    assert is_sealed(dict(items), prompt, given_seal, [key])
+    assert is_signed(dict(items), prompt, given_seal, [key])
 
 
 @given(objects, objects, prompts, prompts, same_length_keys, same_length_keys)
@@ -67,10 +67,10 @@ def test_a_seal_is_of_one_plan_one_prompt_and_one_key(
 ) -> None:
     said = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731
     assume(said(plan) != said(other) and prompt != other_prompt and key != other_key)
-    given_seal = seal(plan, prompt, key)
-    assert not is_sealed(other, prompt, given_seal, [key])
-    assert not is_sealed(plan, other_prompt, given_seal, [key])
-    assert not is_sealed(plan, prompt, given_seal, [other_key])
+    given_seal = sign(plan, prompt, key)
+    assert not is_signed(other, prompt, given_seal, [key])
+    assert not is_signed(plan, other_prompt, given_seal, [key])
+    assert not is_signed(plan, prompt, given_seal, [other_key])
 
 
 def changes(value: Any) -> list[Any]:
@@ -90,28 +90,28 @@ def changes(value: Any) -> list[Any]:
 
 
 def test_nothing_of_a_sealed_plan_or_its_prompt_can_be_changed() -> None:
-    given_seal = seal(plan(), TOKENS, KEY)
-    assert is_sealed(plan(), TOKENS, given_seal, [KEY])
+    given_seal = sign(plan(), TOKENS, KEY)
+    assert is_signed(plan(), TOKENS, given_seal, [KEY])
     altered = changes(plan())
-    assert {"domain", "segments", "budget", "request"} <= plan().keys()
+    assert {"domain", "segments", "recompute_share", "request"} <= plan().keys()
     assert len(altered) > 20
     for forged in altered:
-        assert not is_sealed(forged, TOKENS, given_seal, [KEY])
+        assert not is_signed(forged, TOKENS, given_seal, [KEY])
     for at in range(len(TOKENS)):
         prompt = [*TOKENS[:at], TOKENS[at] + 1, *TOKENS[at + 1 :]]
-        assert not is_sealed(plan(), prompt, given_seal, [KEY])
+        assert not is_signed(plan(), prompt, given_seal, [KEY])
     for prompt in (TOKENS[:-1], [*TOKENS, 0], [], TOKENS[::-1]):
-        assert not is_sealed(plan(), prompt, given_seal, [KEY])
+        assert not is_signed(plan(), prompt, given_seal, [KEY])
     for at in range(len(given_seal)):
         forged = given_seal[:at] + ("1" if given_seal[at] == "0" else "0") + given_seal[at + 1 :]
-        assert not is_sealed(plan(), TOKENS, forged, [KEY])
+        assert not is_signed(plan(), TOKENS, forged, [KEY])
 
 
 @given(anything | st.just("é" * 64) | st.text(max_size=80), anything, prompts)
 def test_whatever_a_client_sends_is_answered_and_not_believed(
     given_seal: object, plan: object, prompt: list[int]
 ) -> None:
-    assert not is_sealed(plan, prompt, given_seal, [KEY])
+    assert not is_signed(plan, prompt, given_seal, [KEY])
 
 
 def test_what_is_no_json_is_not_believed() -> None:
@@ -119,21 +119,21 @@ def test_what_is_no_json_is_not_believed() -> None:
     for _ in range(100_000):
         deep = {"a": deep}
     for odd in ({"a": float("nan")}, {"a": object()}, {"a": {1: 2, "b": 3}}, deep):
-        assert not is_sealed(odd, TOKENS, "0" * 64, [KEY])
+        assert not is_signed(odd, TOKENS, "0" * 64, [KEY])
 
 
 def test_any_key_is_believed_and_the_order_is_no_matter() -> None:
-    given_seal = seal(plan(), TOKENS, KEY)
-    assert is_sealed(plan(), TOKENS, given_seal, [OTHER_KEY, KEY])
-    assert is_sealed(plan(), TOKENS, given_seal, [KEY, OTHER_KEY])
-    assert not is_sealed(plan(), TOKENS, given_seal, [OTHER_KEY])
-    assert not is_sealed(plan(), TOKENS, given_seal, [])
+    given_seal = sign(plan(), TOKENS, KEY)
+    assert is_signed(plan(), TOKENS, given_seal, [OTHER_KEY, KEY])
+    assert is_signed(plan(), TOKENS, given_seal, [KEY, OTHER_KEY])
+    assert not is_signed(plan(), TOKENS, given_seal, [OTHER_KEY])
+    assert not is_signed(plan(), TOKENS, given_seal, [])
 
 
 def test_a_plan_is_not_changed_by_sealing_it() -> None:
     before = plan()
     kept = copy.deepcopy(before)
-    seal(before, TOKENS, KEY)
+    sign(before, TOKENS, KEY)
     assert before == kept
 
 
@@ -141,7 +141,7 @@ def test_it_is_the_hmac_that_its_description_says() -> None:
     said = json.dumps(plan(), sort_keys=True, separators=(",", ":")).encode()
     tokens = b"".join(token.to_bytes(8, "little") for token in TOKENS)
     message = b"ragcache-plan-seal-1\0" + len(said).to_bytes(8, "little") + said + tokens
-    assert seal(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
+    assert sign(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
 
 
 written = keys.flatmap(

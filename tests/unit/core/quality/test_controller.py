@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache_core.blend.fix_overhead import VariantFit
-from ragcache_core.blend.recomputation import budget_tokens, wanted_tokens
-from ragcache_core.blend.selection import ALPHA
+from ragcache_core.blend.token_selection import share_to_tokens, wanted_tokens
+from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.plan.prompt import assemble
 from ragcache_core.quality.controller import (
-    MAX_LOST,
+    MAX_ENGINE_LOSSES,
     MIN_QUESTIONS,
     RETRY_EVERY,
     SAMPLE_EVERY,
     WINDOW_QUESTIONS,
-    QualityControl,
-    Replay,
+    QualityController,
+    QuestionReplay,
     alpha_ladder,
 )
 from ragcache_core.quality.reservoir import (
@@ -48,28 +48,30 @@ def question(*documents: str, at: int = 1) -> AskedQuestion:
 class World:
     """Answers are ten words, of which a blend with alpha gets some right."""
 
-    control: QualityControl
+    control: QualityController
     right: Callable[[float], int]
     asked: list[float | None] = field(default_factory=list)
 
-    def answer(self, replay: Replay) -> None:
+    def answer(self, replay: QuestionReplay) -> None:
         self.asked.append(replay.alpha)
         if replay.alpha is None:
-            self.control.note(replay, "w " * 10, 0, 0)
+            self.control.record_answer(replay, "w " * 10, 0, 0)
             return
         right = self.right(replay.alpha)
         repaired = round(FOREIGN * min(BUDGET, 0.6 * replay.alpha))
-        assert self.control.note(replay, "w " * right + "x " * (10 - right), FOREIGN, repaired)
+        assert self.control.record_answer(
+            replay, "w " * right + "x " * (10 - right), FOREIGN, repaired
+        )
 
     def try_questions(self, count: int) -> None:
         for number in range(count):
             self.control.offer(question(at=number + 1), number + 1)
-            while (replay := self.control.next_replay(number + 1)) is not None:
+            while (replay := self.control.begin_replay(number + 1)) is not None:
                 self.answer(replay)
 
 
 def world(wanted: float, right: Callable[[float], int]) -> World:
-    return World(QualityControl(wanted, BUDGET), right)
+    return World(QualityController(wanted, BUDGET), right)
 
 
 class TestLadder:
@@ -78,11 +80,11 @@ class TestLadder:
         """The three lowest differ in what a chunk gets, and the two highest give it most."""
         fit, tokens = VariantFit(VariantKey(bytes(16), bytes(16)), cci, 0.0), 10_000
         recomputed = [
-            min(wanted_tokens(fit.fix_overhead(alpha), tokens), budget_tokens(budget, tokens))
+            min(wanted_tokens(fit.fix_overhead(alpha), tokens), share_to_tokens(budget, tokens))
             for alpha in alpha_ladder(budget)
         ]
         assert 0 == recomputed[0] < recomputed[1] < recomputed[2] <= recomputed[3]
-        assert recomputed[-1] == recomputed[-2] == budget_tokens(budget, tokens)
+        assert recomputed[-1] == recomputed[-2] == share_to_tokens(budget, tokens)
 
     @given(shares)
     def test_it_ascends_and_ends_with_the_default(self, budget):
@@ -91,7 +93,7 @@ class TestLadder:
         assert ladder[-1] == (ALPHA if budget else 0)
 
     def test_a_share_is_a_share(self):
-        with pytest.raises(ValueError, match="budget"):
+        with pytest.raises(ValueError, match="recompute_share"):
             alpha_ladder(1.1)
 
 
@@ -104,26 +106,26 @@ class TestDecision:
     def test_nothing_is_decided_before_there_are_enough(self):
         tried = world(1.0, lambda _: 0)
         tried.try_questions(MIN_QUESTIONS - 1)
-        verdict = tried.control.verdict
-        assert (verdict.decided, verdict.alpha, verdict.computes_all) == (False, None, False)
+        decision = tried.control.decision
+        assert (decision.decided, decision.alpha, decision.computes_all) == (False, None, False)
 
     def test_the_least_alpha_that_reaches_it_is_taken(self):
         tried = world(0.9, lambda alpha: 10 if alpha >= BUDGET else 5)
         tried.try_questions(MIN_QUESTIONS)
-        assert tried.control.verdict.alpha is not None
+        assert tried.control.decision.alpha is not None
         # Between half of the budget (0.5) and all of it (1.0) quality is taken for a line.
-        assert tried.control.verdict.alpha == pytest.approx(0.9 * BUDGET)
-        found = tried.control.verdict.calibration
+        assert tried.control.decision.alpha == pytest.approx(0.9 * BUDGET)
+        found = tried.control.decision.calibration
         assert found is not None
         assert found.quality == pytest.approx(0.9)
         assert found.fix_overhead == pytest.approx(0.108)
 
     def test_where_none_reaches_it_everything_is_computed_and_now_and_again_left_to_try(self):
         tried = world(0.9, lambda _: 5)
-        assert not any(tried.control.is_left_to_try() for _ in range(RETRY_EVERY))
+        assert not any(tried.control.sample_for_trial() for _ in range(RETRY_EVERY))
         tried.try_questions(MIN_QUESTIONS)
-        assert tried.control.verdict.computes_all
-        left = [tried.control.is_left_to_try() for _ in range(3 * RETRY_EVERY)]
+        assert tried.control.decision.computes_all
+        left = [tried.control.sample_for_trial() for _ in range(3 * RETRY_EVERY)]
         assert sum(left) == 3
 
     def test_it_follows_what_answers_become_worth(self):
@@ -131,7 +133,7 @@ class TestDecision:
         tried.try_questions(MIN_QUESTIONS)
         tried.right = lambda _: 10
         tried.try_questions(WINDOW_QUESTIONS * SAMPLE_EVERY)
-        assert tried.control.verdict.alpha == 0.0
+        assert tried.control.decision.alpha == 0.0
 
     def test_when_the_window_is_full_few_are_tried(self):
         tried = world(0.9, lambda _: 10)
@@ -144,56 +146,56 @@ class TestDecision:
         tried = world(0.9, lambda _: 10)
         tried.try_questions(WINDOW_QUESTIONS)
         for number in range(3):
-            tried.control.offer(question(at=100 + number), 100, left_to_try=True)
-            assert tried.control.next_replay(102) is not None
+            tried.control.offer(question(at=100 + number), 100, is_sampled=True)
+            assert tried.control.begin_replay(102) is not None
 
     def test_a_question_that_is_tried_is_let_go_when_it_is_too_old(self):
-        control = QualityControl(0.9, BUDGET)
+        control = QualityController(0.9, BUDGET)
         control.offer(question(at=1), 1)
-        full = control.next_replay(1)
+        full = control.begin_replay(1)
         assert full is not None
-        control.note(full, "w", 0, 0)
-        control.prune(2 + MAX_AGE_MS)
-        assert not control.note(Replay(full.question, 0.0), "w", FOREIGN, 0)
+        control.record_answer(full, "w", 0, 0)
+        control.remove_expired(2 + MAX_AGE_MS)
+        assert not control.record_answer(QuestionReplay(full.question, 0.0), "w", FOREIGN, 0)
 
     def test_a_question_that_is_no_blend_any_more_is_let_go(self):
-        control = QualityControl(0.9, BUDGET)
+        control = QualityController(0.9, BUDGET)
         control.offer(question(), 1)
-        full = control.next_replay(1)
+        full = control.begin_replay(1)
         assert full is not None
-        assert not control.note(full, "w", 0, 0)
-        first = control.next_replay(1)
+        assert not control.record_answer(full, "w", 0, 0)
+        first = control.begin_replay(1)
         assert first is not None
-        assert not control.note(first, "w", 0, 0)
-        assert control.next_replay(1) is None
+        assert not control.record_answer(first, "w", 0, 0)
+        assert control.begin_replay(1) is None
 
     def test_what_is_interrupted_is_asked_again(self):
-        control = QualityControl(0.9, BUDGET)
+        control = QualityController(0.9, BUDGET)
         control.offer(question(), 1)
-        first, again = control.next_replay(1), control.next_replay(1)
+        first, again = control.begin_replay(1), control.begin_replay(1)
         assert first is not None
         assert again is not None
         assert (first.question, first.alpha) == (again.question, again.alpha)
-        control.drop(again)
-        assert control.next_replay(1) is None
+        control.abandon(again)
+        assert control.begin_replay(1) is None
 
     def test_what_is_said_of_a_question_that_was_forgotten_means_nothing(self):
-        control = QualityControl(0.9, BUDGET)
+        control = QualityController(0.9, BUDGET)
         control.offer(question("gone"), 1)
-        full = control.next_replay(1)
+        full = control.begin_replay(1)
         assert full is not None
-        control.note(full, "w", 0, 0)
-        replay = control.next_replay(1)
+        control.record_answer(full, "w", 0, 0)
+        replay = control.begin_replay(1)
         assert replay is not None
-        control.delete("gone", 2)
-        assert not control.note(replay, "w", FOREIGN, 0)
-        assert control.next_replay(2) is None
+        control.forget_document("gone", 2)
+        assert not control.record_answer(replay, "w", FOREIGN, 0)
+        assert control.begin_replay(2) is None
 
     def test_a_question_grows_too_old_even_while_it_is_tried(self):
-        control = QualityControl(0.9, BUDGET)
+        control = QualityController(0.9, BUDGET)
         control.offer(question(at=1), 1)
-        assert control.next_replay(1 + MAX_AGE_MS) is not None
-        assert control.next_replay(2 + MAX_AGE_MS) is None
+        assert control.begin_replay(1 + MAX_AGE_MS) is not None
+        assert control.begin_replay(2 + MAX_AGE_MS) is None
 
     @given(wanted=shares, seed=st.lists(st.integers(0, 10), min_size=5, max_size=5))
     def test_no_more_is_wanted_for_less(self, wanted, seed):
@@ -202,8 +204,8 @@ class TestDecision:
         low, high = world(wanted / 2, by_alpha.__getitem__), world(wanted, by_alpha.__getitem__)
         for one in (low, high):
             one.try_questions(MIN_QUESTIONS)
-        if not high.control.verdict.computes_all:
-            assert low.control.verdict.alpha <= high.control.verdict.alpha <= ALPHA
+        if not high.control.decision.computes_all:
+            assert low.control.decision.alpha <= high.control.decision.alpha <= ALPHA
 
 
 class Reservoirs(RuleBasedStateMachine):
@@ -226,12 +228,12 @@ class Reservoirs(RuleBasedStateMachine):
     @rule(document=st.sampled_from("abcd"))
     def deleted_now(self, document):
         self.deleted[document] = self.now
-        self.reservoir.delete(document, self.now)
+        self.reservoir.forget_document(document, self.now)
 
     @precondition(lambda self: len(self.reservoir))
     @rule()
     def taken(self):
-        found = self.reservoir.take(self.now)
+        found = self.reservoir.take_newest(self.now)
         if found is not None:
             assert self.now - found.planned_at_ms <= MAX_AGE_MS
             for document in found.documents:
@@ -251,13 +253,13 @@ class TestReservoir:
         asked = [question(at=n + 1) for n in range(MAX_QUESTIONS + 1)]
         for one in asked:
             reservoir.add(one, 20)
-        taken = [reservoir.take(20) for _ in range(MAX_QUESTIONS)]
+        taken = [reservoir.take_newest(20) for _ in range(MAX_QUESTIONS)]
         assert taken == asked[:0:-1]
-        assert reservoir.take(20) is None
+        assert reservoir.take_newest(20) is None
 
     def test_a_question_under_way_while_its_document_is_deleted_is_not_kept(self):
         reservoir = QuestionReservoir()
-        reservoir.delete("a", 5)
+        reservoir.forget_document("a", 5)
         reservoir.add(question("a", "b", at=5), 6)
         assert len(reservoir) == 0
         reservoir.add(question("a", "b", at=6), 6)
@@ -266,9 +268,9 @@ class TestReservoir:
     def test_what_is_too_old_does_not_wait_to_be_taken(self):
         reservoir = QuestionReservoir()
         reservoir.add(question(at=1), 1)
-        reservoir.prune(1 + MAX_AGE_MS)
+        reservoir.remove_expired(1 + MAX_AGE_MS)
         assert len(reservoir) == 1
-        reservoir.prune(2 + MAX_AGE_MS)
+        reservoir.remove_expired(2 + MAX_AGE_MS)
         assert len(reservoir) == 0
 
 
@@ -291,14 +293,14 @@ class TestRouge:
 
 
 def test_a_question_that_engines_are_lost_over_is_dropped_and_the_next_has_as_many_tries() -> None:
-    control = QualityControl(0.9, BUDGET)
+    control = QualityController(0.9, BUDGET)
     for name in ("a", "b"):
         control.offer(question(name), 1)
     asked = []
-    while (replay := control.next_replay(1)) is not None:
+    while (replay := control.begin_replay(1)) is not None:
         asked.append(replay.question)
-        dropped = control.lose(replay)
-        assert dropped == (asked.count(replay.question) == MAX_LOST)
+        dropped = control.record_engine_loss(replay)
+        assert dropped == (asked.count(replay.question) == MAX_ENGINE_LOSSES)
         # Of one that is forgotten nothing more is counted.
-        assert not (dropped and control.lose(replay))
-    assert len(asked) == 2 * MAX_LOST
+        assert not (dropped and control.record_engine_loss(replay))
+    assert len(asked) == 2 * MAX_ENGINE_LOSSES

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.tiering.access_counts import DecayedCounts
-from ragcache_core.tiering.fidelity import BITS, FINEST_FIRST, settle
+from ragcache_core.tiering.fidelity import BITS, FINEST_FIRST, decide_re_encoding
 from ragcache_core.tiering.precision_assignment import (
     HA_RAG_SCHEMES,
+    AccessObservation,
     FixedAssignment,
     HaRagAssignment,
-    Observation,
     Placement,
     RankPlacement,
 )
 from ragcache_core.tiering.score_assignment import (
     NATIVE_GRADE,
     Grade,
-    Memory,
+    MemoryBudget,
     ScoreAssignment,
     convex_hull,
     read_error,
@@ -37,9 +37,9 @@ GRADES = (Grade(INT8, 0.53, 0.005), Grade(MIXED, 0.41, 0.03), Grade(INT4, 0.28, 
 COARSENESS = {Precision(): 0, INT8: 1, MIXED: 2, INT4: 3}
 
 
-def observations(accesses: list[float], num_bytes: int = 1000) -> list[Observation[int]]:
+def observations(accesses: list[float], num_bytes: int = 1000) -> list[AccessObservation[int]]:
     return [
-        Observation(key, count, num_bytes, score=count / num_bytes)
+        AccessObservation(key, count, num_bytes, score=count / num_bytes)
         for key, count in enumerate(accesses)
     ]
 
@@ -47,7 +47,7 @@ def observations(accesses: list[float], num_bytes: int = 1000) -> list[Observati
 counts = st.lists(st.floats(0, 1e6), max_size=60)
 variants = st.lists(
     st.builds(
-        Observation,
+        AccessObservation,
         key=st.integers(),
         accesses=st.floats(0, 1e6),
         native_bytes=st.integers(1, 1 << 30),
@@ -107,8 +107,8 @@ def test_a_half_life_is_positive() -> None:
 def test_algorithm_1_cuts_exactly(total: int) -> None:
     ranks = list(range(total))
     random.Random(total).shuffle(ranks)
-    assigned = HaRagAssignment().assign(
-        [Observation(key, float(total - rank), 1) for key, rank in enumerate(ranks)]
+    assigned = HaRagAssignment().assign_precisions(
+        [AccessObservation(key, float(total - rank), 1) for key, rank in enumerate(ranks)]
     )
     tenth = total // 10
     by_rank = sorted(assigned, key=lambda key: ranks[key])
@@ -122,7 +122,9 @@ def test_algorithm_1_cuts_exactly(total: int) -> None:
 
 @pytest.mark.parametrize("total", [0, 1, 19, 20, 40, 99, 100])
 def test_algorithm_2_cuts_exactly(total: int) -> None:
-    placed = HaRagAssignment().place(observations([float(total - key) for key in range(total)]))
+    placed = HaRagAssignment().assign_placements(
+        observations([float(total - key) for key in range(total)])
+    )
     gpu, pinned, pageable = total * 5 // 100, total * 5 // 100, total * 10 // 100
     assert [placed[key] for key in range(total)] == [
         *[Placement.GPU] * gpu,
@@ -135,14 +137,17 @@ def test_algorithm_2_cuts_exactly(total: int) -> None:
 def test_an_index_is_cut_by_whole_percents_not_by_floats() -> None:
     # int(0.29 * 100) is 28
     placement = RankPlacement(gpu_percent=29, pinned_percent=0, pageable_percent=0)
-    placed = placement.place(observations([1.0] * 100))
+    placed = placement.assign_placements(observations([1.0] * 100))
     assert sum(memory is Placement.GPU for memory in placed.values()) == 29
 
 
 @given(counts=counts)
 def test_the_hotter_never_gets_the_worse(counts: list[float]) -> None:
     seen = observations(counts)
-    assigned, placed = HaRagAssignment().assign(seen), HaRagAssignment().place(seen)
+    assigned, placed = (
+        HaRagAssignment().assign_precisions(seen),
+        HaRagAssignment().assign_placements(seen),
+    )
     for hot in seen:
         for cold in seen:
             if hot.accesses > cold.accesses:
@@ -160,20 +165,24 @@ def test_the_hotter_never_gets_the_worse(counts: list[float]) -> None:
     [
         HaRagAssignment(),
         FixedAssignment(INT8),
-        ScoreAssignment(GRADES, max_error=0.01, memory=Memory(1 << 28, 1 << 29, 1 << 30)),
+        ScoreAssignment(GRADES, max_error=0.01, memory=MemoryBudget(1 << 28, 1 << 29, 1 << 30)),
     ],
     ids=lambda one: type(one).__name__,
 )
 def test_answers_do_not_depend_on_the_order_of_observations(
     assignment: HaRagAssignment | FixedAssignment | ScoreAssignment,
-    seen: list[Observation[int]],
+    seen: list[AccessObservation[int]],
     seed: int,
 ) -> None:
     shuffled = list(seen)
     random.Random(seed).shuffle(shuffled)
-    assert assignment.assign(shuffled) == assignment.assign(seen)
-    assert assignment.place(shuffled) == assignment.place(seen)
-    assert set(assignment.assign(seen)) == set(assignment.place(seen)) == {o.key for o in seen}
+    assert assignment.assign_precisions(shuffled) == assignment.assign_precisions(seen)
+    assert assignment.assign_placements(shuffled) == assignment.assign_placements(seen)
+    assert (
+        set(assignment.assign_precisions(seen))
+        == set(assignment.assign_placements(seen))
+        == {o.key for o in seen}
+    )
 
 
 # Our assignment
@@ -181,9 +190,9 @@ def test_answers_do_not_depend_on_the_order_of_observations(
 
 @given(seen=variants, max_error=st.floats(0, 0.2), prior=st.sampled_from((0.0, 0.5, 10.0)))
 def test_the_quality_bound_holds(
-    seen: list[Observation[int]], max_error: float, prior: float
+    seen: list[AccessObservation[int]], max_error: float, prior: float
 ) -> None:
-    assigned = ScoreAssignment(GRADES, max_error, prior_accesses=prior).assign(seen)
+    assigned = ScoreAssignment(GRADES, max_error, prior_accesses=prior).assign_precisions(seen)
     assert read_error(seen, assigned, GRADES, prior) <= max_error + 1e-9
 
 
@@ -192,7 +201,7 @@ def test_of_one_size_the_hotter_is_never_held_coarser(
     counts: list[float], max_error: float
 ) -> None:
     seen = observations(counts)
-    assigned = ScoreAssignment(GRADES, max_error).assign(seen)
+    assigned = ScoreAssignment(GRADES, max_error).assign_precisions(seen)
     for hot in seen:
         for cold in seen:
             if hot.accesses > cold.accesses:
@@ -201,13 +210,13 @@ def test_of_one_size_the_hotter_is_never_held_coarser(
 
 @given(seen=variants, tight=st.floats(0, 0.2), loose=st.floats(0, 0.2))
 def test_a_looser_bound_never_takes_more_bytes(
-    seen: list[Observation[int]], tight: float, loose: float
+    seen: list[AccessObservation[int]], tight: float, loose: float
 ) -> None:
     tight, loose = sorted((tight, loose))
     sizes = {grade.precision: grade.size for grade in (NATIVE_GRADE, *GRADES)}
 
     def total(bound: float) -> float:
-        assigned = ScoreAssignment(GRADES, bound).assign(seen)
+        assigned = ScoreAssignment(GRADES, bound).assign_precisions(seen)
         return sum(one.native_bytes * sizes[assigned[one.key]] for one in seen)
 
     assert total(loose) <= total(tight) + 1e-6
@@ -215,13 +224,13 @@ def test_a_looser_bound_never_takes_more_bytes(
 
 def test_it_stops_where_everything_fits() -> None:
     seen = observations([float(10 - key) for key in range(10)])
-    assigned = ScoreAssignment(GRADES, max_error=1, capacity_bytes=9_000).assign(seen)
+    assigned = ScoreAssignment(GRADES, max_error=1, capacity_bytes=9_000).assign_precisions(seen)
     assert list(assigned.values()) == [*[Precision()] * 7, *[INT8] * 3]
 
 
 def test_what_nobody_reads_is_coarse_and_what_everybody_reads_is_exact() -> None:
     assignment = ScoreAssignment(GRADES, max_error=0.001, prior_accesses=0)
-    assigned = assignment.assign(observations([1000, 1, 0, 0]))
+    assigned = assignment.assign_precisions(observations([1000, 1, 0, 0]))
     assert assigned[0] == Precision()
     assert assigned[2] == assigned[3] == INT4
 
@@ -231,7 +240,7 @@ def test_it_is_within_one_step_of_the_best_there_is() -> None:
     rng = random.Random(4)
     sizes = {grade.precision: grade for grade in (NATIVE_GRADE, *GRADES)}
     for _ in range(5):
-        seen = [Observation(key, rng.random(), rng.randrange(1, 1000)) for key in range(6)]
+        seen = [AccessObservation(key, rng.random(), rng.randrange(1, 1000)) for key in range(6)]
         bound = rng.uniform(0.001, 0.1)
         weights = read_weights(seen)
         least: dict[float, float] = {0.0: 0.0}  # error: bytes
@@ -244,7 +253,7 @@ def test_it_is_within_one_step_of_the_best_there_is() -> None:
                         taken = num_bytes + one.native_bytes * grade.size
                         least_next[more] = min(taken, least_next.get(more, taken))
             least = least_next
-        assigned = ScoreAssignment(GRADES, bound).assign(seen)
+        assigned = ScoreAssignment(GRADES, bound).assign_precisions(seen)
         taken = sum(one.native_bytes * sizes[assigned[one.key]].size for one in seen)
         one_step = max(one.native_bytes for one in seen) * (1 - 0.53)
         assert min(least.values()) - 1e-9 <= taken <= min(least.values()) + one_step
@@ -254,24 +263,24 @@ def test_error_already_there_is_charged_and_better_is_wanted_for_the_hot() -> No
     assignment = ScoreAssignment(GRADES, max_error=0.006)
     fresh = observations([100, 1, 1, 1])
     lossy = [replace(fresh[0], held=INT4), *fresh[1:]]
-    assigned = assignment.assign(lossy)
-    assert settle(INT4, assigned[0]).want_better
+    assigned = assignment.assign_precisions(lossy)
+    assert decide_re_encoding(INT4, assigned[0]).want_better
     # Nearly all reads meet an error of 0.11 by now, so nobody else may get any.
     assert [assigned[key] for key in (1, 2, 3)] == [Precision()] * 3
 
 
 def test_what_was_not_read_yet_is_not_thought_free() -> None:
     seen = observations([3.0] * 5 + [0.0] * 95)
-    free = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0).assign(seen)
+    free = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0).assign_precisions(seen)
     assert set(list(free.values())[5:]) == {INT4}
-    careful = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0.5).assign(seen)
+    careful = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0.5).assign_precisions(seen)
     assert list(careful.values()).count(INT4) < 20
 
 
 @given(seen=variants)
-def test_placement_stays_within_its_memories(seen: list[Observation[int]]) -> None:
-    memory = Memory(gpu_bytes=1 << 29, pinned_bytes=1 << 30, pageable_bytes=1 << 31)
-    placed = ScoreAssignment((), max_error=0, memory=memory).place(seen)
+def test_placement_stays_within_its_memories(seen: list[AccessObservation[int]]) -> None:
+    memory = MemoryBudget(gpu_bytes=1 << 29, pinned_bytes=1 << 30, pageable_bytes=1 << 31)
+    placed = ScoreAssignment((), max_error=0, memory=memory).assign_placements(seen)
     taken = dict.fromkeys(Placement, 0)
     for one in seen:
         taken[placed[one.key]] += one.native_bytes
@@ -297,7 +306,7 @@ def test_a_lossless_grade_that_is_smaller_takes_the_place_of_native() -> None:
 
 @given(held=precisions, wanted=precisions)
 def test_no_precision_comes_back(held: Precision, wanted: Precision) -> None:
-    settled = settle(held, wanted)
+    settled = decide_re_encoding(held, wanted)
     after = settled.re_encode or held
     for before, now, wish in (
         (held.key, after.key, wanted.key),
@@ -313,23 +322,23 @@ def test_no_precision_comes_back(held: Precision, wanted: Precision) -> None:
 
 @given(held=precisions, wanted=precisions)
 def test_settling_twice_changes_nothing_more(held: Precision, wanted: Precision) -> None:
-    once = settle(held, wanted)
-    again = settle(once.re_encode or held, wanted)
+    once = decide_re_encoding(held, wanted)
+    again = decide_re_encoding(once.re_encode or held, wanted)
     assert again.re_encode is None
     assert again.want_better == once.want_better
 
 
 def test_keys_and_values_settle_apart() -> None:
-    settled = settle(Precision(Codec.INT4, Codec.INT8), MIXED)
+    settled = decide_re_encoding(Precision(Codec.INT4, Codec.INT8), MIXED)
     assert settled.re_encode == INT4
     assert settled.want_better  # the keys
 
 
 def test_lossless_is_as_good_as_lossless() -> None:
     packed = Precision(Codec.PACKED, Codec.PACKED)
-    assert settle(Precision(), packed).re_encode == packed
-    assert settle(packed, Precision()).re_encode is None
-    assert not settle(packed, Precision()).want_better
+    assert decide_re_encoding(Precision(), packed).re_encode == packed
+    assert decide_re_encoding(packed, Precision()).re_encode is None
+    assert not decide_re_encoding(packed, Precision()).want_better
 
 
 def test_every_lossy_codec_has_its_place() -> None:

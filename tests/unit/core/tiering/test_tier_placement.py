@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.eviction.policy import Candidate
+from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.tiering.precision_assignment import Placement, RankPlacement
 from ragcache_core.tiering.tier_placement import (
     MAX_COUNTED,
     MEMORIES,
     TIER_POLICIES,
-    ByScore,
-    ByThresholds,
+    ScoreTierPolicy,
+    ThresholdTierPolicy,
     TierPolicy,
-    fill,
+    fill_tiers,
     make_tier_policy,
 )
 
@@ -33,8 +33,8 @@ STEPS = st.lists(
 )
 
 
-def candidate(num_bytes: int) -> Candidate[int]:
-    return Candidate(num_bytes, num_tokens=num_bytes, cost_s=0.0)
+def candidate(num_bytes: int) -> EvictionCandidate[int]:
+    return EvictionCandidate(num_bytes, num_tokens=num_bytes, cost_s=0.0)
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Held:
                 self.policy.add(key, candidate(num_bytes), self.now)
                 self.sizes[key] = num_bytes
             case "use":
-                self.policy.use(key, self.now)
+                self.policy.record_use(key, self.now)
             case "remove":
                 self.policy.remove(key)
                 self.sizes.pop(key, None)
             case "place":
-                placed = self.policy.place(self.now)
+                placed = self.policy.assign_tiers(self.now)
                 assert placed.keys() == self.sizes.keys()
                 return placed
         return None
@@ -66,15 +66,15 @@ class Held:
         self.sizes = {k: v for k, v in self.sizes.items() if placed[k] is not DISK}
 
     def heat(self, key: int) -> float:
-        if isinstance(self.policy, ByScore):
-            return self.policy.worth(key, self.now)
-        assert isinstance(self.policy, ByThresholds)
+        if isinstance(self.policy, ScoreTierPolicy):
+            return self.policy.priority(key, self.now)
+        assert isinstance(self.policy, ThresholdTierPolicy)
         return self.policy.accesses(key, self.now)
 
 
 def make(name: str, limits: dict[Placement, int]) -> TierPolicy[int]:
     if name == "thresholds":  # shares that say something of a dozen keys
-        return ByThresholds(limits, RankPlacement(30, 40, 30))
+        return ThresholdTierPolicy(limits, RankPlacement(30, 40, 30))
     return make_tier_policy(name, limits)
 
 
@@ -127,57 +127,57 @@ def test_by_thresholds_nothing_hotter_is_below_what_is_colder(
 
 
 def test_a_use_brings_a_value_up_and_the_coldest_goes_down() -> None:
-    policy = ByScore[int]({GPU: 10, PINNED: 20})
+    policy = ScoreTierPolicy[int]({GPU: 10, PINNED: 20})
     for now, key in enumerate((1, 2, 3)):
         policy.add(key, candidate(10), now)
-    assert policy.place(3.0) == {3: GPU, 2: PINNED, 1: PINNED}
-    policy.use(1, 4.0)
+    assert policy.assign_tiers(3.0) == {3: GPU, 2: PINNED, 1: PINNED}
+    policy.record_use(1, 4.0)
     policy.add(4, candidate(10), 5.0)
-    assert policy.place(6.0) == {1: GPU, 4: PINNED, 3: PINNED, 2: DISK}
+    assert policy.assign_tiers(6.0) == {1: GPU, 4: PINNED, 3: PINNED, 2: DISK}
 
 
 def test_what_was_given_up_is_known_again_when_it_returns() -> None:
-    policy = ByScore[int]({PINNED: 10})
+    policy = ScoreTierPolicy[int]({PINNED: 10})
     for now in range(4):
         policy.add(1, candidate(10), now)
     policy.add(2, candidate(10), 4.0)
-    assert policy.place(4.0)[2] is DISK
+    assert policy.assign_tiers(4.0)[2] is DISK
     policy.remove(1)
     policy.add(3, candidate(10), 5.0)
     policy.add(2, candidate(10), 6.0)
-    assert policy.place(6.0) == {2: PINNED, 3: DISK}
+    assert policy.assign_tiers(6.0) == {2: PINNED, 3: DISK}
 
 
 def test_thresholds_are_shares_of_all_that_is_used_not_of_what_is_held() -> None:
-    policy = ByThresholds[int]({GPU: 1000, PINNED: 1000})  # 5 % and 5 %, as in the paper
+    policy = ThresholdTierPolicy[int]({GPU: 1000, PINNED: 1000})  # 5 % and 5 %, as in the paper
     for key in range(100):
         for _ in range(100 - key):
-            policy.use(key, 0.0)
+            policy.record_use(key, 0.0)
     for key in (0, 4, 5, 9, 10, 50):
         policy.add(key, candidate(1), 0.0)
-    placed = policy.place(0.0)
+    placed = policy.assign_tiers(0.0)
     assert placed == {0: GPU, 4: GPU, 5: PINNED, 9: PINNED, 10: DISK, 50: DISK}
 
 
 def test_without_a_pool_on_the_device_its_list_is_on_the_host() -> None:
-    policy = ByThresholds[int]({PINNED: 10}, RankPlacement(50, 0, 0))
+    policy = ThresholdTierPolicy[int]({PINNED: 10}, RankPlacement(50, 0, 0))
     for now, key in enumerate((1, 2)):
         policy.add(key, candidate(10), now)
-    assert sorted(policy.place(2.0).values()) == [DISK, PINNED]
+    assert sorted(policy.assign_tiers(2.0).values()) == [DISK, PINNED]
 
 
 def test_counts_of_keys_are_bounded() -> None:
-    policy = ByThresholds[int]({PINNED: 10})
+    policy = ThresholdTierPolicy[int]({PINNED: 10})
     policy.add(-1, candidate(10), 0.0)
     for key in range(MAX_COUNTED + 10):
-        policy.use(key, 1.0 + key)
+        policy.record_use(key, 1.0 + key)
         assert len(policy._counts) <= MAX_COUNTED
-    assert -1 in policy.place(2.0 + MAX_COUNTED)
+    assert -1 in policy.assign_tiers(2.0 + MAX_COUNTED)
 
 
 def test_a_value_larger_than_a_memory_keeps_nothing_else_out_of_it() -> None:
     order = [(1, 30, GPU), (2, 10, GPU), (3, 5, GPU), (4, 1, GPU)]
-    assert fill(order, {GPU: 12, PINNED: 40}) == {1: PINNED, 2: GPU, 3: PINNED, 4: PINNED}
+    assert fill_tiers(order, {GPU: 12, PINNED: 40}) == {1: PINNED, 2: GPU, 3: PINNED, 4: PINNED}
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:

@@ -18,13 +18,13 @@ from ragcache_core.identity.variant import Miss, Tier, ValuePart
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.store_api import ChunkVariants, LookupKey, StoredVariant
-from ragcache_engine.config import EngineConfig
 from ragcache_engine.protocol.messages import BLEND_UNSUPPORTED, LoadJob, LoadOutcome, SaveJob
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecords
 from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
 from ragcache_kv.values.layout import value_bytes
 from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 from tests.unit.engine.scheduler.test_scheduler import AS_OF, PROFILE, SPACE
 
@@ -112,7 +112,7 @@ class Engine:
 
     def __init__(self, **settings: Any) -> None:
         self.store, self.pool, self.book = FakeStore(), Pool(), RequestRecords()
-        config = EngineConfig(FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings)
+        config = EngineSettings(cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings)
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
         self.side = ConnectorScheduler(config, SPACE, self.book, store, self.costs)

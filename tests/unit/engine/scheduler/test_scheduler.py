@@ -25,15 +25,15 @@ from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import sign
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
-from ragcache_engine.config import EngineConfig
 from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome, SaveJob, StepReport
 from ragcache_engine.protocol.roles import EngineRole
-from ragcache_engine.scheduler.lookup import LookupResult, LookupExecutor
+from ragcache_engine.scheduler.lookup import LookupExecutor, LookupResult
 from ragcache_engine.scheduler.refused_plans import RefusalReason
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
 from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
 from ragcache_kv.values.layout import value_bytes
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
@@ -98,18 +98,19 @@ class Engine:
     ) -> None:
         self.store = store or FakeStore()
         self.book = RequestRecords()
-        config = EngineConfig(
-            FixedMembers(()),
-            plan_keys=plan_keys,
+        config = EngineSettings(
+            cachestore=FixedMembers(()),
+            signing_key_file=plan_keys,
             lookup_wait_s=5.0,
             min_load_tokens=16,
             plain_prefixes=plain_prefixes,
-            role=role,
             handoff_wait_s=handoff_wait_s,
         )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
-        self.side = ConnectorScheduler(config, SPACE, self.book, store, self.costs)
+        self.side = ConnectorScheduler(
+            config, SPACE, self.book, store, self.costs, role=role
+        )
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
         plan = plan_exact(prompt, SPACE, "public", request_id).to_json()

@@ -27,7 +27,6 @@ from ragcache_core.identity.variant import (  # noqa: E402
     VariantInfo,
 )
 from ragcache_core.store_api import AsOf, NewVariant, PutOutcome  # noqa: E402
-from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.kv_cache.device_event import DeviceEvent  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache  # noqa: E402
 from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_shape  # noqa: E402
@@ -36,8 +35,8 @@ from ragcache_engine.protocol.messages import (  # noqa: E402
     LoadJob,
     LoadOutcome,
     SaveJob,
-    VariantSpan,
     StepJobs,
+    VariantSpan,
 )
 from ragcache_engine.protocol.roles import EngineRole  # noqa: E402
 from ragcache_engine.worker import worker as worker_module
@@ -47,6 +46,7 @@ from ragcache_kv.values.buffers import checksummed_parts, matches_checksums  # n
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts  # noqa: E402
 from ragcache_kv.values.outgoing_value import OutgoingValue, Runs  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 
 if TYPE_CHECKING:
@@ -202,18 +202,20 @@ class Worker:
 
     def __init__(
         self,
-        config: EngineConfig | None = None,
+        config: EngineSettings | None = None,
         blender: BlendComponents | None = None,
         client: ShardedStore | None = None,
+        role: EngineRole = EngineRole.BOTH,
     ) -> None:
         """client: of a real store, in place of the fake one."""
         self.cache, self.store = FakeCache(), FakeStore()
         self.side = ConnectorWorker(
-            config or EngineConfig(FixedMembers(())),
+            config or EngineSettings(cachestore=FixedMembers(())),
             SPACE,
             cast("PagedCache", self.cache),
             client or cast("ShardedStore", self.store),
             blender,
+            role=role,
         )
 
     def load(self, job: LoadJob) -> LoadOutcome:
@@ -565,7 +567,7 @@ def test_a_write_that_raises_leaves_other_loads_alone(worker: Worker) -> None:
 
 def layerwise() -> Worker:
     """A worker that knows what writing takes."""
-    worker = Worker(EngineConfig(FixedMembers(()), layerwise=True))
+    worker = Worker(EngineSettings(cachestore=FixedMembers(()), layerwise=True))
     wanted = spans(40)
     worker.store.fill(wanted)
     for number in range(4):
@@ -588,7 +590,7 @@ def test_layers_that_were_put_off_come_in_the_pass() -> None:
     jobs = StepJobs(num_tokens=8)
     worker.side.begin_step(jobs)
     for name in worker.cache.index_of:
-        worker.side.layer_needed(name)
+        worker.side.wait_for_layer(name)
     worker.side.end_pass(jobs)
     for span in wanted:
         assert torch.equal(worker.cache.read(BLOCKS, span.start, span.end), tensors[span.variant])
@@ -637,7 +639,7 @@ def test_a_pass_without_its_layers_is_computed_again() -> None:
     worker.side.begin_step(jobs)
     worker.cache.broken = True
     for name in worker.cache.index_of:
-        worker.side.layer_needed(name)
+        worker.side.wait_for_layer(name)
     worker.cache.broken = False
     worker.side.end_pass(jobs)
     assert worker.side.take_bad_blocks() == set(BLOCKS[: -(-40 // BLOCK)])
@@ -672,7 +674,7 @@ def test_a_pass_that_layers_are_written_beside_teaches_no_costs() -> None:
         jobs = StepJobs(num_tokens=100, prompt_tokens=100, work=1.0)
         worker.side.begin_step(jobs)
         for name in worker.cache.index_of:
-            worker.side.layer_needed(name)
+            worker.side.wait_for_layer(name)
         worker.side.end_pass(jobs)
         report = worker.side.take_report()
         assert (report is not None and len(report.passes) == 1) is teaches
@@ -731,7 +733,7 @@ def test_a_worker_that_waits_sleeps(worker: Worker, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), save_queue_bytes=value_bytes(SPACE, 50)))
+    worker = Worker(EngineSettings(cachestore=FixedMembers(()), save_queue_bytes=value_bytes(SPACE, 50)))
     wanted = spans(40)
     worker.store.fill(wanted)
     worker.load(LoadJob("r", wanted, 0, 40, BLOCKS, "tenant"))
@@ -747,7 +749,7 @@ def test_a_slow_store_bounds_the_queue_and_not_the_engine() -> None:
 
 @pytest.mark.parametrize("done", [("first", "second"), ("first",), ()])
 def test_a_prefill_engine_saves_layers_as_they_were_when_they_ended(done: Sequence[str]) -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
+    worker = Worker(role=EngineRole.PREFILL)
     tensors = worker.store.fill(spans(10, 40))
     worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
@@ -776,7 +778,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def prefill_engine() -> tuple[Worker, StepJobs]:
     """A worker whose cache holds 40 tokens, and a pass that is to save them as two variants."""
-    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
+    worker = Worker(role=EngineRole.PREFILL)
     worker.store.fill(spans(10, 40))
     worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
     return worker, StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
@@ -818,7 +820,7 @@ def test_what_a_pass_did_not_end_well_for_is_given_up(ended: str) -> None:
 
 @pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.BOTH])
 def test_nothing_of_a_pass_that_failed_is_saved(role: EngineRole) -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=role))
+    worker = Worker(role=role)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
@@ -878,7 +880,7 @@ def test_a_pass_that_takes_longer_than_a_put_may_is_put_when_it_is_over() -> Non
 
 
 def test_passes_of_our_own_are_not_saved() -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
+    worker = Worker(role=EngineRole.PREFILL)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
@@ -892,7 +894,7 @@ def test_passes_of_our_own_are_not_saved() -> None:
 
 
 def test_a_layer_that_cannot_be_copied_costs_its_early_copy_and_no_more() -> None:
-    worker = Worker(EngineConfig(FixedMembers(()), role=EngineRole.PREFILL))
+    worker = Worker(role=EngineRole.PREFILL)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
@@ -906,8 +908,8 @@ def test_a_layer_that_cannot_be_copied_costs_its_early_copy_and_no_more() -> Non
 
 
 def test_the_queue_is_bounded_for_what_is_copied_early_too() -> None:
-    config = EngineConfig(
-        FixedMembers(()), role=EngineRole.PREFILL, save_queue_bytes=value_bytes(SPACE, 50)
+    config = EngineSettings(
+        cachestore=FixedMembers(()), role=EngineRole.PREFILL, save_queue_bytes=value_bytes(SPACE, 50)
     )
     worker = Worker(config)
     worker.store.fill(spans(40))
@@ -1010,14 +1012,14 @@ def test_what_passes_take_is_reported_when_they_compute_prompts(worker: Worker) 
 def test_a_wrong_setting_is_named(name: str, value: str) -> None:
     env = {"RAGCACHE_CACHESTORE": "host:1", name: value}
     with pytest.raises(InvalidInput) as refused:
-        EngineConfig.from_env(env)
+        EngineSettings.from_env(env)
     assert refused.value.field == name
 
 
 def test_settings_are_read() -> None:
     env = {"RAGCACHE_CACHESTORE": "host:1"}
-    assert not EngineConfig.from_env(env).load_always
-    assert EngineConfig.from_env(env).plain_prefixes
+    assert not EngineSettings.from_env(env).load_always
+    assert EngineSettings.from_env(env).plain_prefixes
     given = {
         "RAGCACHE_LOAD": "always",
         "RAGCACHE_RECOMPUTE_SLICE_TOKENS": "64",
@@ -1029,7 +1031,7 @@ def test_settings_are_read() -> None:
         "RAGCACHE_LAYERWISE": "on",
         "RAGCACHE_FOCUSED_CHUNKS": "on",
     }
-    tiers = EngineConfig.from_env(
+    tiers = EngineSettings.from_env(
         env
         | {
             "RAGCACHE_HOST_TIER_BYTES": "4Gi",
@@ -1039,12 +1041,12 @@ def test_settings_are_read() -> None:
     )
     assert (tiers.host_tier_bytes, tiers.device_pool_bytes) == (4 << 30, 1000)
     assert tiers.tier_policy == "thresholds"
-    config = EngineConfig.from_env(env | given)
+    config = EngineSettings.from_env(env | given)
     assert config.load_always
-    assert (config.repair_slice_tokens, config.repair_run_tokens) == (64, 8)
+    assert (config.recompute_slice_tokens, config.repair_run_tokens) == (64, 8)
     assert not config.plain_prefixes
     assert (config.handoff_wait_s, config.lookup_deadline_s) == (1.5, 2.0)
     assert config.load_deadline_s == 0.75
     assert config.layerwise
     assert config.focused_chunks
-    assert not EngineConfig.from_env(env).layerwise
+    assert not EngineSettings.from_env(env).layerwise

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_chunks import AttendedChunk, PrefixChunk
 from ragcache_core.blend.prefix_overlap import prefix_overlap
-from ragcache_core.blend.selection import Blend, BlendSource, VariantCandidate, blend
+from ragcache_core.blend.variant_selection import (
+    Blend,
+    BlendSource,
+    VariantCandidate,
+    select_variants,
+)
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.plan.reuse_plan import Action, Segment
@@ -75,7 +80,7 @@ class Case:
     candidates: Mapping[int, Sequence[VariantCandidate]]
 
     def blend(self, budget: float = 0.2) -> Blend:
-        return blend(self.segments, self.exact, self.candidates, budget)
+        return select_variants(self.segments, self.exact, self.candidates, budget)
 
     def blended(self) -> dict[int, list[VariantCandidate]]:
         """Candidates that fit, by place of each segment that is to be blended."""
@@ -166,7 +171,7 @@ def test_it_ends_with_what_is_held_and_what_is_not_held_inside_is_a_hole(case: C
             assert (source.base_position, source.influence) == (source.start, None)
     # Those behind the end are no source, but nobody has them either.
     unheld = {case.segments[place].segment.start for place, some in blended.items() if not some}
-    assert found.unknown == unheld
+    assert found.not_stored == unheld
 
 
 @given(cases())
@@ -201,15 +206,15 @@ def test_no_more_is_wanted_than_the_budget_of_what_is_from_other_prefixes(
 ) -> None:
     found = case.blend(budget)
     foreign = sum(s.num_tokens for s in found.sources[case.exact :] if s.variant is not None)
-    assert 0 <= found.wanted <= budget * foreign + 1e-6
+    assert 0 <= found.recompute_tokens <= budget * foreign + 1e-6
 
 
 @given(cases(), st.floats(0, 1), st.floats(0, 1))
 def test_a_budget_decides_only_how_much_is_wanted(case: Case, one: float, other: float) -> None:
     low, high = sorted((one, other))
     less, more = case.blend(low), case.blend(high)
-    assert less.wanted <= more.wanted
-    assert replace(less, budget=0) == replace(more, budget=0) == case.blend(0.0)
+    assert less.recompute_tokens <= more.recompute_tokens
+    assert replace(less, recompute_share=0) == replace(more, recompute_share=0) == case.blend(0.0)
 
 
 @given(cases())
@@ -231,7 +236,7 @@ def test_holes_and_influence_are_those_of_the_part_that_is_loaded(
     first, end = sorted((one, other))
     found = case.blend()
     hole = {p for s in found.sources if s.variant is None for p in range(s.start, s.end)}
-    holes = found.holes(first, end)
+    holes = found.missing_ranges(first, end)
     assert [p for run in holes for p in run] == sorted(hole & set(range(first, end)))
     assert first == end or all(holes)
     by_position = {
@@ -240,7 +245,7 @@ def test_holes_and_influence_are_those_of_the_part_that_is_loaded(
         for i, influence in enumerate(s.influence or ())
         if s.start + i < end
     }
-    influenced = found.influenced(end)
+    influenced = found.influenced_chunks(end)
     assert all(chunk.influence for chunk in influenced)
     assert {
         chunk.start + i: influence
@@ -252,34 +257,43 @@ def test_holes_and_influence_are_those_of_the_part_that_is_loaded(
 def test_a_variant_of_just_this_prefix_has_nothing_to_mend() -> None:
     segments = segments_of((1, 4), (2, 4), head=2)
     foreign = candidate(segments[2], 7, seen([1, 1, 1, 1], (9, 4, 0.1)))
-    found = blend(segments, 1, {2: [foreign, own(segments[2])]}, 1.0)
+    found = select_variants(segments, 1, {2: [foreign, own(segments[2])]}, 1.0)
     # Not even the hole before it speaks against it: once computed, that is what it was then.
     assert found.sources[1:] == (
         BlendSource(None, 2, 6, 2),
         BlendSource(segments[2].variant, 6, 10, 0),
     )
-    assert found.wanted == 0
+    assert found.recompute_tokens == 0
 
 
 def test_a_variant_is_mended_by_what_of_its_prefix_is_not_back() -> None:
     segments = segments_of((1, 4), (2, 4), head=2)
     observation = seen([4, 0, 2, 8], (3, 4, 12.0), (1, 4, 4.0), intra=4.0)
-    found = blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 1.0, alpha=1.0)
+    found = select_variants(
+        segments, 2, {2: [candidate(segments[2], 50, observation)]}, 1.0, alpha=1.0
+    )
     # Chunk 1 had a quarter of its attention, and three quarters are gone.
     # Attention of 1 to what was before and of 1/4 within; ceil(sigmoid(4) * 3/4 * 4).
     variant = VariantKey(key(2), key(50))
-    assert found.sources[2] == BlendSource(variant, 6, 10, 50, (3.0, 0.0, 1.5, 6.0), wanted=3)
+    assert found.sources[2] == BlendSource(
+        variant, 6, 10, 50, (3.0, 0.0, 1.5, 6.0), recompute_tokens=3
+    )
     assert observation.cci == pytest.approx(1 / (1 + math.exp(-4)))
-    assert found.wanted == 3
-    assert blend(segments, 2, {2: [candidate(segments[2], 50, observation)]}, 0.5).wanted == 2
+    assert found.recompute_tokens == 3
+    assert (
+        select_variants(
+            segments, 2, {2: [candidate(segments[2], 50, observation)]}, 0.5
+        ).recompute_tokens
+        == 2
+    )
 
 
 def test_the_template_is_no_chunk_of_a_prefix() -> None:
     segments = segments_of((1, 3), head=9)
     first_elsewhere = candidate(segments[1], 5, seen([1, 2, 3]))
-    found = blend(segments, 1, {1: [first_elsewhere]}, 1.0)
+    found = select_variants(segments, 1, {1: [first_elsewhere]}, 1.0)
     assert found.sources[1].influence is None
-    assert found.wanted == 0
+    assert found.recompute_tokens == 0
 
 
 def test_what_is_not_known_gets_the_average_influence() -> None:
@@ -289,21 +303,21 @@ def test_what_is_not_known_gets_the_average_influence() -> None:
         1: [candidate(segments[1], 6)],
         2: [candidate(segments[2], 7, seen([5, 5, 5, 5], (9, 2, 1.0)))],
     }
-    assert [s.influence for s in blend(segments, 0, held, 1.0).sources] == [
+    assert [s.influence for s in select_variants(segments, 0, held, 1.0).sources] == [
         (1.0, 3.0),
         (4.0, 4.0),
         (5.0, 5.0, 5.0, 5.0),
     ]
-    alone = blend(segments, 0, {1: held[1]}, 1.0)
+    alone = select_variants(segments, 0, {1: held[1]}, 1.0)
     assert [s.influence for s in alone.sources] == [None, (1.0, 1.0)]
-    assert alone.unknown == {0, 4}
+    assert alone.not_stored == {0, 4}
 
 
 def test_it_ends_before_what_may_only_be_exact_and_is_not_held() -> None:
     segments = segments_of((1, 2), (-1, 3), (2, 2))
     held = {place: [own(named)] for place, named in enumerate(segments)}
-    assert blend(segments, 0, held, 1.0).end == 2
-    assert blend(segments, 2, held, 1.0).end == 7
+    assert select_variants(segments, 0, held, 1.0).end == 2
+    assert select_variants(segments, 2, held, 1.0).end == 7
 
 
 @given(cases(), st.floats(0, 1), st.data())
@@ -313,58 +327,58 @@ def test_without_some_sources_the_others_are_as_they_were(
     found = case.blend(budget)
     may_go = [source for source in found.sources if source.start >= found.exact_end]
     gone = {s.start for s in may_go if data.draw(st.booleans(), label=f"drop {s.start}")}
-    less = found.without(gone)
-    assert found.without(()) == found
+    less = found.with_recomputed(gone)
+    assert found.with_recomputed(()) == found
     assert less.end <= found.end
-    assert less.wanted <= found.wanted
-    assert (less.exact_end, less.unknown) == (found.exact_end, found.unknown)
+    assert less.recompute_tokens <= found.recompute_tokens
+    assert (less.exact_end, less.not_stored) == (found.exact_end, found.not_stored)
     for before, after in zip(found.sources, less.sources, strict=False):
         assert (after.start, after.end) == (before.start, before.end)
         if before.start in gone:
-            assert (after.variant, after.influence, after.wanted) == (None, None, 0)
+            assert (after.variant, after.influence, after.recompute_tokens) == (None, None, 0)
         else:
             assert after == before
     # What is computed behind the last source is a prefill's, not a repair's.
     assert not less.sources or less.sources[-1].variant is not None
     held = [s for s in found.sources if s.variant is not None and s.start not in gone]
     assert less.end == (held[-1].end if held else 0)
-    dropped = [hole for hole in less.holes(0, less.end) if hole.start in gone]
-    assert set(less.holes(0, less.end, unknown=True)) == set(less.holes(0, less.end)) - {
-        hole for hole in dropped if hole.start not in found.unknown
-    }
+    dropped = [hole for hole in less.missing_ranges(0, less.end) if hole.start in gone]
+    assert set(less.missing_ranges(0, less.end, not_stored_only=True)) == set(
+        less.missing_ranges(0, less.end)
+    ) - {hole for hole in dropped if hole.start not in found.not_stored}
 
 
 def test_of_nothing_nothing_is_blended() -> None:
-    nothing = blend([], 0, {}, 1.0)
-    assert (nothing.sources, nothing.end, nothing.wanted) == ((), 0, 0)
+    nothing = select_variants([], 0, {}, 1.0)
+    assert (nothing.sources, nothing.end, nothing.recompute_tokens) == ((), 0, 0)
     assert not nothing.approximate
-    assert nothing.influenced(5) == nothing.holes(0, 5) == ()
-    unheld = blend(segments_of((1, 2), (2, 2)), 0, {0: [], 1: []}, 1.0)
-    assert (unheld.sources, unheld.unknown) == ((), {0, 2})
+    assert nothing.influenced_chunks(5) == nothing.missing_ranges(0, 5) == ()
+    unheld = select_variants(segments_of((1, 2), (2, 2)), 0, {0: [], 1: []}, 1.0)
+    assert (unheld.sources, unheld.not_stored) == ((), {0, 2})
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     segments = segments_of((1, 2))
-    with pytest.raises(ValueError, match="the tokens of its variant"):
+    with pytest.raises(ValueError, match="one influence for each token"):
         candidate(segments[0], 5, seen([1.0]))
     for wrong in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match="a share lies in"):
-            blend(segments, 0, {}, wrong)
+        with pytest.raises(ValueError, match="recompute_share lies in"):
+            select_variants(segments, 0, {}, wrong)
     with pytest.raises(ValueError, match="alpha"):
-        blend(segments, 0, {0: [candidate(segments[0], 5)]}, 1.0, alpha=-1.0)
+        select_variants(segments, 0, {0: [candidate(segments[0], 5)]}, 1.0, alpha=-1.0)
 
 
 def test_what_was_computed_behind_a_blend_does_not_stand_for_a_computation() -> None:
     [_, named] = segments = segments_of((1, 4), (2, 10))
     tainted = replace(own(named), info=replace(own(named).info, provenance=Provenance(exact=False)))
     whole = candidate(named, 7, seen((1.0,) * 10, (1, 4, 2.0)))
-    found = blend(segments, 0, {1: [tainted, whole]}, 1.0)
+    found = select_variants(segments, 0, {1: [tainted, whole]}, 1.0)
     assert found.sources[1].variant == whole.key
-    found = blend(segments, 0, {1: [tainted]}, 1.0)
-    assert (found.sources[1].variant, found.wanted) == (tainted.key, 10)
+    found = select_variants(segments, 0, {1: [tainted]}, 1.0)
+    assert (found.sources[1].variant, found.recompute_tokens) == (tainted.key, 10)
 
 
 def test_a_budget_is_a_share_of_what_is_from_other_prefixes() -> None:
     first, second = segments = segments_of((1, 100), (2, 100))
-    found = blend(segments, 0, {0: [candidate(first, 7)], 1: [own(second)]}, 0.15)
-    assert found.wanted == 15
+    found = select_variants(segments, 0, {0: [candidate(first, 7)], 1: [own(second)]}, 0.15)
+    assert found.recompute_tokens == 15

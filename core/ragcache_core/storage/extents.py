@@ -90,7 +90,7 @@ class ExtentAllocator:
         self.used_bytes += num_bytes
         return tuple(extents)
 
-    def take(self, extents: Iterable[Extent]) -> bool:
+    def mark_used(self, extents: Iterable[Extent]) -> bool:
         """Note that extents are in use, as records found at start say.
 
         False, and nothing noted, if any is not a place here, or any of its pages is in use.
@@ -126,7 +126,7 @@ class ExtentAllocator:
                 start = before
             self._add_run(start, pages)
 
-    def set_aside(self, extent: Extent) -> bool:
+    def reserve(self, extent: Extent) -> bool:
         """Keep free pages from being allocated, without counting them as bytes of values.
 
         False, and nothing done, if any of them is in use.
@@ -136,7 +136,7 @@ class ExtentAllocator:
         self.used_bytes -= extent.num_bytes
         return True
 
-    def put_back(self, extent: Extent) -> None:
+    def unreserve(self, extent: Extent) -> None:
         """Undo set_aside."""
         self.used_bytes += extent.num_bytes
         self.free((extent,))

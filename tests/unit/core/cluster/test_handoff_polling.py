@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cluster.handoff import LEAST_PAUSE_S, PAUSE_SHARE, HandoffWait
+from ragcache_core.cluster.handoff_polling import LEAST_PAUSE_S, PAUSE_SHARE, HandoffPolling
 
 times = st.floats(0, 1e6)
 
@@ -14,11 +14,11 @@ times = st.floats(0, 1e6)
 def test_it_ends_when_it_should_and_not_before(
     began: float, lasts: float, steps: list[float]
 ) -> None:
-    wait = HandoffWait(began, began + lasts)
+    wait = HandoffPolling(began, began + lasts)
     now = began
     for step in steps:
         now += step
-        again = wait.not_there(now)
+        again = wait.record_missing(now)
         assert (again is None) == (now >= wait.ends)
         if again is not None:
             assert now < again <= wait.ends
@@ -26,20 +26,20 @@ def test_it_ends_when_it_should_and_not_before(
 
 
 def test_the_last_question_is_asked_at_the_end() -> None:
-    wait, now, asked = HandoffWait(0.0, 30.0), 0.0, 0
-    while (again := wait.not_there(now)) is not None:
+    wait, now, asked = HandoffPolling(0.0, 30.0), 0.0, 0
+    while (again := wait.record_missing(now)) is not None:
         now, asked = again, asked + 1
     assert now == 30.0
     assert asked < 100
 
 
 def test_one_question_without_an_answer_is_asked_again_and_two_are_an_outage() -> None:
-    wait = HandoffWait(0.0, 60.0)
-    assert wait.no_answer(1.0) is not None
-    assert wait.not_there(2.0) is not None
-    assert wait.no_answer(3.0) is not None
-    assert wait.no_answer(4.0) is None
+    wait = HandoffPolling(0.0, 60.0)
+    assert wait.record_no_answer(1.0) is not None
+    assert wait.record_missing(2.0) is not None
+    assert wait.record_no_answer(3.0) is not None
+    assert wait.record_no_answer(4.0) is None
 
 
 def test_a_silent_store_is_not_waited_for_beyond_the_end() -> None:
-    assert HandoffWait(0.0, 1.0).no_answer(1.0) is None
+    assert HandoffPolling(0.0, 1.0).record_no_answer(1.0) is None

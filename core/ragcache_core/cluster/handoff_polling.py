@@ -13,7 +13,7 @@ however many wait for long."""
 
 
 @dataclass(slots=True)
-class HandoffWait:
+class HandoffPolling:
     """Times in seconds, on one clock. began: the first question; ends: when to give it up.
 
     One question without an answer is a busy store, a second one right after it an outage, which
@@ -24,12 +24,12 @@ class HandoffWait:
     ends: float
     _unanswered: bool = False
 
-    def not_there(self, now: float) -> float | None:
+    def record_missing(self, now: float) -> float | None:
         """The store answers that something is missing. When to ask again; None: give it up."""
         self._unanswered = False
         return self._next(now)
 
-    def no_answer(self, now: float) -> float | None:
+    def record_no_answer(self, now: float) -> float | None:
         """The store does not answer. When to ask again; None: give it up."""
         if self._unanswered:
             return None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcache_core.tiering.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 PAGES = 24
 
@@ -77,7 +77,7 @@ class Books(RuleBasedStateMachine):
         extents = (Extent(page * PAGE_BYTES, num_bytes),)
         wanted = pages_of(extents)
         possible = max(wanted) < PAGES and not set(wanted) & set(self.used())
-        assert self.allocator.take(extents) == possible
+        assert self.allocator.mark_used(extents) == possible
         if possible:
             self.held.append(extents)
 
@@ -185,22 +185,22 @@ def test_a_capacity_is_rounded_down() -> None:
 )
 def test_what_cannot_be_taken_changes_nothing(extent: Extent) -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
-    assert allocator.take((Extent(2 * PAGE_BYTES, 1),))
-    assert not allocator.take((Extent(0, PAGE_BYTES), extent))
+    assert allocator.mark_used((Extent(2 * PAGE_BYTES, 1),))
+    assert not allocator.mark_used((Extent(0, PAGE_BYTES), extent))
     assert (allocator.used_bytes, allocator.used_pages) == (1, 1)
     allocator.check()
 
 
 def test_the_same_page_twice_in_one_value_is_refused() -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
-    assert not allocator.take((Extent(0, PAGE_BYTES), Extent(0, 1)))
+    assert not allocator.mark_used((Extent(0, PAGE_BYTES), Extent(0, 1)))
     assert allocator.used_pages == 0
 
 
 @pytest.mark.parametrize("extent", [Extent(0, PAGE_BYTES), Extent(PAGE_BYTES, 2 * PAGE_BYTES)])
 def test_freeing_what_is_free_is_an_error(extent: Extent) -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
-    allocator.take((Extent(PAGE_BYTES, PAGE_BYTES),))
+    allocator.mark_used((Extent(PAGE_BYTES, PAGE_BYTES),))
     with pytest.raises(ValueError, match="free already"):
         allocator.free((extent,))
     with pytest.raises(ValueError, match="no place"):
