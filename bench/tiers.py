@@ -32,15 +32,21 @@ from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant
 from ragcache_engine.blend.components import BlendComponents
-from ragcache_engine.config import EngineConfig
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan, StepJobs
+from ragcache_engine.protocol.messages import (
+    LoadJob,
+    LoadOutcome,
+    RecomputeJob,
+    StepJobs,
+    VariantSpan,
+)
 from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
 from ragcache_kv.values.outgoing_value import ReadyValue
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 
 SPACE = KVSpace("bench", num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16")
@@ -100,7 +106,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         members = FixedMembers((self.address,))
-        config = EngineConfig(members, host_tier_bytes=self.host_tier_bytes)
+        config = EngineSettings(cachestore=members, host_tier_bytes=self.host_tier_bytes)
         num_blocks = -(-(sum(CHUNK_TOKENS) + MOVED_BY) // BLOCK_TOKENS)
         self.blocks = tuple(random.sample(range(num_blocks), num_blocks))
         layers = {f"layer.{n}": Layer(num_blocks) for n in range(SPACE.num_layers)}

@@ -251,7 +251,7 @@ def launch_engine(
     if cachestore is not None:
         records = f"127.0.0.1:{free_port()}"
         # Small models are computed as fast as they are loaded, and loading is what is looked at.
-        ours = {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_LOAD": "always"}
+        ours = {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_LOAD_ALWAYS": "on"}
         env = {**ours, "RAGCACHE_RECORDS_LISTEN": records, **env}
         command += ["--kv-transfer-config", json.dumps(KV_TRANSFER | {"kv_role": role})]
     service = Service("engine", command, env, folder / f"engine-{port}.log")

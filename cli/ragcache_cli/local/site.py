@@ -59,9 +59,13 @@ class LocalSite:
         """The one store's address."""
         return str(self.address_of(Endpoint("cachestore", "grpc")))
 
-    def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
-        """The one store is the one member."""
-        return {"RAGCACHE_OWN_ADDRESS": self.cache_store_members()}
+    def shard_address(self, shards: Endpoint) -> str:
+        """Return the address of the one store, which is the one member."""
+        return self.cache_store_members()
+
+    def pod_identity(self) -> Mapping[str, EnvValue]:
+        """Return nothing: there are no pods."""
+        return {}
 
     def data_socket(self) -> str:
         """In the run folder; none where its path is longer than a socket's may be."""

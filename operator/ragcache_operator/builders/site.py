@@ -25,6 +25,7 @@ MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
+_POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
 """Where a pod mounts the volume that its model comes from."""
 
@@ -85,11 +86,17 @@ class Site(Protocol):
         """Where the cache store's members are, as RAGCACHE_CACHESTORE says it."""
         ...
 
-    def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
-        """Variables that tell a shard of the cache store which of the members it is.
+    def shard_address(self, shards: Endpoint) -> str:
+        """Return the address of a shard among the members, for its own pod.
 
-        shards: what names each of its pods.
+        Args:
+            shards: The headless Service of the shards. The address may name variables of
+                ``pod_identity``.
         """
+        ...
+
+    def pod_identity(self) -> Mapping[str, EnvValue]:
+        """Return variables that name the pod, for use in other variables."""
         ...
 
     def data_socket(self) -> str:
@@ -180,12 +187,13 @@ class ClusterSite:
         """A mounted file, which changes with the number of shards while pods run on."""
         return f"file:{MEMBERS_FOLDER}/{MEMBERS_FILE}"
 
-    def shard_environment(self, shards: Endpoint) -> Mapping[str, EnvValue]:
-        """The pod's own name in front of the Service's, as the members' file has it."""
-        return {
-            "POD_NAME": FromField("metadata.name"),
-            "RAGCACHE_OWN_ADDRESS": f"$(POD_NAME).{self.address_of(shards)}",
-        }
+    def shard_address(self, shards: Endpoint) -> str:
+        """Return the pod's name in front of the Service's, as in the members file."""
+        return f"$({_POD_NAME}).{self.address_of(shards)}"
+
+    def pod_identity(self) -> Mapping[str, EnvValue]:
+        """Return the pod's name."""
+        return {_POD_NAME: FromField("metadata.name")}
 
     def data_socket(self) -> str:
         """None: every part is in a pod of its own."""

@@ -3,18 +3,17 @@
 vLLM makes one object for the scheduler and one for every worker, in different processes on CPU.
 Loads are asynchronous: vLLM parks the request and other requests keep running. What a forward pass
 computed is copied out before the next one, so the per-layer hooks stay unused and CUDA graphs stay
-whole; but for an engine that computes prompts for others (``Role.PREFILL``), which copies layers
+whole; but for an engine that computes prompts for others (``EngineRole.PREFILL``), which copies layers
 out as they end, and one that takes requests up before all layers are there (``layering``).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,25 +36,30 @@ from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
-from ragcache_engine.blend.components import BlendComponents, blender
-from ragcache_engine.blend.model_access import loaded_model
+from ragcache_engine.blend.components import BlendComponents, make_blend_components
+from ragcache_engine.blend.model_access import access_model
 from ragcache_engine.blend.recomputer import Recomputer
-from ragcache_engine.config import EngineConfig, is_layerwise
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import vllm_version, worker
 from ragcache_engine.protocol.messages import StepJobs, StepReport
-from ragcache_engine.protocol.roles import Role
-from ragcache_engine.scheduler.salting import salt_block_hashes
+from ragcache_engine.protocol.roles import EngineRole
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.load_counts import LoadCounts
-from ragcache_engine.telemetry.machine import machine
 from ragcache_engine.telemetry.metrics import LoadMetrics, LoadStats
-from ragcache_engine.telemetry.profiling import write_profile, read_saved_profile, measure, profile_path
 from ragcache_engine.telemetry.request_records import RequestRecords, serve
 from ragcache_engine.threads import unpinned_pool
+from ragcache_engine.vllm_interface.block_salting import salt_block_hashes
+from ragcache_engine.worker.prefill_profiling import (
+    measure,
+    profile_path,
+    read_saved_profile,
+    write_profile,
+)
+from ragcache_engine.worker.processor_name import machine
 from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.trace_context import TRACEPARENT
 from ragcache_wire.tracing import Tracer, tracer
 
@@ -92,7 +96,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
             StepReport(
                 mine.outcomes + others.outcomes,
                 mine.passes + others.passes,
-                {**mine.kept, **others.kept},
+                {**mine.tier_changes, **others.tier_changes},
             )
         )
 
@@ -111,10 +115,10 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _refuse_unsupported(vllm_config)
+        self._config = EngineSettings()
+        _refuse_unsupported(vllm_config, self._config)
         _refuse_windows(kv_cache_config)
-        role_of_engine = Role(vllm_config.kv_transfer_config.kv_role)
-        self._config = replace(EngineConfig.from_env(os.environ), role=role_of_engine)
+        self._engine_role = EngineRole(vllm_config.kv_transfer_config.kv_role)
         self._space = _kv_space(vllm_config)
         self._tracer = _tracer(self._config)
         self._scheduler: ConnectorScheduler | None = None
@@ -126,7 +130,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             book, costs = RequestRecords(), ReuseCosts()
             client = ShardedStore(self._config.cachestore)
             self._scheduler = ConnectorScheduler(
-                self._config, self._space, book, client, costs, self._tracer
+                self._config, self._space, book, client, costs, self._tracer, self._engine_role
             )
             listen = self._config.records_listen
             self._records = serve(book, costs, listen) if listen else None
@@ -141,7 +145,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether a pass must call us for each layer, which one graph for all of it does not."""
-        return is_layerwise(os.environ)
+        return EngineSettings().layerwise
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -174,7 +178,13 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         client = ShardedStore(self._config.cachestore)
         self._cache, self._recomputer = cache, self._reach_model()
         self._worker = ConnectorWorker(
-            self._config, self._space, cache, client, self._blender(cache), self._tracer
+            self._config,
+            self._space,
+            cache,
+            client,
+            self._blender(cache),
+            self._tracer,
+            self._engine_role,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -239,7 +249,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """What this process counted since the last step, for vLLM's metrics and log."""
         counts = self._worker.take_counts() if self._worker is not None else LoadCounts()
         if self._scheduler is not None:
-            counts.refused += self._scheduler.take_refused()
+            counts.refused_plans += self._scheduler.take_refused()
         return LoadStats(counts.to_dict()) if counts else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -344,7 +354,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """None where passes of our own cannot be made, which is no reason not to serve."""
         block_size = self._vllm_config.cache_config.block_size
         try:
-            return Recomputer(loaded_model(worker().model_runner, block_size))
+            return Recomputer(access_model(worker().model_runner, block_size))
         except Exception as error:
             log.warning(
                 "chunks are reused behind their own prefix only, and what computing takes is not"
@@ -360,7 +370,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         config = load_model_folder(str(self._vllm_config.model_config.model)).config
         try:
             model = worker().model_runner.model
-            return blender(model, self._recomputer, cache, config, self._space)
+            return make_blend_components(model, self._recomputer, cache, config, self._space)
         except Exception as error:
             log.warning("chunks are reused behind their own prefix only: %s", error)
             return None
@@ -428,7 +438,7 @@ def _progress(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int, int
         yield request_id, computed, scheduled[request_id]
 
 
-def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+def _refuse_unsupported(vllm_config: VllmConfig, settings: EngineSettings) -> None:
     """Refuse at start, in words, what would go wrong later. Raises InvalidInput."""
     parallel = vllm_config.parallel_config
     if parallel.world_size_across_dp > 1:
@@ -451,13 +461,13 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise InvalidInput(
             "engines[].args", "set --kv-cache-dtype", "leave it out: KV is kept in the model's type"
         )
-    if vllm_config.speculative_config is not None and is_layerwise(os.environ):
+    if vllm_config.speculative_config is not None and settings.layerwise:
         # vLLM then asks for what went wrong in a pass before the pass has ended.
         raise InvalidInput(
             "RAGCACHE_LAYERWISE", "is on, and tokens are drafted", "leave out one of the two"
         )
     role = vllm_config.kv_transfer_config.kv_role
-    if role == Role.PREFILL and vllm_config.max_concurrent_batches > 1:
+    if role == EngineRole.PREFILL and vllm_config.max_concurrent_batches > 1:
         # vLLM takes it that such an engine loads nothing, and gives a load blocks that the pass
         # before may still be writing.
         raise InvalidInput(
@@ -493,7 +503,7 @@ def _refuse_windows(kv_cache_config: KVCacheConfig) -> None:
                 )
 
 
-def _tracer(config: EngineConfig) -> Tracer:
+def _tracer(config: EngineSettings) -> Tracer:
     if config.otlp_endpoint is None:
         return Tracer()
     # What exports runs on the cores of who starts it, and is to stay off those vLLM computes on.

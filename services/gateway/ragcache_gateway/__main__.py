@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 
@@ -11,17 +10,18 @@ import uvicorn
 
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.app import create_app
-from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_gateway.config import Config, read_config
 from ragcache_kv.model_folder import load_model_folder
+from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.settings.field_types import split_address
 
 
 def main() -> int:
     """Run the gateway; the exit status says whether its configuration was good."""
     try:
-        config = read_config(os.environ)
+        config = GatewaySettings()
         _log_to_stderr(config.log_level)
         server = build_server(config)
     except InvalidInput as error:
@@ -34,7 +34,7 @@ def main() -> int:
     return 0 if server.started else 1
 
 
-def build_server(config: Config) -> uvicorn.Server:
+def build_server(config: GatewaySettings) -> uvicorn.Server:
     """A server that is ready to run. Raises InvalidInput for a model that cannot be served."""
     folder = load_model_folder(config.model)
     prompts = PromptBuilder(
@@ -53,11 +53,12 @@ def build_server(config: Config) -> uvicorn.Server:
             "name a model whose chat template takes a system message",
         ) from error
     app = create_app(config, folder.space(config.model_dtype), prompts)
+    host, port = split_address(config.listen)
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            host=config.listen_host,
-            port=config.listen_port,
+            host=host,
+            port=port,
             # gRPC's asyncio and what an environment happens to hold must not decide the loop.
             loop="asyncio",
             http="h11",
@@ -71,9 +72,11 @@ def build_server(config: Config) -> uvicorn.Server:
     )
 
 
-def _log_to_stderr(level: int) -> None:
+def _log_to_stderr(level: str) -> None:
     logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     # One line for every request to the engine says nothing that ours do not.
     logging.getLogger("httpx").setLevel(logging.WARNING)

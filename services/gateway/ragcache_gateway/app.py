@@ -16,20 +16,20 @@ from starlette.exceptions import HTTPException
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.config import Config
 from ragcache_gateway.documents.retriever_errors import in_rest_terms
 from ragcache_gateway.http import chat_routes, document_routes, status_routes
 from ragcache_gateway.http.errors import error_body, from_status, from_validation
 from ragcache_gateway.http.limits import BodyLimit, InFlightLimit, Observed, response_to
 from ragcache_gateway.http.openapi import describe
 from ragcache_gateway.http.request_span import Traced, note_refusal
-from ragcache_gateway.wiring import connected
+from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.wiring import connected
+from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import tracer
 
 
-def create_app(config: Config, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
+def create_app(config: GatewaySettings, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
     """The gateway of one model. It connects to the other parts when it starts."""
     metrics = Metrics()
     spans = tracer(config.otlp_endpoint, "gateway", platform.node())

@@ -15,20 +15,20 @@ from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
 from ragcache_gateway.background.idle import IdleTime
 from ragcache_gateway.background.precompute import Precompute, Target
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.chat.pipeline import DOMAIN, Answerer
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.reuse_mode import Reuse
-from ragcache_gateway.config import Config
 from ragcache_gateway.documents.deletions import Deletions
 from ragcache_gateway.documents.invalidation import StoredVariants
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.pool import Engines
-from ragcache_gateway.status.metrics import Metrics
 from ragcache_gateway.http.readiness import Readiness
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.reuse_mode import Reuse
+from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Tracer
 
 
@@ -36,7 +36,7 @@ from ragcache_wire.tracing import Tracer
 class Parts:
     """The gateway's inside."""
 
-    config: Config
+    config: GatewaySettings
     metrics: Metrics
     retriever: RetrieverClient
     store: AsyncShardedStore
@@ -49,7 +49,11 @@ class Parts:
 
 @asynccontextmanager
 async def connected(
-    config: Config, space: KVSpace, prompts: PromptBuilder, metrics: Metrics, tracer: Tracer
+    config: GatewaySettings,
+    space: KVSpace,
+    prompts: PromptBuilder,
+    metrics: Metrics,
+    tracer: Tracer,
 ) -> AsyncGenerator[Parts, None]:
     """Parts with their clients, which are closed at the end, and engines watched meanwhile."""
     async with AsyncExitStack() as stack:
@@ -89,7 +93,7 @@ async def connected(
                 idle=idle,
                 store=store,
                 metrics=metrics,
-                plan_keys=config.plan_keys,
+                plan_keys=config.signing_key_file,
             )
             precompute.start()
             stack.push_async_callback(precompute.close)
@@ -97,7 +101,7 @@ async def connected(
         if config.quality is not None:
             trials = QualityTrials(
                 quality=config.quality,
-                budget=config.max_recompute,
+                budget=config.max_recompute_share,
                 model=config.model_name,
                 max_model_len=config.max_model_len,
                 space=space,
@@ -105,7 +109,7 @@ async def connected(
                 engines=engines,
                 idle=idle,
                 metrics=metrics,
-                plan_keys=config.plan_keys,
+                plan_keys=config.signing_key_file,
             )
             trials.start()
             stack.push_async_callback(trials.close)
@@ -118,7 +122,7 @@ async def connected(
             answerer=Answerer(
                 model=config.model_name,
                 space=space,
-                reuse=Reuse(config.reuse, config.max_recompute),
+                reuse=Reuse(config.reuse, config.max_recompute_share),
                 prompts=prompts,
                 tokenizing=tokenizing,
                 retriever=retriever,
@@ -126,7 +130,7 @@ async def connected(
                 trials=trials,
                 metrics=metrics,
                 tracer=tracer,
-                plan_keys=config.plan_keys,
+                plan_keys=config.signing_key_file,
                 answered=precompute.answered if precompute is not None else None,
             ),
             variants=StoredVariants(

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from models.tinyrag.examples import ask
 from models.tinyrag.handbook import KINDS, Document, Question, make_handbook
 from ragcache_core.quality.controller import MIN_QUESTIONS, alpha_ladder
 from ragcache_gateway.app import create_app
-from ragcache_gateway.chat.prompt import PromptBuilder
-from ragcache_gateway.chat.tokenizer import load_tokenizer
-from ragcache_gateway.config import EngineName
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import retriever_pb2, retriever_pb2_grpc
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.gateway_fakes import CONFIG, FakeRetriever, serving
@@ -164,15 +164,14 @@ async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerat
         await search.set_ready()
         stack.push_async_callback(search.stop)
         assert platform.engine.records is not None
-        config = replace(
-            CONFIG,
+        config = CONFIG.replace(
             model=str(MODEL),
             model_name="model",
             max_model_len=4096,
             retriever=f"127.0.0.1:{search.port}",
             cachestore=FixedMembers((platform.store.address,)),
             engines=(
-                EngineName(
+                EngineAddress(
                     "127.0.0.1",
                     int(platform.engine.url.rsplit(":", 1)[1]),
                     int(platform.engine.records.rsplit(":", 1)[1]),
@@ -201,22 +200,22 @@ async def test_later_questions_are_blended_with_what_earlier_ones_call_for(
     platform: Platform,
 ) -> None:
     """Any answer will do, so that in the end nothing is recomputed."""
-    async with reader(platform, 1, quality=0.0, max_recompute=0.2) as asking:
+    async with reader(platform, 1, quality=0.0, max_recompute_share=0.2) as asking:
         before = await asking.learn(len(alpha_ladder(0.2)))
         assert await asking.metric("blend_alpha") == 0.0
         assert await asking.metric("blend_expected_recomputed") == 0.0
-        assert all(answer["ragcache"]["cache"]["repaired_tokens"] for answer in before)
+        assert all(answer["ragcache"]["cache"]["recomputed_tokens"] for answer in before)
         later = [await asking.ask(*asking.pick()) for _ in range(4)]
         cache = [answer["ragcache"]["cache"] for answer in later]
         assert any(use["blended_tokens"] for use in cache)
-        assert not any(use["repaired_tokens"] for use in cache)
+        assert not any(use["recomputed_tokens"] for use in cache)
 
 
 async def test_with_a_quality_that_is_out_of_reach_answers_are_those_of_full_computation(
     platform: Platform,
 ) -> None:
     """Where nothing may be recomputed, some answers differ from what they should be."""
-    async with reader(platform, 2, quality=1.0, max_recompute=0.0) as asking:
+    async with reader(platform, 2, quality=1.0, max_recompute_share=0.0) as asking:
         await asking.learn(len(alpha_ladder(0.0)))
         assert await asking.metric("blend_alpha") == math.inf
         for _ in range(6):

@@ -24,6 +24,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine import connector
 from ragcache_engine.kv_cache.paged_cache import CacheShape
+from ragcache_wire.settings import EngineSettings
 
 
 def said(what, *args):
@@ -56,7 +57,8 @@ def config(**changes):
 
 
 def refused(**changes):
-    return said(connector._refuse_unsupported, config(**changes))
+    settings = EngineSettings(cachestore="127.0.0.1:9")
+    return said(connector._refuse_unsupported, config(**changes), settings)
 
 
 def kept(*specs):

@@ -17,13 +17,13 @@ from bench.support.processes import launch_engine, start_cachestore, wait_for_en
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.prompt import Prompt, plan_exact
 from ragcache_core.store_api import Deletion, NewVariant
-from ragcache_engine.config import EngineConfig
 from ragcache_engine.protocol.messages import LoadJob, VariantSpan
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
@@ -140,7 +140,7 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
     """The job is what a lookup has found; the store is killed before it is run."""
     store = start_cachestore(tmp_path)
     members = FixedMembers((store.address,))
-    config = EngineConfig(members, host_tier_bytes=1 << 20)
+    config = EngineSettings(cachestore=members, host_tier_bytes=1 << 20)
     client = ShardedStore(members)
     worker = Worker(config, client=client)
     try:

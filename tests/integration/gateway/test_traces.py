@@ -16,7 +16,7 @@ from ragcache_retriever.service import RetrieverService
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.tracing import ExportingTracer
 from tests.helpers.gateway_fakes import CONFIG, FakeEngine, World, serving, world
-from tests.helpers.otlp import Collector, about, collector
+from tests.helpers.otlp import Collector, attributes_of, collector
 from tests.helpers.retriever_parts import counter_of, make_knowledge_base
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -80,7 +80,7 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE_ID, CALLER)
     assert request.trace_state == "vendor=7"
-    told = about(request)
+    told = attributes_of(request)
     assert told["http.request.method"] == "POST"
     assert told["http.route"] == told["url.path"] == "/v1/chat/completions"
     assert told["http.response.status_code"] == 200
@@ -95,8 +95,8 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     assert ends == sorted(ends)
     assert ends[-1] <= request.end_time_unix_nano
     prompt = gateway.engine.requests[-1]["prompt"]
-    assert about(below["tokenize"]) == {"chunks": 1, "prompt_tokens": len(prompt)}
-    assert about(below["engine"])["http.response.status_code"] == 200
+    assert attributes_of(below["tokenize"]) == {"chunks": 1, "prompt_tokens": len(prompt)}
+    assert attributes_of(below["engine"])["http.response.status_code"] == 200
     assert [event.name for event in below["engine"].events] == ["first token"]
     parent = f"00-{TRACE_ID}-{below['engine'].span_id.hex()}-01"
     assert (engine_got["traceparent"], engine_got["tracestate"]) == (parent, "vendor=7")
@@ -104,9 +104,9 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     search = traces.one("retriever", "Search")
     assert search.trace_id.hex() == TRACE_ID
     assert search.parent_span_id == below["retrieve"].span_id
-    assert about(search)["hits"] == 1
+    assert attributes_of(search)["hits"] == 1
     assert {event.name for event in search.events} == {"stage"}
-    assert "cancelled" not in about(search)
+    assert "cancelled" not in attributes_of(search)
 
     # No text leaves with them.
     sent = b"".join(traces.receiver.bodies["/v1/traces"]).lower()
@@ -121,7 +121,7 @@ async def test_a_streams_span_lasts_as_long_as_the_stream(tiny_model: Path, trac
     request, engine = (
         traces.one("gateway", name) for name in ("POST /v1/chat/completions", "engine")
     )
-    assert about(request)["loaded_tokens"] == 60
+    assert attributes_of(request)["loaded_tokens"] == 60
     [first] = engine.events
     assert first.time_unix_nano < engine.end_time_unix_nano <= request.end_time_unix_nano
 
@@ -137,8 +137,8 @@ async def test_who_leaves_ends_the_spans_of_the_stream(tiny_model: Path, traces:
             await asyncio.wait_for(gateway.engine.holding.wait(), 20)
         await asyncio.wait_for(gateway.engine.aborted.wait(), 20)
     request = traces.one("gateway", "POST /v1/chat/completions")
-    assert about(request)["cancelled"] is True
-    assert about(request)["http.response.status_code"] == 200
+    assert attributes_of(request)["cancelled"] is True
+    assert attributes_of(request)["http.response.status_code"] == 200
     assert request.status.code != ERROR
     assert traces.one("gateway", "engine").end_time_unix_nano <= request.end_time_unix_nano
 
@@ -173,7 +173,7 @@ async def test_a_refusal_says_why(tiny_model: Path, traces: Traces) -> None:
         await ask(gateway, TRACED, temperature="hot")
         missing = await gateway.client.get("/v1/documents/x", headers=TRACED)
         assert missing.status_code == 404
-    spans = {about(s)["http.response.status_code"]: s for s in traces.of("gateway") if _is_top(s)}
+    spans = {attributes_of(s)["http.response.status_code"]: s for s in traces.of("gateway") if _is_top(s)}
     assert spans[503].status.code == ERROR
     assert spans[503].status.message == "engine unavailable"
     # The caller's mistakes are no failures of the server.

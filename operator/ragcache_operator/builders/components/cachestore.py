@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_core.identity.variant import Codec, Precision
-from ragcache_operator.builders.components.telemetry import telemetry_environment
 from ragcache_operator.builders.labels import object_name
 from ragcache_operator.builders.objects import members
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue
+from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
 from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import PrecisionSpec, RagCache, StorageSpec
+from ragcache_wire.settings import CacheStoreSettings
 
 COMPONENT: Final = "cachestore"
 SHARDS: Final = Endpoint(f"{COMPONENT}-shards", "grpc")
@@ -84,25 +84,23 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 
 def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
     store = cache.spec.cache_store
-    socket = site.data_socket()
     return {
-        "RAGCACHE_LISTEN": str(site.bind_address(GRPC)),
-        "RAGCACHE_DATA_LISTEN": str(site.bind_address(DATA)),
-        **({"RAGCACHE_DATA_SOCKET": socket} if socket else {}),
-        "RAGCACHE_HEALTH_LISTEN": str(site.bind_address(HEALTH)),
-        # Shards ask each other: for deletes they missed, and to hold copies.
-        "RAGCACHE_CACHESTORE": site.cache_store_members(),
-        **site.shard_environment(SHARDS),
-        "RAGCACHE_DATA_DIR": site.data_dir(COMPONENT),
-        "RAGCACHE_MEMORY_BYTES": str(store.memory_bytes),
-        "RAGCACHE_DISK_BYTES": str(_values_on(store.disk)),
-        "RAGCACHE_POLICY": store.policy,
-        "RAGCACHE_ADMISSION": _ADMISSIONS[store.admission],
-        "RAGCACHE_PRECISION": str(_precision(store.precision)),
-        # A chunk-cache is then of use without those before it.
-        **({"RAGCACHE_REUSE": "blend"} if cache.spec.reuse.mode == "blend" else {}),
-        "RAGCACHE_REPLICATION": "on" if store.replication.enabled else "off",
-        **telemetry_environment(cache),
+        **site.pod_identity(),
+        **settings_environment(
+            CacheStoreSettings,
+            cache,
+            listen=str(site.bind_address(GRPC)),
+            data_listen=str(site.bind_address(DATA)),
+            data_socket=site.data_socket() or None,
+            health_listen=str(site.bind_address(HEALTH)),
+            # Shards ask each other for deletes that they missed, and copy values to each other.
+            cachestore=site.cache_store_members(),
+            own_address=site.shard_address(SHARDS),
+            data_dir=site.data_dir(COMPONENT),
+            disk_bytes=str(_values_on(store.disk)),
+            admission=_ADMISSIONS[store.admission],
+            precision=str(_precision(store.precision)),
+        ),
     }
 
 

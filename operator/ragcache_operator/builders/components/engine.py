@@ -15,12 +15,13 @@ from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import HEADLESS, service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue
+from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
 from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
 from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import EngineSpec, RagCache
+from ragcache_wire.settings import EngineSettings
 
 COMPONENT: Final = "engine"
 
@@ -167,13 +168,16 @@ def _json(config: Mapping[str, object]) -> str:
 
 
 def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, EnvValue]:
-    tier = {"RAGCACHE_HOST_TIER_BYTES": str(engine.host_tier_bytes)} if engine.host_tier else {}
     return {
         **model_environment(cache.spec.model),
-        **tier,
-        "RAGCACHE_CACHESTORE": site.cache_store_members(),
-        signing_key.VARIABLE: site.signing_key_file(),
-        "RAGCACHE_RECORDS_LISTEN": str(site.bind_address(records(engine))),
+        **settings_environment(
+            EngineSettings,
+            cache,
+            engine,
+            cachestore=site.cache_store_members(),
+            signing_key_file=site.signing_key_file(),
+            records_listen=str(site.bind_address(records(engine))),
+        ),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
         # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
         # two cores all of both; the connector's threads need little.

@@ -6,18 +6,19 @@ from typing import Final
 
 from ragcache_operator.builders.components import engine, retriever
 from ragcache_operator.builders.components.model import HUB_START_S, model_environment, model_mounts
-from ragcache_operator.builders.components.telemetry import telemetry_environment
 from ragcache_operator.builders.objects import autoscaling, ingress, members, signing_key
 from ragcache_operator.builders.objects.autoscaling import ReplicaRange
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue
+from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
 from ragcache_operator.builders.site import Endpoint, Site
-from ragcache_operator.spec import RagCache
+from ragcache_operator.spec import EngineSpec, RagCache
+from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.settings.gateway import EngineAddress
 
 COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
@@ -71,27 +72,24 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 
 
 def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
-    model, engines, reuse = cache.spec.model, cache.spec.engines, cache.spec.reuse
+    model = cache.spec.model
     return {
         **model_environment(model),
-        "RAGCACHE_LISTEN": str(site.bind_address(HTTP)),
-        "RAGCACHE_RETRIEVER": str(site.address_of(retriever.GRPC)),
-        "RAGCACHE_ENGINES": ",".join(
-            f"http://{site.address_of(engine.http(one))}" for one in engines
+        **settings_environment(
+            GatewaySettings,
+            cache,
+            listen=str(site.bind_address(HTTP)),
+            retriever=str(site.address_of(retriever.GRPC)),
+            engines=",".join(str(_engine_address(one, site)) for one in cache.spec.engines),
+            cachestore=site.cache_store_members(),
+            signing_key_file=site.signing_key_file(),
+            model=site.model(model.parsed_source),
+            model_name=model.served_name,
+            stop_grace_s=str(_STOP_GRACE_S),
         ),
-        "RAGCACHE_ENGINE_RECORDS": ",".join(
-            str(site.address_of(engine.records(one))) for one in engines
-        ),
-        "RAGCACHE_CACHESTORE": site.cache_store_members(),
-        signing_key.VARIABLE: site.signing_key_file(),
-        "RAGCACHE_MODEL": site.model(model.parsed_source),
-        "RAGCACHE_MODEL_NAME": model.served_name,
-        "RAGCACHE_MODEL_DTYPE": model.dtype,
-        "RAGCACHE_MAX_MODEL_LEN": str(model.max_length),
-        "RAGCACHE_REUSE": reuse.mode,
-        "RAGCACHE_MAX_RECOMPUTE_SHARE": str(reuse.max_recompute),
-        **({} if reuse.quality is None else {"RAGCACHE_QUALITY": str(reuse.quality)}),
-        "RAGCACHE_PRECOMPUTE": "on" if reuse.precompute else "off",
-        "RAGCACHE_STOP_GRACE_S": str(_STOP_GRACE_S),
-        **telemetry_environment(cache),
     }
+
+
+def _engine_address(group: EngineSpec, site: Site) -> EngineAddress:
+    http, records = site.address_of(engine.http(group)), site.address_of(engine.records(group))
+    return EngineAddress(http.host, http.port, records.port)

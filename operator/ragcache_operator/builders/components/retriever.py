@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_operator.builders.components.model import model_environment, model_mounts
-from ragcache_operator.builders.components.telemetry import telemetry_environment
 from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.objects.service import service
 from ragcache_operator.builders.pods import workload as workloads
 from ragcache_operator.builders.pods.compute import DerivedResources, resources
-from ragcache_operator.builders.pods.environment import EnvValue, FromSecret
+from ragcache_operator.builders.pods.environment import EnvValue, settings_environment
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.builders.pods.workload import Workload
 from ragcache_operator.builders.site import PORT_NUMBERS, Endpoint, Site
 from ragcache_operator.spec import RagCache
+from ragcache_wire.settings import RetrieverSettings
 
 COMPONENT: Final = "retriever"
 GRPC: Final = Endpoint(COMPONENT, "grpc")
@@ -49,21 +49,15 @@ def build(cache: RagCache, site: Site) -> list[Object]:
 
 
 def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
-    retriever = cache.spec.retriever
-    env: dict[str, EnvValue] = {
-        **model_environment(cache.spec.model),
-        "RAGCACHE_LISTEN": str(site.bind_address(GRPC)),
-        "RAGCACHE_HEALTH_LISTEN": str(site.bind_address(HEALTH)),
-        "RAGCACHE_DATA_DIR": site.data_dir(COMPONENT),
-        "RAGCACHE_MODEL": site.model(cache.spec.model.parsed_source),
-        "RAGCACHE_EMBEDDER": retriever.embedder.source,
-        "RAGCACHE_CHUNK_TOKENS": str(retriever.chunking.size),
-        "RAGCACHE_CHUNK_OVERLAP_TOKENS": str(retriever.chunking.overlap),
-        "RAGCACHE_WINDOW_CHUNKS": str(retriever.chunking.window),
-        **telemetry_environment(cache),
+    model = cache.spec.model
+    return {
+        **model_environment(model),
+        **settings_environment(
+            RetrieverSettings,
+            cache,
+            listen=str(site.bind_address(GRPC)),
+            health_listen=str(site.bind_address(HEALTH)),
+            data_dir=site.data_dir(COMPONENT),
+            model=site.model(model.parsed_source),
+        ),
     }
-    if retriever.embedder.model is not None:
-        env["RAGCACHE_EMBEDDER_MODEL"] = retriever.embedder.model
-    if retriever.embedder.key_secret is not None:
-        env["RAGCACHE_EMBEDDER_API_KEY"] = FromSecret.of(retriever.embedder.key_secret)
-    return env

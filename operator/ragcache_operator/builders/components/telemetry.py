@@ -7,18 +7,11 @@ from collections.abc import Mapping
 from ragcache_operator.spec import RagCache
 
 
-def telemetry_environment(cache: RagCache) -> Mapping[str, str]:
-    """Variables of a part; none without a collector."""
-    otlp = cache.spec.telemetry.otlp
-    return {"RAGCACHE_OTLP_ENDPOINT": otlp.endpoint} if otlp else {}
-
-
 def vllm_environment(cache: RagCache) -> Mapping[str, str]:
     """Those of vLLM, which traces by itself; they bind our connector in its processes, too."""
     if cache.spec.telemetry.otlp is None:
         return {}
     return {
-        **telemetry_environment(cache),
         # It would speak gRPC.
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_SERVICE_NAME": "ragcache-engine",

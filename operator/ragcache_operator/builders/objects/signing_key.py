@@ -14,8 +14,6 @@ from ragcache_operator.builders.pods.pod import Mount
 from ragcache_operator.builders.site import SIGNING_KEY_FILE, SIGNING_KEY_FOLDER, Site
 from ragcache_operator.spec import RagCache
 
-VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
-
 _SUFFIX: Final = "signing-key"
 _UID_CHARS: Final = 8
 _READABLE_BY_GROUP: Final = 0o440

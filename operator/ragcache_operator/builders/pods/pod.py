@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ragcache_operator.builders.objects.ownership import Object
-from ragcache_operator.builders.pods.environment import EnvValue, environment
+from ragcache_operator.builders.pods.environment import EnvValue, container_environment
 from ragcache_operator.builders.pods.probes import Probes
 from ragcache_operator.spec import SchedulingSpec
 
@@ -77,7 +77,7 @@ class Container:
             "imagePullPolicy": "IfNotPresent",
             "command": list(self.command),
             **({"args": list(self.args)} if self.args else {}),
-            "env": environment(self.env),
+            "env": container_environment(self.env),
             "ports": [
                 {"name": name, "containerPort": number, "protocol": "TCP"}
                 for name, number in self.ports

@@ -1,21 +1,20 @@
-"""Health that means it: whether an engine that has requests gets any further.
+"""Answers vLLM's ``/health`` with 503 while the engine has requests and no step ends.
 
-vLLM's ``/health`` knows an engine that has died. One whose step never ends (a device or a kernel
-that hangs) it calls well: for five minutes where its workers are processes of their own, and where
-they are not, for good. Its API server makes a ``Health`` for ``--middleware``, and in the same
-process a ``StepLogger``, by which it knows of steps.
+vLLM's own ``/health`` fails when the engine process has ended. It stays healthy while a step hangs,
+for example in a device or a kernel: for five minutes with worker processes, and for ever without.
+vLLM's API server makes a ``HealthMiddleware`` for its option ``--middleware``. A ``StepLogger`` in
+the same process tells it when a step ends.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ragcache_engine.config import hang_s
+from ragcache_wire.settings import EngineSettings
 
 log = logging.getLogger("vllm.ragcache")
 
@@ -27,55 +26,64 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-class Steps:
-    """ended_s: when the engine's last step ended, or it started, on the clock of
-    ``time.monotonic``; None where vLLM does not say (``--disable-log-stats``)."""
+class LastStep:
+    """When the engine's last step ended, or when the engine started.
+
+    ``ended_s`` is on the clock of ``time.monotonic``. It stays None where vLLM does not report
+    steps (``--disable-log-stats``).
+    """
 
     def __init__(self) -> None:
         self.ended_s: float | None = None
 
 
-STEPS = Steps()
-"""Of the engine behind this process, which is an API server."""
+LAST_STEP = LastStep()
+"""The last step of the engine that this API server uses."""
 
 
-class Health:
-    """Answers ``/health`` with 503 while an engine that has requests ends no step, or asks vLLM.
+class HealthMiddleware:
+    """ASGI middleware that answers ``/health`` with 503 while the engine hangs.
 
-    It is an ASGI middleware. steps: of the engine behind app. limit_s: so long a step may take;
-    None: RAGCACHE_HANG_S.
+    Other requests, and ``/health`` of an engine that makes progress, go to vLLM.
+
+    Args:
+        app: vLLM's application.
+        last_step: The last step of the engine behind ``app``.
+        limit_s: How long a step may take. None: RAGCACHE_HANG_S.
     """
 
     def __init__(
-        self, app: Application, steps: Steps = STEPS, limit_s: float | None = None
+        self, app: Application, last_step: LastStep = LAST_STEP, limit_s: float | None = None
     ) -> None:
         self._app = app
-        self._steps = steps
-        self._limit_s = limit_s or hang_s(os.environ)
+        self._last_step = last_step
+        self._limit_s = limit_s or EngineSettings().hang_s
         self._busy_since_s: float | None = None
-        self._hung = False
+        self._hangs = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request of the server."""
+        """Handle one request of the server."""
         if scope["type"] != "http" or scope["path"] != _PATH:
             await self._app(scope, receive, send)
             return
-        unfinished = _unfinished(scope)
-        waited_s = self._waited_s(unfinished)
-        self._note(waited_s > self._limit_s, unfinished)
-        if not self._hung:
+        num_unfinished = _num_unfinished(scope)
+        waited_s = self._measure_wait_s(num_unfinished)
+        self._update(waited_s > self._limit_s, num_unfinished)
+        if not self._hangs:
             await self._app(scope, receive, send)
             return
-        body = {"error": f"{unfinished} requests, and no step has ended for {waited_s:.0f} s"}
+        body = {"error": f"{num_unfinished} requests, and no step has ended for {waited_s:.0f} s"}
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
-    def _waited_s(self, unfinished: int) -> float:
-        """For a step, by those that were there at the last question, too: an engine that has
-        nothing to do makes no steps."""
-        ended_s = self._steps.ended_s
-        if not unfinished or ended_s is None:
+    def _measure_wait_s(self, num_unfinished: int) -> float:
+        """Return for how long requests have waited for a step to end.
+
+        An idle engine runs no steps, so time counts only while it has requests.
+        """
+        ended_s = self._last_step.ended_s
+        if not num_unfinished or ended_s is None:
             self._busy_since_s = None
             return 0.0
         now = time.monotonic()
@@ -83,18 +91,18 @@ class Health:
             self._busy_since_s = now
         return now - max(self._busy_since_s, ended_s)
 
-    def _note(self, hung: bool, unfinished: int) -> None:
-        if hung and not self._hung:
+    def _update(self, hangs: bool, num_unfinished: int) -> None:
+        if hangs and not self._hangs:
             log.error(
-                "the engine hangs: %d requests, and no step has ended for %g s"
-                " (RAGCACHE_HANG_S); health says so until one does",
-                unfinished,
+                "health: the engine hangs, no step ended requests=%d limit_s=%g (RAGCACHE_HANG_S);"
+                " /health is 503 until a step ends",
+                num_unfinished,
                 self._limit_s,
             )
-        self._hung = hung
+        self._hangs = hangs
 
 
-def _unfinished(scope: Message) -> int:
-    """Requests that the engine has not answered in full; 0 for a server without an engine."""
+def _num_unfinished(scope: Message) -> int:
+    """Return how many requests the engine has not finished. 0 for a server without an engine."""
     client = getattr(scope["app"].state, "engine_client", None)
     return client.get_num_unfinished_requests() if client is not None else 0

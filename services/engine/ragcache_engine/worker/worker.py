@@ -13,7 +13,6 @@ import torch
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
-from ragcache_engine.config import EngineConfig
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
 from ragcache_engine.kv_cache.block_writer import BlockWriter
@@ -35,6 +34,7 @@ from ragcache_engine.worker.fetcher import Fetcher
 from ragcache_engine.worker.loader import Loader
 from ragcache_engine.worker.saver import Saver
 from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_wire.settings import EngineSettings
 from ragcache_wire.tracing import Tracer
 
 if TYPE_CHECKING:
@@ -63,11 +63,6 @@ _LEAST_PASS = 32
 """Tokens of prompts in a pass that says what computing takes; with fewer, answers decide it."""
 
 
-def _focus_window(num_layers: int) -> int:
-    """Layers over which Algorithm 1's cut has to stay the same, of which the paper says nothing."""
-    return max(2, num_layers // 8)
-
-
 class ConnectorWorker:
     """One per worker. Called on the worker's main thread only, around and within forward passes.
 
@@ -77,12 +72,13 @@ class ConnectorWorker:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineSettings,
         space: KVSpace,
         cache: PagedCache,
         client: ShardedStore,
         blender: BlendComponents | None = None,
         tracer: Tracer | None = None,
+        role: EngineRole = EngineRole.BOTH,
     ) -> None:
         self._costs = ComputeCosts()
         self._pass_began: DeviceEvent | None = None
@@ -110,7 +106,7 @@ class ConnectorWorker:
         if config.layerwise:
             self._layering = LayerwiseLoader(cache, self._writer)
         # Of an engine for whose prompts somebody waits, values go out as they are computed.
-        hands_over = config.role is EngineRole.PREFILL
+        hands_over = role is EngineRole.PREFILL
         self._staging = LayerStaging(cache) if hands_over else None
         self._saver = Saver(
             self._client,
@@ -129,11 +125,9 @@ class ConnectorWorker:
                 cache,
                 recomputer,
                 observer,
-                config.repair_slice_tokens,
-                config.repair_run_tokens,
+                config.recompute_slice_tokens,
                 config.question_tokens,
                 tracer,
-                focus_window=_focus_window(cache.num_layers) if config.focused_chunks else 0,
             )
             self._observing = ChunkObserver(
                 observer,
@@ -159,14 +153,14 @@ class ConnectorWorker:
         self._save_computed()
         completes = False
         if self._layering is not None:
-            for load in self._layering.settle(jobs.finished_ids):
+            for load in self._layering.write_deferred(jobs.finished_ids):
                 self._mark_bad(load, load.first)
             completes = bool(jobs.num_tokens) and self._layering.begin_pass()
         # A pass that layers are written beside says nothing of what computing takes.
         self._pass_began = None if completes else self._moment()
         if self._staging is None:
             return
-        self._staging.end()  # of a pass that broke off
+        self._staging.end_pass()  # of a pass that broke off
         for job in jobs.saves:
             try:
                 if self._saver.wants(job.span.variant, job.info.num_bytes):
@@ -174,15 +168,15 @@ class ConnectorWorker:
             except Exception:
                 log.exception("a variant is not sent while it is computed")
 
-    def layer_needed(self, name: str) -> None:
+    def wait_for_layer(self, name: str) -> None:
         """A layer's attention comes next in the pass that runs."""
         if self._layering is not None and name in self._cache.index_of:
-            self._layering.layer_needed(self._cache.index_of[name])
+            self._layering.wait_for_layer(self._cache.index_of[name])
 
     def layer_done(self, name: str) -> None:
         """A layer has written and read its KV in the pass that runs, while the next one waits."""
         if self._staging is not None and name in self._cache.index_of:
-            self._staging.add(self._cache.index_of[name])
+            self._staging.copy_layer(self._cache.index_of[name])
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Begin this step's loads and observations: nothing is written before ``advance``."""
@@ -227,7 +221,7 @@ class ConnectorWorker:
             self._computed += jobs.saves
         if self._staging is not None:  # somebody waits for it more than for the first token
             self._save_computed()
-            self._staging.end()
+            self._staging.end_pass()
 
     def advance(self, finished: Iterable[str], *, busy: bool) -> None:
         """Write what has arrived and go on with repairs.
@@ -298,7 +292,7 @@ class ConnectorWorker:
         if (
             self._layering is not None
             and outcome.reason
-            and self._layering.settle((job.request_id,))
+            and self._layering.write_deferred((job.request_id,))
         ):
             outcome = replace(outcome, tokens=0)
         if job.recompute is None or self._repairer is None or outcome.reason:
@@ -332,10 +326,10 @@ class ConnectorWorker:
             self._tiers.settle()
 
     def _save(self, job: SaveJob) -> None:
-        filling = self._staging.take(job) if self._staging is not None else None
-        if filling is not None:  # it is on its way already
-            num_bytes, native = filling.value.nbytes, filling.whole
-            filling.finish(self._cost_s(job))
+        staged = self._staging.take(job) if self._staging is not None else None
+        if staged is not None:  # it is on its way already
+            num_bytes, native = staged.value.nbytes, staged.wait_for_value
+            staged.complete(self._cost_s(job))
         elif self._saver.wants(job.span.variant, job.info.num_bytes):
             num_bytes, native = job.info.num_bytes, self._copied_out(job)
             self._saver.save(job, native, self._costs.of(job.request_id, job.span))

@@ -72,11 +72,13 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, Part], tmp_path: Path)
     assert (gateway.readiness.path, gateway.liveness.path) == ("/readyz", "/healthz")
     assert gateway.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     engine = parts["engine-main"]
-    assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']}"
-    assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == engine.env["RAGCACHE_RECORDS_LISTEN"]
+    records = engine.env["RAGCACHE_RECORDS_LISTEN"].rpartition(":")[2]
+    assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']};records={records}"
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     keys = str(tmp_path / "data" / "run" / "plan.keys")
-    assert gateway.env["RAGCACHE_SIGNING_KEY_FILE"] == engine.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
+    assert (
+        gateway.env["RAGCACHE_SIGNING_KEY_FILE"] == engine.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
+    )
     assert "RAGCACHE_SIGNING_KEY_FILE" not in store.env
 
 
@@ -126,8 +128,9 @@ def test_every_engine_is_a_part_and_the_gateway_knows_them_all(tmp_path: Path) -
     )
     engines = [parts["engine-one"], parts["engine-two"]]
     gateway = parts["gateway"]
-    assert gateway.env["RAGCACHE_ENGINES"] == ",".join(f"http://{e.ports['http']}" for e in engines)
-    assert gateway.env["RAGCACHE_ENGINE_RECORDS"] == ",".join(str(e.ports["grpc"]) for e in engines)
+    assert gateway.env["RAGCACHE_ENGINES"] == ",".join(
+        f"http://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
+    )
 
 
 def test_secrets_are_left_to_the_users_environment(tmp_path: Path) -> None:

@@ -19,18 +19,18 @@ from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance  #
 from ragcache_engine.blend.chunk_observer import ChunkObserver  # noqa: E402
 from ragcache_engine.blend.prompt_slice import PromptSlice  # noqa: E402
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue  # noqa: E402
-from ragcache_engine.config import EngineConfig  # noqa: E402
 from ragcache_engine.protocol.messages import (  # noqa: E402
     BLEND_UNSUPPORTED,
     LoadJob,
     LoadOutcome,
     ObserveJob,
     RecomputeJob,
-    VariantSpan,
     StepJobs,
+    VariantSpan,
 )
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.unit.engine.worker.test_worker import (  # noqa: E402
     BLOCK,
@@ -115,7 +115,7 @@ class Blending:
         return outcome
 
 
-def make(config: EngineConfig | None = None) -> Blending:
+def make(config: EngineSettings | None = None) -> Blending:
     model = FakeModel()
     rotation = KeyRotation(ROPE, "bfloat16")
     rotation.warm_up()  # not within a load's deadline
@@ -208,7 +208,7 @@ def test_the_question_looks_before_anything_is_mended(blending: Blending) -> Non
 
 @pytest.mark.parametrize("focus", [False, True])
 def test_chunks_that_the_question_does_not_look_at_may_be_let_go(focus: bool) -> None:
-    made = make(EngineConfig(FixedMembers(()), focused_chunks=focus))
+    made = make(EngineSettings(cachestore=FixedMembers(()), focused_chunks=focus))
     wanted = spans(10, 50, 80, 120)
     made.worker.store.fill(wanted)
     made.worker.store.values[key(3)] = Miss.EVICTED
@@ -362,7 +362,7 @@ def test_what_is_late_of_a_blend_is_computed(blending: Blending) -> None:
 
 
 def test_beside_other_requests_a_step_computes_a_slice(blending: Blending) -> None:
-    made = make(EngineConfig(FixedMembers(()), repair_slice_tokens=16))
+    made = make(EngineSettings(cachestore=FixedMembers(()), recompute_slice_tokens=16))
     wanted = spans(10, 120)
     made.worker.store.fill(wanted)
     how = recompute(chunk(10, 120), budget=110)
@@ -374,7 +374,7 @@ def test_beside_other_requests_a_step_computes_a_slice(blending: Blending) -> No
 
 
 def test_what_is_computed_anew_is_in_runs_as_long_as_is_wanted() -> None:
-    made = make(EngineConfig(FixedMembers(()), repair_run_tokens=8))
+    made = make(EngineSettings(cachestore=FixedMembers(()), repair_run_tokens=8))
     wanted = spans(10, 50, 80, 120)
     made.worker.store.fill(wanted)
     made.worker.store.values[key(2)] = Miss.EVICTED
@@ -391,7 +391,7 @@ def test_what_is_computed_anew_is_in_runs_as_long_as_is_wanted() -> None:
 
 
 def test_a_repair_nobody_wants_any_more_stops_and_is_reported() -> None:
-    made = make(EngineConfig(FixedMembers(()), repair_slice_tokens=16))
+    made = make(EngineSettings(cachestore=FixedMembers(()), recompute_slice_tokens=16))
     wanted = spans(10, 120)
     made.worker.store.fill(wanted)
     side = made.worker.side

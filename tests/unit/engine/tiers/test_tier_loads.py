@@ -24,20 +24,26 @@ from ragcache_core.identity.variant import (  # noqa: E402
     Tier,
     VariantInfo,
 )
-from ragcache_engine.config import EngineConfig  # noqa: E402
-from ragcache_engine.kv_cache.incoming_value import IncomingValue, EncodedValue  # noqa: E402
+from ragcache_engine.kv_cache.block_writer import BlockWriter  # noqa: E402
+from ragcache_engine.kv_cache.incoming_value import EncodedValue, IncomingValue  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
 from ragcache_engine.kv_cache.value_tensors import decode, value_shape  # noqa: E402
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan, StepJobs  # noqa: E402
-from ragcache_engine.tiers.local_tiers import TierRead, LocalTiers  # noqa: E402
+from ragcache_engine.protocol.messages import (  # noqa: E402
+    LoadJob,
+    LoadOutcome,
+    RecomputeJob,
+    StepJobs,
+    VariantSpan,
+)
+from ragcache_engine.tiers.local_tiers import LocalTiers, TierRead  # noqa: E402
 from ragcache_engine.worker.fetcher import Fetcher  # noqa: E402
-from ragcache_engine.kv_cache.block_writer import BlockWriter  # noqa: E402
 from ragcache_kv.codecs import encode_part  # noqa: E402
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope  # noqa: E402
 from ragcache_kv.store_client.sharded import ShardedStore  # noqa: E402
 from ragcache_kv.values.buffers import checksummed_parts  # noqa: E402
 from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
 from ragcache_kv.values.stored_value import StoredValue  # noqa: E402
+from ragcache_wire.settings import EngineSettings  # noqa: E402
 from ragcache_wire.watched.members import FixedMembers  # noqa: E402
 from tests.helpers.triton_program import as_a_program  # noqa: E402
 from tests.unit.engine.worker.test_worker import (  # noqa: E402
@@ -58,8 +64,8 @@ ROTATION = KeyRotation(Rope(4, 4, Pairing.HALVES, (1.0, 0.01)), "bfloat16")
 MIB = 1 << 20
 
 
-def config(**other: Any) -> EngineConfig:
-    return EngineConfig(FixedMembers(()), host_tier_bytes=MIB, **other)
+def config(**other: Any) -> EngineSettings:
+    return EngineSettings(cachestore=FixedMembers(()), host_tier_bytes=MIB, **other)
 
 
 @pytest.fixture
@@ -96,7 +102,7 @@ def load(worker: Worker, wanted: tuple[VariantSpan, ...], name: str = "r") -> Lo
 def test_what_was_loaded_once_is_loaded_again_while_the_store_is_silent(pool: str) -> None:
     settings = {"host_tier_bytes": 0, "device_pool_bytes": 0}
     settings[f"{pool}_{'tier' if pool == 'host' else 'pool'}_bytes"] = MIB
-    worker = Worker(EngineConfig(FixedMembers(()), **settings))  # type: ignore[arg-type]
+    worker = Worker(EngineSettings(cachestore=FixedMembers(()), **settings))  # type: ignore[arg-type]
     wanted = spans(10, 50, 131)
     tensors = worker.store.fill(wanted)
     load(worker, wanted)

@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.config import Config
 from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES
 from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.identity.variant import Precision
 from ragcache_core.plan.signature import parse_keys
-from ragcache_gateway.config import read_config
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.objects import signing_key
@@ -28,6 +26,7 @@ from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.spec import CacheStoreSpec
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
 from tests.helpers.children_parts import (
     UID,
     Object,
@@ -43,6 +42,7 @@ from tests.helpers.children_parts import (
     specs,
     workloads_of,
 )
+from tests.helpers.settings import read_settings
 
 ROOT = Path(__file__).parents[4]
 LATEST = Capabilities.latest()
@@ -53,14 +53,14 @@ def test_the_store_understands_what_it_is_told(spec: Object) -> None:
     cache = make_cache(**spec)
     env = env_of(children_of(cache), "cachestore")
     own = env["RAGCACHE_OWN_ADDRESS"].replace("$(POD_NAME)", "docs-cachestore-0")
-    told = Config.from_environment({**env, "RAGCACHE_OWN_ADDRESS": own})
+    told = read_settings(CacheStoreSettings, {**env, "RAGCACHE_OWN_ADDRESS": own})
     store = cache.spec.cache_store
     assert told.memory_bytes == store.memory_bytes
     assert told.disk_bytes + FREE_RESERVE_BYTES < store.disk.size_bytes
     assert told.policy == store.policy
     assert told.replication == store.replication.enabled
-    assert told.leaves_only == (cache.spec.reuse.mode == "exact")
-    assert told.lane_listen == "0.0.0.0:50052"
+    assert told.reuse == cache.spec.reuse.mode
+    assert told.data_listen == "0.0.0.0:50052"
     precise = store.precision
     given_precision = Precision.parse(f"{precise.key}/{precise.value}")
     assert given_precision.lossless
@@ -81,10 +81,10 @@ def without_mounts(env: dict[str, str]) -> dict[str, str]:
 @given(specs)
 def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
     cache = make_cache(**spec)
-    told = read_config(without_mounts(env_of(children_of(cache), "gateway")))
-    assert (told.reuse, told.max_recompute) == (
+    told = read_settings(GatewaySettings, without_mounts(env_of(children_of(cache), "gateway")))
+    assert (told.reuse, told.max_recompute_share) == (
         cache.spec.reuse.mode,
-        cache.spec.reuse.max_recompute,
+        cache.spec.reuse.max_recompute_share,
     )
     assert told.max_model_len == cache.spec.model.max_length
 
@@ -92,12 +92,12 @@ def test_the_gateway_understands_what_it_is_told(spec: Object) -> None:
 def test_the_gateway_reuses_as_the_spec_says() -> None:
     env = env_of(build(), "gateway")
     assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]) == ("exact", "0.2")
-    env = env_of(build(reuse={"mode": "blend", "maxRecompute": 1}), "gateway")
+    env = env_of(build(reuse={"mode": "blend", "maxRecomputeShare": 1}), "gateway")
     assert (env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]) == ("blend", "1.0")
     # Without either, it does as it would by an empty spec.
     del env["RAGCACHE_REUSE"], env["RAGCACHE_MAX_RECOMPUTE_SHARE"]
-    reuse, told = make_cache().spec.reuse, read_config(without_mounts(env))
-    assert (told.reuse, told.max_recompute) == (reuse.mode, reuse.max_recompute)
+    reuse, told = make_cache().spec.reuse, read_settings(GatewaySettings, without_mounts(env))
+    assert (told.reuse, told.max_recompute_share) == (reuse.mode, reuse.max_recompute_share)
 
 
 @given(specs)
@@ -181,10 +181,8 @@ def test_engines_are_reached_one_by_one_and_only_when_ready() -> None:
 def test_the_gateway_knows_every_engine() -> None:
     env = env_of(build(engines=[{"name": "a"}, {"name": "b"}]), "gateway")
     assert env["RAGCACHE_ENGINES"] == (
-        "http://docs-engine-a.team.svc:8000,http://docs-engine-b.team.svc:8000"
-    )
-    assert env["RAGCACHE_ENGINE_RECORDS"] == (
-        "docs-engine-a.team.svc:50051,docs-engine-b.team.svc:50051"
+        "http://docs-engine-a.team.svc:8000;records=50051,"
+        "http://docs-engine-b.team.svc:8000;records=50051"
     )
 
 

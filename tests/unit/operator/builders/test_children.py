@@ -264,19 +264,12 @@ def test_addresses_lead_to_ports_that_pods_listen_on(spec: Object) -> None:
     for workload in workloads_of(children):
         [container] = workload["spec"]["template"]["spec"]["containers"]
         env = {v["name"]: v["value"] for v in container["env"] if "value" in v}
-        asked = [
-            *filter(None, [env.get("RAGCACHE_RETRIEVER")]),
-            *(url.removeprefix("http://") for url in _listed(env, "RAGCACHE_ENGINES")),
-            *_listed(env, "RAGCACHE_ENGINE_RECORDS"),
-        ]
+        asked = [*filter(None, [env.get("RAGCACHE_RETRIEVER")])]
+        if "RAGCACHE_ENGINES" in env:
+            for engine in env["RAGCACHE_ENGINES"].split(","):
+                http, records_port = engine.removeprefix("http://").split(";records=")
+                asked += [http, f"{http.split(':')[0]}:{records_port}"]
         assert set(asked) <= served.keys()
-        engines, records = _listed(env, "RAGCACHE_ENGINES"), _listed(env, "RAGCACHE_ENGINE_RECORDS")
-        hosts = [url.removeprefix("http://").split(":")[0] for url in engines]
-        assert hosts == [address.split(":")[0] for address in records]
-
-
-def _listed(env: dict[str, str], name: str) -> list[str]:
-    return env[name].split(",") if name in env else []
 
 
 @given(specs)

@@ -1,0 +1,137 @@
+"""Starts the loads of requests, and applies their outcomes to requests and cost predictions."""
+
+from __future__ import annotations
+
+from ragcache_core.blend.variant_selection import Blend
+from ragcache_core.cost.load_or_compute import ReuseCosts
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
+from ragcache_engine.scheduler.block_reservation import BlockReservation
+from ragcache_engine.scheduler.load_planner import LoadPlanner
+from ragcache_engine.scheduler.request import RequestPhase, RequestState
+from ragcache_engine.scheduler.tier_map import TierMap
+from ragcache_wire.settings import EngineSettings
+
+
+class LoadTracker:
+    """Keeps a request's state in step with its load."""
+
+    def __init__(
+        self, config: EngineSettings, costs: ReuseCosts, tiers: TierMap, planner: LoadPlanner
+    ) -> None:
+        self._config = config
+        self._costs = costs
+        self._tiers = tiers
+        self._planner = planner
+
+    def start(
+        self,
+        request_id: str,
+        request: RequestState,
+        load: tuple[int, int],
+        blocks: tuple[int, ...],
+        reservation: BlockReservation | None,
+    ) -> LoadJob:
+        """Record on a request that its load starts. Return the worker's job.
+
+        Args:
+            request_id: vLLM's id of the request.
+            request: The request.
+            load: Prompt tokens [first, end) to load.
+            blocks: The request's block table.
+            reservation: Where to allocate scratch blocks. None: there are none.
+        """
+        first, end = load
+        request.previous_approximate_after = request.approximate_after
+        blend, recompute = request.blend, None
+        if blend is None or end <= blend.exact_end:
+            spans = _exact_spans(request, first, end)
+        else:
+            spans = _blend_spans(blend, first, end)
+            recompute = self._start_recompute(request_id, request, blend, load, reservation)
+            request.missing_ranges = blend.missing_ranges(first, end, not_stored_only=True)
+        return LoadJob(
+            request_id,
+            spans,
+            first,
+            end,
+            blocks,
+            request.plan.domain,
+            recompute,
+            request.traceparent,
+            compute_s=self._costs.predict_compute_s(end, len(request.token_ids) - end),
+            deadline_s=self._planner.deadline_s(request, first, end),
+        )
+
+    def finish(self, request: RequestState, outcome: LoadOutcome) -> None:
+        """Apply the outcome of a request's load to the request and to the cost predictions."""
+        if not request.plan.trial:
+            self._observe_costs(request, outcome)
+        request.enter(RequestPhase.WAITING)
+        if not request.recorded:
+            missing = () if outcome.reason else (*request.missing_ranges, *outcome.missing_ranges)
+            request.record.end_load(outcome, request.overlapping_segments(missing))
+        if outcome.reason:
+            # vLLM asks again after a failure. The same answer would repeat for ever.
+            request.load_failed = True
+            # vLLM computes what this load would have made approximate.
+            request.approximate_after = request.previous_approximate_after
+            if outcome.missing_variant is not None:
+                request.mark_missing_from(outcome.missing_variant)
+
+    def _observe_costs(self, request: RequestState, outcome: LoadOutcome) -> None:
+        stored = request.stored or {}
+        if outcome.timed_out:
+            tiers = self._tiers.remote_tiers(request.loading, stored)
+            self._costs.observe_timeout(tiers, outcome.seconds)
+        elif not outcome.reason:
+            sizes = self._tiers.loaded_bytes_by_tier(outcome.bytes_by_tier, request.loading, stored)
+            self._costs.observe_load(sizes, outcome.seconds)
+        if not outcome.reason:
+            self._costs.observe_recompute(outcome.recomputed_tokens, outcome.recompute_s)
+
+    def _start_recompute(
+        self,
+        request_id: str,
+        request: RequestState,
+        blend: Blend,
+        load: tuple[int, int],
+        reservation: BlockReservation | None,
+    ) -> RecomputeJob | None:
+        """Record which KV becomes approximate. Return None if this part of the blend is exact."""
+        first, end = load
+        exact_end = max(first, blend.exact_end)
+        if exact_end >= end:
+            return None
+        if not request.recorded:
+            request.record.miss = ""
+        # KV that vLLM kept of an earlier load is as approximate as it was.
+        previous = request.previous_approximate_after
+        request.approximate_after = exact_end if previous is None else min(exact_end, previous)
+        scratch: tuple[int, ...] = ()
+        if blend.recompute_tokens and reservation is not None:
+            tokens = min(len(request.token_ids) - end, self._config.question_tokens)
+            scratch = reservation.allocate_scratch(request_id, tokens)
+        return RecomputeJob(
+            exact_end=exact_end,
+            token_ids=request.token_ids,
+            chunks=blend.influenced_chunks(end),
+            missing=blend.missing_ranges(first, end),
+            recompute_tokens=blend.recompute_tokens,
+            scratch_blocks=scratch,
+        )
+
+
+def _exact_spans(request: RequestState, first: int, end: int) -> tuple[VariantSpan, ...]:
+    return tuple(
+        VariantSpan(named.variant, named.segment.start, named.segment.end)
+        for named in request.segments
+        if named.segment.end > first and named.segment.start < end
+    )
+
+
+def _blend_spans(blend: Blend, first: int, end: int) -> tuple[VariantSpan, ...]:
+    return tuple(
+        VariantSpan(source.variant, source.start, source.end, source.base_position)
+        for source in blend.sources
+        if source.variant is not None and source.end > first and source.start < end
+    )
