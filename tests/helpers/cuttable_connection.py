@@ -1,4 +1,4 @@
-"""A line to a server that can be cut: connections break, and new ones are refused."""
+"""A relay to a server that can be cut: it breaks connections and refuses new ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 
-class CuttableLine:
-    """A TCP relay on a port of its own."""
+class CuttableConnection:
+    """A TCP relay on its own port."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -20,30 +20,30 @@ class CuttableLine:
 
     @classmethod
     @asynccontextmanager
-    async def to(cls, url: str) -> AsyncIterator[CuttableLine]:
-        """A line to the server of an https URL, whole at first."""
+    async def to(cls, url: str) -> AsyncIterator[CuttableConnection]:
+        """Yield a working relay to the server of an https URL."""
         parts = urlsplit(url)
         assert parts.hostname
         assert parts.port
-        line = cls(parts.hostname, parts.port)
-        await line.mend()
+        relay = cls(parts.hostname, parts.port)
+        await relay.restore()
         try:
-            yield line
+            yield relay
         finally:
-            await line.cut()
+            await relay.cut()
 
     @property
     def url(self) -> str:
-        """The server's URL through this line."""
+        """Return the server's URL through this relay."""
         return f"https://127.0.0.1:{self._port}"
 
-    async def mend(self) -> None:
-        """Let connections through, on the same port as before."""
+    async def restore(self) -> None:
+        """Accept connections again, on the same port."""
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
-        """Break every connection, refuse new ones."""
+        """Break every connection and refuse new ones."""
         if self._server is not None:
             self._server.close()
             self._server = None

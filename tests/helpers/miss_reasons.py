@@ -1,7 +1,6 @@
-"""What an engine's record says of requests."""
+"""Miss reasons in an engine's request records."""
 
 from __future__ import annotations
 
-STORE_AWAY = ("store unavailable", "lookup late")
-"""While its store is gone: which one depends on whether the connection's end or the deadline comes
-first."""
+STORE_AWAY = ("store unavailable", "lookup timed out")
+"""Reasons while the store is away: the connection ends or the deadline passes, whichever is first."""

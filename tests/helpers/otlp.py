@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: OTLP over HTTP, kept as it came."""
+"""An OpenTelemetry collector for tests: it keeps the OTLP requests that it receives over HTTP."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class Collector:
-    """What came in. bodies: by path."""
+    """The received requests. bodies: request bodies by path."""
 
     url: str
     bodies: dict[str, list[bytes]]
 
     def metrics(self) -> list[ExportMetricsServiceRequest]:
-        """Every export of metrics, in order."""
+        """Return every export of metrics, in order."""
         return [
             ExportMetricsServiceRequest.FromString(body)
             for body in self.bodies.get("/v1/metrics", ())
         ]
 
     def spans(self) -> list[Any]:
-        """Every span."""
+        """Return every span."""
         return [
             span
             for body in self.bodies.get("/v1/traces", ())
@@ -39,19 +39,19 @@ class Collector:
             for span in of_scope.spans
         ]
 
-    def spans_of(self, part: str) -> list[Any]:
-        """Every span of one part, by the name that its resource has."""
+    def spans_of(self, service: str) -> list[Any]:
+        """Return every span of one service, by the service name of its resource."""
         return [
             span
             for body in self.bodies.get("/v1/traces", ())
             for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
-            if ("service.name", f"ragcache-{part}") in _attributes(of_resource.resource)
+            if ("service.name", f"ragcache-{service}") in _attributes(of_resource.resource)
             for of_scope in of_resource.scope_spans
             for span in of_scope.spans
         ]
 
     def figures(self) -> dict[tuple[str, frozenset[tuple[str, str | int]]], float]:
-        """The last value of every sum and gauge, by name and attributes."""
+        """Return the last value of every sum and gauge, by name and attributes."""
         return {
             (metric.name, frozenset(_attributes(point))): point.as_double or point.as_int
             for export in self.metrics()
@@ -62,8 +62,8 @@ class Collector:
         }
 
 
-def about(point: Any) -> dict[str, Any]:
-    """Attributes of a point, a span or a resource."""
+def attributes_of(point: Any) -> dict[str, Any]:
+    """Return the attributes of a point, a span or a resource."""
     return {
         attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
         for attribute in point.attributes
@@ -71,12 +71,12 @@ def about(point: Any) -> dict[str, Any]:
 
 
 def _attributes(point: Any) -> Iterator[tuple[str, str | int]]:
-    yield from about(point).items()
+    yield from attributes_of(point).items()
 
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """One that listens on a port of its own."""
+    """Yield a collector that listens on its own port."""
     bodies: dict[str, list[bytes]] = {}
 
     class Handler(BaseHTTPRequestHandler):

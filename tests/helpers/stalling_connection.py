@@ -1,6 +1,6 @@
-"""A line to a cache store on which values can be held up in the middle.
+"""A relay to a cache store that can stall in the middle of a value.
 
-So that a load is under way for as long as a test wants, whatever the machine is busy with.
+A test can keep a load in progress for as long as it needs, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from collections.abc import Callable, Iterator
 from ragcache_kv.store_client.client import StoreClient
 
 HOST = "127.0.0.2"
-"""Another address of this machine. What a store says of itself names its transport's port and no host,
-so that a relay of the same ports there carries all that is said to it."""
+"""Another address of this machine. A store names the port of its transport but no host.
+
+A relay of the same ports at this address therefore carries the whole traffic.
+"""
 
 READ_BYTES = 1 << 16
 
 
-class StallingLine:
-    """A relay of a store's ports at HOST, on threads of its own. The store offers no other transport."""
+class StallingConnection:
+    """A relay of a store's ports at HOST, on its own threads.
+
+    The store must offer no transport but TCP.
+    """
 
     def __init__(self, store: str) -> None:
-        """store: its address, where it serves."""
+        """Connect to the store at address "host:port"."""
         host, port = store.rsplit(":", 1)
         client = StoreClient(store)
         client.connect(30)
         assert client.hello is not None
         assert client.transport == "socket"
-        transport = client.hello.data_port
+        data_port = client.hello.data_port
         client.close()
         self.address = f"{HOST}:{port}"
         self._changed = threading.Condition()
@@ -39,47 +44,47 @@ class StallingLine:
         self._connections: set[socket.socket] = set()
         self._listeners = [
             self._listen((host, int(port)), self._pass),
-            self._listen((host, transport), self._pass_or_stall),
+            self._listen((host, data_port), self._pass_or_stall),
         ]
 
     @classmethod
     @contextlib.contextmanager
-    def to(cls, store: str) -> Iterator[StallingLine]:
-        """A line that lets everything through at first."""
-        line = cls(store)
+    def to(cls, store: str) -> Iterator[StallingConnection]:
+        """Yield a relay that at first lets everything through."""
+        relay = cls(store)
         try:
-            yield line
+            yield relay
         finally:
-            line.go_on()
-            line.cut()
-            for listener in line._listeners:
+            relay.resume()
+            relay.cut()
+            for listener in relay._listeners:
                 listener.close()
 
     def stall(self, after_bytes: int) -> None:
-        """From now on so many bytes of values come over each connection, and no more."""
+        """Let only after_bytes more bytes of values pass on each connection."""
         with self._changed:
             self._stalls += 1
             self._may_pass = after_bytes
 
     def wait_until_stalled(self, connections: int = 1, timeout_s: float = 60.0) -> None:
-        """Until the store has sent more than may pass, over so many."""
+        """Wait until the store has sent more than may pass on so many connections."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._stalled) >= connections, timeout_s)
 
     @property
     def stalled(self) -> int:
-        """Connections on which something is held up now."""
+        """Return the number of stalled connections."""
         with self._changed:
             return len(self._stalled)
 
-    def go_on(self) -> None:
-        """Let everything through."""
+    def resume(self) -> None:
+        """Let everything pass."""
         with self._changed:
             self._may_pass = None
             self._changed.notify_all()
 
     def cut(self) -> None:
-        """End every connection, as the store's end would; what is held up never comes."""
+        """Close every connection, as the end of the store would. Stalled bytes are lost."""
         with self._changed:
             connections, self._connections = self._connections, set()
             self._changed.notify_all()
@@ -109,7 +114,7 @@ class StallingLine:
                     here, _ = listener.accept()
                     threading.Thread(target=relay, args=[here], daemon=True).start()
 
-        threading.Thread(target=accept, name="line", daemon=True).start()
+        threading.Thread(target=accept, name="relay", daemon=True).start()
         return listener
 
     @staticmethod
@@ -131,15 +136,15 @@ class StallingLine:
                     room = len(data) if self._may_pass is None else self._may_pass - passed
                 passed += len(data)
                 target.sendall(data[:room])
-                if room < len(data) and not self._held(target):
+                if room < len(data) and not self._wait_for_resume(target):
                     break
                 target.sendall(data[room:])
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def _held(self, target: socket.socket) -> bool:
-        """Wait until things go on; False: the connection has been ended."""
+    def _wait_for_resume(self, target: socket.socket) -> bool:
+        """Wait until the relay resumes. Return False if the connection was closed."""
         with self._changed:
             self._stalled.add(target)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Test files as programs: Triton reads its environment once, as it is imported."""
+"""Runs test files as programs, since Triton reads its environment only at import."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TIMEOUT_S = 120.0
 
 
 def as_a_program(file: str, **environment: str) -> Any:
-    """The JSON that file prints last, run in a process of its own; skips without Triton."""
+    """Run file in its own process and return the JSON on its last line. Skips without Triton."""
     if any(importlib.util.find_spec(name) is None for name in ("triton", "torch")):
         pytest.skip("Triton is not installed")
-    found_in = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, file],
-        env={**os.environ, "PYTHONPATH": found_in, **environment},
+        env={**os.environ, "PYTHONPATH": search_path, **environment},
         capture_output=True,
         text=True,
         check=False,

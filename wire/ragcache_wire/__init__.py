@@ -1,4 +1,4 @@
-"""The gRPC protocols between the parts: generated code, typed clients, one way to serve.
+"""The gRPC protocols between the services: generated code, typed clients, the server.
 
-Clients turn gRPC statuses back into ragcache_core.errors, so no other package handles them.
+Clients turn gRPC statuses into ragcache_core.errors, so no other package handles statuses.
 """

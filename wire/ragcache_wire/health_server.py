@@ -1,7 +1,7 @@
-"""Health over plain HTTP, for a kubelet: gRPC probes came to Kubernetes late.
+"""Health over HTTP, for kubelets without gRPC probes.
 
-``GET /healthz`` answers 200 while the event loop turns. ``GET /readyz`` answers 200 when the part
-is ready, else 503 with ``{"progress": "indexing 12 of 40"}``, which says how far it has come.
+``GET /healthz`` answers 200 while the event loop runs. ``GET /readyz`` answers 200 when the service
+is ready, else 503 with its progress: ``{"progress": "indexing 12 of 40"}``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from ragcache_core.errors import InvalidInput
 MAX_REQUEST_BYTES = 8 << 10
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
-"""At once; a kubelet needs two or three."""
+"""Bound of concurrent connections. A kubelet needs two or three."""
 
 
 class HealthServer:
-    """Serves the health of one part while it is entered: alive, and not ready yet.
+    """Serves the health of one service while its context is entered. It starts as not ready.
 
-    listen: "host:port", where port 0 takes a free one; None serves nowhere.
+    Args:
+        listen: "host:port". Port 0 takes a free port; None serves nothing.
     """
 
     def __init__(self, listen: str | None) -> None:
@@ -33,7 +34,7 @@ class HealthServer:
         self.port = 0
 
     async def __aenter__(self) -> HealthServer:
-        """Answer from now on. Raises InvalidInput if the address cannot be used."""
+        """Start to answer. Raises InvalidInput if the address cannot be used."""
         if self._listen is None:
             return self
         host, _, port = self._listen.rpartition(":")
@@ -49,11 +50,11 @@ class HealthServer:
         return self
 
     def set_progress(self, progress: str) -> None:
-        """Not ready: say how far it has come."""
+        """Report not ready, with the progress."""
         self._progress = progress
 
     def set_ready(self) -> None:
-        """Ready from now on."""
+        """Report ready."""
         self._progress = None
 
     async def __aexit__(self, *_: object) -> None:
@@ -76,7 +77,7 @@ class HealthServer:
                     writer.write(self._reply(request))
                     await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # Whoever asks in such a way gets no answer.
+            pass  # An invalid or slow request gets no answer.
         finally:
             self._connections.discard(task)
             writer.close()

@@ -1,4 +1,4 @@
-"""Serve gRPC the one way every part does: health, reflection, error translation, clean stop."""
+"""gRPC server of every service: health, reflection, error translation, graceful stop."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from ragcache_wire.status import to_status, trailing_metadata
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
-"""How long calls in flight may finish after a stop was asked for."""
+"""Time that running calls have to finish after a stop."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns core errors raised by handlers into statuses; gRPC logs anything else as UNKNOWN."""
+    """Turns core errors that handlers raise into gRPC statuses.
+
+    gRPC logs any other exception and answers UNKNOWN.
+    """
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(details)
-        # Health and reflection raise none of ours, and stream in other ways.
+        # Health and reflection raise no core errors, and they stream both ways.
         if handler is None or not details.method.startswith("/ragcache."):
             return handler
         if handler.request_streaming or handler.response_streaming:
@@ -86,9 +89,13 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RagCacheErr
 class GrpcServer:
     """A grpc.aio server with health and reflection.
 
-    services: full names of the services that register adds. listen: "host:port"; port 0 takes a
-    free one, found in ``port`` after start. Health says NOT_SERVING until set_ready. http_health: a
-    running server that is to say the same over HTTP.
+    Health is NOT_SERVING until ``set_ready``.
+
+    Args:
+        listen: "host:port". Port 0 takes a free port, which ``port`` then holds.
+        services: Full names of the services that ``register`` adds.
+        register: Adds the services to the server.
+        http_health: A running server that reports the same health over HTTP.
     """
 
     def __init__(
@@ -110,17 +117,17 @@ class GrpcServer:
         self.port = self._server.add_insecure_port(listen)
 
     async def start(self) -> None:
-        """Accept calls; not ready yet."""
+        """Accept calls. Health stays NOT_SERVING."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
 
     async def set_ready(self) -> None:
-        """Say SERVING to health checks."""
+        """Report SERVING to health checks."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
         self._http_health.set_ready()
 
     async def stop(self) -> None:
-        """Say NOT_SERVING, let calls in flight finish within the grace period, then end them."""
+        """Report NOT_SERVING, and cancel the calls that do not finish within STOP_GRACE_S."""
         self._http_health.set_progress("stopping")
         await self._health.enter_graceful_shutdown()
         await self._server.stop(STOP_GRACE_S)

@@ -1,4 +1,4 @@
-"""Errors across gRPC: statuses at a server's edge, core errors again in a client."""
+"""Translates errors across gRPC: core errors to statuses in a server, and back in a client."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import grpc
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 
 DETAIL_KEY = "ragcache-error-bin"
-"""Trailing metadata that holds the error's fields, so that a client can raise the same error."""
+"""Trailing metadata with the fields of an error, from which a client raises the same error."""
 
 RETRY_AFTER_S = 1.0
-"""When to try again what does not say."""
+"""Retry delay for an error that names none."""
 
-_TRY_AGAIN = (
+_RETRYABLE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
@@ -26,11 +26,11 @@ _TRY_AGAIN = (
 
 
 class NoAnswer(Unavailable):
-    """Nothing came back in time, not even that the part cannot now: it may be gone."""
+    """The service sent no answer in time, not even an error. It may be gone."""
 
 
 def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, object]]:
-    """Status code, message and fields of an error."""
+    """Return the status code, message and fields of an error."""
     fields: dict[str, object]
     match error:
         case InvalidInput():
@@ -48,12 +48,12 @@ def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, obj
 
 
 def trailing_metadata(fields: dict[str, object]) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata that carries an error's fields."""
+    """Return trailing metadata with the fields of an error."""
     return ((DETAIL_KEY, json.dumps(fields).encode()),)
 
 
-def from_rpc_error(part: str, error: grpc.RpcError) -> RagCacheError:
-    """The core error behind a failed call to part."""
+def from_rpc_error(service: str, error: grpc.RpcError) -> RagCacheError:
+    """Return the core error of a failed call to a service."""
     code, details = _code_of(error)
     fields = _fields_of(error)
     match fields.get("type"):
@@ -65,14 +65,14 @@ def from_rpc_error(part: str, error: grpc.RpcError) -> RagCacheError:
             return NotFound(*_texts(fields, "kind", "name", "fix"))
         case "unavailable":
             problem = f"{code.name.lower()}: {details}"
-            return Unavailable(part, problem, _seconds(fields.get("retry_after_s", "")))
-    if code in _TRY_AGAIN:
-        return NoAnswer(part, f"{code.name.lower()}: {details}")
-    return RagCacheError(f"the {part} failed: {code.name.lower()}: {details}")
+            return Unavailable(service, problem, _seconds(fields.get("retry_after_s", "")))
+    if code in _RETRYABLE:
+        return NoAnswer(service, f"{code.name.lower()}: {details}")
+    return RagCacheError(f"the {service} failed: {code.name.lower()}: {details}")
 
 
 def _texts(fields: dict[str, str], *names: str) -> list[str]:
-    # A part of another version may leave one out.
+    # A service of another version may leave a field out.
     return [fields.get(name, "") for name in names]
 
 
@@ -85,7 +85,7 @@ def _seconds(text: str) -> float:
 
 
 def _code_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    # Every error that a call raises is also a grpc.Call; the base class does not say so.
+    # Every error that a call raises is also a grpc.Call, which its base class does not declare.
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = error.details() if hasattr(error, "details") else str(error)
     return code, str(details)

@@ -148,13 +148,13 @@ class ExportingTracer(Tracer):
 
     @classmethod
     def for_endpoint(
-        cls, endpoint: str, part: str, instance: str, *, exports_errors: bool = False
+        cls, endpoint: str, service: str, instance: str, *, exports_errors: bool = False
     ) -> Self:
         """Make a tracer that exports by OTLP over HTTP.
 
         Args:
             endpoint: Base URL, like http://collector:4318.
-            part: Name of the service.
+            service: Name of the service.
             instance: Name of this process among those of the service.
         """
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
@@ -164,11 +164,11 @@ class ExportingTracer(Tracer):
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
         # The service calls close itself, within its own deadline.
-        provider = TracerProvider(resource=resource(part, instance), shutdown_on_exit=False)
+        provider = TracerProvider(resource=resource(service, instance), shutdown_on_exit=False)
         url = f"{endpoint.rstrip('/')}/v1/traces"
         exporter = OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S)
         provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider, f"ragcache.{part}", exports_errors=exports_errors)
+        return cls(provider, f"ragcache.{service}", exports_errors=exports_errors)
 
     def start_request(self, name: str, headers: Headers, **attributes: Attribute) -> Span:
         """See Tracer."""
@@ -299,16 +299,16 @@ class _RecordedSpan(Span):
             self.fail(f"{kind}: {error.part}" if isinstance(error, Unavailable) else kind)
 
 
-def tracer(endpoint: str | None, part: str, instance: str) -> Tracer:
+def tracer(endpoint: str | None, service: str, instance: str) -> Tracer:
     """Return the tracer of a service. Without an endpoint it makes no spans."""
-    return ExportingTracer.for_endpoint(endpoint, part, instance) if endpoint else Tracer()
+    return ExportingTracer.for_endpoint(endpoint, service, instance) if endpoint else Tracer()
 
 
-def resource(part: str, instance: str) -> Resource:
+def resource(service: str, instance: str) -> Resource:
     """Return the OpenTelemetry resource of a service."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
-    return Resource.create({"service.name": f"ragcache-{part}", "service.instance.id": instance})
+    return Resource.create({"service.name": f"ragcache-{service}", "service.instance.id": instance})
 
 
 def otlp_endpoint(environment: Mapping[str, str]) -> str | None:

@@ -26,7 +26,7 @@ from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model_folder import load_model_folder
 from tests.helpers.clear_answers import is_clear
-from tests.helpers.stalling_connection import StallingLine
+from tests.helpers.stalling_connection import StallingConnection
 from tests.integration.engine.test_blend import HEAD_TOKENS, LENGTHS, prompt_of
 from tests.integration.engine.test_vllm import Platform
 
@@ -47,7 +47,7 @@ AWAY = "store unavailable"
 class Interrupted(Platform):
     """Beside a decoding request, a repair has one token in each step."""
 
-    line: StallingLine
+    line: StallingConnection
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Metrics come with a step of the engine after the one that counted."""
@@ -122,7 +122,7 @@ def platform(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     store = start_cachestore(folder / "store", shared=False)
     engine = None
     try:
-        with StallingLine.to(store.address) as line:
+        with StallingConnection.to(store.address) as line:
             engine = launch_engine(
                 *(folder, tiny_model, line.address, "--max-num-batched-tokens", "384"),
                 settings={
@@ -163,9 +163,9 @@ def test_a_client_that_leaves_during_a_load_ends_it(
     assert platform.line.stalled == 1
     assert platform.repairs() == repairs
     record = platform.record(left.request)
-    assert (record.loaded_tokens, record.blended_tokens, record.repaired_tokens) == (0, 0, 0)
+    assert (record.loaded_tokens, record.blended_tokens, record.recomputed_tokens) == (0, 0, 0)
     assert record.load_s > 0
-    platform.line.go_on()
+    platform.line.resume()
     again = platform.plan(kind, prompt)
     assert platform.answer(prompt, again) == expected
     assert platform.record(again.request).loaded_tokens == prompt.chunk_ends[-1]
@@ -189,7 +189,7 @@ def test_clients_that_leave_during_their_repairs_end_them(platform: Interrupted)
         platform.until(lambda: not platform.unfinished_requests())
         platform.until(platform.blocks_are_free)
         records = [platform.record(plan.request) for plan in left]
-        ended = platform.repairs() - repairs - 1 - sum(one.repaired_tokens > 0 for one in records)
+        ended = platform.repairs() - repairs - 1 - sum(one.recomputed_tokens > 0 for one in records)
         # Where this machine stands still for so long that all are mended, it is tried again.
         if ended > 0:
             break
@@ -198,7 +198,7 @@ def test_clients_that_leave_during_their_repairs_end_them(platform: Interrupted)
     again = platform.plan("blend", prompt)
     assert platform.answer(prompt, again) == expected
     record = platform.record(again.request)
-    assert (record.blended_tokens, record.repaired_tokens) == (to_mend, to_mend)
+    assert (record.blended_tokens, record.recomputed_tokens) == (to_mend, to_mend)
 
 
 def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupted) -> None:
@@ -223,12 +223,12 @@ def test_a_store_that_dies_during_loads_costs_recomputation(platform: Interrupte
     assert exact.miss == AWAY
     # Whole blocks of what had come.
     assert exact.loaded_tokens == (HEAD_TOKENS + LENGTHS[0]) // BLOCK * BLOCK
-    assert (exact.blended_tokens, exact.repaired_tokens) == (0, 0)
+    assert (exact.blended_tokens, exact.recomputed_tokens) == (0, 0)
     assert blend.miss == ""
     assert blend.loaded_tokens == prompts["blend"].chunk_ends[-1]
     context = sum(LENGTHS[n] for n in (2, 0, 4))
-    assert (blend.blended_tokens, blend.repaired_tokens) == (context, context)
-    assert list(blend.holes) == [2, 3], "places of the plan's segments that never came"
+    assert (blend.blended_tokens, blend.recomputed_tokens) == (context, context)
+    assert list(blend.missing_chunks) == [2, 3], "places of the plan's segments that never came"
     platform.until(platform.blocks_are_free)
     dead = platform.plan("blend", prompts["blend"])
     assert platform.answer(prompts["blend"], dead) == expected["blend"]

@@ -23,7 +23,7 @@ from ragcache_operator.builders.components.telemetry import (
     vllm_environment,
 )
 from tests.helpers.children_parts import make_cache
-from tests.helpers.otlp import Collector, about, collector
+from tests.helpers.otlp import Collector, attributes_of, collector
 from tests.integration.engine.test_blend import ENGINE_ARGUMENTS, prompt_of
 from tests.integration.engine.test_vllm import Platform
 
@@ -112,7 +112,7 @@ def test_a_computed_prompt_shows_its_lookup_and_what_it_saves(traced: Traced) ->
     assert parents(traced.spans("engine", trace(1))) == {CALLER}
     below = [span for span in traced.spans("cachestore", trace(1)) if span.name == "Put"]
     assert parents(below) == {span.span_id.hex() for span in puts}
-    assert {about(span)["outcome"] for span in puts} == {"stored"}
+    assert {attributes_of(span)["outcome"] for span in puts} == {"stored"}
 
 
 def test_a_load_lies_between_its_caller_and_the_store(traced: Traced) -> None:
@@ -122,10 +122,10 @@ def test_a_load_lies_between_its_caller_and_the_store(traced: Traced) -> None:
     traced.until(lambda: traced.names("engine", trace(2)) == wanted)
     of = {span.name: span for span in traced.spans("engine", trace(2))}
     assert parents(list(of.values())) == {CALLER}
-    assert about(of["lookup"]) == {"segments": SEGMENTS, "held": SEGMENTS, "blend": False}
-    assert about(of["load"])["tokens"] == PROMPT.chunk_ends[-1]
-    assert about(of["load"])["bytes"] == sum(map(len, traced.platform.values(PROMPT)))
-    assert "miss" not in about(of["load"])
+    assert attributes_of(of["lookup"]) == {"segments": SEGMENTS, "held": SEGMENTS, "blend": False}
+    assert attributes_of(of["load"])["tokens"] == PROMPT.chunk_ends[-1]
+    assert attributes_of(of["load"])["bytes"] == sum(map(len, traced.platform.values(PROMPT)))
+    assert "miss" not in attributes_of(of["load"])
     traced.until(lambda: set(traced.names("cachestore", trace(2))) == {"Lookup", "Get"})
     for span in traced.spans("cachestore", trace(2)):
         above = of["load" if span.name == "Get" else "lookup"]
@@ -138,7 +138,7 @@ def test_a_repair_is_told_from_its_load(traced: Traced) -> None:
     traced.until(lambda: {"load", "repair"} <= set(traced.names("engine", trace(3))))
     [repair] = [span for span in traced.spans("engine", trace(3)) if span.name == "repair"]
     assert parents([repair]) == {CALLER}
-    told = about(repair)
+    told = attributes_of(repair)
     assert 0 < told["repaired"] <= told["blended"]
 
 

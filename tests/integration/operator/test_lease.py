@@ -16,7 +16,7 @@ from ragcache_operator.kube.lease import LeaseLost, LeaseTiming, run_while_leadi
 from ragcache_operator.kube.resources import LEASES, Object
 from tests.cluster.availability import Unavailable, skip
 from tests.cluster.control_plane import ControlPlane, start_control_plane
-from tests.helpers.cuttable_connection import CuttableLine
+from tests.helpers.cuttable_connection import CuttableConnection
 
 NAMESPACE = "default"
 # A machine that stands still for some seconds loses no lease.
@@ -156,7 +156,7 @@ async def test_a_holder_that_is_cut_off_ends_before_the_next_begins(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     stage = Stage()
-    async with CuttableLine.to(plane.url) as line, await Api.connect(plane.kubeconfig) as api:
+    async with CuttableConnection.to(plane.url) as line, await Api.connect(plane.kubeconfig) as api:
         behind = tmp_path / "kubeconfig"
         behind.write_text(plane.kubeconfig.read_text().replace(plane.url, line.url))
         async with await Api.connect(behind) as its_api:
@@ -166,7 +166,7 @@ async def test_a_holder_that_is_cut_off_ends_before_the_next_begins(
             # A failure shorter than the deadline changes nothing.
             await line.cut()
             await asyncio.sleep(TIMING.renew_deadline_s / 4)
-            await line.mend()
+            await line.restore()
             await asyncio.sleep(TIMING.duration_s + 2)
             assert stage.history == ["holder"]
             await line.cut()

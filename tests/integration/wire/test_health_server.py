@@ -1,4 +1,4 @@
-"""Health over HTTP, as a kubelet asks for it and as nobody should."""
+"""Health over HTTP, with the requests of a kubelet and with invalid ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def ask(health: HealthServer, path: str, method: str = "GET") -> httpx.Res
 
 
 async def send(health: HealthServer, request: bytes) -> bytes:
-    """What comes back until the connection is closed."""
+    """Return the bytes that arrive until the connection closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", health.port)
     writer.write(request)
     try:
@@ -32,7 +32,7 @@ async def send(health: HealthServer, request: bytes) -> bytes:
         writer.close()
 
 
-async def test_a_part_is_alive_at_once_ready_when_it_says_so_and_not_while_it_stops() -> None:
+async def test_a_service_is_alive_at_once_ready_when_set_and_not_ready_while_it_stops() -> None:
     async with HealthServer(LOOPBACK) as health:
         server = GrpcServer(LOOPBACK, ["test"], lambda _: None, health)
         await server.start()
@@ -78,7 +78,7 @@ async def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await ask(health, "/healthz")).status_code == 200
 
 
-async def test_an_address_that_is_taken_is_said() -> None:
+async def test_an_address_in_use_is_refused() -> None:
     async with HealthServer(LOOPBACK) as health:
         with pytest.raises(InvalidInput, match="RAGCACHE_HEALTH_LISTEN"):
             async with HealthServer(f"127.0.0.1:{health.port}"):

@@ -1,4 +1,4 @@
-"""Errors cross the wire as themselves, through a real server in process."""
+"""A client raises the error that a real server in the same process raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ERRORS = [
 
 
 class FailingEngine(engine_pb2_grpc.EngineServicer):
-    """Raises what it is given; with nothing given, never answers."""
+    """Raises the given error; without one it never answers."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -149,7 +149,7 @@ async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> No
         client.close()
 
 
-async def test_a_mistake_of_the_server_is_no_mistake_of_the_caller(
+async def test_a_bug_of_the_server_is_not_reported_as_invalid_input(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving(
@@ -164,7 +164,7 @@ async def test_a_mistake_of_the_server_is_no_mistake_of_the_caller(
 
 
 class Failed(grpc.RpcError):
-    """A failed call of a part that tells of its error in its own way."""
+    """A failed call of a service that reports its error in another way."""
 
     def __init__(self, detail: bytes) -> None:
         self._detail = detail
@@ -194,7 +194,7 @@ class Failed(grpc.RpcError):
         (b"{", NoAnswer),
     ],
 )
-def test_an_error_of_another_version_is_an_error_of_ours(
+def test_an_error_of_another_version_becomes_a_core_error(
     detail: bytes, kind: type[RagCacheError]
 ) -> None:
     error = from_rpc_error("cachestore", Failed(detail))
@@ -211,7 +211,7 @@ async def test_no_answer_in_time_is_unavailable() -> None:
         await client.close()
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_a_missing_server_is_unavailable() -> None:
     client = EngineClient("127.0.0.1:1")
     with pytest.raises(Unavailable, match="the engine is unavailable"):
         await client.request_record("r")
@@ -236,7 +236,7 @@ async def test_two_servers_do_not_share_a_port() -> None:
             )
 
 
-async def test_health_says_serving_only_once_ready() -> None:
+async def test_health_is_serving_only_when_ready() -> None:
     async with serving(FailingEngine(None), engine_pb2_grpc.add_EngineServicer_to_server) as server:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)

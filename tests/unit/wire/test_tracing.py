@@ -1,4 +1,4 @@
-"""Spans: below whom they lie, what they say, and that nothing is made where nobody looks."""
+"""Spans: their parents, their attributes, and that nothing is recorded without an endpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind as OtelSpanKind
+from opentelemetry.trace import StatusCode
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_wire.trace_context import current_metadata, metadata, traceparent
@@ -38,7 +39,7 @@ UNSAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00"),)
 
 @dataclass
 class Kept:
-    """A tracer whose spans are kept."""
+    """A tracer whose spans stay in memory."""
 
     exports_errors: bool = False
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
@@ -60,12 +61,12 @@ def kept() -> Iterator[Kept]:
 
 
 def ids(span: ReadableSpan) -> tuple[str, str, str]:
-    """Of the trace, of the span above, of the span."""
+    """Return the ids of the trace, of the parent span and of the span."""
     above = f"{span.parent.span_id:016x}" if span.parent else ""
     return f"{span.context.trace_id:032x}", above, f"{span.context.span_id:016x}"
 
 
-def test_a_request_goes_on_with_its_callers_trace_and_hands_it_on(kept: Kept) -> None:
+def test_a_request_continues_its_callers_trace_and_passes_it_on(kept: Kept) -> None:
     with kept.tracer.start_request("GET", TRACED) as span, span.current():
         assert current_span() is span
         with kept.tracer.start_child("inner", SpanKind.CLIENT, hits=3) as inner, inner.current():
@@ -76,12 +77,12 @@ def test_a_request_goes_on_with_its_callers_trace_and_hands_it_on(kept: Kept) ->
     outer, below = kept.spans()["GET"], kept.spans()["inner"]
     assert ids(outer)[:2] == (TRACE_ID, PARENT_ID)
     assert ids(below)[:2] == (TRACE_ID, ids(outer)[2])
-    assert (outer.kind, below.kind) == (SpanKind.SERVER, SpanKind.CLIENT)
+    assert (outer.kind, below.kind) == (OtelSpanKind.SERVER, OtelSpanKind.CLIENT)
     assert parent == f"00-{TRACE_ID}-{ids(below)[2]}-01"
     assert dict(given_on or ()) == {"traceparent": parent, "tracestate": "a=1,b=2"}
 
 
-def test_a_request_of_nobody_begins_a_trace_and_a_call_of_nobody_does_not(kept: Kept) -> None:
+def test_a_request_without_a_parent_starts_a_trace_and_a_call_does_not(kept: Kept) -> None:
     with kept.tracer.start_child_of("call", ()), kept.tracer.start_child_of("other", None):
         pass
     with kept.tracer.start_child("inner"):
@@ -92,7 +93,7 @@ def test_a_request_of_nobody_begins_a_trace_and_a_call_of_nobody_does_not(kept: 
     assert kept.spans()["GET"].parent is None
 
 
-def test_what_a_caller_does_not_sample_is_not_made(kept: Kept) -> None:
+def test_a_span_of_an_unsampled_trace_is_not_recorded(kept: Kept) -> None:
     for span in (
         kept.tracer.start_request("GET", UNSAMPLED),
         kept.tracer.start_child_of("call", UNSAMPLED),
@@ -104,7 +105,7 @@ def test_what_a_caller_does_not_sample_is_not_made(kept: Kept) -> None:
 
 
 @given(nonsense=st.text(max_size=80))
-def test_a_broken_context_is_no_context(nonsense: str) -> None:
+def test_an_invalid_context_is_ignored(nonsense: str) -> None:
     kept = Kept()
     with kept.tracer.start_child_of("call", [("traceparent", nonsense)]):
         pass
@@ -114,7 +115,7 @@ def test_a_broken_context_is_no_context(nonsense: str) -> None:
     kept.tracer.close()
 
 
-def test_threads_of_a_pool_have_the_span_they_are_given(kept: Kept) -> None:
+def test_a_pool_thread_has_the_span_that_it_is_given(kept: Kept) -> None:
     def ask() -> str:
         with span.current():
             return traceparent()
@@ -127,7 +128,7 @@ def test_threads_of_a_pool_have_the_span_they_are_given(kept: Kept) -> None:
     assert asked == f"00-{TRACE_ID}-{ids(kept.spans()['load'])[2]}-01"
 
 
-def test_what_is_known_late_is_said_and_what_is_empty_is_not(kept: Kept) -> None:
+def test_attributes_can_be_set_later_and_empty_ones_are_left_out(kept: Kept) -> None:
     with kept.tracer.start_request("GET", ()) as span:
         span.rename("GET /here")
         span.set(miss="", tokens=0)
@@ -144,21 +145,21 @@ def test_what_is_known_late_is_said_and_what_is_empty_is_not(kept: Kept) -> None
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "description"),
     [(InvalidInput("query", "is 'secret'", "x"), "InvalidInput"), (ValueError("secret"), "Value")],
 )
-def test_an_error_that_may_quote_somebody_is_only_named(
-    kept: Kept, error: Exception, said: str
+def test_only_the_type_of_an_error_is_exported(
+    kept: Kept, error: Exception, description: str
 ) -> None:
     with suppress(type(error)), kept.tracer.start_request("GET", ()):
         raise error
     found = kept.spans()["GET"]
     assert found.status.status_code is StatusCode.ERROR
-    assert (found.status.description or "").startswith(said)
+    assert (found.status.description or "").startswith(description)
     assert "secret" not in found.to_json()
 
 
-def test_errors_say_which_part_is_away_and_the_first_reason_stays(kept: Kept) -> None:
+def test_a_status_names_the_service_that_is_away_and_the_first_reason_stays(kept: Kept) -> None:
     with suppress(Unavailable), kept.tracer.start_request("a", ()):
         raise Unavailable("retriever", "secret")
     with suppress(Unavailable), kept.tracer.start_request("b", ()) as span:
@@ -168,7 +169,7 @@ def test_errors_say_which_part_is_away_and_the_first_reason_stays(kept: Kept) ->
     assert kept.spans()["b"].status.description == "too many"
 
 
-def test_where_errors_quote_nobody_they_are_told() -> None:
+def test_the_message_of_an_error_is_exported_on_request() -> None:
     kept = Kept(exports_errors=True)
     with suppress(ValueError), kept.tracer.start_request("GET", ()):
         raise ValueError("what is wrong")
@@ -176,7 +177,7 @@ def test_where_errors_quote_nobody_they_are_told() -> None:
     assert kept.spans()["GET"].status.description == "ValueError: what is wrong"
 
 
-def test_a_block_that_is_cancelled_has_not_failed(kept: Kept) -> None:
+def test_a_cancelled_span_has_not_failed(kept: Kept) -> None:
     with suppress(GeneratorExit), kept.tracer.start_request("GET", ()):
         raise GeneratorExit
     found = kept.spans()["GET"]
@@ -186,7 +187,7 @@ def test_a_block_that_is_cancelled_has_not_failed(kept: Kept) -> None:
     )
 
 
-def test_without_an_endpoint_there_is_a_tracer_that_makes_nothing() -> None:
+def test_without_an_endpoint_the_tracer_records_nothing() -> None:
     nothing: Any = tracer(None, "gateway", "x")
     assert type(nothing) is Tracer
     for span in (
@@ -219,7 +220,7 @@ def test_without_an_endpoint_there_is_a_tracer_that_makes_nothing() -> None:
 def test_without_an_endpoint_opentelemetry_is_not_even_imported(modules: str) -> None:
     code = (
         f"import sys, {modules}, ragcache_wire.tracing as t; "
-        "t.tracer(None, 'a', 'b').request('c', [('traceparent', 'd')]).end(); "
+        "t.tracer(None, 'a', 'b').start_request('c', [('traceparent', 'd')]).end(); "
         "print(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Messages that carry pieces are the generated code's messages, byte for byte."""
+"""Hand-encoded messages equal those of the generated code, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Typed async clients of the retriever, the engine and the gRPC health service."""

@@ -1,4 +1,4 @@
-"""Typed async client of gRPC's health service, as GrpcServer serves it."""
+"""Typed async client of the gRPC health service that GrpcServer serves."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ HEALTH_TIMEOUT_S = 1.0
 
 
 class HealthClient:
-    """Asks the part at address ("host:port") whether it serves."""
+    """Client of the health service at address ("host:port")."""
 
-    def __init__(self, part: str, address: str) -> None:
-        self._part = part
+    def __init__(self, service: str, address: str) -> None:
+        self._service = service
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def close(self) -> None:
-        """Close the channel; calls in flight end at once."""
+        """Close the channel and cancel running calls."""
         await self._channel.close(grace=None)
 
     async def serving(self) -> bool:
-        """Whether the part says SERVING. Raises Unavailable if it does not answer."""
+        """Return whether the service reports SERVING. Raises Unavailable without an answer."""
         try:
             reply = await self._stub.Check(
                 health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            raise from_rpc_error(self._part, error) from error
+            raise from_rpc_error(self._service, error) from error
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,4 +1,4 @@
-"""Typed async client of the retriever; every call has a deadline."""
+"""Typed async client of the retriever. Every call has a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragcache_wire.trace_context import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
-PART = "retriever"
+SERVICE = "retriever"
 QUERY_TIMEOUT_S = 10.0
 UPSERT_TIMEOUT_S = 300.0
 """Embedding a large document takes minutes on a small machine."""
@@ -23,14 +23,14 @@ R = TypeVar("R")
 
 
 class RetrieverClient:
-    """One channel to the retriever at address ("host:port"). Raises core errors only."""
+    """Client of the retriever at address ("host:port"). Its calls raise only core errors."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
 
     async def close(self) -> None:
-        """Close the channel; calls in flight end at once."""
+        """Close the channel and cancel running calls."""
         await self._channel.close(grace=None)
 
     async def put_collection(self, collection: pb.Collection) -> pb.Collection:
@@ -39,18 +39,18 @@ class RetrieverClient:
         return await _call(self._stub.PutCollection(request, timeout=UPSERT_TIMEOUT_S))
 
     async def get_collection(self, name: str) -> pb.Collection:
-        """Settings and counts of a collection. Raises NotFound."""
+        """Return the settings and counts of a collection. Raises NotFound."""
         request = pb.GetCollectionRequest(name=name)
         return await _call(self._stub.GetCollection(request, timeout=QUERY_TIMEOUT_S))
 
     async def list_collections(self) -> list[pb.Collection]:
-        """All collections, by name."""
+        """Return all collections, sorted by name."""
         request = pb.ListCollectionsRequest()
         reply = await _call(self._stub.ListCollections(request, timeout=QUERY_TIMEOUT_S))
         return list(reply.collections)
 
     async def upsert_document(self, document: pb.Document) -> pb.UpsertDocumentReply:
-        """Insert or replace a document; searchable and durable when this returns."""
+        """Insert or replace a document. It is searchable and durable when this returns."""
         request = pb.UpsertDocumentRequest(document=document)
         return await _call(self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S))
 
@@ -60,14 +60,14 @@ class RetrieverClient:
         return await _call(self._stub.DeleteDocument(request, timeout=QUERY_TIMEOUT_S))
 
     async def get_document(self, collection: str, document_id: str) -> pb.Document:
-        """A document with its text. Raises NotFound."""
+        """Return a document with its text. Raises NotFound."""
         request = pb.GetDocumentRequest(collection=collection, id=document_id)
         return await _call(self._stub.GetDocument(request, timeout=QUERY_TIMEOUT_S))
 
     async def list_documents(
         self, collection: str, page_size: int = 0, page_token: str = ""
     ) -> pb.ListDocumentsReply:
-        """One page of documents without their text, by id."""
+        """Return one page of documents without their text, sorted by id."""
         request = pb.ListDocumentsRequest(
             collection=collection, page_size=page_size, page_token=page_token
         )
@@ -76,9 +76,9 @@ class RetrieverClient:
     async def search(
         self, collection: str, query: str, top_k: int
     ) -> AsyncGenerator[pb.SearchStage, None]:
-        """Stages of one search as they come; the last has final set.
+        """Yield the stages of one search as they arrive. The last one has ``final`` set.
 
-        It is part of the trace of the caller's current span.
+        The call belongs to the trace of the caller's current span.
         """
         request = pb.SearchRequest(collection=collection, query=query, top_k=top_k)
         call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=current_metadata())
@@ -86,9 +86,9 @@ class RetrieverClient:
             async for stage in call:
                 yield stage
         except grpc.RpcError as error:
-            raise from_rpc_error(PART, error) from error
+            raise from_rpc_error(SERVICE, error) from error
         finally:
-            # A consumer that stops early must not leave the search running.
+            # A caller that stops early must not leave the search running.
             call.cancel()
 
 
@@ -96,4 +96,4 @@ async def _call(call: Awaitable[R]) -> R:
     try:
         return await call
     except grpc.RpcError as error:
-        raise from_rpc_error(PART, error) from error
+        raise from_rpc_error(SERVICE, error) from error

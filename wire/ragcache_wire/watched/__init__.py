@@ -1,1 +1,1 @@
-"""TODO."""
+"""Files that may change while a process runs: shard members and signing keys."""

@@ -1,7 +1,7 @@
-"""Which shards the cache store has: named outright, or in a file that may change.
+"""The shards of the cache store: a fixed list, or a file that may change.
 
-A cluster mounts the file from a ConfigMap, so that shards come and go without a restart of whoever
-asks them.
+A cluster mounts the file from a ConfigMap, so shards come and go without a restart of their
+clients.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ _FORMS = 'set host:port, several with commas between, or file:PATH of {"members"
 
 
 class Members(Protocol):
-    """Who the members are now."""
+    """The current members."""
 
     def current(self) -> tuple[str, ...]:
-        """Addresses ("host:port"), each once; the same object while nothing has changed."""
+        """Return the addresses ("host:port"), each once.
+
+        It returns the same object while nothing has changed.
+        """
         ...
 
 
@@ -41,14 +44,22 @@ class FixedMembers:
 
 
 class FileMembers(WatchedFile[tuple[str, ...]]):
-    """Members as a file names them; while there is no file there are none."""
+    """Members as a file lists them. Without the file there are none."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(path, _from_json, (), name="members", words=_words, clock=clock)
+        super().__init__(path, _from_json, (), name="members", describe=_describe, clock=clock)
 
 
 def members_from(variable: str, setting: str) -> Members:
-    """Members as the environment variable sets them. Raises InvalidInput naming the variable."""
+    """Read the members from an environment variable's value.
+
+    Args:
+        variable: Name of the variable, for errors.
+        setting: Its value.
+
+    Raises:
+        InvalidInput: The value is no list of addresses and no absolute file path.
+    """
     if setting.startswith(FILE_PREFIX):
         path = setting.removeprefix(FILE_PREFIX)
         if not os.path.isabs(path):
@@ -57,7 +68,7 @@ def members_from(variable: str, setting: str) -> Members:
     return FixedMembers(_checked(variable, [part.strip() for part in setting.split(",")]))
 
 
-def _words(addresses: Sequence[str]) -> str:
+def _describe(addresses: Sequence[str]) -> str:
     return ", ".join(addresses) or "none"
 
 

@@ -1,4 +1,4 @@
-"""The keys that plans are sealed with, in a file that may change: rotation restarts nobody."""
+"""The keys that sign plans, in a file that may change, so that rotation needs no restart."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
 
 
 class SigningKeys(WatchedFile[tuple[bytes, ...]]):
-    """Keys as a file has them, one a line; the first one seals (``plan_seal``).
+    """Keys from a file with one key a line. The first key signs (``plan.signature``).
 
-    Raises InvalidInput for a file that is none to begin with. One that is later lost or spoilt
-    leaves the keys as they were.
+    The constructor raises InvalidInput if it cannot read the file. If a later read fails, the keys
+    stay as they were.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,13 +33,14 @@ class SigningKeys(WatchedFile[tuple[bytes, ...]]):
                 f"names a file that cannot be read: {error}",
                 "name a file with one key a line",
             ) from error
-        super().__init__(path, parse, keys, name="plan keys", words=_words, clock=clock)
+        super().__init__(path, parse, keys, name="signing keys", describe=_describe, clock=clock)
 
 
 def signing_keys_from(environment: Mapping[str, str]) -> SigningKeys | None:
-    """Keys of the file that VARIABLE names; None where it names none.
+    """Return the keys of the file that VARIABLE names; None if it is not set.
 
-    Raises InvalidInput naming the variable.
+    Raises:
+        InvalidInput: The path is not absolute, or the file cannot be read.
     """
     setting = environment.get(VARIABLE, "").strip()
     if not setting:
@@ -49,5 +50,5 @@ def signing_keys_from(environment: Mapping[str, str]) -> SigningKeys | None:
     return SigningKeys(Path(setting))
 
 
-def _words(keys: Sequence[bytes]) -> str:
-    return f"{len(keys)} of them"
+def _describe(keys: Sequence[bytes]) -> str:
+    return f"{len(keys)} keys"

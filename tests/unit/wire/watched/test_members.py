@@ -1,4 +1,4 @@
-"""Members of the store: named, or in a file that may change under whoever asks."""
+"""Members of the cache store: a fixed list, or a file that may change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listing(*members: str) -> str:
 
 
 def mount(folder: Path, content: str, generation: int) -> Path:
-    """Write as kubelet does: a folder per generation, and one symbolic link swapped."""
+    """Write as a kubelet does: a folder for each generation, and a symbolic link that it swaps."""
     data = folder / f"..{generation}"
     data.mkdir()
     (data / "cachestore.json").write_text(content)
@@ -45,7 +45,7 @@ def mount(folder: Path, content: str, generation: int) -> Path:
     return path
 
 
-def test_addresses_can_be_named_outright() -> None:
+def test_a_list_of_addresses_is_read() -> None:
     assert members_from(VARIABLE, "store:50051").current() == ("store:50051",)
     assert members_from(VARIABLE, "a:1, b:2").current() == ("a:1", "b:2")
 
@@ -64,7 +64,7 @@ def test_a_swapped_mount_is_seen_within_a_second(tmp_path: Path) -> None:
     assert members.current() == ("a:1",)
     assert members.current() is members.current()
     mount(tmp_path, listing("a:1", "b:1"), 2)
-    assert members.current() == ("a:1",), "looked at more than once a second"
+    assert members.current() == ("a:1",), "checked more than once a second"
     clock.tick()
     assert members.current() == ("a:1", "b:1")
     mount(tmp_path, listing(), 3)
@@ -87,7 +87,7 @@ def test_before_there_is_a_file_there_are_no_members(tmp_path: Path) -> None:
     [None, "", "{", "[]", "{}", '{"members": "a:1"}', '{"members": [1]}', '{"members": ["a"]}',
      '{"members": ["a:1", "a:1"]}', "\x80"],
 )  # fmt: skip
-def test_a_bad_file_leaves_the_members_as_they_were_and_is_said_once(
+def test_a_bad_file_leaves_the_members_as_they_were_and_is_logged_once(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()

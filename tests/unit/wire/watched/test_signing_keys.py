@@ -1,4 +1,4 @@
-"""Keys of plans, in a file that may change under whoever asks."""
+"""Signing keys in a file that may change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_rotation_is_seen_within_a_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short", b"ab" * 31])
-def test_a_file_that_is_spoilt_leaves_the_keys_as_they_were(
+def test_a_bad_file_leaves_the_keys_as_they_were(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -46,14 +46,14 @@ def test_a_file_that_is_spoilt_leaves_the_keys_as_they_were(
             clock.tick()
             assert keys.current() == (ONE,)
     [line] = caplog.messages
-    assert line.startswith("plan keys stay 1 of them: ")
+    assert line.startswith("watched file: reload failed name=signing keys kept=1 keys error=")
     assert ONE.hex() not in line
     write(path, TWO)
     clock.tick()
     assert keys.current() == (TWO,)
 
 
-def test_what_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_at_the_start(tmp_path: Path) -> None:
     assert signing_keys_from({}) is None
     assert signing_keys_from({VARIABLE: " "}) is None
     bad = tmp_path / "bad"
