@@ -117,7 +117,7 @@ def options(**more: str) -> dict[str, object]:
 
 
 async def warm_up(gateway: GatewayClient) -> None:
-    """A question nobody reads pays for what a fresh engine does once; it leaves the store alone."""
+    """Ask a question without reuse, so that the one-time work of a new engine is not measured."""
     await ask(gateway, WARM_UP, options(reuse="off"), None)
 
 

@@ -1,1 +1,1 @@
-"""The ``ragcache`` command: run a RagCache on this machine, fill it, ask it, look at it."""
+"""The ``ragcache`` command: runs a RagCache, ingests documents, asks questions."""

@@ -1,6 +1,6 @@
-"""The commands of ``ragcache``. Each parses its words, calls one module and says what came out.
+"""The commands of ``ragcache``. Each parses its arguments, calls one module and prints the result.
 
-Exit status: 0 done; 1 something failed; 2 the user's mistake, said in a line with field and fix.
+Exit status: 0 success; 1 failure; 2 a mistake of the user, reported with field and fix.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from ragcache_operator.builders.unsupported import unsupported_features
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
-from ragcache_cli.clients.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
 from ragcache_cli.commands import doctor as doctor_checks
 from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing
@@ -37,6 +36,7 @@ from ragcache_cli.local.state_file import ROOT, find_data, recorded
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.unsupported import unsupported_features
 from ragcache_operator.spec import API_VERSION, KIND, RagCache
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
 
@@ -45,7 +45,7 @@ _GATEWAY_VARIABLE = "RAGCACHE_GATEWAY"
 
 
 class _ErrorEdge(TyperGroup):
-    """Where errors raised on purpose become a line and an exit status."""
+    """Turns expected errors into a line and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -125,7 +125,7 @@ def up(
 
 @app.command()
 def down(data: DataOption = None) -> None:
-    """Stop the RagCache that runs here; its data stays."""
+    """Stop the RagCache on this machine; its data stays."""
     folder, record = find_data(data)
     running.stop(folder, record, make_console())
 
@@ -138,7 +138,7 @@ def status(
     context: ContextOption = None,
     kubeconfig: KubeconfigOption = None,
 ) -> None:
-    """Show how a RagCache does: the one that runs here, or one of a cluster."""
+    """Show the status of a RagCache on this machine or in a cluster."""
     choice = ClusterChoice(kubeconfig, context, namespace)
     if is_meant_here(choice, name, data, recorded()):
         is_well = _local_status(data or (ROOT / name if name else None))
@@ -170,7 +170,7 @@ def logs(
     context: ContextOption = None,
     kubeconfig: KubeconfigOption = None,
 ) -> None:
-    """Show what the parts of a RagCache log: of the one that runs here, or of one in a cluster."""
+    """Show the logs of a RagCache on this machine or in a cluster."""
     choice = ClusterChoice(kubeconfig, context, namespace)
     console = make_console()
     here = recorded()
@@ -214,9 +214,9 @@ def install(
     context: ContextOption = None,
     kubeconfig: KubeconfigOption = None,
 ) -> None:
-    """Install the operator in a cluster, or upgrade it; needs no Helm beside this."""
+    """Install or upgrade the operator in a cluster; the helm command is not needed."""
     try:
-        from ragcache_cli.kubernetes import install as installing
+        from ragcache_cli.kubernetes import install as installing  # noqa: PLC0415  slow to import
     except ModuleNotFoundError as error:
         if error.name != "helm_python":
             raise
@@ -245,7 +245,7 @@ def ingest_command(
     collection: CollectionOption = "default",
     gateway: GatewayOption = None,
 ) -> None:
-    """Bring Markdown and text files into a collection; unchanged ones are skipped."""
+    """Ingest Markdown and text files into a collection; unchanged ones are skipped."""
     selection = select(paths)
     if not selection.files and not selection.refused:
         raise InvalidInput("PATH", "holds no .md, .markdown or .txt file", "name another folder")
@@ -281,14 +281,14 @@ def ask_command(
         float | None,
         typer.Option(
             "--max-recompute",
-            help="Share, from 0 to 1, that blend computes anew.",
+            help="Share, from 0 to 1, that blend computes again.",
             show_default="the platform's",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     gateway: GatewayOption = None,
 ) -> None:
-    """Ask a question; show the answer, its sources and where the time went."""
+    """Ask a question; show the answer, its sources and the time of each step."""
     if not question.strip():
         raise InvalidInput("QUESTION", "is empty", "write one")
     options = {
@@ -327,7 +327,7 @@ def render(
     context: ContextOption = None,
     kubeconfig: KubeconfigOption = None,
 ) -> None:
-    """Print the Kubernetes objects of a RagCache, as the operator would make them in a cluster."""
+    """Print the Kubernetes objects that the operator would create for a RagCache."""
     cache = load_manifest(file)
     choice = ClusterChoice(kubeconfig, context)
     if choice.is_given and kube_version is not None:
@@ -349,7 +349,7 @@ def doctor(
     ] = None,
     data: DataOption = None,
 ) -> None:
-    """Say what this machine lacks for running a RagCache, and how to mend it."""
+    """Check what this machine lacks to run a RagCache, and how to fix it."""
     cache = load_manifest(file) if file else _smallest()
     console = make_console()
     ills = 0
@@ -369,7 +369,7 @@ def main() -> None:
 
 
 def _local_status(data: Path | None) -> bool:
-    """Show the parts that run here, and what the cache holds; whether questions are answered."""
+    """Show the local parts and the cache; return whether questions can be answered."""
     _, record = find_data(data)
     console = make_console()
     alive = record.supervisor_lives
@@ -387,8 +387,8 @@ def _local_status(data: Path | None) -> bool:
 
 
 def _is_mistake(error: RagCacheError) -> bool:
-    """Whether the user can mend it by writing something else."""
-    if isinstance(error, Refused):
+    """Return whether the user can correct it with other input."""
+    if isinstance(error, RequestRefused):
         return error.status < 500 and not isinstance(error, TryLater)
     return isinstance(error, InvalidInput | NotFound)
 
@@ -398,7 +398,7 @@ def _smallest() -> RagCache:
 
 
 def _gateway_url(given: str | None) -> str:
-    """The gateway meant: by option or variable, else the one that runs here."""
+    """Return the gateway URL: from the option or variable, else of the local platform."""
     if given is None:
         return find_data(None)[1].gateway_url
     if not given.startswith(("http://", "https://")):
@@ -425,7 +425,7 @@ async def _cache(url: str) -> str:
 async def _ingest(url: str, collection: str, selection: Selection, console: Console) -> Ingested:
     columns = TextColumn("ingesting"), BarColumn(), MofNCompleteColumn()
     async with GatewayClient(url) as client:
-        # Without a terminal rich writes no bar; the summary says it all.
+        # Without a terminal rich writes no bar; the summary is enough.
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("ingesting", total=len(selection.files))
             return await ingest(

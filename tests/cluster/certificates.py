@@ -27,7 +27,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path, names: Sequence[str], addresses: Sequence[str]) -> Certificates:
-    """Make everything anew; the server's certificate holds for these host names and addresses."""
+    """Make new certificates; the server's is valid for these host names and addresses."""
     folder.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     server_key = ec.generate_private_key(ec.SECP256R1())

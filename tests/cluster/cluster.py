@@ -22,13 +22,13 @@ from typing import Any
 
 from tests.cluster import binaries, cgroups, containers, leftovers, machine, node, packages, volumes
 from tests.cluster.availability import Unavailable
-from tests.cluster.control_plane import ControlPlane, Place, start_control_plane
+from tests.cluster.control_plane import ControlPlane, HostNetwork, start_control_plane
 from tests.cluster.dns import start_dns
 from tests.cluster.kubeconfig import ADMIN_GROUP, User
 from tests.cluster.machine import Machine, start_machine
 from tests.cluster.timeline import step
 
-# One place, so that a start finds what an unclean stop left.
+# One folder, so that a start finds what an unclean stop left.
 FOLDER = Path("/var/tmp/ragcache-test-cluster")
 _API_PORT = 6443
 _NODE_LIMIT_S = 120
@@ -41,9 +41,9 @@ class KubectlFailed(RuntimeError):
 class Cluster:
     """A running cluster."""
 
-    def __init__(self, plane: ControlPlane, place: Machine) -> None:
+    def __init__(self, plane: ControlPlane, host: Machine) -> None:
         self.plane = plane
-        self._place = place
+        self._host = host
         self._volumes: dict[str, str] = {}  # size by name
 
     @property
@@ -100,12 +100,12 @@ class Cluster:
         Pods that use them want imagePullPolicy Never or IfNotPresent: no registry is reachable.
         """
         with step(f"{len(archives)} images loaded"):
-            return containers.import_images(self._place, archives)
+            return containers.import_images(self._host, archives)
 
     @property
     def image_import(self) -> tuple[str, ...]:
         """A command that brings the image whose archive is on its standard input."""
-        return containers.import_command(self._place)
+        return containers.import_command(self._host)
 
     def make_volumes(self, number: int, size: str) -> None:
         """Make more volumes of the default storage class, each for one claim of at most size."""
@@ -131,7 +131,7 @@ class Cluster:
 
     def volume_folder(self, name: str) -> Path:
         """Where a PersistentVolume's files are on this host."""
-        return self._place.folder / "volumes" / name
+        return self._host.folder / "volumes" / name
 
     def service_url(self, namespace: str, name: str, port: str | int | None = None) -> str:
         """A Service's URL for this host; port by name or number, else the first."""
@@ -161,7 +161,7 @@ class Cluster:
             path = folder / "pods" / f"{namespace}-{name}.log"
             path.parent.mkdir(exist_ok=True)
             path.write_text(self._said(*logs) + self._said(*logs, "--previous"))
-        for log in (*self.plane.folder.glob("logs/*"), *self._place.folder.glob("logs/*")):
+        for log in (*self.plane.folder.glob("logs/*"), *self._host.folder.glob("logs/*")):
             path = folder / "daemons" / log.name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(log.read_bytes())
@@ -200,29 +200,29 @@ def start_cluster(folder: Path = FOLDER) -> Iterator[Cluster]:
                 leftovers.clear(folder)
             stack.callback(_clear, folder)
             cgroups.make_tree()
-            place = stack.enter_context(start_machine(folder))
+            host = stack.enter_context(start_machine(folder))
             with step("containerd ready"):
-                stack.callback(containers.start_containers(place).stop)
+                stack.callback(containers.start_containers(host).stop)
             plane = stack.enter_context(
                 start_control_plane(
                     folder / "control-plane",
                     audit=True,
                     controllers=True,
                     users=list(users.values()),
-                    place=Place(
+                    host=HostNetwork(
                         listen_address="0.0.0.0",
                         advertise_address=machine.NODE_ADDRESS,
                         api_port=_API_PORT,
                         service_range=machine.SERVICE_RANGE,
                         service_address=machine.API_SERVICE_ADDRESS,
-                        launch=place.launch,
+                        launch=host.launch,
                     ),
                 )
             )
-            cluster = Cluster(plane, place)
+            cluster = Cluster(plane, host)
             with step("node ready"):
                 kubelet, proxy = (
-                    start(place, programs[name], plane.kubeconfig_for(users[name]))
+                    start(host, programs[name], plane.kubeconfig_for(users[name]))
                     for start, name in (
                         (node.start_kubelet, "kubelet"),
                         (node.start_proxy, "kube-proxy"),
@@ -231,7 +231,7 @@ def start_cluster(folder: Path = FOLDER) -> Iterator[Cluster]:
                 stack.callback(proxy.stop)
                 stack.callback(kubelet.stop)
                 kubelet.wait_until(lambda: _is_ready(cluster), "ready node", _NODE_LIMIT_S)
-            stack.enter_context(start_dns(place, plane))
+            stack.enter_context(start_dns(host, plane))
             cluster.apply(volumes.storage_class())
         yield cluster
 

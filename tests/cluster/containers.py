@@ -20,12 +20,12 @@ _BUSYBOX = Path("/bin/busybox")
 _READY_LIMIT_S = 60
 
 
-def start_containers(place: Machine) -> Daemon:
+def start_containers(host: Machine) -> Daemon:
     """Run containerd with the pods' network and the two images that every cluster has.
 
     The caller stops it; containers live as long as the machine.
     """
-    folder = place.folder / "containerd"
+    folder = host.folder / "containerd"
     networks = folder / "networks"
     networks.mkdir(parents=True)
     (networks / "pods.conflist").write_text(json.dumps(_network()))
@@ -33,37 +33,37 @@ def start_containers(place: Machine) -> Daemon:
     config.write_text(_config(folder / "root", networks))
     daemon = Daemon(
         "containerd",
-        [*place.launch, command("containerd"), f"--config={config}"],
-        place.folder / "logs" / "containerd.log",
+        [*host.launch, command("containerd"), f"--config={config}"],
+        host.folder / "logs" / "containerd.log",
     )
 
     def answers() -> bool:
         try:
-            place.run("ctr", f"--address={SOCKET}", "version")
+            host.run("ctr", f"--address={SOCKET}", "version")
         except RuntimeError:
             return False
         return True
 
     daemon.wait_until(answers, "containerd", _READY_LIMIT_S)
-    import_images(place, _own_images(folder))
+    import_images(host, _own_images(folder))
     return daemon
 
 
-def import_images(place: Machine, archives: Sequence[Path]) -> list[str]:
+def import_images(host: Machine, archives: Sequence[Path]) -> list[str]:
     """Import OCI archives; the names of all images that are there then."""
     for archive in archives:
-        place.run(*_IMAGES, "import", archive)
-    return image_names(place)
+        host.run(*_IMAGES, "import", archive)
+    return image_names(host)
 
 
-def import_command(place: Machine) -> tuple[str, ...]:
+def import_command(host: Machine) -> tuple[str, ...]:
     """The words of a command that imports the archive on its standard input."""
-    return (*place.launch, *_IMAGES, "import", "-")
+    return (*host.launch, *_IMAGES, "import", "-")
 
 
-def image_names(place: Machine) -> list[str]:
+def image_names(host: Machine) -> list[str]:
     """Names of the images that pods can use."""
-    names = place.run(*_IMAGES, "list", "--quiet")
+    names = host.run(*_IMAGES, "list", "--quiet")
     return [name for name in names.split() if not name.startswith("sha256:")]
 
 

@@ -33,10 +33,10 @@ rules: [{level: Metadata}]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a control plane listens and what it counts as its own.
+class HostNetwork:
+    """The addresses of a control plane.
 
-    launch: words that start a program in the network the addresses belong to.
+    ``launch`` starts a program in the network that the addresses belong to.
     """
 
     listen_address: str = "127.0.0.1"
@@ -75,11 +75,11 @@ def start_control_plane(
     audit: bool = False,
     controllers: bool = False,
     users: Sequence[User] = (),
-    place: Place | None = None,
+    host: HostNetwork | None = None,
 ) -> Iterator[ControlPlane]:
     """Run a control plane until the block ends.
 
-    folder: for data, logs, keys; everything in it is made anew.
+    folder: for data, logs, keys; its content is replaced.
     controllers: also run the controller manager and the scheduler. Without them nothing makes
         service accounts, so the admission plugin that asks for those is off too.
     users: tokens to accept beside the admin's; RBAC gives them no rights by itself.
@@ -90,7 +90,7 @@ def start_control_plane(
     wanted = binaries.API_SERVER + (binaries.CONTROLLERS if controllers else ())
     programs = binaries.kubernetes_programs(wanted)
     etcd = binaries.etcd_program()
-    place = place or Place(api_port=free_port())
+    host = host or HostNetwork(api_port=free_port())
     folder.mkdir(parents=True, exist_ok=True)
     logs = folder / "logs"
     # The users' names tell in the audit log who did what.
@@ -100,14 +100,14 @@ def start_control_plane(
     certificates = make_certificates(
         folder / "keys",
         names=["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"],
-        addresses=[place.advertise_address, place.service_address, "127.0.0.1"],
+        addresses=[host.advertise_address, host.service_address, "127.0.0.1"],
     )
-    url = f"https://{place.advertise_address}:{place.api_port}"
+    url = f"https://{host.advertise_address}:{host.api_port}"
 
     with ExitStack() as stack:
 
         def run(name: str, *argv: str | Path) -> Daemon:
-            daemon = Daemon(name, [*place.launch, *argv], logs / f"{name}.log")
+            daemon = Daemon(name, [*host.launch, *argv], logs / f"{name}.log")
             stack.callback(daemon.stop)
             return daemon
 
@@ -118,7 +118,7 @@ def start_control_plane(
             server = run(
                 "kube-apiserver",
                 programs["kube-apiserver"],
-                *_server_flags(place, certificates, store_url),
+                *_server_flags(host, certificates, store_url),
                 f"--cert-dir={folder / 'keys'}",
                 f"--token-auth-file="
                 f"{write_token_file(folder / 'tokens.csv', [admin, manager, scheduler, *users])}",
@@ -174,13 +174,13 @@ def _etcd_flags(data: Path, url: str) -> Sequence[str]:
     )
 
 
-def _server_flags(place: Place, certificates: Certificates, store_url: str) -> Sequence[str]:
+def _server_flags(host: HostNetwork, certificates: Certificates, store_url: str) -> Sequence[str]:
     return (
         f"--etcd-servers={store_url}",
-        f"--bind-address={place.listen_address}",
-        f"--advertise-address={place.advertise_address}",
-        f"--secure-port={place.api_port}",
-        f"--service-cluster-ip-range={place.service_range}",
+        f"--bind-address={host.listen_address}",
+        f"--advertise-address={host.advertise_address}",
+        f"--secure-port={host.api_port}",
+        f"--service-cluster-ip-range={host.service_range}",
         f"--tls-cert-file={certificates.server_certificate}",
         f"--tls-private-key-file={certificates.server_key}",
         f"--service-account-key-file={certificates.service_account_key}",

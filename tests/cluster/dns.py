@@ -53,25 +53,25 @@ def records(
 
 
 @contextmanager
-def start_dns(place: Machine, plane: ControlPlane) -> Iterator[None]:
+def start_dns(host: Machine, plane: ControlPlane) -> Iterator[None]:
     """Answer names until the block ends; a change is seen within about a second."""
-    folder = place.folder / "dns"
+    folder = host.folder / "dns"
     folder.mkdir()
     hosts = folder / "hosts"
     hosts.touch()
     server = Daemon(
         "dnsmasq",
         [
-            *place.launch,
+            *host.launch,
             *(command("dnsmasq"), "--keep-in-foreground", "--conf-file=/dev/null", "--user=root"),
             *("--no-resolv", "--no-hosts", f"--addn-hosts={hosts}", "--pid-file=/run/dns.pid"),
             *(f"--listen-address={machine.DNS_ADDRESS}", "--bind-interfaces", "--no-poll"),
             # Nothing is asked elsewhere: what is not in the file does not exist.
             "--address=/#/",
         ],
-        place.folder / "logs" / "dnsmasq.log",
+        host.folder / "logs" / "dnsmasq.log",
     )
-    follower = _Follower(place, plane, hosts)
+    follower = _Follower(host, plane, hosts)
     follower.start()
     try:
         server.wait_until(lambda: follower.current, "records", _READY_LIMIT_S)
@@ -84,10 +84,10 @@ def start_dns(place: Machine, plane: ControlPlane) -> Iterator[None]:
 class _Follower(threading.Thread):
     """Asks for Services and Endpoints again and again and writes what follows from them."""
 
-    def __init__(self, place: Machine, plane: ControlPlane, hosts: Path) -> None:
+    def __init__(self, host: Machine, plane: ControlPlane, hosts: Path) -> None:
         super().__init__(name="cluster-dns")
         self.current = False
-        self._place = place
+        self._host = host
         self._plane = plane
         self._hosts = hosts
         self._over = threading.Event()
@@ -107,12 +107,12 @@ class _Follower(threading.Thread):
                     written = wanted
                 self.current = True
             except (OSError, http.client.HTTPException, RuntimeError, ValueError):
-                with (self._place.folder / "logs" / "dns-follower.log").open("a") as log:
+                with (self._host.folder / "logs" / "dns-follower.log").open("a") as log:
                     log.write(f"{time.strftime('%X')} {traceback.format_exc()}\n")
 
     def _write(self, wanted: frozenset[Record]) -> None:
         self._hosts.write_text("".join(f"{address} {name}\n" for address, name in sorted(wanted)))
-        self._place.run("sh", "-c", "kill -HUP $(cat /run/dns.pid)")
+        self._host.run("sh", "-c", "kill -HUP $(cat /run/dns.pid)")
 
     def _list(self, plural: str) -> Sequence[Mapping[str, Any]]:
         host = self._plane.url.removeprefix("https://")

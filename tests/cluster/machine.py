@@ -32,7 +32,7 @@ _NODE_SIDE = "198.18.128.2"
 _READY_LIMIT_S = 60
 
 # The first process. /run and what programs write under /var/lib and /var/log is the node's own.
-# Children that nobody waits for (shims orphaned by their parents) are reaped by the kernel
+# Children without a waiting parent (orphaned shims) are reaped by the kernel
 # because their parent ignores SIGCHLD.
 _FIRST_PROCESS = """\
 set -e

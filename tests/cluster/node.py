@@ -15,9 +15,9 @@ from tests.cluster.machine import Machine
 NODE_NAME = "node"
 
 
-def start_kubelet(place: Machine, program: Path, kubeconfig: Path) -> Daemon:
+def start_kubelet(host: Machine, program: Path, kubeconfig: Path) -> Daemon:
     """Run the kubelet; the caller stops it."""
-    folder = place.folder / "kubelet"
+    folder = host.folder / "kubelet"
     folder.mkdir()
     names = folder / "resolv.conf"
     names.write_text(f"nameserver {machine.DNS_ADDRESS}\n")
@@ -26,7 +26,7 @@ def start_kubelet(place: Machine, program: Path, kubeconfig: Path) -> Daemon:
     return Daemon(
         "kubelet",
         [
-            *place.launch,
+            *host.launch,
             program,
             f"--config={config}",
             f"--kubeconfig={kubeconfig}",
@@ -37,18 +37,18 @@ def start_kubelet(place: Machine, program: Path, kubeconfig: Path) -> Daemon:
             "--container-runtime=remote",
             f"--container-runtime-endpoint=unix://{SOCKET}",
         ],
-        place.folder / "logs" / "kubelet.log",
+        host.folder / "logs" / "kubelet.log",
     )
 
 
-def start_proxy(place: Machine, program: Path, kubeconfig: Path) -> Daemon:
+def start_proxy(host: Machine, program: Path, kubeconfig: Path) -> Daemon:
     """Run kube-proxy, which makes Services' addresses answer; the caller stops it."""
-    config = place.folder / "kube-proxy.yaml"
+    config = host.folder / "kube-proxy.yaml"
     config.write_text(yaml.safe_dump(_proxy_config(kubeconfig)))
     return Daemon(
         "kube-proxy",
-        [*place.launch, program, f"--config={config}"],
-        place.folder / "logs" / "kube-proxy.log",
+        [*host.launch, program, f"--config={config}"],
+        host.folder / "logs" / "kube-proxy.log",
     )
 
 
@@ -56,7 +56,7 @@ def _config(folder: Path, names: Path) -> Mapping[str, object]:
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
-        # Whoever reaches it is on this machine, which is the test's own.
+        # Only processes of this machine reach it, and the machine belongs to the test.
         "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
         "authorization": {"mode": "AlwaysAllow"},
         "cgroupDriver": "cgroupfs",

@@ -200,9 +200,9 @@ def single_questions(book: Handbook, number: int) -> list[Question]:
 
 
 def namespace_contents(cluster: Cluster) -> frozenset[str]:
-    """Every object of the tests' namespace, of every kind that can be listed, but for Events.
+    """Return every object of the tests' namespace, of all kinds that can be listed except Events.
 
-    Whoever made it, and whatever its labels: a test of what is left must not trust either.
+    A test for leftovers must trust neither labels nor owners.
     """
     kinds = cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "--output=name")
     told = ",".join(kind for kind in kinds.split() if not kind.startswith("events"))

@@ -211,10 +211,10 @@ def _ended(job: Object) -> set[str]:
     return {c["type"] for c in conditions if c["status"] == "True"}
 
 
-async def eventually(look: Callable[[], Awaitable[Object | None]]) -> Object:
-    """What look finds, as soon as it finds something."""
+async def eventually(find: Callable[[], Awaitable[Object | None]]) -> Object:
+    """Return the first result of ``find`` that is not None."""
     async with asyncio.timeout(PATIENCE_S):
-        while (found := await look()) is None:  # noqa: ASYNC110  the server has no event of ours
+        while (found := await find()) is None:  # noqa: ASYNC110  the server has no event of ours
             await asyncio.sleep(0.1)
     return found
 
@@ -305,7 +305,7 @@ async def test_at_rest_nothing_is_written(team: Team) -> None:
     assert team.events == []
 
 
-async def test_an_operator_that_starts_anew_writes_nothing(team: Team) -> None:
+async def test_a_restarted_operator_writes_nothing(team: Team) -> None:
     await synced(team)
     before = await team.body()
     await team.api.delete(PODS, (await _any_pod(team))["metadata"]["name"], team.namespace)
@@ -334,7 +334,7 @@ async def test_a_changed_config_map_is_synced_and_a_label_on_it_is_not(team: Tea
     assert len(await team.jobs()) == 1
 
 
-async def test_other_sources_are_looked_at_again_after_the_interval(team: Team) -> None:
+async def test_other_sources_are_checked_again_after_the_interval(team: Team) -> None:
     source = {"http": {"url": "http://example.com/a.md"}}
     await synced(team, sources=[source], sync={"interval": "10m"})
     again_s = await team.reconcile()

@@ -132,21 +132,21 @@ def test_facts_are_answered_with_citations(platform: Platform) -> None:
     assert right >= 8, f"{right} of {len(asked)}"
 
 
-def test_chunks_are_reused_behind_other_chunks_where_that_is_asked_for(platform: Platform) -> None:
+def test_blend_reuses_chunks_after_other_chunks(platform: Platform) -> None:
     for question in platform.singles()[:10]:  # so that the store holds most pages
         platform.ask(question.text)
-    right = blended = repaired = 0
+    right = blended = recomputed = 0
     drawn = sample_questions(platform.handbook, 60, "held_out")
     asked = [question for question in drawn[30:] if question.kind == "single"][:12]
     for question in asked:
         answer = platform.ask(question.text, reuse="blend", max_recompute=0.3)
         cache = answer["ragcache"]["cache"]
         blended += cache["blended_tokens"]
-        repaired += cache["repaired_tokens"]
+        recomputed += cache["recomputed_tokens"]
         right += answer["choices"][0]["message"]["content"].strip() == question.answer
     assert right >= 0.8 * len(asked), f"{right} of {len(asked)}"
     assert blended > 500
-    assert repaired > 0
+    assert recomputed > 0
 
 
 def test_a_second_ingest_changes_nothing(platform: Platform) -> None:

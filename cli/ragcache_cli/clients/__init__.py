@@ -1,1 +1,1 @@
-"""TODO."""
+"""HTTP clients of the gateway's REST API."""

@@ -1,4 +1,4 @@
-"""The documents of one collection, over the gateway's REST interface, with patience."""
+"""Client for the documents of one collection; it retries while the gateway is unavailable."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from urllib.parse import quote
 
 import httpx
 
-from ragcache_cli.clients.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
 from ragcache_core.errors import Unavailable
 
 _PAGE = 1000
 _CONNECT_S = 5.0
 _REPLY_S = 900.0
-"""A slow processor embeds the largest document for minutes, and says nothing until it has."""
+"""A slow CPU embeds the largest document for minutes, without a byte of response meanwhile."""
 _SHORTEST_WAIT_S = 1.0
-"""Whatever the gateway proposes, it is not asked more often than this."""
+"""Lower bound of the retry interval, also when the gateway suggests a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A document that the collection holds, without its text."""
+class CollectionDocument:
+    """A document of the collection, without its text."""
 
     id: str
     metadata: Mapping[str, str]
@@ -32,10 +32,14 @@ class Held:
 
 
 class CollectionClient(GatewayClient):
-    """Calls that concern one collection.
+    """Calls for one collection.
 
-    One that finds the gateway away or busy is tried again for patience_s; then it raises
-    Unavailable, or TryLater. Every call raises Refused at once.
+    While the gateway is unavailable or busy, a call retries for ``patience_s``.
+
+    Raises:
+        Unavailable: The gateway did not answer in that time.
+        TryLater: The gateway stayed busy.
+        RequestRefused: The gateway refused the request; this is not retried.
     """
 
     def __init__(
@@ -54,32 +58,32 @@ class CollectionClient(GatewayClient):
         self._sleep = sleep
 
     async def settings(self) -> dict[str, Any] | None:
-        """Settings and counts of the collection; None if there is none."""
+        """Return settings and counts of the collection, or None if it does not exist."""
         return await self._find("GET", self._path)
 
     async def put_settings(self, settings: Mapping[str, Any]) -> None:
-        """Create the collection, or change it; changed chunking cuts all its documents anew."""
+        """Create or change the collection; a new chunking splits all its documents again."""
         await self._patiently("PUT", self._path, settings)
 
-    async def documents(self) -> AsyncIterator[Held]:
-        """Every document, by id."""
+    async def documents(self) -> AsyncIterator[CollectionDocument]:
+        """Return every document, by id."""
         after = ""
         while True:
             query = f"collection={self._quoted}&limit={_PAGE}&after={quote(after, safe='')}"
             page = await self._patiently("GET", f"/v1/documents?{query}")
             for found in page["data"]:
-                yield Held(found["id"], found["metadata"], found["chunks"])
+                yield CollectionDocument(found["id"], found["metadata"], found["chunks"])
             if not page["has_more"]:
                 return
             after = page["next"]
 
     async def put(self, document: Mapping[str, Any]) -> int:
-        """Insert or replace a document; the number of its chunks."""
+        """Insert or replace a document and return the number of its chunks."""
         body = {"collection": self._collection, **document}
         return int((await self._patiently("POST", "/v1/documents", body))["chunks"])
 
     async def delete(self, document_id: str) -> None:
-        """Delete a document, if it is there."""
+        """Delete a document if it exists."""
         path = f"/v1/documents/{quote(document_id, safe='')}?collection={self._quoted}"
         await self._find("DELETE", path)
 
@@ -94,7 +98,7 @@ class CollectionClient(GatewayClient):
     async def _find(self, method: str, path: str) -> dict[str, Any] | None:
         try:
             return await self._patiently(method, path)
-        except Refused as error:
+        except RequestRefused as error:
             if error.status == httpx.codes.NOT_FOUND:
                 return None
             raise

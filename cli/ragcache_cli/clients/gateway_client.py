@@ -1,4 +1,4 @@
-"""The gateway's REST interface, from the side of the command line."""
+"""Client of the gateway's REST API for the commands."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ragcache_core.errors import RagCacheError, Unavailable
 
 _CONNECT_S = 5.0
 _REPLY_S = 120.0
-"""Between two pieces of a reply: an engine may be busy with the whole queue before us."""
+"""Longest wait between two parts of a response: the engine may first serve a full queue."""
 _EVENT_PREFIX = "data:"
 _END = "[DONE]"
 
 
-class Refused(RagCacheError):
-    """The gateway refused a request. status: HTTP; its message names the field and the fix."""
+class RequestRefused(RagCacheError):
+    """The gateway refused a request; the message names the field and the fix."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-class TryLater(Refused):
-    """The gateway cannot do it now: it is busy, or a part behind it is away."""
+class TryLater(RequestRefused):
+    """The gateway cannot serve the request now: it or a part that it needs is busy or down."""
 
     def __init__(self, status: int, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(status, message)
@@ -37,9 +37,14 @@ class TryLater(Refused):
 
 
 class GatewayClient:
-    """Calls to one gateway. Every call raises Refused, or Unavailable when none answers.
+    """Calls to one gateway.
 
-    url: base URL.
+    Args:
+        url: Base URL.
+
+    Raises:
+        RequestRefused: The gateway refused the request.
+        Unavailable: No gateway answered.
     """
 
     def __init__(self, url: str) -> None:
@@ -59,29 +64,29 @@ class GatewayClient:
         await self._http.aclose()
 
     async def has_collection(self, name: str) -> bool:
-        """Whether the collection exists."""
+        """Return whether the collection exists."""
         try:
             await self._call("GET", f"/v1/collections/{quote(name, safe='')}")
-        except Refused as error:
+        except RequestRefused as error:
             if error.status == httpx.codes.NOT_FOUND:
                 return False
             raise
         return True
 
     async def put_collection(self, name: str) -> None:
-        """Create a collection with the platform's own settings."""
+        """Create a collection with the platform's default settings."""
         await self._call("PUT", f"/v1/collections/{quote(name, safe='')}", {})
 
     async def put_document(self, document: Mapping[str, Any]) -> bool:
-        """Insert or replace a document; False when it was there already, just like this."""
+        """Insert or replace a document; return False if an identical one exists."""
         return bool((await self._call("POST", "/v1/documents", document))["changed"])
 
     async def cache(self) -> dict[str, Any]:
-        """What the cache store holds, and how often it had what was asked for."""
+        """Return the content of the cache store and its hit rate."""
         return await self._call("GET", "/v1/cache")
 
     async def ready_problem(self) -> str | None:
-        """None when it can answer questions; else why not."""
+        """Return why the gateway cannot answer questions, or None if it can."""
         try:
             await self._call("GET", "/readyz")
         except RagCacheError as error:
@@ -89,7 +94,7 @@ class GatewayClient:
         return None
 
     async def chat(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Chunks of a streamed chat completion. Leaving early cancels the work behind it."""
+        """Yield the chunks of a streamed chat completion; closing early cancels the request."""
         request = self._http.build_request("POST", "/v1/chat/completions", json=body)
         async with self._translated():
             reply = await self._http.send(request, stream=True)
@@ -133,8 +138,8 @@ class GatewayClient:
             raise Unavailable("gateway", problem) from error
 
 
-def _refusal(reply: httpx.Response) -> Refused:
-    """The error that a reply stands for."""
+def _refusal(reply: httpx.Response) -> RequestRefused:
+    """Return the exception for an error response."""
     try:
         message = str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -143,4 +148,4 @@ def _refusal(reply: httpx.Response) -> Refused:
     if reply.status_code in {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}:
         seconds = float(retry_after) if retry_after.isdecimal() else 1.0
         return TryLater(reply.status_code, message, seconds)
-    return Refused(reply.status_code, message)
+    return RequestRefused(reply.status_code, message)

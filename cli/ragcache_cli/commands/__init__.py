@@ -1,1 +1,1 @@
-"""TODO."""
+"""One module for each command of ``ragcache``, and what they print with."""

@@ -1,4 +1,4 @@
-"""One question, its streamed answer, and where its time went."""
+"""Asks one question, streams the answer, and shows the time of each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEPS = ("retrieve", "tokenize", "queue", "load", "prefill")
 
 @dataclass(slots=True)
 class Reply:
-    """An answer as it comes in: pieces of a stream added one by one."""
+    """An answer that grows with the events of a stream."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -28,7 +28,7 @@ class Reply:
     cache: dict[str, Any] = field(default_factory=dict)
 
     def add(self, chunk: Mapping[str, Any]) -> str:
-        """Take in a chunk of the stream; returns the text it adds."""
+        """Add one event and return the text it carries."""
         extension = chunk.get("ragcache") or {}
         self.citations = extension.get("citations") or self.citations
         self.timing_ms = extension.get("timing_ms") or self.timing_ms
@@ -41,7 +41,7 @@ class Reply:
         return added
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for programs."""
+        """Return the whole answer as JSON, for programs."""
         return {
             "answer": self.text,
             "finish_reason": self.finish_reason,
@@ -52,8 +52,8 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A share of the time to the first token. note: what was done in it."""
+class TimingStep:
+    """One step of the time to the first token, with a note about its work."""
 
     name: str
     ms: float
@@ -63,7 +63,11 @@ class Step:
 async def ask(
     gateway: GatewayClient, question: str, options: Mapping[str, Any], console: Console | None
 ) -> Reply:
-    """Ask, writing the answer to the console as it comes. options: the ``ragcache`` extension."""
+    """Ask a question and write the answer to the console as it arrives.
+
+    Args:
+        options: The ``ragcache`` object of the request.
+    """
     body = {
         "messages": [{"role": "user", "content": question}],
         "stream": True,
@@ -79,21 +83,21 @@ async def ask(
     return reply
 
 
-def steps(timing_ms: Mapping[str, Any], cache: Mapping[str, Any]) -> list[Step]:
-    """What the time to the first token went into; what no part claims comes last as ``other``.
+def steps(timing_ms: Mapping[str, Any], cache: Mapping[str, Any]) -> list[TimingStep]:
+    """Split the time to the first token into steps; the unexplained rest is ``other``.
 
-    A step that nothing was recorded of is left out.
+    A step without a measurement is left out.
     """
     notes = _notes(timing_ms, cache)
     found = [
-        Step(name, float(timing_ms[name]), notes.get(name, ""))
+        TimingStep(name, float(timing_ms[name]), notes.get(name, ""))
         for name in _STEPS
         if timing_ms.get(name) is not None
     ]
     first_token = timing_ms.get("first_token")
     if first_token is not None:
         rest = float(first_token) - sum(step.ms for step in found)
-        found.append(Step("other", max(0.0, rest), "network, sampling"))
+        found.append(TimingStep("other", max(0.0, rest), "network, sampling"))
     return found
 
 
@@ -107,7 +111,7 @@ def _notes(timing_ms: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, 
             loaded += f", {cache['loaded_bytes'] / 1e6:.1f} MB from the store"
         if cache.get("blended_tokens"):
             loaded += f"; {cache['blended_tokens']:,} blended"
-            loaded += f", {cache.get('repaired_tokens') or 0:,} of them repaired"
+            loaded += f", {cache.get('recomputed_tokens') or 0:,} of them repaired"
             loaded += f" in {timing_ms.get('repair') or 0.0:.1f} ms"
         notes["load"] = loaded
         reused = cache["loaded_tokens"] + (cache.get("local_tokens") or 0)
@@ -117,7 +121,7 @@ def _notes(timing_ms: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, 
 
 
 def render_citations(reply: Reply) -> Table | None:
-    """The documents behind the answer; None without any."""
+    """Render the cited documents, or return None if there are none."""
     if not reply.citations:
         return None
     table = Table.grid(padding=(0, 2))
@@ -135,7 +139,7 @@ def render_citations(reply: Reply) -> Table | None:
 
 
 def render_timing(reply: Reply) -> Table | None:
-    """A bar per step, as long as its share of the time to the first token."""
+    """Render one bar per step, proportional to its share of the time to the first token."""
     found = steps(reply.timing_ms, reply.cache)
     whole = sum(step.ms for step in found)
     if not found or whole <= 0:

@@ -1,4 +1,4 @@
-"""The console that commands write to, and text that is safe to put on it."""
+"""The console that commands write to, and the removal of control characters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import unicodedata
 from rich.console import Console
 
 _UNCUT_COLUMNS = 160
-"""Width without a terminal: a log has no edge at which a table would have to be folded."""
+"""Width without a terminal: tables in a log file are not folded."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console on standard output, or on standard error."""
+    """Make a console on standard output or standard error."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = max(console.width, _UNCUT_COLUMNS)
@@ -19,8 +19,8 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def printable(text: str) -> str:
-    """Text without control characters but line breaks and tabs.
+    """Remove control characters other than line breaks and tabs.
 
-    Documents and models can hold escape sequences, which a terminal would obey.
+    Documents and model output can contain escape sequences, which a terminal would execute.
     """
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")

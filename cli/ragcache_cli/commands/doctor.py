@@ -1,4 +1,4 @@
-"""What this machine lacks for running a RagCache, each with the way to mend it."""
+"""Checks what this machine lacks to run a RagCache, and how to fix each point."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ragcache_operator.spec import BUNDLED_EMBEDDER, RagCacheSpec
 _OLDEST_PYTHON = (3, 11)
 _GIB = 1 << 30
 _DISK_BYTES = 5 * _GIB
-"""Logs, a small knowledge base and its chunk-caches; the manifest's sizes are upper bounds."""
+"""Logs, a small knowledge base and its variants; the manifest's sizes are upper bounds."""
 _ENGINE_BYTES = 3 * _GIB
 _OTHERS_BYTES = 2 * _GIB
-"""What the engine needs beside its KV and a small model; what the other parts need together."""
+"""Memory of the engine without KV and model, and of the other parts together."""
 _IMPORT_TIMEOUT_S = 180.0
 
 _MODULES = {
@@ -38,15 +38,15 @@ _MODULES = {
     "rocksdict": "cachestore",
     "safetensors": "engine-cpu",
 }
-"""Modules the parts import, and the extra that brings each."""
+"""Modules that the parts import, with the extra that installs each."""
 
 _UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
-"""Come with vLLM, are not needed, and break its import when built for another torch."""
+"""Dependencies of vLLM that are not needed; a build for another torch breaks its import."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. fix: empty when it is well."""
+    """One check. ``fix`` is empty if it passed."""
 
     what: str
     found: str
@@ -54,12 +54,12 @@ class Finding:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing needs to be done."""
+        """Return whether the check passed."""
         return not self.fix
 
 
 def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
-    """Look at everything that running spec with its data in data needs, quick things first."""
+    """Check everything that a platform with this spec and data folder needs, fast checks first."""
     yield _python(sys.version_info[:3])
     yield _system(platform.system(), platform.machine())
     yield memory(spec, psutil.virtual_memory().available)
@@ -74,7 +74,7 @@ def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
 
 
 def memory(spec: RagCacheSpec, available: int) -> Finding:
-    """Whether the bytes of memory that are free now hold what spec asks for."""
+    """Check whether the free memory is enough for the spec."""
     needed = _ENGINE_BYTES + _OTHERS_BYTES + spec.cache_store.memory_bytes
     needed += sum(engine.kv_memory_gib * _GIB + engine.host_tier_bytes for engine in spec.engines)
     found = f"{available / _GIB:.1f} GiB free, about {needed / _GIB:.1f} GiB needed"
@@ -84,7 +84,7 @@ def memory(spec: RagCacheSpec, available: int) -> Finding:
 
 
 def disk(data: Path, free: int) -> Finding:
-    """Whether the bytes of disk that are free hold a first knowledge base."""
+    """Check whether the free disk space is enough for a first knowledge base."""
     found = f"{free / _GIB:.1f} GiB free for {data}"
     if free >= _DISK_BYTES:
         return Finding("disk", found)
@@ -94,11 +94,11 @@ def disk(data: Path, free: int) -> Finding:
 
 
 def importable(module: str, fix: str) -> Finding:
-    """Whether a module loads, tried in a process of its own: a broken library may crash it."""
+    """Check whether a module loads, in a separate process because a broken library may crash it."""
     command = [sys.executable, "-c", f"import {module}"]
     what = module.partition(".")[0]
     try:
-        # From the root folder, so that nothing in the working folder stands in for a module.
+        # It starts in the root folder, so that no file of the working folder shadows a module.
         run = subprocess.run(
             command,
             cwd="/",
@@ -136,7 +136,7 @@ def _writable(folder: Path) -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    """Path or the nearest folder above it that is there."""
+    """Return the path or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -153,10 +153,10 @@ def _port(port: int) -> Finding:
 
 def _model(spec: RagCacheSpec) -> Finding:
     try:
-        place = LocalSite(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
+        source = LocalSite(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
     except InvalidInput as error:
         return Finding("model", error.problem, error.fix)
-    return Finding("model", place)
+    return Finding("model", source)
 
 
 def _modules_of(spec: RagCacheSpec) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Documents as files: which files a path means, their ids and their text."""
+"""Selects the files to ingest, with their document ids and their text."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from ragcache_core.errors import InvalidInput, TooLarge
 
 CONTENT_TYPES = {".md": "text/markdown", ".markdown": "text/markdown", ".txt": "text/plain"}
 LARGEST_BYTES = 8 << 20
-"""What the gateway takes in one request; more is a book to be split, or not text."""
+"""The gateway's limit for one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """One file to ingest. id: its path relative to the folder given, '/' between names."""
+    """One file to ingest. ``id`` is its path relative to the given folder."""
 
     id: str
     path: Path
 
     @property
     def content_type(self) -> str:
-        """Media type, by the file's ending."""
+        """Return the media type by the file's suffix."""
         return CONTENT_TYPES[self.path.suffix.lower()]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the paths given mean. refused: files named that cannot be documents, each with why."""
+    """The files that were selected, and the named files that were refused, with the reason."""
 
     files: tuple[DocumentFile, ...]
     refused: tuple[InvalidInput, ...]
 
 
 def select(paths: Iterable[Path]) -> Selection:
-    """Text and Markdown files at and below paths, by id; hidden files and folders left aside.
+    """Select text and Markdown files at and below the paths, by id, without hidden ones.
 
-    A folder's other files are passed over; a file named itself is refused if it is of another
-    kind. Two files that would have one id are refused. Raises InvalidInput for a path that is not
-    there.
+    Other files of a folder are ignored. A named file of another kind is refused, and so are two
+    files with the same id.
+
+    Raises:
+        InvalidInput: A path does not exist.
     """
     chosen: dict[str, DocumentFile] = {}
     refused: list[InvalidInput] = []
@@ -49,7 +51,7 @@ def select(paths: Iterable[Path]) -> Selection:
             found = _below(path)
         elif not path.exists():
             raise InvalidInput("PATH", f"{path} does not exist", "name files or folders")
-        # A pipe or a device would be read for ever.
+        # Reading a pipe or a device might never end.
         elif path.is_file() and path.suffix.lower() in CONTENT_TYPES:
             found = iter([DocumentFile(path.name, path)])
         else:
@@ -66,7 +68,11 @@ def select(paths: Iterable[Path]) -> Selection:
 
 
 def read_text(file: DocumentFile) -> str:
-    """Text of a document. Raises InvalidInput for what is no readable text of bounded size."""
+    """Read the text of a document.
+
+    Raises:
+        InvalidInput: The file is not readable text within the size limit.
+    """
     try:
         with file.path.open("rb") as opened:
             data = opened.read(LARGEST_BYTES + 1)
@@ -89,10 +95,10 @@ def read_text(file: DocumentFile) -> str:
 
 
 def _below(folder: Path) -> Iterator[DocumentFile]:
-    for place, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            path = Path(place, name)
+            path = Path(parent, name)
             is_document = not name.startswith(".") and path.suffix.lower() in CONTENT_TYPES
             if is_document and path.is_file():
                 yield DocumentFile(path.relative_to(folder).as_posix(), path)

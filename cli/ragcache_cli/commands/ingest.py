@@ -1,4 +1,4 @@
-"""Bring files into a collection."""
+"""Ingests files into a collection."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragcache_cli.clients.gateway_client import GatewayClient, Refused, TryLater
+from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
 from ragcache_cli.commands.documents import DocumentFile, read_text
 from ragcache_core.errors import InvalidInput, RagCacheError
 
 CONCURRENCY = 4
-"""Documents under way at once: enough that reading, sending and embedding overlap."""
+"""Documents in flight: enough that reading, sending and embedding overlap."""
 
 _ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Ingested:
-    """How many documents were written, were there already, and what was refused."""
+    """Counts of written and unchanged documents, and the refused ones."""
 
     written: int
     unchanged: int
@@ -31,11 +31,17 @@ async def ingest(
     files: Sequence[DocumentFile],
     on_done: Callable[[DocumentFile], None],
 ) -> Ingested:
-    """Write files into the collection, which is created if missing.
+    """Write files into the collection, and create it if it does not exist.
 
-    on_done: called after each file, whatever became of it. A file that is refused does not stop
-    the others. Raises Unavailable when the gateway goes away, TryLater when it or a part stays
-    busy, Refused for the collection itself.
+    A refused file does not stop the others.
+
+    Args:
+        on_done: Called after each file, also after a refused one.
+
+    Raises:
+        Unavailable: The gateway stopped answering.
+        TryLater: The gateway or a part stayed busy.
+        RequestRefused: The gateway refused the collection itself.
     """
     if not await gateway.has_collection(collection):
         await gateway.put_collection(collection)
@@ -44,7 +50,7 @@ async def ingest(
     refused: list[RagCacheError] = []
 
     async def work() -> None:
-        # All workers draw from one iterator, so that no list of tasks grows with the files.
+        # All workers share one iterator, so that no list of tasks grows with the files.
         for file in waiting:
             try:
                 changed.append(await _write(gateway, collection, file))
@@ -52,7 +58,7 @@ async def ingest(
                 refused.append(error)
             except TryLater:
                 raise
-            except Refused as error:
+            except RequestRefused as error:
                 refused.append(RagCacheError(f"{file.path}: {error}"))
             on_done(file)
 

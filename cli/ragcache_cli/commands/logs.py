@@ -1,4 +1,4 @@
-"""Whose log a command means, and how its lines look."""
+"""Resolves whose log a command means, and formats its lines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _STYLES: Final = ("cyan", "green", "yellow", "magenta", "blue")
 def read_words(
     name: str | None, component: str | None, caches: Collection[str]
 ) -> tuple[str | None, str | None]:
-    """(RagCache, part or component) out of the words given; None means the only one, every one.
+    """Return (RagCache, part or component) from the command's words; None means all.
 
-    A single word that names none of the caches, but a part, means that part. Raises NotFound for
-    a second word that names no part.
+    A single word that names a part and no RagCache means the part.
+
+    Raises:
+        NotFound: The second word names no part.
     """
     if name is not None and component is None and name not in caches and is_part(name):
         return None, name
@@ -31,17 +33,17 @@ def read_words(
 
 
 def is_part(word: str) -> bool:
-    """Whether a word can name a component, or one engine of several."""
+    """Return whether a word can name a component, or one engine of several."""
     return word in COMPONENTS or word.startswith("engine-")
 
 
 def is_of(part: str, wanted: str | None) -> bool:
-    """Whether a part is the wanted one, or of the wanted component."""
+    """Return whether a part is the wanted one, or belongs to the wanted component."""
     return wanted is None or part == wanted or (wanted == "engine" and part.startswith("engine-"))
 
 
 class LogLines:
-    """Lines of several logs on one console, each behind the name of its source."""
+    """Shows lines of several logs on one console, each after the name of its source."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

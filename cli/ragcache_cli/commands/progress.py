@@ -1,4 +1,4 @@
-"""What the parts do while a platform starts and runs, as lines; on a terminal with a spinner."""
+"""Shows the progress of the parts as lines, with a spinner on a terminal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rich.text import Text
 
 from ragcache_cli.commands.console import printable
 from ragcache_cli.local.platform import PartEvent
-from ragcache_cli.local.supervision import Phase
+from ragcache_cli.local.supervision import ProcessPhase
 
 _STYLES = {
-    Phase.READY: "green",
-    Phase.UNREADY: "yellow",
-    Phase.BACKOFF: "yellow",
-    Phase.FAILED: "red",
+    ProcessPhase.READY: "green",
+    ProcessPhase.UNREADY: "yellow",
+    ProcessPhase.BACKOFF: "yellow",
+    ProcessPhase.FAILED: "red",
 }
 _SHOWN = {
-    Phase.STARTING: "starts",
-    Phase.READY: "ready",
-    Phase.UNREADY: "not ready",
-    Phase.BACKOFF: "restarts",
-    Phase.FAILED: "given up",
-    Phase.STOPPED: "stopped",
+    ProcessPhase.STARTING: "starts",
+    ProcessPhase.READY: "ready",
+    ProcessPhase.UNREADY: "not ready",
+    ProcessPhase.BACKOFF: "restarts",
+    ProcessPhase.FAILED: "given up",
+    ProcessPhase.STOPPED: "stopped",
 }
 
 
 class ProgressLines:
-    """A line per change of a part."""
+    """Prints one line per change of a part."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -43,7 +43,7 @@ class ProgressLines:
         self._console.print(Text(line, style=_STYLES.get(event.state.phase, "")))
         for log_line in log_lines:
             self._console.print(Text(f"         | {printable(log_line)}", style="dim"))
-        if event.state.phase in {Phase.READY, Phase.STOPPED, Phase.FAILED}:
+        if event.state.phase in {ProcessPhase.READY, ProcessPhase.STOPPED, ProcessPhase.FAILED}:
             self._awaited.discard(event.part)
         else:
             self._awaited.add(event.part)
@@ -51,7 +51,7 @@ class ProgressLines:
 
     @contextmanager
     def spinner(self) -> Iterator[None]:
-        """On a terminal, keep a last line that says what is waited for; nowhere else."""
+        """Keep a last line on a terminal that names the parts that are not ready."""
         if not self._console.is_terminal:
             yield
             return
@@ -65,12 +65,12 @@ class ProgressLines:
 
 
 def describe(event: PartEvent) -> tuple[str, tuple[str, ...]]:
-    """One line about an event, and the log lines to show below it."""
+    """Return one line about an event, and the log lines to show below it."""
     state = event.state
     line = f"{event.elapsed_s:7.1f}s {event.part:<12} {_SHOWN.get(state.phase, state.phase)}"
     if state.cause:
         line += f": {state.cause}"
-    if state.phase is Phase.BACKOFF and state.deaths:
+    if state.phase is ProcessPhase.BACKOFF and state.deaths:
         line += f" (next try in {max(0.0, state.start_at - state.since):.1f} s)"
     if event.crash_loop and state.deaths:
         line += f"; it died {state.deaths} times in a row, see {event.log}"

@@ -1,4 +1,4 @@
-"""The Kubernetes objects of a RagCache as YAML."""
+"""Renders the Kubernetes objects of a RagCache as YAML."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ragcache_operator.spec import RagCache
 
 
 def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> str:
-    """Documents in the order of the builders.
+    """Render the objects in the order of the builders.
 
-    capabilities: of the cluster they are for; None means a current one with everything on it.
-    Raises InvalidInput for what that cluster cannot run.
+    Args:
+        capabilities: Of the target cluster; None means a current one with all optional APIs.
+
+    Raises:
+        InvalidInput: That cluster cannot run the object.
     """
     site = ClusterSite.of(cache, tag=own_tag(), capabilities=capabilities)
     children = build_children(cache, site)
@@ -26,7 +29,7 @@ def render_yaml(cache: RagCache, capabilities: Capabilities | None = None) -> st
 
 
 def capabilities_of(version: str) -> Capabilities:
-    """Of a Kubernetes version like 1.27, with nothing installed on it. Raises InvalidInput."""
+    """Return the capabilities of a plain Kubernetes version such as 1.27. Raises InvalidInput."""
     found = re.fullmatch(r"v?1\.(\d{1,3})(\..*)?", version)
     if found is None or int(found[1]) < OLDEST_MINOR:
         raise InvalidInput(
@@ -38,7 +41,7 @@ def capabilities_of(version: str) -> Capabilities:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a value that occurs twice twice: an alias is nothing that people expect here."""
+    """Writes repeated values in full, because readers do not expect YAML aliases here."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What runs here, as tables."""
+"""Renders the status of a local platform as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _MB = 1e6
 
 
 def parts_table(record: PlatformRecord, now: float) -> Table:
-    """A row per part. now: seconds since the epoch."""
+    """Render a row per part.
+
+    Args:
+        now: Seconds since the epoch.
+    """
     table = Table(box=None, pad_edge=False)
     for heading in ("PART", "STATE", "PID", "UPTIME", "RESTARTS", "ADDRESS", ""):
         table.add_column(heading)
@@ -36,7 +40,7 @@ def parts_table(record: PlatformRecord, now: float) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units: ``3h 12m``."""
+    """Format a duration in its two largest units: ``3h 12m``."""
     whole = max(0, int(seconds))
     days, hours, minutes = whole // 86_400, whole // 3_600 % 24, whole // 60 % 60
     if days:
@@ -49,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def describe_cache(cache: Mapping[str, Any]) -> str:
-    """What ``GET /v1/cache`` says, as a line."""
+    """Summarize the response of ``GET /v1/cache`` in a line."""
     asked = cache["hits"] + cache["misses"]
     rate = f"{cache['hits'] / asked:.0%} of {asked:,} reads hit" if asked else "nothing read yet"
     line = (

@@ -1,4 +1,4 @@
-"""``ragcache up``: in this terminal, or detached from it."""
+"""Implements ``ragcache up``, in this terminal or detached from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ragcache_operator.spec import RagCache
 
 _POLL_S = 0.2
 _STOP_S = 60.0
-"""For a supervisor to stop its parts; each has ten seconds, in three groups."""
+"""Time for a supervisor to stop its parts: ten seconds for each of three groups."""
 
 
 async def run_here(cache: RagCache, data: Path, console: Console) -> int:
@@ -46,14 +46,19 @@ async def run_here(cache: RagCache, data: Path, console: Console) -> int:
 
 
 def run_detached(manifest: Path, data: Path, console: Console) -> int:
-    """Start a supervisor of its own session, show what it says until it is ready, leave it.
+    """Start a supervisor in its own session and show its output until it is ready.
 
-    Returns its exit status if it ends before it is ready. Interrupted, it is stopped. Raises
-    InvalidInput while another one has the data folder.
+    An interrupt stops the supervisor.
+
+    Returns:
+        The supervisor's exit status if it ended before it was ready.
+
+    Raises:
+        InvalidInput: Another supervisor uses the data folder.
     """
     (data / "logs").mkdir(parents=True, exist_ok=True)
     with only_supervisor(data):
-        # Only asked: a log that another supervisor writes must not be emptied.
+        # This only checks the lock, so that the log of another supervisor is not truncated.
         pass
     log = data / "logs" / "up.log"
     command = [sys.executable, "-m", "ragcache_cli", "up", "-f", str(manifest.absolute())]
@@ -84,7 +89,7 @@ def run_detached(manifest: Path, data: Path, console: Console) -> int:
 
 
 def stop(data: Path, record: PlatformRecord, console: Console) -> None:
-    """Stop a supervisor and its parts, or the parts alone where it is gone already."""
+    """Stop a supervisor and its parts, or only the parts if it has ended."""
     if record.supervisor_lives:
         console.print(f"stopping {record.name} (pid {record.pid})")
         os.kill(record.pid, signal.SIGTERM)

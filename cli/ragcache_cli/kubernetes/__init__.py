@@ -1,1 +1,1 @@
-"""TODO."""
+"""The commands that talk to a Kubernetes cluster."""

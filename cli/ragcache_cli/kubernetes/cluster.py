@@ -1,4 +1,4 @@
-"""A cluster's API, the namespace that a command means in it, and the RagCache."""
+"""Connects to a cluster's API and finds the namespace and RagCache of a command."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NOT_SERVED = 404
 
 @asynccontextmanager
 async def connected(choice: ClusterChoice) -> AsyncIterator[tuple[Api, str]]:
-    """The cluster's API and the namespace meant. Raises InvalidInput if there is no cluster."""
+    """Connect to the cluster; yield its API and the namespace. Raises InvalidInput without one."""
     choice.demand_cluster()
     async with await Api.connect(choice.kubeconfig, choice.context) as api:
         yield api, choice.namespace or _namespace_of(choice)
 
 
 async def capabilities_at(choice: ClusterChoice) -> Capabilities:
-    """What the cluster serves. Raises InvalidInput, ApiError."""
+    """Return the capabilities of the cluster. Raises InvalidInput, ApiError."""
     async with connected(choice) as (api, _):
         return await discover(api)
 
 
 async def find_caches(api: Api, namespace: str) -> list[Object]:
-    """The RagCaches of a namespace. Raises InvalidInput where the kind is unknown."""
+    """Return the RagCaches of a namespace. Raises InvalidInput if the CRD is missing."""
     try:
         return list((await api.list(RAG_CACHES, namespace)).items)
     except ApiError as error:
@@ -47,7 +47,7 @@ async def find_caches(api: Api, namespace: str) -> list[Object]:
 
 
 def pick(caches: Sequence[Object], name: str | None, namespace: str) -> Object:
-    """The RagCache of that name, or the only one. Raises NotFound or InvalidInput."""
+    """Return the RagCache of that name, or the only one. Raises NotFound or InvalidInput."""
     names = sorted(str(cache["metadata"]["name"]) for cache in caches)
     if name is not None and name not in names:
         there = f"there is {', '.join(names) or 'none'}"
@@ -63,7 +63,7 @@ def pick(caches: Sequence[Object], name: str | None, namespace: str) -> Object:
 
 
 def _namespace_of(choice: ClusterChoice) -> str:
-    """The context's namespace, as kubectl has it, or the one of the pod this runs in."""
+    """Return the context's namespace, or that of the pod this process runs in."""
     if choice.is_in_cluster:
         return _OWN_NAMESPACE.read_text().strip()
     files = os.pathsep.join(str(path) for path in choice.files)

@@ -1,4 +1,4 @@
-"""What the user said of a cluster, and whether a command is about one or about this machine."""
+"""Decides whether a command is about a cluster or about this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache_core.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class ClusterChoice:
-    """Options of a command. namespace: None means that of the context."""
+    """The cluster options of a command. A namespace of None means the context's."""
 
     kubeconfig: Path | None = None
     context: str | None = None
@@ -20,12 +20,12 @@ class ClusterChoice:
 
     @property
     def is_given(self) -> bool:
-        """Whether the user named a cluster, or a place in one."""
+        """Return whether the user named a cluster or a namespace."""
         return any((self.kubeconfig, self.context, self.namespace))
 
     @property
     def files(self) -> list[Path]:
-        """Where the cluster's address is looked for."""
+        """Return the kubeconfig files to read."""
         if self.kubeconfig is not None:
             return [self.kubeconfig]
         given = os.environ.get("KUBECONFIG", "")
@@ -34,33 +34,39 @@ class ClusterChoice:
 
     @property
     def is_in_cluster(self) -> bool:
-        """Whether the cluster is the one that this process is a pod of."""
+        """Return whether this process runs in a pod of the cluster."""
         told = self.kubeconfig is None and self.context is None
         return told and "KUBERNETES_SERVICE_HOST" in os.environ
 
     @property
     def is_configured(self) -> bool:
-        """Whether there is a cluster to talk to without being told which."""
+        """Return whether a cluster is configured without options."""
         return self.is_in_cluster or any(path.is_file() for path in self.files)
 
     def demand_cluster(self) -> None:
-        """Raises InvalidInput if nothing says where a cluster is."""
+        """Raise InvalidInput if no cluster is configured."""
         if self.is_configured:
             return
-        looked = " and ".join(str(path) for path in self.files)
+        searched = " and ".join(str(path) for path in self.files)
         raise InvalidInput(
-            "--kubeconfig", f"there is no {looked}", "name a file, or set KUBECONFIG to one"
+            "--kubeconfig", f"there is no {searched}", "name a file, or set KUBECONFIG to one"
         )
 
 
 def is_meant_here(
     choice: ClusterChoice, name: str | None, data: Path | None, here: Collection[str]
 ) -> bool:
-    """Whether a command is about this machine.
+    """Return whether a command is about this machine.
 
-    It is when it says so with --data, or names no cluster and something of that name runs here; and
-    when there is no cluster. name: None means any. here: names of what runs on this machine.
-    Raises InvalidInput for a command that names both.
+    It is if ``--data`` is given, if no cluster is configured, or if no cluster is named and a
+    platform of that name runs here.
+
+    Args:
+        name: The wanted platform; None means any.
+        here: Names of the platforms on this machine.
+
+    Raises:
+        InvalidInput: The command names both a cluster and this machine.
     """
     if choice.is_given and data is not None:
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""What a RagCache of a cluster says of itself, for people."""
+"""Formats the status of a RagCache in a cluster."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _UNSEEN = "no operator has looked at it yet; `ragcache install` installs one"
 
 
 def is_ready(cache: Object) -> bool:
-    """Whether it answers questions, as its spec is now."""
+    """Return whether the current spec is ready."""
     status = _status(cache)
     ready = next((c for c in status.get("conditions") or () if c["type"] == "Ready"), None)
     return ready is not None and ready["status"] == "True" and not _lags(cache)
 
 
 def headline(cache: Object) -> str:
-    """Its name, phase and address in a line."""
+    """Return name, phase and address in a line."""
     meta, status = cache["metadata"], _status(cache)
     line = f"{meta['name']} in namespace {meta['namespace']}: "
     if not status:
@@ -39,7 +39,7 @@ def headline(cache: Object) -> str:
 
 
 def notes(cache: Object) -> list[str]:
-    """What else there is to know: what it waits for, what the operator has not seen."""
+    """Return notes: what it waits for, and whether the operator has seen the latest spec."""
     found = []
     if _lags(cache) and _status(cache):
         found.append("the operator has not seen the last change of its spec yet")
@@ -50,7 +50,7 @@ def notes(cache: Object) -> list[str]:
 
 
 def parts_table(cache: Object) -> Table | None:
-    """Ready replicas per part, as far as the status counts them."""
+    """Render ready replicas per part."""
     counts = _counts(_status(cache))
     if not counts:
         return None
@@ -62,7 +62,11 @@ def parts_table(cache: Object) -> Table | None:
 
 
 def conditions_table(cache: Object, now: datetime) -> Table | None:
-    """A row per condition. now: with a time zone."""
+    """Render a row per condition.
+
+    Args:
+        now: A time with a time zone.
+    """
     conditions = _status(cache).get("conditions")
     if not conditions:
         return None
@@ -81,7 +85,7 @@ def conditions_table(cache: Object, now: datetime) -> Table | None:
 
 
 def describe_use(cache: Object) -> str:
-    """What the cache holds, as the operator last asked."""
+    """Return the cache's content, as of the operator's last query."""
     use = _status(cache).get("cache")
     if not use:
         return "not measured yet"

@@ -1,4 +1,4 @@
-"""The commands that look into a cluster."""
+"""Shows status and logs of a RagCache in a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragcache_cli.kubernetes.pod_logs import follow_pods, show_pods
 
 
 async def show_status(choice: ClusterChoice, name: str | None, console: Console) -> bool:
-    """Show what a RagCache says of itself; whether it is ready."""
+    """Show the status of a RagCache and return whether it is ready."""
     async with connected(choice) as (api, namespace):
         cache = pick(await find_caches(api, namespace), name, namespace)
     console.print(headline(cache), markup=False)
@@ -46,7 +46,7 @@ async def show_logs(
     tail: int,
     follow: bool,
 ) -> int:
-    """Show the logs of a RagCache's pods; returns 0, following never."""
+    """Show the logs of a RagCache's pods. Return 0, or follow until cancelled."""
     async with connected(choice) as (api, namespace):
         caches = await find_caches(api, namespace)
         names = [cache["metadata"]["name"] for cache in caches]

@@ -1,4 +1,4 @@
-"""The operator's chart into a cluster, by Helm's own library."""
+"""Installs the operator's chart into a cluster with Helm's library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from helm_python import HelmContext, HelmError, HelmValuesError
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 
-CHART = Path(__file__).resolve().parent / "chart"
-"""In a checkout a link to charts/ragcache-operator; an installed package holds a copy."""
+CHART = Path(__file__).resolve().parents[1] / "chart"
+"""A link to charts/ragcache-operator in a checkout, a copy in an installed package."""
 
 NAMESPACE = "ragcache-system"
 RELEASE = "ragcache-operator"
@@ -29,7 +29,7 @@ Release = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A release as it is now. manifest: every object of it, as YAML."""
+    """An installed release. ``manifest`` has all its objects as YAML."""
 
     name: str
     namespace: str
@@ -40,9 +40,10 @@ class Installed:
 
 
 def read_values(files: Sequence[Path], settings: Sequence[str]) -> Values:
-    """Values of files, later ones over earlier ones, then of ``KEY=VALUE`` settings.
+    """Merge values of files in order, then of ``KEY=VALUE`` settings.
 
-    Raises InvalidInput naming the file or the setting.
+    Raises:
+        InvalidInput: A file or a setting is invalid; the error names it.
     """
     values: Values = {}
     for file in files:
@@ -65,7 +66,7 @@ def read_values(files: Sequence[Path], settings: Sequence[str]) -> Values:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Values:
-    """Values of both; of what both name, mappings are merged and above wins the rest."""
+    """Merge two mappings recursively; ``above`` wins."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
@@ -82,12 +83,17 @@ def install(
     dry_run: bool = False,
     reset_values: bool = False,
 ) -> Installed:
-    """Install the chart, or upgrade it; without a namespace in choice into NAMESPACE.
+    """Install or upgrade the chart, into NAMESPACE unless ``choice`` names a namespace.
 
-    values: go over those that the release was given before, unless reset_values.
-    wait_s: wait at most this long until the operator is ready; None returns at once.
-    dry_run: ask the cluster what it would say, and change nothing.
-    Raises InvalidInput (values, the cluster's name), Unavailable (the cluster), RagCacheError.
+    Args:
+        values: Merged over the values of the installed release, unless ``reset_values``.
+        wait_s: Longest wait until the operator is ready; None returns at once.
+        dry_run: Validate with the cluster and change nothing.
+
+    Raises:
+        InvalidInput: The values or the cluster's name are invalid.
+        Unavailable: The cluster does not answer.
+        RagCacheError: Helm reported another error.
     """
     choice.demand_cluster()
     namespace = choice.namespace or NAMESPACE
@@ -138,7 +144,7 @@ def install(
 
 
 def _values_before(config: helm_python.Config) -> Values | None:
-    """What the chart was given when it was installed; None if it is not."""
+    """Return the values of the installed release, or None without one."""
     try:
         return config.get_values(RELEASE) or {}
     except helm_python.HelmNotFoundError:
@@ -146,7 +152,7 @@ def _values_before(config: helm_python.Config) -> Values | None:
 
 
 def _interruptible(context: HelmContext, action: Callable[[], Release]) -> Release:
-    """Run a call into the library so that Ctrl-C ends it: the library itself hears no signals."""
+    """Run a library call in a way that Ctrl-C ends, because the library ignores signals."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(action)
         try:
@@ -157,7 +163,7 @@ def _interruptible(context: HelmContext, action: Callable[[], Release]) -> Relea
 
 
 def _demand_valid(chart: helm_python.Chart, values: Values) -> None:
-    """Raises InvalidInput for the first value that the chart's schema refuses."""
+    """Raise InvalidInput for the first value that the chart's schema refuses."""
     try:
         chart.validate_schema(values)
     except HelmValuesError as error:
@@ -170,7 +176,7 @@ def _demand_valid(chart: helm_python.Chart, values: Values) -> None:
 
 
 def _said_plainly(error: HelmError, wait_s: int | None) -> RagCacheError:
-    """The library's error as one of ours."""
+    """Translate an error of the library."""
     text = " ".join(str(error).split())
     template = _FAILED_TEMPLATE.search(text)
     if template is not None:

@@ -1,4 +1,4 @@
-"""Logs of a RagCache's pods, followed across restarts."""
+"""Shows and follows the logs of a RagCache's pods, across restarts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NANOSECOND_DIGITS = 9
 _DENIED = (401, 403)
 
 Show = Callable[[str, str], None]
-"""Takes a pod's name and a line of its log."""
+"""A callback for a pod's name and a line of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one container; the next one has a log of its own."""
+    """One run of one container; each run has its own log."""
 
     namespace: str
     pod: str
@@ -35,14 +35,14 @@ class Run:
 
     @property
     def path(self) -> str:
-        """Of its log."""
+        """Return the API path of its log."""
         return f"{PODS.path(self.namespace, self.pod)}/log"
 
 
 async def show_pods(
     api: Api, namespace: str, cache: str, part: str | None, tail: int, show: Show
 ) -> None:
-    """Show the last lines of every pod. Raises NotFound if there is no pod."""
+    """Show the last lines of every pod. Raises NotFound without pods."""
     pods = await _pods(api, namespace, cache, part)
     if not pods:
         raise NotFound("pod of", _named(cache, part), "`ragcache status` says what it waits for")
@@ -59,9 +59,9 @@ async def show_pods(
 async def follow_pods(
     api: Api, namespace: str, cache: str, part: str | None, tail: int, show: Show
 ) -> None:
-    """Show the last lines of every pod and then what is added, for ever.
+    """Show the last lines of every pod, then follow until cancelled.
 
-    Pods and containers that start later are shown from their beginning.
+    Pods and containers that start later are shown from their first line.
     """
     tasks: dict[Run, asyncio.Task[None]] = {}
     waiting: dict[str, str] = {}
@@ -91,18 +91,18 @@ async def follow_pods(
 
 
 def runs(pod: Object) -> Iterator[Run]:
-    """Containers of a pod that have a log."""
+    """Return the containers of a pod that have a log."""
     meta, status = pod["metadata"], pod.get("status") or {}
     for container in status.get("containerStatuses") or ():
         state = container.get("state") or {}
         restarts = container.get("restartCount", 0)
-        # Between two tries the log is still that of the last one.
+        # Between two attempts the API still serves the log of the previous one.
         if restarts or "running" in state or "terminated" in state:
             yield Run(meta["namespace"], meta["name"], container["name"], restarts)
 
 
 def waits_for(pod: Object) -> str:
-    """Why no container of a pod has started."""
+    """Return why no container of a pod has started."""
     status = pod.get("status") or {}
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting")
@@ -115,7 +115,7 @@ def waits_for(pod: Object) -> str:
 
 
 def is_meant(pod: Object, part: str | None) -> bool:
-    """Whether a pod is of the part, or of the component, that was named."""
+    """Return whether a pod belongs to the named part or component."""
     labels = pod["metadata"].get("labels") or {}
     component = labels.get(COMPONENT_LABEL)
     return part in (None, component, f"{component}-{labels.get(ENGINE_LABEL)}")
@@ -134,7 +134,7 @@ async def _pass_on(lines: AsyncIterator[str], source: str, show: Show) -> None:
 
 
 async def _followed(api: Api, run: Run, tail: int | None) -> AsyncIterator[str]:
-    """Lines of a run until it ends, across connections that break. tail: None for all."""
+    """Yield the lines of a run until it ends, and reconnect if the stream breaks."""
     seen = ""
     while True:
         query = {"container": run.container, "follow": "true", "timestamps": "true"}
@@ -145,8 +145,8 @@ async def _followed(api: Api, run: Run, tail: int | None) -> AsyncIterator[str]:
         try:
             async for line in api.lines(run.path, **query):
                 stamp, _, text = line.partition(" ")
-                # sinceTime is cut to whole seconds, so a reconnection brings some lines again.
-                if seen and moment(stamp) <= moment(seen):
+                # The API rounds sinceTime to whole seconds, so a reconnection repeats some lines.
+                if seen and timestamp(stamp) <= timestamp(seen):
                     continue
                 seen = stamp
                 yield text
@@ -154,14 +154,14 @@ async def _followed(api: Api, run: Run, tail: int | None) -> AsyncIterator[str]:
             if error.status in _DENIED:
                 raise
             await asyncio.sleep(_RELIST_S)
-        # A stream ends with its container, or because something on the way has had enough.
+        # A stream ends with its container, or when a proxy closes it.
         pod = await api.get(PODS, run.pod, run.namespace)
         if pod is None or not _runs_on(pod, run):
             return
 
 
 def _runs_on(pod: Object, run: Run) -> bool:
-    """Whether that run of the container has not ended yet."""
+    """Return whether that run of the container is still going on."""
     return any(
         container["name"] == run.container
         and container.get("restartCount", 0) == run.restarts
@@ -170,8 +170,8 @@ def _runs_on(pod: Object, run: Run) -> bool:
     )
 
 
-def moment(stamp: str) -> tuple[str, str]:
-    """An RFC 3339 time in UTC so that later ones compare greater; its fraction has any length."""
+def timestamp(stamp: str) -> tuple[str, str]:
+    """Normalize an RFC 3339 time in UTC, with any fraction, so that strings compare by time."""
     seconds, _, fraction = stamp.removesuffix("Z").partition(".")
     return seconds, fraction.ljust(_NANOSECOND_DIGITS, "0")
 

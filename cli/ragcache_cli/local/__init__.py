@@ -1,1 +1,1 @@
-"""TODO."""
+"""The local runtime: a RagCache as supervised processes of this machine."""

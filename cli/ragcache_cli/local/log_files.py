@@ -1,4 +1,4 @@
-"""Logs of the parts that run here, or ran: files in a data folder."""
+"""Finds and follows the log files of a local platform."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BLOCK_BYTES = 64 << 10
 _PREVIOUS = ".previous"
 
 Show = Callable[[str, str], None]
-"""Takes a part and a line of its log."""
+"""A callback for a part and a line of its log."""
 
 
 def find_logs(name: str | None, data: Path | None, root: Path = ROOT) -> dict[str, Path]:
-    """Log by part: of the folder named, of the RagCache named, else of the only one in root.
+    """Return log files by part: of the named folder or RagCache, else of the only one in root.
 
-    What runs goes before what ran. Raises InvalidInput or NotFound.
+    A running platform is preferred to a stopped one. Raises InvalidInput or NotFound.
     """
     folders = {data.name: data} if data else _running(root) or _with_logs(root)
     if not folders:
@@ -44,7 +44,7 @@ def find_logs(name: str | None, data: Path | None, root: Path = ROOT) -> dict[st
 
 
 def choose(files: Mapping[str, Path], part: str | None) -> dict[str, Path]:
-    """Those of the part, or of the component, that was named. Raises NotFound if there is none."""
+    """Select the logs of the named part or component. Raises NotFound if none match."""
     chosen = {name: path for name, path in files.items() if is_of(name, part)}
     if not chosen:
         raise NotFound("part", str(part), f"the parts here are {', '.join(files)}")
@@ -52,9 +52,9 @@ def choose(files: Mapping[str, Path], part: str | None) -> dict[str, Path]:
 
 
 async def show_files(files: Mapping[str, Path], tail: int, show: Show, *, follow: bool) -> int:
-    """Show the last lines of each; returns 0. Following, go on with what is added, for ever.
+    """Show the last lines of each log. Return 0, or follow until cancelled.
 
-    A file that is replaced, as every start of a platform does, is read from its beginning.
+    A replaced file is read from its first line; each start of a platform replaces the files.
     """
     logs = {part: _Log(path, tail) for part, path in files.items()}
     try:
@@ -79,10 +79,10 @@ def _with_logs(root: Path) -> dict[str, Path]:
 
 
 def last_lines(file: BinaryIO, count: int) -> list[str]:
-    """The last lines; the file's position is its end afterwards."""
+    """Return the last lines and leave the file's position at its end."""
     position = file.seek(0, os.SEEK_END)
     tail = b""
-    # One line break more than lines: what is before the first one belongs to it.
+    # One line break more than lines: the text before the first break belongs to it.
     while position and tail.count(b"\n") <= count:
         step = min(_BLOCK_BYTES, position)
         position -= step
@@ -93,7 +93,7 @@ def last_lines(file: BinaryIO, count: int) -> list[str]:
 
 
 class _Log:
-    """One file, read on from where it was left."""
+    """One file that is read incrementally."""
 
     def __init__(self, path: Path, tail: int) -> None:
         self._path = path
@@ -102,11 +102,11 @@ class _Log:
         self._first = last_lines(self._file, tail)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def new_lines(self) -> Iterator[str]:
-        """What has been added since, in whole lines."""
+        """Return the whole lines that were added since the last call."""
         yield from self._first
         self._first = []
         yield from self._added()
@@ -128,5 +128,5 @@ class _Log:
 
 
 def _text(data: bytes) -> list[str]:
-    # Not splitlines, to which a form feed is the end of a line too.
+    # splitlines would also split at a form feed.
     return data.decode(errors="replace").removesuffix("\n").split("\n") if data else []

@@ -1,4 +1,4 @@
-"""A part to run on this machine, as read from the Kubernetes objects the builders made."""
+"""Reads the local processes of a platform from the Kubernetes objects of the builders."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.builders.site import Address
 
 _AFTER = {"engine": {"cachestore"}, "gateway": {"cachestore", "retriever"}}
-"""What a component is started after: what it would otherwise meet as unavailable in its first
-seconds. The gateway does not wait for the engine; it is not ready before it either."""
+"""The components that start before each one, so that it does not find them unavailable. The gateway
+does not wait for the engine, and is not ready before it."""
 
 _STOP_ORDER = ("gateway", "engine")
-"""Components stopped before the others: first what asks, then what it asks."""
+"""Components in the order in which they stop: clients before the servers they call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How to ask one thing of a part over HTTP: any status from 200 to 399 is a yes.
+    """One HTTP probe of a part: a status from 200 to 399 is a success.
 
-    failures: how many in a row make a no.
+    ``failures`` is the number of consecutive failures that count.
     """
 
     address: Address
@@ -35,7 +35,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One container as a local process. after: components that are ready before it starts."""
+    """One container as a local process; it starts when the components in ``after`` are ready."""
 
     name: str
     component: str
@@ -50,16 +50,16 @@ class Part:
 
     @property
     def stop_rank(self) -> int:
-        """Parts of a lower rank are stopped first."""
+        """Return its position in the stop order; lower ranks stop first."""
         if self.component in _STOP_ORDER:
             return _STOP_ORDER.index(self.component)
         return len(_STOP_ORDER)
 
 
 def parts_from(children: Iterable[Object], cache_name: str) -> list[Part]:
-    """The parts that the workloads among children describe, one process of each.
+    """Return one process for each workload among the children.
 
-    Replicas are for more machines than one; the other objects have nothing to run.
+    Replica counts are ignored: they are for several machines.
     """
     return [_part(child, cache_name) for child in children if child["kind"] in WORKLOADS]
 
@@ -73,7 +73,7 @@ def _part(workload: Object, cache_name: str) -> Part:
         name=meta["name"].removeprefix(f"{cache_name}-"),
         component=component,
         command=_command(container),
-        # What a pod gets from a Secret is in the environment of the user at their own desk.
+        # A value that a pod reads from a Secret comes from the user's environment here.
         env={v["name"]: v["value"] for v in container["env"] if "value" in v},
         ports={p["name"]: Address(LOOPBACK, p["containerPort"]) for p in container["ports"]},
         startup=_check(container["startupProbe"]),
@@ -86,7 +86,7 @@ def _part(workload: Object, cache_name: str) -> Part:
 
 def _command(container: Object) -> tuple[str, ...]:
     words: list[str] = [*container["command"], *container.get("args", ())]
-    # An image's only Python is the right one; here it is the one that runs this.
+    # In an image `python` is the right one; here it is the interpreter of this process.
     program = sys.executable if words[0] == "python" else words[0]
     return (program, *words[1:])
 

@@ -1,4 +1,4 @@
-"""A RagCache as processes of this machine: started in order, kept running, ended completely."""
+"""Runs a RagCache as local processes: starts them in order, restarts them, stops them all."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ragcache_cli.local.state_file import (
     remove_record,
     write_record,
 )
-from ragcache_cli.local.supervision import PartState, Phase, RestartPolicy, is_crash_loop
-from ragcache_cli.local.supervisor import LONGEST_GRACE_S, Keeper
+from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy, is_crash_loop
+from ragcache_cli.local.supervisor import LONGEST_GRACE_S, PartSupervisor
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_operator.builders import build_children
 from ragcache_operator.spec import RagCache
@@ -42,22 +42,20 @@ _DEFAULT_POLICY = RestartPolicy()
 
 @dataclass(frozen=True, slots=True)
 class PartEvent:
-    """A part changed its phase.
-
-    elapsed_s: since the platform began to start. crash_loop: it keeps dying. log: file of its
-    output; lines: the log's last ones, when it died and will be restarted.
-    """
+    """A part changed its phase."""
 
     part: str
-    state: PartState
+    state: ProcessState
     elapsed_s: float
+    """Since the platform began to start."""
     crash_loop: bool
     log: Path
     lines: tuple[str, ...] = ()
+    """The last lines of the log, if the part died and will be restarted."""
 
 
 class PartFailed(RagCacheError):
-    """A part that never became ready was given up."""
+    """A part never became ready and is not restarted any more."""
 
     def __init__(self, part: str, cause: str, log: Path) -> None:
         lines = "".join(f"\n  | {line}" for line in last_lines(log, _LOG_LINES))
@@ -67,16 +65,20 @@ class PartFailed(RagCacheError):
 
 
 class LocalPlatform:
-    """Every part of one RagCache, from entering to leaving the context.
+    """All parts of one RagCache, as an async context manager.
 
-    Entering returns when all parts are ready and raises what kept one from it: InvalidInput (a
-    port or a data folder in use, no such model), PartFailed, or Unavailable after start_timeout_s.
-    Leaving ends every process that was started, however the body was left; cancelled once more
-    meanwhile, it kills at once.
+    Entering returns when all parts are ready. Leaving stops every process that was started. If
+    that is cancelled once more, the processes are killed at once.
 
-    data: folder for volumes, logs and the state file; made if missing.
-    gateway_port: instead of the manifest's; 0 takes a free one.
-    progress: called in the event loop with each change of a part's phase.
+    Args:
+        data: Folder for volumes, logs and the state file; it is created if missing.
+        gateway_port: Replaces the port of the manifest; 0 takes a free one.
+        progress: Called in the event loop with each change of a part's phase.
+
+    Raises:
+        InvalidInput: A port or the data folder is in use, or the model does not exist.
+        PartFailed: A part does not start.
+        Unavailable: The parts were not ready after ``start_timeout_s``.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class LocalPlatform:
         self._gateway_port = cache.spec.gateway.port if gateway_port is None else gateway_port
         self._policy = policy
         self._start_timeout_s = start_timeout_s
-        self._keepers: list[Keeper] = []
-        self._tasks: dict[Keeper, asyncio.Task[None]] = {}
-        self._told: dict[Keeper, Phase] = {}
+        self._supervisors: list[PartSupervisor] = []
+        self._tasks: dict[PartSupervisor, asyncio.Task[None]] = {}
+        self._told: dict[PartSupervisor, ProcessPhase] = {}
         self._held = ExitStack()
         self._prober = Prober()
         self._begun = 0.0
@@ -106,53 +108,55 @@ class LocalPlatform:
 
     @property
     def gateway_url(self) -> str:
-        """Base URL of the REST interface."""
+        """Return the base URL of the REST API."""
         return f"http://{LOOPBACK}:{self._gateway_port}"
 
     @property
     def data(self) -> Path:
-        """The data folder."""
+        """Return the data folder."""
         return self._data
 
-    def states(self) -> dict[str, PartState]:
-        """State of every part, by name."""
-        return {keeper.part.name: keeper.state for keeper in self._keepers}
+    def states(self) -> dict[str, ProcessState]:
+        """Return the state of every part, by name."""
+        return {supervisor.part.name: supervisor.state for supervisor in self._supervisors}
 
     def pid(self, name: str) -> int:
-        """Process id of a part; raises NotFound when it has no process."""
-        [keeper] = self._named(name)
-        if keeper.child is None:
+        """Return the process id of a part. Raises NotFound without a process."""
+        [supervisor] = self._named(name)
+        if supervisor.child is None:
             raise NotFound("process of part", name, "wait until it is ready")
-        return keeper.child.pid
+        return supervisor.child.pid
 
     def address(self, name: str, port: str) -> str:
-        """Where a part listens, as host:port; port: ``http`` or ``grpc``. Raises NotFound."""
-        [keeper] = self._named(name)
-        if port not in keeper.part.ports:
-            raise NotFound("port", port, f"the ports are {', '.join(keeper.part.ports)}")
-        return str(keeper.part.ports[port])
+        """Return host:port of a part for a port name such as ``http``. Raises NotFound."""
+        [supervisor] = self._named(name)
+        if port not in supervisor.part.ports:
+            raise NotFound("port", port, f"the ports are {', '.join(supervisor.part.ports)}")
+        return str(supervisor.part.ports[port])
 
     def log(self, name: str) -> Path:
-        """File of a part's output."""
+        """Return the log file of a part."""
         return self._data / "logs" / f"{name}.log"
 
     async def restart(self, name: str) -> None:
-        """End a part (or every part of a component, like ``engine``) and start it afresh.
+        """Restart a part, or every part of a component such as ``engine``, until it is ready.
 
-        Returns when it is ready again. Raises NotFound, Unavailable when it takes too long.
+        Raises:
+            NotFound: No part has this name.
+            Unavailable: It was not ready in time.
         """
-        keepers = self._named(name)
-        for keeper in keepers:
-            keeper.restart()
-        await self._until_ready(keepers)
+        supervisors = self._named(name)
+        for supervisor in supervisors:
+            supervisor.restart()
+        await self._until_ready(supervisors)
 
     async def until_ready(self) -> None:
-        """Wait until every part is ready (again). Raises as entering does."""
-        await self._until_ready(self._keepers)
+        """Wait until every part is ready. Raises the same errors as entering."""
+        await self._until_ready(self._supervisors)
 
     async def keep_running(self) -> None:
-        """Wait to be cancelled; never returns. Raises what a keeper did not expect."""
-        # Not gather, which would pass the cancellation on and take the parts' grace away.
+        """Wait until cancelled. Raises the unexpected error of a supervisor."""
+        # gather would pass the cancellation on, and the parts would lose their grace period.
         ended, _ = await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
@@ -179,15 +183,15 @@ class LocalPlatform:
         await self._finish()
 
     async def _prepare(self) -> None:
-        """Take the folder and the ports, build the parts and let them start."""
+        """Lock the folder, choose the ports, build the parts and start them."""
         (self._data / "logs").mkdir(parents=True, exist_ok=True)
-        # Whoever can open the socket in it reads and writes the store's memory, and who has the
-        # key has engines believe what they say.
+        # The folder is private: its socket gives access to the store's memory, and its key signs
+        # plans that engines accept.
         (self._data / RUN_FOLDER).mkdir(mode=0o700, exist_ok=True)
         self._held.enter_context(only_supervisor(self._data))
         left_behind = read_record(self._data)
         if left_behind is not None:
-            # A supervisor that was killed could not end its parts, which hold files and ports.
+            # A killed supervisor leaves its parts running, with their files and ports.
             await asyncio.to_thread(end_families, left_behind.leaders, LONGEST_GRACE_S)
         ports = free_ports(random.Random())
         if self._gateway_port == 0:
@@ -197,16 +201,18 @@ class LocalPlatform:
         site = LocalSite(self._data, self._gateway_port, ports)
         self._held.enter_context(plan_key_file(Path(site.signing_key_file())))
         for part in parts_from(build_children(self._cache, site), self._cache.metadata.name):
-            self._keepers.append(self._keeper(part))
-        for keeper in self._keepers:
-            self._tasks[keeper] = asyncio.create_task(self._keep(keeper), name=keeper.part.name)
+            self._supervisors.append(self._make_supervisor(part))
+        for supervisor in self._supervisors:
+            self._tasks[supervisor] = asyncio.create_task(
+                self._keep(supervisor), name=supervisor.part.name
+            )
 
-    def _keeper(self, part: Part) -> Keeper:
+    def _make_supervisor(self, part: Part) -> PartSupervisor:
         folder, log = self._data / part.name, self.log(part.name)
         folder.mkdir(exist_ok=True)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
-        return Keeper(
+        return PartSupervisor(
             part,
             folder,
             log,
@@ -215,16 +221,16 @@ class LocalPlatform:
             on_change=self._on_change,
         )
 
-    async def _keep(self, keeper: Keeper) -> None:
-        awaited = [k for k in self._keepers if k.part.component in keeper.part.after]
+    async def _keep(self, supervisor: PartSupervisor) -> None:
+        awaited = [k for k in self._supervisors if k.part.component in supervisor.part.after]
         await self._until(
             lambda: self._phase == "stopping" or all(k.state.was_ready for k in awaited)
         )
         if self._phase != "stopping":
-            await keeper.run()
+            await supervisor.run()
 
-    def _named(self, name: str) -> list[Keeper]:
-        named = [k for k in self._keepers if name in (k.part.name, k.part.component)]
+    def _named(self, name: str) -> list[PartSupervisor]:
+        named = [k for k in self._supervisors if name in (k.part.name, k.part.component)]
         if not named:
             raise NotFound("part", name, f"the parts are {', '.join(self.states())}")
         return named
@@ -233,54 +239,54 @@ class LocalPlatform:
         while not holds():
             await self._changed.wait()
 
-    async def _until_ready(self, keepers: Sequence[Keeper]) -> None:
+    async def _until_ready(self, supervisors: Sequence[PartSupervisor]) -> None:
         def is_settled() -> bool:
-            failed = any(k.state.phase is Phase.FAILED for k in self._keepers)
+            failed = any(k.state.phase is ProcessPhase.FAILED for k in self._supervisors)
             broken = any(task.done() for task in self._tasks.values())
-            return failed or broken or all(k.state.phase is Phase.READY for k in keepers)
+            return failed or broken or all(k.state.phase is ProcessPhase.READY for k in supervisors)
 
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._until(is_settled)
         except TimeoutError:
-            late = next(k for k in keepers if k.state.phase is not Phase.READY)
-            problem = f"not ready after {self._start_timeout_s:g} s ({late.state.cause})"
-            raise Unavailable(late.part.name, f"{problem}; see {late.log}") from None
-        for keeper, task in self._tasks.items():
-            if keeper.state.phase is Phase.FAILED:
-                raise PartFailed(keeper.part.name, keeper.state.cause, keeper.log)
+            pending = next(k for k in supervisors if k.state.phase is not ProcessPhase.READY)
+            problem = f"not ready after {self._start_timeout_s:g} s ({pending.state.cause})"
+            raise Unavailable(pending.part.name, f"{problem}; see {pending.log}") from None
+        for supervisor, task in self._tasks.items():
+            if supervisor.state.phase is ProcessPhase.FAILED:
+                raise PartFailed(supervisor.part.name, supervisor.state.cause, supervisor.log)
             if task.done():
                 task.result()
 
-    def _on_change(self, keeper: Keeper) -> None:
+    def _on_change(self, supervisor: PartSupervisor) -> None:
         self._signal()
-        if self._told.get(keeper) is keeper.state.phase:
+        if self._told.get(supervisor) is supervisor.state.phase:
             return
-        self._told[keeper] = keeper.state.phase
+        self._told[supervisor] = supervisor.state.phase
         self._write()
         if self._progress is not None:
-            self._progress(self._event(keeper))
+            self._progress(self._event(supervisor))
 
     def _signal(self) -> None:
-        """Wake everyone who waits for a change."""
+        """Wake all tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _event(self, keeper: Keeper) -> PartEvent:
-        state = keeper.state
-        # Of a part that is given up, PartFailed tells the same.
-        has_died = state.deaths > 0 and state.phase is Phase.BACKOFF
+    def _event(self, supervisor: PartSupervisor) -> PartEvent:
+        state = supervisor.state
+        # PartFailed shows the log of a part that is not restarted.
+        has_died = state.deaths > 0 and state.phase is ProcessPhase.BACKOFF
         return PartEvent(
-            part=keeper.part.name,
+            part=supervisor.part.name,
             state=state,
             elapsed_s=time.monotonic() - self._begun,
             crash_loop=is_crash_loop(state, self._policy),
-            log=keeper.log,
-            lines=tuple(last_lines(keeper.log, _LOG_LINES)) if has_died else (),
+            log=supervisor.log,
+            lines=tuple(last_lines(supervisor.log, _LOG_LINES)) if has_died else (),
         )
 
     async def _finish(self) -> None:
-        """End everything; what cancels this meanwhile only takes away the grace."""
+        """Stop everything; a cancellation meanwhile only removes the grace period."""
         ending = asyncio.create_task(self._end())
         cancelled: asyncio.CancelledError | None = None
         while not ending.done():
@@ -288,7 +294,7 @@ class LocalPlatform:
                 await asyncio.shield(ending)
             except asyncio.CancelledError as error:
                 if cancelled is None:
-                    # Once: a second time would interrupt the killing itself.
+                    # Only once: a second cancellation would interrupt the killing.
                     for task in self._tasks.values():
                         task.cancel()
                 cancelled = error
@@ -300,22 +306,22 @@ class LocalPlatform:
         self._phase = "stopping"
         self._write()
         self._signal()
-        # What asks before what it asks: a gateway first, the stores that engines save to last.
-        in_order = sorted(self._keepers, key=lambda keeper: keeper.part.stop_rank)
-        for _, rank in groupby(in_order, key=lambda keeper: keeper.part.stop_rank):
-            keepers = [keeper for keeper in rank if keeper in self._tasks]
-            for keeper in keepers:
-                keeper.stop()
-            tasks = [self._tasks[keeper] for keeper in keepers]
+        # Clients stop before the servers they call: the gateway first, the cache store last.
+        in_order = sorted(self._supervisors, key=lambda supervisor: supervisor.part.stop_rank)
+        for _, rank in groupby(in_order, key=lambda supervisor: supervisor.part.stop_rank):
+            supervisors = [supervisor for supervisor in rank if supervisor in self._tasks]
+            for supervisor in supervisors:
+                supervisor.stop()
+            tasks = [self._tasks[supervisor] for supervisor in supervisors]
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._prober.close()
-        if self._keepers:
+        if self._supervisors:
             remove_record(self._data)
         self._held.close()
 
     def _write(self) -> None:
-        if not self._keepers:
-            # Nothing of ours runs; the record, if there is one, is another supervisor's.
+        if not self._supervisors:
+            # No part has started; an existing record belongs to another supervisor.
             return
         record = PlatformRecord(
             name=self._cache.metadata.name,
@@ -324,22 +330,22 @@ class LocalPlatform:
             phase=self._phase,
             gateway_url=self.gateway_url,
             model=self._cache.spec.model.served_name,
-            parts=tuple(self._record(keeper) for keeper in self._keepers),
+            parts=tuple(self._record(supervisor) for supervisor in self._supervisors),
         )
-        # A full disk must not end what runs, nor keep it from ending.
+        # A full disk must neither stop the parts nor prevent them from stopping.
         with suppress(OSError):
             write_record(self._data, record)
 
-    def _record(self, keeper: Keeper) -> PartRecord:
-        state, child = keeper.state, keeper.child
+    def _record(self, supervisor: PartSupervisor) -> PartRecord:
+        state, child = supervisor.state, supervisor.child
         return PartRecord(
-            name=keeper.part.name,
-            component=keeper.part.component,
+            name=supervisor.part.name,
+            component=supervisor.part.component,
             pid=child.pid if child else 0,
             started=child.create_time if child else 0.0,
             phase=state.phase.value,
             cause=state.cause,
             restarts=state.restarts,
-            addresses={name: str(address) for name, address in keeper.part.ports.items()},
-            log=str(keeper.log),
+            addresses={name: str(address) for name, address in supervisor.part.ports.items()},
+            log=str(supervisor.log),
         )

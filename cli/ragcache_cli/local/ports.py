@@ -1,4 +1,4 @@
-"""Ports of this machine's loopback: which are free, who holds one that is not."""
+"""Finds free ports on the loopback interface, and the process that uses a port."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ragcache_core.errors import InvalidInput, Unavailable
 
 LOOPBACK = "127.0.0.1"
 
-# Below the range the system gives to outgoing connections (32768 on Linux), so that none of those
-# takes a port between its choice here and its use by a part, or while a part restarts.
+# These ports are below the ephemeral range (32768 on Linux). So no outgoing connection takes a port
+# between its choice here and its use by a part, or while a part restarts.
 _FIRST, _LAST = 20_000, 32_000
 _TRIES = 1_000
 
 
 def free_ports(choice: random.Random) -> Iterator[int]:
-    """Ports that are free now, each once. Raises Unavailable when none is found."""
+    """Yield ports that are free now, each once. Raises Unavailable when none is found."""
     given: set[int] = set()
     for _ in range(_TRIES):
         port = choice.randrange(_FIRST, _LAST)
@@ -30,9 +30,9 @@ def free_ports(choice: random.Random) -> Iterator[int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on the port now."""
+    """Return whether a server could listen on the port now."""
     with socket.socket() as probe:
-        # As servers do: connections that linger after a stop do not count.
+        # Servers do the same: connections in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
@@ -52,7 +52,7 @@ def demand_free(port: int, field: str) -> None:
 
 
 def _holder(port: int) -> str:
-    """Who listens on the port, in brackets, as far as the system tells."""
+    """Return the process that listens on the port, in brackets, if the system reveals it."""
     try:
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN

@@ -1,4 +1,4 @@
-"""Ask a part how it is, as a kubelet does."""
+"""Probes a part over HTTP, as a kubelet does."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ragcache_cli.local.part import Check
 
 
 class Prober:
-    """Runs checks; one for many parts."""
+    """Runs the probes of all parts."""
 
     def __init__(self) -> None:
-        # Neither proxies nor certificates: everything asked is on this machine.
+        # No proxies and no certificates: all parts are on this machine.
         self._http = httpx.AsyncClient(trust_env=False, verify=False)
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def ask(self, check: Check) -> str | None:
-        """None for a yes; else why not, in a few words. Answers within the check's timeout."""
+        """Run a probe within its timeout; return None on success, else the reason."""
         url = f"http://{check.address}{check.path}"
         try:
             reply = await self._http.get(url, timeout=check.timeout_s)
@@ -33,7 +33,7 @@ class Prober:
 
 
 def _reason(reply: httpx.Response) -> str:
-    """Why a part said no: its progress, the message of our own error bodies, else what it wrote."""
+    """Return the reason in a failed probe's body: progress, an error message, or the text."""
     try:
         said = reply.json()
         reason = str(said["progress"] if "progress" in said else said["error"]["message"])

@@ -1,4 +1,4 @@
-"""A process in a session of its own, its output in a file, and its end: nothing of it is left."""
+"""Starts a process in its own session with its output in a file, and ends its whole family."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 import psutil
 
 _POLL_S = 0.05
-# Only a process stuck in the kernel outlives so many KILLs.
+# Only a process that hangs in the kernel survives so many KILLs.
 _SWEEPS = 200
 _TAIL_BYTES = 64 << 10
-# Start times read at different moments differ by as much as the clock was set in between.
+# Start times that are read at different times differ by clock adjustments in between.
 _SAME_START_S = 2.0
 
 
 class ChildProcess:
     """A running command that leads its own session and process group.
 
-    A terminal's Ctrl-C so reaches only the supervisor, which stops its parts in order.
+    Ctrl-C in a terminal therefore reaches only the supervisor, which stops its parts in order.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -35,7 +35,7 @@ class ChildProcess:
     async def start(
         cls, command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
     ) -> ChildProcess:
-        """Start the command in folder; its output is added to log. Raises OSError."""
+        """Start the command in ``folder`` and append its output to ``log``. Raises OSError."""
         with log.open("ab", buffering=0) as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -49,13 +49,13 @@ class ChildProcess:
         return cls(process)
 
     async def wait(self) -> int:
-        """Its exit status; minus the signal's number when one ended it."""
+        """Wait for the exit status; it is minus the signal's number after a signal."""
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """TERM to the command, then, when the grace is over or it has ended, KILL to the rest.
+        """Send TERM to the command; after its end or the grace period send KILL to the rest.
 
-        Returns when its whole group and every descendant is gone.
+        Returns when the process group and all descendants have ended.
         """
         family = Family.of(self.pid, self.create_time)
         family.signal_leader(signal.SIGTERM)
@@ -65,7 +65,7 @@ class ChildProcess:
         await self.sweep(family)
 
     async def sweep(self, family: Family | None = None) -> None:
-        """KILL whatever of its group lives."""
+        """Kill the remaining processes of its group."""
         family = family or Family.of(self.pid, self.create_time)
         for _ in range(_SWEEPS):
             if not family.kill():
@@ -75,10 +75,10 @@ class ChildProcess:
 
 
 class Family:
-    """A session leader, its group and the descendants it had when this was made.
+    """A session leader, its group, and its descendants at construction.
 
-    Works on a leader that is already dead, whose group may outlive it (vLLM's engine core does
-    when its server is killed).
+    The leader may be dead already: its group can outlive it, as vLLM's engine core outlives a
+    killed server.
     """
 
     def __init__(self, leader: int, descendants: Sequence[psutil.Process], alive: bool) -> None:
@@ -88,24 +88,24 @@ class Family:
 
     @classmethod
     def of(cls, leader: int, create_time: float) -> Family:
-        """The family of the process that had this id and this start time."""
+        """Return the family of the process with this id and start time."""
         try:
             process = psutil.Process(leader)
             if not _same_start(process, create_time):
-                # The number was given to a stranger, which it cannot be while our group lives.
+                # The id was reused by another process, which cannot happen while the group lives.
                 return cls(leader, (), alive=False)
             return cls(leader, process.children(recursive=True), alive=True)
         except psutil.NoSuchProcess:
             return cls(leader, _session_members(leader), alive=True)
 
     def signal_leader(self, number: signal.Signals) -> None:
-        """Signal the leader alone: services tell their own children to end."""
+        """Signal the leader alone: services stop their own children."""
         if self._alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._leader, number)
 
     def kill(self) -> bool:
-        """KILL everything of it that lives; whether there was anything."""
+        """Kill all its living processes; return whether there were any."""
         if not self._alive:
             return False
         members = [*_session_members(self._leader), *self._descendants]
@@ -117,9 +117,10 @@ class Family:
 
 
 def end_families(leaders: Mapping[int, float], grace_s: float) -> None:
-    """TERM, wait at most grace_s, KILL: for processes that are not children of this one.
+    """Send TERM, wait at most ``grace_s``, then send KILL to processes of another parent.
 
-    leaders: start time by process id.
+    Args:
+        leaders: Start time by process id.
     """
     families = [Family.of(pid, create_time) for pid, create_time in leaders.items()]
     for family in families:
@@ -135,7 +136,7 @@ def end_families(leaders: Mapping[int, float], grace_s: float) -> None:
 
 
 def is_alive(pid: int, create_time: float) -> bool:
-    """Whether the process that had this id and this start time still runs."""
+    """Return whether the process with this id and start time still runs."""
     try:
         process = psutil.Process(pid)
         return _same_start(process, create_time) and _lives(process)
@@ -144,7 +145,7 @@ def is_alive(pid: int, create_time: float) -> bool:
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines of a log that say something."""
+    """Return the last non-empty lines of a log."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -156,7 +157,7 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, for people."""
+    """Describe the end of a process."""
     if status >= 0:
         return f"ended with status {status}"
     try:
@@ -184,7 +185,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _session_members(leader: int) -> list[psutil.Process]:
-    """Living processes of the session that leader made, found even when it is dead itself."""
+    """Return the living processes of the session, also if its leader is dead."""
     members = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Signals as cancellation, so that every way out runs the same cleanup."""
+"""Turns signals into cancellation, so that every exit runs the same cleanup."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_until_stopped(main: Coroutine[Any, Any, int], *, stopped_status: int = 0) -> int:
-    """Run main to its end; its exit status. A stop signal cancels it: then it is stopped_status.
+    """Run ``main`` and return its exit status, or ``stopped_status`` if a stop signal cancelled it.
 
-    A signal during the cleanup cancels that once more, which ``LocalPlatform`` reads as haste.
+    A signal during the cleanup cancels once more; ``LocalPlatform`` then kills its processes.
     """
 
     async def guarded() -> int:
@@ -28,7 +28,7 @@ def run_until_stopped(main: Coroutine[Any, Any, int], *, stopped_status: int = 0
             asked = True
             task.cancel()
 
-        # One that is ignored stays ignored: nohup asks for that.
+        # An ignored signal stays ignored, as under nohup.
         heard = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         for number in heard:
             loop.add_signal_handler(number, stop)
@@ -47,10 +47,10 @@ def run_until_stopped(main: Coroutine[Any, Any, int], *, stopped_status: int = 0
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """For code that blocks the event loop, so that a cancellation would wait: SIGTERM exits here.
+    """Let SIGTERM raise SystemExit in code that blocks the event loop.
 
-    Only there: an exception out of a signal that comes while the loop itself or a library's
-    callback runs may be swallowed, or break what it lands in.
+    Use it only there: elsewhere the loop or a library's callback could swallow the exception or
+    be left in a broken state.
     """
 
     def leave(number: int, _: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The key by which a local platform's engines know the plans of their own gateway."""
+"""Creates the key that signs the plans of a local platform."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _KEY_BYTES = 32
 
 @contextmanager
 def plan_key_file(path: Path) -> Iterator[None]:
-    """A file with a new random key, which nobody else of this machine reads; gone at the end."""
+    """Write a file with a new random key, readable by this user alone, and delete it at the end."""
     path.unlink(missing_ok=True)
-    # Never there with more rights than these, nor followed to where a link leads.
+    # The file never has wider permissions, and a link is not followed.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")

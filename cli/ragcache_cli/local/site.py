@@ -1,4 +1,4 @@
-"""This machine as a Site: parts on loopback ports, their volumes as folders."""
+"""A Site for this machine: parts on loopback ports, folders as volumes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from ragcache_operator.builders.site import Address, Endpoint
 from ragcache_operator.spec import ModelSource
 
 RUN_FOLDER: Final = "run"
-"""Below a platform's data: what is there only while it runs."""
+"""Subfolder for files that exist only while the platform runs."""
 _SOCKET_PATH_BYTES: Final = 108
-"""Most of a socket's path, with the byte that ends it (unix(7))."""
+"""Longest path of a Unix socket, with its final zero byte (unix(7))."""
 
-# In a checkout the folders beside this package are the repository's.
-_MODELS = Path(__file__).resolve().parents[2] / "models"
+# In a checkout the repository's folders are beside this package.
+_MODELS = Path(__file__).resolve().parents[3] / "models"
 
 
 class LocalSite:
     """Parts as processes of this machine.
 
-    data: folder that holds a folder per part. gateway_port: where applications knock; every other
-    port is drawn from ports when it is first named.
+    Args:
+        data: Folder with one folder per part.
+        gateway_port: Port of the REST API.
+        ports: Free ports; each other port is taken from it at its first use.
     """
 
-    # No API server gets these objects: of what one may lack, nothing matters.
+    # No API server sees these objects, so all capabilities are assumed.
     capabilities = Capabilities.latest()
     owner = ""
     operator_namespace = None
@@ -41,22 +43,22 @@ class LocalSite:
         self._addresses = {Endpoint("gateway", "http"): Address(LOOPBACK, gateway_port)}
 
     def bind_address(self, endpoint: Endpoint) -> Address:
-        """The place's own port."""
+        """Return the endpoint's port on loopback."""
         if endpoint not in self._addresses:
             self._addresses[endpoint] = Address(LOOPBACK, next(self._ports))
         return self._addresses[endpoint]
 
     def address_of(self, endpoint: Endpoint) -> Address:
-        """Where it listens."""
+        """Return the address on which it listens."""
         return self.bind_address(endpoint)
 
     def zmq_endpoint(self, endpoint: Endpoint) -> str:
-        """A socket in the run folder: ZeroMQ would bind a port on every interface."""
+        """Return a socket in the run folder; ZeroMQ would bind a port on every interface."""
         path = self._socket(f"{endpoint.workload}-{endpoint.port}.sock")
         return path and f"ipc://{path}"
 
     def cache_store_members(self) -> str:
-        """The one store's address."""
+        """Return the address of the one store."""
         return str(self.address_of(Endpoint("cachestore", "grpc")))
 
     def shard_address(self, shards: Endpoint) -> str:
@@ -68,19 +70,19 @@ class LocalSite:
         return {}
 
     def data_socket(self) -> str:
-        """In the run folder; none where its path is longer than a socket's may be."""
+        """Return a socket in the run folder, or nothing if its path is too long."""
         return self._socket("cachestore.sock")
 
     def signing_key_file(self) -> str:
-        """In the run folder, which is nobody else's."""
+        """Return a file in the private run folder."""
         return str(self._data / RUN_FOLDER / "plan.keys")
 
     def data_dir(self, part: str) -> str:
-        """A folder under data."""
+        """Return a folder under ``data``."""
         return str(self._data / part)
 
     def model(self, source: ModelSource) -> str:
-        """A folder of this machine, or the hub's name."""
+        """Return a folder of this machine, or the hub's name."""
         match source.kind:
             case "hf":
                 return source.value
@@ -101,16 +103,16 @@ class LocalSite:
         return str(folder)
 
     def image(self, component: str) -> str:
-        """No image: the command runs in this Python's environment."""
+        """Return no image: the command runs in this Python's environment."""
         return "local"
 
     def env(self) -> Mapping[str, str]:
-        """Loopback is never asked for through a proxy."""
+        """Return variables that exclude loopback from proxies."""
         given = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
         no_proxy = ",".join(filter(None, (given, "127.0.0.1", "localhost")))
         return {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
 
     def _socket(self, name: str) -> str:
-        """Path of a socket of this name, or empty where it would be too long."""
+        """Return the path of a socket of this name, or nothing if it is too long."""
         path = self._data / RUN_FOLDER / name
         return str(path) if len(os.fsencode(path)) < _SOCKET_PATH_BYTES else ""

@@ -1,4 +1,4 @@
-"""What runs in a data folder: written by the supervisor, read by every other command."""
+"""The record of a running platform: the supervisor writes it, other commands read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragcache_cli.local.process import is_alive
 from ragcache_core.errors import InvalidInput
 
 ROOT = Path(".ragcache")
-"""Where data folders lie unless said otherwise, one per RagCache, below the working folder."""
+"""Default parent of the data folders, relative to the working folder."""
 
 _FILE = "state.json"
 _LOCK = "lock"
@@ -23,7 +23,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """One part as last seen. pid 0: no process. started: its start, seconds since the epoch."""
+    """The last known state of a part. ``pid`` 0 means no process; ``started`` is Unix time."""
 
     name: str
     component: str
@@ -38,7 +38,7 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True)
 class PlatformRecord:
-    """One running RagCache. pid, started: the supervisor's. phase: starting, ready or stopping."""
+    """A running RagCache. ``pid`` and ``started`` are the supervisor's."""
 
     name: str
     pid: int
@@ -50,17 +50,17 @@ class PlatformRecord:
 
     @property
     def supervisor_lives(self) -> bool:
-        """Whether someone looks after the parts."""
+        """Return whether the supervisor still runs."""
         return is_alive(self.pid, self.started)
 
     @property
     def leaders(self) -> dict[int, float]:
-        """Start time by process id, of every part that had a process."""
+        """Return start times by process id, for every part with a process."""
         return {part.pid: part.started for part in self.parts if part.pid}
 
 
 def write_record(data: Path, record: PlatformRecord) -> None:
-    """Replace the record of a data folder; a reader sees the old or the new one, never half."""
+    """Replace the record of a data folder atomically."""
     text = json.dumps({"format": _FORMAT, **asdict(record)}, indent=1)
     draft = data / f"{_FILE}.new"
     draft.write_text(text)
@@ -68,14 +68,15 @@ def write_record(data: Path, record: PlatformRecord) -> None:
 
 
 def remove_record(data: Path) -> None:
-    """Nothing runs in the folder any more."""
+    """Delete the record: no platform runs in the folder."""
     (data / _FILE).unlink(missing_ok=True)
 
 
 def read_record(data: Path) -> PlatformRecord | None:
-    """What was last written for a data folder; None when nothing runs there.
+    """Read the record of a data folder; return None if no platform runs there.
 
-    Raises InvalidInput for a record that another version wrote.
+    Raises:
+        InvalidInput: Another version wrote the record.
     """
     path = data / _FILE
     try:
@@ -93,14 +94,15 @@ def read_record(data: Path) -> PlatformRecord | None:
 
 
 def recorded(root: Path = ROOT) -> list[str]:
-    """Names of the folders in root where something runs, or was left behind."""
+    """Return the names of the folders in ``root`` that have a record."""
     return [path.parent.name for path in sorted(root.glob(f"*/{_FILE}"))]
 
 
 def find_data(data: Path | None, root: Path = ROOT) -> tuple[Path, PlatformRecord]:
-    """The data folder meant: the one named, else the only one in root where something runs.
+    """Return the named data folder, else the only one in ``root`` with a running platform.
 
-    Raises InvalidInput when nothing runs, or several could be meant.
+    Raises:
+        InvalidInput: No platform runs, or several do.
     """
     if data is not None:
         record = read_record(data)
@@ -124,9 +126,9 @@ def find_data(data: Path | None, root: Path = ROOT) -> tuple[Path, PlatformRecor
 
 @contextmanager
 def only_supervisor(data: Path) -> Iterator[None]:
-    """Hold the data folder. Raises InvalidInput while another process holds it.
+    """Lock the data folder. Raises InvalidInput while another process has the lock.
 
-    The system drops the lock when its holder ends, however it ends.
+    The system releases the lock when its process ends.
     """
     with (data / _LOCK).open("a") as lock:
         try:

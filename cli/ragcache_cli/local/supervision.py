@@ -1,14 +1,14 @@
-"""What to do with a part, as a pure state machine: values in, value out, the time passed in.
+"""The life of a part as a pure state machine; the time is an argument.
 
     WAITING ──started──▶ STARTING ──ready──▶ READY ◀──ready / unready──▶ UNREADY
                             │                  │                            │
                             └──────────────── died ─────────────────────────┘
                                                │
-               BACKOFF (start_at) ◀────────────┴────────────▶ FAILED (gave up)
+               BACKOFF (start_at) ◀────────────┴────────────▶ FAILED
                    └──started──▶ STARTING
 
-A part that was ready once is restarted for as long as it takes, ever less often. One that never
-was is given up after a few deaths: its cause is a mistake, which waiting does not mend.
+A part that was ready once is restarted without limit, with growing waits. A part that was never
+ready fails after a few deaths: a mistake causes them, which waiting does not correct.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
-class Phase(StrEnum):
-    """Where a part is in its life."""
+class ProcessPhase(StrEnum):
+    """The phase of a part."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -31,35 +31,34 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a part that died is started again.
+    """When a dead part is started again.
 
-    The n-th death in a row is followed by a wait of first_wait_s * 2^(n-1), at most longest_wait_s.
-    settled_s: a part that lived this long has its deaths forgiven.
-    give_up_after: deaths in a row of a part that was never ready.
-    crash_loop_after: deaths in a row from which on it is called a crash loop.
+    After the n-th consecutive death the wait is ``first_wait_s * 2^(n-1)``, up to
+    ``longest_wait_s``. A life of ``settled_s`` resets the count. A part that was never ready fails
+    after ``fail_after`` deaths. From ``crash_loop_after`` deaths on it is a crash loop.
     """
 
     first_wait_s: float = 0.5
     longest_wait_s: float = 30.0
     settled_s: float = 60.0
-    give_up_after: int = 2
+    fail_after: int = 2
     crash_loop_after: int = 3
 
     def wait_s(self, deaths: int) -> float:
-        """Wait after the deaths-th death in a row."""
-        # The exponent is bounded: a part may die for weeks.
+        """Return the wait after this many consecutive deaths."""
+        # The exponent is bounded, because a part may keep dying for weeks.
         return min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(deaths - 1, 30))
 
 
 @dataclass(frozen=True, slots=True)
-class PartState:
-    """What is known of a part. Times are seconds of one monotonic clock.
+class ProcessState:
+    """The state of a part. Times are seconds of one monotonic clock.
 
-    since: when the phase began. started_at: when its process did. deaths: in a row.
-    restarts: in all. start_at: end of a BACKOFF. cause: why it is not ready.
+    ``since`` is the start of the phase, ``started_at`` that of the process, ``start_at`` the end of
+    a BACKOFF. ``deaths`` are consecutive, ``restarts`` are all. ``cause`` says why it is not ready.
     """
 
-    phase: Phase = Phase.WAITING
+    phase: ProcessPhase = ProcessPhase.WAITING
     since: float = 0.0
     started_at: float = 0.0
     was_ready: bool = False
@@ -70,16 +69,16 @@ class PartState:
 
     @property
     def runs(self) -> bool:
-        """Whether it has a process."""
-        return self.phase in {Phase.STARTING, Phase.READY, Phase.UNREADY}
+        """Return whether it has a process."""
+        return self.phase in {ProcessPhase.STARTING, ProcessPhase.READY, ProcessPhase.UNREADY}
 
 
-def started(state: PartState, now: float) -> PartState:
-    """Its process began."""
-    again = state.phase is not Phase.WAITING
+def started(state: ProcessState, now: float) -> ProcessState:
+    """Record that its process started."""
+    again = state.phase is not ProcessPhase.WAITING
     return replace(
         state,
-        phase=Phase.STARTING,
+        phase=ProcessPhase.STARTING,
         since=now,
         started_at=now,
         restarts=state.restarts + again,
@@ -87,42 +86,47 @@ def started(state: PartState, now: float) -> PartState:
     )
 
 
-def ready(state: PartState, now: float) -> PartState:
-    """It answered that it is ready."""
-    if state.phase is Phase.READY or not state.runs:
+def ready(state: ProcessState, now: float) -> ProcessState:
+    """Record a successful readiness probe."""
+    if state.phase is ProcessPhase.READY or not state.runs:
         return state
-    return replace(state, phase=Phase.READY, since=now, was_ready=True, cause="")
+    return replace(state, phase=ProcessPhase.READY, since=now, was_ready=True, cause="")
 
 
-def unready(state: PartState, now: float, cause: str) -> PartState:
-    """It answered that it is not ready, or not at all."""
-    if state.phase is Phase.READY:
-        return replace(state, phase=Phase.UNREADY, since=now, cause=cause)
+def unready(state: ProcessState, now: float, cause: str) -> ProcessState:
+    """Record a failed readiness probe."""
+    if state.phase is ProcessPhase.READY:
+        return replace(state, phase=ProcessPhase.UNREADY, since=now, cause=cause)
     return replace(state, cause=cause) if state.runs else state
 
 
-def died(state: PartState, now: float, cause: str, policy: RestartPolicy) -> PartState:
-    """Its process ended without being asked to."""
+def died(state: ProcessState, now: float, cause: str, policy: RestartPolicy) -> ProcessState:
+    """Record an unexpected end of its process."""
     settled = state.was_ready and now - state.started_at >= policy.settled_s
     deaths = 1 if settled else state.deaths + 1
     dead = replace(state, since=now, deaths=deaths, cause=cause)
-    if not state.was_ready and deaths >= policy.give_up_after:
-        return replace(dead, phase=Phase.FAILED)
-    return replace(dead, phase=Phase.BACKOFF, start_at=now + policy.wait_s(deaths))
+    if not state.was_ready and deaths >= policy.fail_after:
+        return replace(dead, phase=ProcessPhase.FAILED)
+    return replace(dead, phase=ProcessPhase.BACKOFF, start_at=now + policy.wait_s(deaths))
 
 
-def asked_to_restart(state: PartState, now: float) -> PartState:
-    """Its process was ended on purpose and may start again at once."""
+def asked_to_restart(state: ProcessState, now: float) -> ProcessState:
+    """Record a requested restart; the next start is immediate."""
     return replace(
-        state, phase=Phase.BACKOFF, since=now, start_at=now, deaths=0, cause="asked to restart"
+        state,
+        phase=ProcessPhase.BACKOFF,
+        since=now,
+        start_at=now,
+        deaths=0,
+        cause="asked to restart",
     )
 
 
-def stopped(state: PartState, now: float) -> PartState:
-    """It was ended for good."""
-    return replace(state, phase=Phase.STOPPED, since=now, cause="")
+def stopped(state: ProcessState, now: float) -> ProcessState:
+    """Record its final stop."""
+    return replace(state, phase=ProcessPhase.STOPPED, since=now, cause="")
 
 
-def is_crash_loop(state: PartState, policy: RestartPolicy) -> bool:
-    """Whether its deaths are so many that a person should look."""
+def is_crash_loop(state: ProcessState, policy: RestartPolicy) -> bool:
+    """Return whether the part is in a crash loop."""
     return state.deaths >= policy.crash_loop_after

@@ -1,4 +1,4 @@
-"""Keeps one part running: the shell around ``supervision``, with real processes and probes."""
+"""Keeps one part running: the shell around ``supervision`` with processes and probes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from ragcache_cli.local import supervision
 from ragcache_cli.local.part import Part
 from ragcache_cli.local.probe import Prober
 from ragcache_cli.local.process import ChildProcess, describe_exit
-from ragcache_cli.local.supervision import PartState, Phase, RestartPolicy
+from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy
 
 START_POLL_S = 0.25
-"""How often a part that is not ready is asked; a pod's period of seconds would be felt."""
+"""Probe interval while a part is not ready; a pod's interval would delay the start."""
 
 LONGEST_GRACE_S = 10.0
-"""A pod's grace is for connections that drain; at a desk nobody waits half a minute."""
+"""Upper bound of a part's grace period; a pod's 30 s would be too long in a terminal."""
 
 _OWN_PREFIX = "RAGCACHE_"
 _OWN_PASSED = ("RAGCACHE_EMBEDDER_API_KEY",)
-"""Of our own variables only secrets are inherited from the user: the manifest says the rest."""
+"""Secrets are the only own variables a part inherits; the manifest sets the others."""
 
 
-class Keeper:
-    """One part of a platform.
+class PartSupervisor:
+    """Supervises one part of a platform.
 
-    folder: its working folder. log: where its output goes.
-    on_change: called after every change of state.
+    Args:
+        folder: The working folder of its process.
+        log: The file of its output.
+        on_change: Called after every change of state.
     """
 
     def __init__(
@@ -40,11 +42,11 @@ class Keeper:
         *,
         prober: Prober,
         policy: RestartPolicy,
-        on_change: Callable[[Keeper], None],
+        on_change: Callable[[PartSupervisor], None],
     ) -> None:
         self.part = part
         self.log = log
-        self.state = PartState(since=time.monotonic())
+        self.state = ProcessState(since=time.monotonic())
         self.child: ChildProcess | None = None
         self._folder = folder
         self._prober = prober
@@ -54,30 +56,30 @@ class Keeper:
         self._order = asyncio.Event()
 
     def restart(self) -> None:
-        """Ask for a fresh process; from now on the part is not ready until that one is."""
+        """Request a new process; the part is not ready until that one is."""
         self._become(supervision.asked_to_restart(self.state, time.monotonic()))
         self._order.set()
 
     def stop(self) -> None:
-        """Ask for the end: ``run`` returns when nothing of the part is left."""
+        """Request the end; ``run`` returns when all processes of the part have ended."""
         self._stopping = True
         self._order.set()
 
     async def run(self) -> None:
-        """Keep the part running until it is stopped or given up. Cancelled, it kills the part."""
+        """Keep the part running until it is stopped or fails. Cancellation kills the part."""
         while await self._may_start():
             cause = await self._live()
             now = time.monotonic()
             if cause is not None:
                 self._become(supervision.died(self.state, now, cause, self._policy))
-            if self.state.phase is Phase.FAILED:
+            if self.state.phase is ProcessPhase.FAILED:
                 return
         self._become(supervision.stopped(self.state, time.monotonic()))
 
     async def _may_start(self) -> bool:
-        """Wait for the end of a backoff, or an order; False when the order is to stop."""
+        """Wait for the end of a backoff or for a request; return False if it is to stop."""
         wait_s = self.state.start_at - time.monotonic()
-        if self.state.phase is Phase.BACKOFF and wait_s > 0 and not self._order.is_set():
+        if self.state.phase is ProcessPhase.BACKOFF and wait_s > 0 and not self._order.is_set():
             try:
                 async with asyncio.timeout(wait_s):
                     await self._order.wait()
@@ -87,7 +89,7 @@ class Keeper:
         return not self._stopping
 
     async def _live(self) -> str | None:
-        """One life of its process. Returns the cause of death; None when it was ordered."""
+        """Run its process once. Return the cause of death, or None if the end was requested."""
         try:
             child = await ChildProcess.start(
                 self.part.command, self._environment(), self._folder, self.log
@@ -105,19 +107,19 @@ class Keeper:
             if exit_status.done():
                 return describe_exit(exit_status.result())
             cause = None if order.done() else verdict.result()
-            # What a part answers while it ends is no news.
+            # Probe results of a stopping part do not count.
             verdict.cancel()
             await child.stop(min(self.part.grace_s, LONGEST_GRACE_S))
             return cause
         finally:
             for task in tasks:
                 task.cancel()
-            # Its own children may outlive it, and hold its ports and its memory.
+            # Its children may outlive it and keep its ports and memory.
             await child.sweep()
             self.child = None
 
     async def _watch(self) -> str:
-        """Run the part's probes; returns when they condemn it, with the reason."""
+        """Run the part's probes until one fails for good; return the reason."""
         startup = self.part.startup
         give_up = time.monotonic() + startup.failures * startup.period_s
         while (cause := await self._prober.ask(startup)) is not None:
@@ -132,25 +134,25 @@ class Keeper:
             readiness.cancel()
 
     async def _watch_readiness(self) -> None:
-        check, noes = self.part.readiness, 0
+        check, failures = self.part.readiness, 0
         while True:
             cause = await self._prober.ask(check)
-            noes = 0 if cause is None else noes + 1
+            failures = 0 if cause is None else failures + 1
             now = time.monotonic()
             if cause is None:
                 self._become(supervision.ready(self.state, now))
-            elif noes >= check.failures or self.state.phase is not Phase.READY:
+            elif failures >= check.failures or self.state.phase is not ProcessPhase.READY:
                 self._become(supervision.unready(self.state, now, cause))
-            is_ready = self.state.phase is Phase.READY
+            is_ready = self.state.phase is ProcessPhase.READY
             await asyncio.sleep(check.period_s if is_ready else START_POLL_S)
 
     async def _watch_liveness(self) -> str:
-        check, noes = self.part.liveness, 0
+        check, failures = self.part.liveness, 0
         while True:
             await asyncio.sleep(check.period_s)
             cause = await self._prober.ask(check)
-            noes = 0 if cause is None else noes + 1
-            if noes >= check.failures:
+            failures = 0 if cause is None else failures + 1
+            if failures >= check.failures:
                 return f"stopped answering: {cause}"
 
     def _environment(self) -> dict[str, str]:
@@ -161,7 +163,7 @@ class Keeper:
         }
         return inherited | self.part.env
 
-    def _become(self, state: PartState) -> None:
+    def _become(self, state: ProcessState) -> None:
         if state != self.state:
             self.state = state
             self._on_change(self)

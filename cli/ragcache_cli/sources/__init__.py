@@ -1,5 +1,5 @@
-"""Where documents come from: folders, the web, git; each read into files on this machine.
+"""Reads documents from folders, the web and git into local files, and syncs them to a collection.
 
-A source is somebody else's: nothing it holds names a path here, takes more than its share of the
-scratch folder, or is run.
+Sources are not trusted: their content never names a local path, never exceeds its share of the
+scratch folder, and is never executed.
 """

@@ -1,8 +1,8 @@
-"""Documents out of archives that somebody else made.
+"""Reads documents from archives that are not trusted.
 
-Only regular files whose ending is a document's are written, each under a number for a name, so a
-member's own name is never a path here. A name that leads out of the archive condemns it whole;
-links and devices are passed over.
+Only regular files with a document's suffix are written, each under a number, so a member's name is
+never a local path. A name that leads out of the archive rejects all of it. Links and devices are
+ignored.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ragcache_cli.commands.documents import LARGEST_BYTES, DocumentFile
-from ragcache_cli.sources.reading import Reading, Refused, checked_number, is_hidden, suffix_of
+from ragcache_cli.sources.reading import (
+    RejectedDocument,
+    SourceContents,
+    checked_number,
+    is_hidden,
+    suffix_of,
+)
 from ragcache_cli.sources.scratch import Scratch
 from ragcache_core.errors import InvalidInput, TooLarge
 
 MOST_MEMBERS = 200_000
-"""Of every kind, documents or not."""
+"""Limit of members of all kinds."""
 MOST_UNPACKED_BYTES = 4 << 30
-"""Out of one compressed stream, what is passed over included: a bound on the time it takes."""
+"""Limit of uncompressed bytes, ignored members included; it bounds the time."""
 _LONGEST_HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
 _ENCRYPTED = 0x1
@@ -36,23 +42,23 @@ _EXTENSIONS = (
 )
 
 
-def read_tar_gz(what: str, path: Path, scratch: Scratch) -> Reading:
-    """Documents of a compressed tar archive; their ids leave a sole top folder away.
+def read_tar_gz(what: str, path: Path, scratch: Scratch) -> SourceContents:
+    """Read a compressed tar archive; a single top folder is not part of the ids.
 
-    Raises InvalidInput, TooLarge, whose field is what.
+    Raises InvalidInput or TooLarge, with ``what`` as the field.
     """
     with _judged(what), gzip.open(path, "rb") as stream:
         return _unwrapped(*_read_tar(what, cast(IO[bytes], stream), scratch))
 
 
-def read_tar(what: str, stream: IO[bytes], scratch: Scratch) -> Reading:
-    """Documents of a tar stream, read once from front to end. Raises as above."""
+def read_tar(what: str, stream: IO[bytes], scratch: Scratch) -> SourceContents:
+    """Read a tar stream once, from front to end. Raises the same errors."""
     with _judged(what):
         return _read_tar(what, stream, scratch)[0]
 
 
-def read_zip(what: str, path: Path, scratch: Scratch) -> Reading:
-    """Documents of a zip archive; their ids leave a sole top folder away. Raises as above."""
+def read_zip(what: str, path: Path, scratch: Scratch) -> SourceContents:
+    """Read a zip archive; a single top folder is not part of the ids. Raises the same errors."""
     found = _Found(what, scratch)
     with _judged(what), zipfile.ZipFile(path) as archive:
         members = archive.infolist()
@@ -60,7 +66,7 @@ def read_zip(what: str, path: Path, scratch: Scratch) -> Reading:
         for member in members:
             parts = _parts(what, member.filename)
             kind = stat.S_IFMT(member.external_attr >> 16)
-            # Archives made elsewhere than on Unix say nothing of kinds.
+            # Archives from other systems than Unix have no file types.
             if member.is_dir() or kind not in (0, stat.S_IFREG) or not found.is_wanted(parts):
                 found.pass_over(parts, is_folder=member.is_dir())
                 continue
@@ -71,7 +77,7 @@ def read_zip(what: str, path: Path, scratch: Scratch) -> Reading:
     return _unwrapped(found.reading(), found.tops)
 
 
-def _read_tar(what: str, stream: IO[bytes], scratch: Scratch) -> tuple[Reading, set[str]]:
+def _read_tar(what: str, stream: IO[bytes], scratch: Scratch) -> tuple[SourceContents, set[str]]:
     found = _Found(what, scratch)
     bounded = cast(IO[bytes], _Bounded(what, stream))
     with tarfile.open(fileobj=bounded, mode="r|", tarinfo=_BoundedInfo) as tar:
@@ -88,26 +94,26 @@ def _read_tar(what: str, stream: IO[bytes], scratch: Scratch) -> tuple[Reading, 
 
 
 class _Found:
-    """The documents of an archive as they come by. tops: its top folders, "" for a file there."""
+    """Collects the documents of an archive. ``tops`` are its top folders, "" for a top file."""
 
     def __init__(self, what: str, scratch: Scratch) -> None:
         self._what = what
         self._scratch = scratch
         self._files: dict[str, DocumentFile] = {}
-        self._refused: dict[str, Refused] = {}
+        self._refused: dict[str, RejectedDocument] = {}
         self.tops: set[str] = set()
 
     def is_wanted(self, parts: tuple[str, ...]) -> bool:
-        """Whether a file of this name is a document."""
+        """Return whether a file of this name is a document."""
         return bool(parts) and suffix_of(parts[-1]) is not None and not is_hidden(parts)
 
     def pass_over(self, parts: tuple[str, ...], *, is_folder: bool) -> None:
-        """Something that is no document."""
+        """Count a member that is not a document."""
         if parts:
             self.tops.add(parts[0] if is_folder or len(parts) > 1 else "")
 
     def add(self, parts: tuple[str, ...], contents: IO[bytes]) -> None:
-        """A document. One that comes a second time replaces the first, as unpacking would."""
+        """Add a document; a repeated name replaces the first one, as unpacking would."""
         self.pass_over(parts, is_folder=False)
         key = "/".join(parts)
         self._forget(key)
@@ -116,14 +122,16 @@ class _Found:
         if num_bytes > LARGEST_BYTES:
             path.unlink()
             self._scratch.give_back(num_bytes)
-            self._refused[key] = Refused(key, f"is over {LARGEST_BYTES >> 20} MiB; split it")
+            self._refused[key] = RejectedDocument(
+                key, f"is over {LARGEST_BYTES >> 20} MiB; split it"
+            )
         else:
             self._files[key] = DocumentFile(key, path)
         checked_number(self._what, len(self._files) + len(self._refused))
 
-    def reading(self) -> Reading:
-        """What was found, by id."""
-        return Reading(
+    def reading(self) -> SourceContents:
+        """Return the documents found, by id."""
+        return SourceContents(
             tuple(self._files[key] for key in sorted(self._files)),
             tuple(self._refused[key] for key in sorted(self._refused)),
         )
@@ -137,7 +145,7 @@ class _Found:
 
 
 class _Bounded:
-    """A stream that ends in an error when it grows past all reason."""
+    """A stream that fails when it exceeds a limit."""
 
     def __init__(self, what: str, stream: IO[bytes]) -> None:
         self._what = what
@@ -157,7 +165,7 @@ class _Bounded:
 
 
 class _BoundedInfo(tarfile.TarInfo):
-    """A member whose extended header fits in memory: the library reads those whole."""
+    """A member with a bounded extended header, because the library reads headers whole."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _BoundedInfo:
@@ -168,7 +176,7 @@ class _BoundedInfo(tarfile.TarInfo):
 
 
 def _copy(what: str, contents: IO[bytes], path: Path, scratch: Scratch) -> int:
-    """Write contents up to just over the largest document; the number of bytes written."""
+    """Write contents up to just over the size limit; return the number of bytes."""
     written = 0
     with path.open("wb") as file:
         while written <= LARGEST_BYTES and (piece := contents.read(_PIECE_BYTES)):
@@ -179,12 +187,12 @@ def _copy(what: str, contents: IO[bytes], path: Path, scratch: Scratch) -> int:
 
 
 def _parts(what: str, name: str) -> tuple[str, ...]:
-    """The names in a member's path. Raises InvalidInput for a path that leads elsewhere."""
-    # Windows's separators make a path there what is a name here: nobody means either.
+    """Split a member's path. Raises InvalidInput for a path that leads out of the archive."""
+    # A backslash separates folders on Windows only, so such a name is rejected.
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise InvalidInput(
-            what, f"holds {name[:80]!r}, which leads out of it", "make the archive anew"
+            what, f"holds {name[:80]!r}, which leads out of it", "make the archive again"
         )
     return parts
 
@@ -198,10 +206,10 @@ def _check_members(what: str, number: int) -> None:
         )
 
 
-def _unwrapped(reading: Reading, tops: set[str]) -> Reading:
-    """Ids without the folder that holds all of the archive.
+def _unwrapped(reading: SourceContents, tops: set[str]) -> SourceContents:
+    """Return ids without the archive's single top folder.
 
-    It is often named for a version, and a document keeps its id from one to the next.
+    Its name often has a version, and a document must keep its id across versions.
     """
     if len(tops) != 1 or "" in tops:
         return reading
@@ -215,14 +223,14 @@ def _unwrapped(reading: Reading, tops: set[str]) -> Reading:
 
 @contextmanager
 def _judged(what: str) -> Iterator[Any]:
-    """Where a broken archive becomes its owner's mistake."""
+    """Report a broken archive as InvalidInput."""
     try:
         yield
     except (
         *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError),
-        # What the zip module says to a method it does not know, and to headers that lie.
+        # The zip module raises these for unknown methods and inconsistent headers.
         *(NotImplementedError, ValueError, RuntimeError, OverflowError, OSError),
     ) as error:
         raise InvalidInput(
-            what, f"cannot be unpacked ({error})", "make the archive anew"
+            what, f"cannot be unpacked ({error})", "make the archive again"
         ) from error

@@ -1,7 +1,7 @@
-"""Documents of a git repository at one commit.
+"""Reads documents of a git repository at one commit.
 
-Nothing is checked out: the commit's files are read from ``git archive``, so neither its links, its
-hooks, its submodules nor its filters ever come to be.
+Files come from ``git archive`` without a checkout, so links, hooks, submodules and filters of the
+repository have no effect.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.archive import read_tar
-from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 
 _TOKEN_USER = "x-access-token"
-"""Hosts that take a token in place of a password look at the token alone."""
+"""User name for hosts that accept a token as the password; they ignore it."""
 _KEPT_VARIABLES = re.compile(r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)", re.IGNORECASE)
 _BLOCK_BYTES = 512
 """The unit of ``ulimit -f``."""
@@ -37,7 +37,7 @@ _MISTAKES = {
     "is this a git repository": "is no git repository; correct the URL",
     "transport '": "is reached by another way than http or https; write an https URL",
 }
-"""What git says to a user's mistake, and how it is said here."""
+"""Messages of git for a user's mistake, with our wording."""
 
 
 def read_git(
@@ -48,10 +48,12 @@ def read_git(
     token: str | None,
     scratch: Scratch,
     deadline: Deadline,
-) -> Reading:
-    """Documents of the commit that ref names, at and below path; its revision is the commit.
+) -> SourceContents:
+    """Read documents at and below ``path`` of the commit that ``ref`` names.
 
-    Raises InvalidInput, TooLarge, whose field is what; Unavailable when the host does not answer.
+    Raises:
+        InvalidInput, TooLarge: The source is invalid; the field is ``what``.
+        Unavailable: The host does not answer.
     """
     home = scratch.new_path()
     home.mkdir()
@@ -73,7 +75,7 @@ def read_git(
 
 
 class _Git:
-    """Runs git in one repository. most_bytes: of any one file it writes, so of the pack."""
+    """Runs git in one repository. ``most_bytes`` limits each file it writes, so also the pack."""
 
     def __init__(
         self, what: str, home: Path, env: Mapping[str, str], most_bytes: int, deadline: Deadline
@@ -85,7 +87,7 @@ class _Git:
         self._deadline = deadline
 
     def run(self, *arguments: str) -> str:
-        """What git prints. Raises InvalidInput, TooLarge, Unavailable by what it says."""
+        """Return the output of git. Raises InvalidInput, TooLarge or Unavailable."""
         with self._started(*arguments) as process:
             try:
                 output, complaint = process.communicate(timeout=self._deadline.left_s(self._what))
@@ -95,8 +97,8 @@ class _Git:
             raise self._error(process.returncode, complaint.decode(errors="replace"))
         return output.decode(errors="replace")
 
-    def archive(self, commit: str, path: str, scratch: Scratch) -> Reading:
-        """Documents of a commit at and below path."""
+    def archive(self, commit: str, path: str, scratch: Scratch) -> SourceContents:
+        """Read the documents of a commit at and below ``path``."""
         tree = commit if path == "." else f"{commit}:{path.rstrip('/')}"
         try:
             kind = self.run("cat-file", "-t", tree).strip()
@@ -110,8 +112,8 @@ class _Git:
 
     @contextmanager
     def _started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A running git, which with all its helpers is gone at the end."""
-        # A shell sets the limit, so that it holds before git has begun.
+        """Run git, and end it with all its helpers on exit."""
+        # A shell sets the limit before git starts.
         limited = ("sh", "-c", f'ulimit -f {self._most_blocks}; exec git "$@"', "git")
         process = subprocess.Popen(
             (*limited, *arguments),
@@ -126,7 +128,7 @@ class _Git:
             try:
                 yield process
             finally:
-                # Not waited for yet, so the number is still its group's.
+                # The process was not waited for, so its id still names the group.
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -146,13 +148,13 @@ class _Git:
 
 
 def _environment(home: Path, url: str, token: str | None) -> dict[str, str]:
-    """Git as a stranger to this machine: no settings of anyone's, no questions, http alone."""
+    """Return an environment for git: no user settings, no prompts, http only."""
     kept = {name: value for name, value in os.environ.items() if _KEPT_VARIABLES.fullmatch(name)}
     settings = {"http.lowSpeedLimit": "1000", "http.lowSpeedTime": "60"}
     if token is not None:
         secret = base64.b64encode(f"{_TOKEN_USER}:{token}".encode()).decode()
         host = urlsplit(url)
-        # For this host alone, whatever it redirects to.
+        # The token goes to this host alone, not to redirect targets.
         key = f"http.{host.scheme}://{host.netloc}/.extraHeader"
         settings[key] = f"Authorization: Basic {secret}"
     return {
@@ -172,5 +174,5 @@ def _environment(home: Path, url: str, token: str | None) -> dict[str, str]:
 
 def _size_bytes(folder: Path) -> int:
     return sum(
-        Path(place, name).stat().st_size for place, _, names in os.walk(folder) for name in names
+        Path(parent, name).stat().st_size for parent, _, names in os.walk(folder) for name in names
     )

@@ -1,4 +1,4 @@
-"""One source of a RagCollection, read by what it is; and what its documents are called."""
+"""Reads one source of a RagCollection and names its documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ragcache_cli.sources.folder import read_folder
 from ragcache_cli.sources.git import read_git
-from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
 from ragcache_core.errors import InvalidInput
@@ -17,12 +17,12 @@ from ragcache_operator.collections.mounts import mount_name, token_variable
 from ragcache_operator.spec import SecretKey, SourceSpec
 
 TIMEOUT_S = 900.0
-"""For one source, all of it."""
+"""Time limit of one source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where sources find what the pod brings. mounts: folder of the mounted ones."""
+    """Folders and tokens that the pod provides. ``mounts`` holds the mounted sources."""
 
     mounts: Path
     environ: Mapping[str, str]
@@ -30,7 +30,7 @@ class Surroundings:
 
 
 def origin_of(source: SourceSpec) -> str:
-    """What a source is called: in messages, and in what its documents remember of it."""
+    """Return the name of a source, for messages and for its documents' metadata."""
     if source.config_map is not None:
         return f"configMap {source.config_map.name}"
     if source.volume is not None:
@@ -42,7 +42,7 @@ def origin_of(source: SourceSpec) -> str:
 
 
 def prefix_of(source: SourceSpec) -> str:
-    """What its documents' ids begin with where several sources meet; none ends in '/'."""
+    """Return the prefix of its document ids if there are several sources."""
     if source.config_map is not None:
         return source.config_map.name
     if source.volume is not None:
@@ -55,22 +55,28 @@ def prefix_of(source: SourceSpec) -> str:
     return "/".join((_repository(source.git.url), *_below(source.git.path)))
 
 
-def read_source(index: int, source: SourceSpec, here: Surroundings) -> Reading:
-    """A source's documents. index: its place in the RagCollection.
+def read_source(index: int, source: SourceSpec, here: Surroundings) -> SourceContents:
+    """Read the documents of a source.
 
-    Raises InvalidInput, TooLarge, Unavailable; a source without a document is a mistake in it.
+    Args:
+        index: Its index in the RagCollection.
+
+    Raises:
+        InvalidInput: The source is invalid or has no documents.
+        TooLarge: The source exceeds a limit.
+        Unavailable: Its host does not answer.
     """
     what = origin_of(source)
     reading = _read(index, source, what, here)
     if not reading.files and not reading.refused:
-        # A wrong path rather than a wish, and to take it for one would delete everything.
+        # An empty source is more likely a wrong path, and a sync would delete every document.
         raise InvalidInput(
             what, "holds no .md, .markdown or .txt file", "correct its path, or take the source out"
         )
     return reading
 
 
-def _read(index: int, source: SourceSpec, what: str, here: Surroundings) -> Reading:
+def _read(index: int, source: SourceSpec, what: str, here: Surroundings) -> SourceContents:
     mount = here.mounts / mount_name(index)
     deadline = Deadline(TIMEOUT_S)
     if source.config_map is not None:

@@ -1,4 +1,4 @@
-"""What every kind of source comes down to: documents as files, and what could not be one."""
+"""The result of reading a source: documents as files, and rejected documents."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from ragcache_cli.commands.documents import CONTENT_TYPES, DocumentFile
 from ragcache_core.errors import InvalidInput
 
 MOST_DOCUMENTS = 50_000
-"""Of one source; their names are held in memory."""
+"""Limit for one source, because names are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A document that cannot be had. problem: with its fix."""
+class RejectedDocument:
+    """A document that cannot be read; ``problem`` names the fix."""
 
     id: str
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A source as it was read.
+class SourceContents:
+    """The documents of a source.
 
-    files: its documents, ids relative to the source. refused: what else would be one.
-    revision: of a source that has a name for it (a commit); empty where the contents are all.
+    ``files`` maps ids relative to the source to files. ``refused`` are rejected documents.
+    ``revision`` is a commit, or empty for sources without one.
     """
 
     files: tuple[DocumentFile, ...]
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RejectedDocument, ...] = ()
     revision: str = ""
 
 
 def suffix_of(name: str) -> str | None:
-    """The ending that makes a name a document's, in lower case; None for what is no document."""
+    """Return the document suffix of a name in lower case, or None for another kind of file."""
     ending = f".{name.rpartition('.')[2].lower()}" if "." in name else ""
     return ending if ending in CONTENT_TYPES else None
 
 
 def is_hidden(parts: tuple[str, ...]) -> bool:
-    """Whether a file or a folder above it is hidden."""
+    """Return whether a file or one of its parent folders is hidden."""
     return any(part.startswith(".") for part in parts)
 
 
 def checked_number(what: str, number: int) -> None:
-    """Raises InvalidInput for more documents than one source may have."""
+    """Raise InvalidInput for more documents than one source may have."""
     if number > MOST_DOCUMENTS:
         raise InvalidInput(
             what,

@@ -1,4 +1,4 @@
-"""What reading the sources may take: room for what is fetched, and time for each."""
+"""Limits for reading sources: disk space for downloads, and time for each source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache_core.errors import TooLarge, Unavailable
 class Scratch:
     """A folder of bounded size, for all sources of one sync.
 
-    Files in it are named by number: no name that comes from elsewhere becomes a path here.
+    Files are named by number, so that no external name becomes a local path.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -23,11 +23,11 @@ class Scratch:
         self.free_bytes = most_bytes
 
     def new_path(self, suffix: str = "") -> Path:
-        """A path where nothing is yet."""
+        """Return a new path."""
         return self._folder / f"{next(self._numbers)}{suffix}"
 
     def take(self, num_bytes: int, what: str) -> None:
-        """Count bytes that are about to be written. Raises TooLarge, whose field is what."""
+        """Reserve bytes before they are written. Raises TooLarge with the field ``what``."""
         if num_bytes > self.free_bytes:
             raise TooLarge(
                 what,
@@ -37,12 +37,12 @@ class Scratch:
         self.free_bytes -= num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Count bytes that were deleted."""
+        """Return bytes that were deleted."""
         self.free_bytes += num_bytes
 
 
 class Deadline:
-    """A moment by which something has to be done."""
+    """A time limit."""
 
     def __init__(self, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._after_s = after_s
@@ -50,12 +50,12 @@ class Deadline:
         self._at = clock() + after_s
 
     def left_s(self, what: str) -> float:
-        """Seconds until then. Raises Unavailable, whose part is what, if there are none."""
+        """Return the seconds left. Raises Unavailable for ``what`` if there are none."""
         left_s = self._at - self._clock()
         if left_s <= 0:
             raise self.missed(what)
         return left_s
 
     def missed(self, what: str) -> Unavailable:
-        """The error of what took longer."""
+        """Return the error for a missed deadline."""
         return Unavailable(what, f"it took longer than {self._after_s:g} s")

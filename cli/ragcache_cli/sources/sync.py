@@ -1,7 +1,7 @@
-"""``ragcache sync``: bring a collection in step with the sources of a RagCollection.
+"""Implements ``ragcache sync``: makes a collection equal to the sources of a RagCollection.
 
-What a sync may touch are the documents that carry its owner in their metadata, and no others. It
-is the Job that the operator starts, and it works as well from anywhere that reaches the gateway.
+A sync changes only documents whose metadata names its owner. The operator starts it as a Job; it
+works from any machine that reaches the gateway.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Annotated, Any
 import typer
 
 from ragcache_cli.clients.collection_client import CollectionClient
-from ragcache_cli.clients.gateway_client import Refused, TryLater
+from ragcache_cli.clients.gateway_client import RequestRefused, TryLater
 from ragcache_cli.commands.documents import read_text
 from ragcache_cli.local.signals import interruptible, run_until_stopped
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
-from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Scratch
 from ragcache_cli.sources.sync_plan import (
     DIGEST,
     ORIGIN,
     OWNER,
     Failure,
-    Holding,
+    OwnedDocument,
     Result,
     Wanted,
     gather,
@@ -46,7 +46,7 @@ _REVISION_CHARS = 12
 
 
 class Sync:
-    """One run for one RagCollection. on_progress: called with documents done and their number."""
+    """One run for one RagCollection; ``on_progress`` receives documents done and total."""
 
     def __init__(
         self,
@@ -58,16 +58,18 @@ class Sync:
         self._spec = collection.spec
         self._owner = f"{collection.metadata.namespace}/{collection.metadata.name}"
         self._on_progress = on_progress
-        self._held: dict[str, Holding] = {}
+        self._held: dict[str, OwnedDocument] = {}
         self._failures: list[Failure] = []
         self._digests = hashlib.blake2b(digest_size=16)
         self._written = self._unchanged = self._deleted = 0
 
     async def bring(self, here: Surroundings) -> Result:
-        """Read the sources, write what changed, delete what is gone.
+        """Read the sources, write changed documents, delete removed ones.
 
-        One source or document that fails leaves the others be. Raises Refused for what concerns
-        the collection itself.
+        A failed source or document does not affect the others.
+
+        Raises:
+            RequestRefused: The gateway refused the collection itself.
         """
         try:
             await self._ensure_collection(self._spec.chunking)
@@ -88,7 +90,7 @@ class Sync:
         return self._result(finished=True, revision=revision[:_REVISION_CHARS])
 
     async def remove(self) -> Result:
-        """Delete every document of the owner; the collection itself stays."""
+        """Delete every document of the owner; the collection stays."""
         try:
             if await self._client.settings() is not None:
                 await self._list()
@@ -99,7 +101,7 @@ class Sync:
         return self._result(finished=True)
 
     async def _ensure_collection(self, chunking: ChunkingSpec | None) -> None:
-        """Create the collection, or give it the settings that are asked for."""
+        """Create the collection, or change its settings."""
         there = await self._client.settings()
         asked: dict[str, Any] = {}
         if chunking is not None:
@@ -110,10 +112,10 @@ class Sync:
 
     async def _list(self) -> None:
         async for held in self._client.documents():
-            self._held[held.id] = Holding.of(held)
+            self._held[held.id] = OwnedDocument.of(held)
 
     async def _write(self, document: Wanted) -> None:
-        """Write a document unless the collection has it, just like this."""
+        """Write a document unless the collection has an identical one."""
         try:
             text = read_text(document.file)
             digest = _digest(text, document.file.content_type)
@@ -134,11 +136,11 @@ class Sync:
             chunks = await self._client.put(body)
         except TryLater:
             raise
-        except (InvalidInput, Refused) as error:
+        except (InvalidInput, RequestRefused) as error:
             problem = said(error)
             self._failures.append(Failure(document.origin, document.id, problem))
         else:
-            self._held[document.id] = Holding(self._owner, document.origin, digest, chunks)
+            self._held[document.id] = OwnedDocument(self._owner, document.origin, digest, chunks)
             self._written += 1
 
     async def _delete(self, ids: Collection[str]) -> None:
@@ -184,9 +186,9 @@ def sync_command(
         Path | None, typer.Option(metavar="FILE", help="Where to write the result to.")
     ] = None,
 ) -> None:
-    """Bring a collection in step with the sources of a RagCollection; the last line is the result.
+    """Make a collection equal to the sources of a RagCollection; the last line is the result.
 
-    Tokens of its Secrets are read from RAGCACHE_SOURCE_<n>_TOKEN, n being the source's place.
+    Tokens come from RAGCACHE_SOURCE_<n>_TOKEN, where n is the index of the source.
     """
 
     async def bring() -> int:
@@ -198,7 +200,7 @@ def sync_command(
         _report(done, result)
         return done.exit_status
 
-    # As a container's first process it would not hear of its end without saying so.
+    # The first process of a container ignores SIGTERM without a handler.
     raise typer.Exit(run_until_stopped(bring(), stopped_status=128 + signal.SIGTERM))
 
 
@@ -235,10 +237,10 @@ def _bytes(option: str, text: str) -> int:
 
 def _readings(
     sources: Iterable[SourceSpec], here: Surroundings
-) -> Iterator[tuple[str, str, Reading | RagCacheError]]:
-    """Origin, prefix and contents of every source, or what keeps it from being read."""
+) -> Iterator[tuple[str, str, SourceContents | RagCacheError]]:
+    """Read every source; return origin, prefix and contents, or the error."""
     for index, source in enumerate(sources):
-        reading: Reading | RagCacheError
+        reading: SourceContents | RagCacheError
         try:
             reading = read_source(index, source, here)
         except RagCacheError as error:
@@ -264,7 +266,7 @@ def _report(result: Result, path: Path | None) -> None:
 
 
 def _taken(owner: str) -> tuple[str, str]:
-    """Problem and fix of an id that somebody else's document has."""
+    """Return problem and fix for an id that another owner's document has."""
     if owner:
         return f"belongs to the RagCollection {owner}", "rename it, or use another collection"
     return "is in the collection already, and not from here", "delete it there, or rename it"

@@ -1,4 +1,4 @@
-"""What a sync is to do, and what it did: pure decisions about sources and what is held already."""
+"""Pure decisions of a sync: what to write, what to delete, and its result."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from ragcache_cli.clients.collection_client import Held
+from ragcache_cli.clients.collection_client import CollectionDocument
 from ragcache_cli.commands.documents import DocumentFile
-from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_core.errors import InvalidInput, RagCacheError
 
 OWNER = "ragcache-source"
-"""Metadata key that says which RagCollection a document belongs to, as NAMESPACE/NAME."""
+"""Metadata key of the RagCollection that owns a document, as NAMESPACE/NAME."""
 ORIGIN = "ragcache-origin"
-"""Metadata key that says which of its sources a document came from."""
+"""Metadata key of the source of a document."""
 DIGEST = "ragcache-digest"
-"""Metadata key with a digest of what was sent."""
+"""Metadata key of the digest of the document as sent."""
 
 WELL, PARTLY, MISTAKE = 0, 1, 2
 MOST_RESULT_BYTES = 4096
-"""What Kubernetes keeps of a container's termination message."""
+"""Kubernetes's limit for a container's termination message."""
 _LONGEST_PROBLEM = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that did not come over. source, document: empty where it was neither's fault."""
+    """A failure. ``source`` and ``document`` are empty if neither caused it."""
 
     source: str
     document: str
@@ -35,10 +35,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a sync did.
+    """The result of a sync.
 
-    documents, chunks: that the owner has in the collection now. finished: whether every source and
-    document was tried; else the gateway was lost on the way. revision: names what was read.
+    ``documents`` and ``chunks`` count what the owner has in the collection now. ``finished`` is
+    False if the gateway was lost before every document was tried. ``revision`` names the content.
     """
 
     finished: bool
@@ -52,11 +52,11 @@ class Result:
 
     @property
     def exit_status(self) -> int:
-        """0 when all went well, else 1: another try may do better."""
+        """Return 0 on success, else 1: a retry may succeed."""
         return PARTLY if self.failures or not self.finished else WELL
 
     def to_json(self, most_bytes: int = MOST_RESULT_BYTES) -> str:
-        """One JSON object within a bound: as many failures as fit, and the number of all."""
+        """Return one JSON object of bounded size: the failures that fit, and their total."""
         whole = asdict(self)
         shown: list[dict[str, str]] = []
         whole["failures"] = shown
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A document that a source has. id: its own in the collection; file: where its text is."""
+    """A document of a source. ``id`` is its id in the collection; ``file`` has its text."""
 
     id: str
     origin: str
@@ -82,11 +82,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All sources as they were read.
+    """All sources together.
 
-    claimed: ids that a source has a document for, readable or not: what they hold stays.
-    well: origins of the sources that were read; whole: whether that is all of them. revision: of
-    a sole source that has one.
+    ``claimed`` are ids of documents that a source has, readable or not; these are not deleted.
+    ``well`` are the sources that were read, and ``whole`` tells whether these are all.
+    ``revision`` is that of a single source.
     """
 
     wanted: tuple[Wanted, ...]
@@ -97,11 +97,14 @@ class Gathered:
     revision: str
 
 
-def gather(readings: Iterable[tuple[str, str, Reading | RagCacheError]]) -> Gathered:
-    """Sources put together. readings: origin, prefix and contents of each, or why there are none.
+def gather(readings: Iterable[tuple[str, str, SourceContents | RagCacheError]]) -> Gathered:
+    """Combine the sources.
 
-    An id is a document's path in its source; where there are several sources the source's prefix
-    comes before it. Of two documents that come to one id the first keeps it.
+    An id is a document's path in its source, after the source's prefix if there are several. If
+    two documents have the same id, the first one keeps it.
+
+    Args:
+        readings: Origin, prefix and contents of each source, or its error.
     """
     every = list(readings)
     holders: dict[str, Wanted] = {}
@@ -137,15 +140,15 @@ def gather(readings: Iterable[tuple[str, str, Reading | RagCacheError]]) -> Gath
         tuple(failures),
         frozenset(well),
         whole=len(well) == len({origin for origin, _, _ in every}),
-        revision=sole.revision if isinstance(sole, Reading) else "",
+        revision=sole.revision if isinstance(sole, SourceContents) else "",
     )
 
 
-def obsolete(held: Mapping[str, Holding], owner: str, gathered: Gathered) -> list[str]:
-    """Ids of the owner's documents that no source has any more, by id.
+def obsolete(held: Mapping[str, OwnedDocument], owner: str, gathered: Gathered) -> list[str]:
+    """Return the ids of the owner's documents that no source has any more.
 
-    While a source cannot be read, only documents of the others go: those it had, and those of
-    sources that are no longer named, may be what it will bring.
+    If a source cannot be read, only documents of the readable sources are obsolete. Documents of
+    the unreadable source, and of sources that were removed, could be part of it.
     """
     return [
         key
@@ -157,8 +160,8 @@ def obsolete(held: Mapping[str, Holding], owner: str, gathered: Gathered) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """What a collection holds under an id. owner, origin, digest: empty for what no sync wrote."""
+class OwnedDocument:
+    """A document of the collection. All fields are empty unless a sync wrote it."""
 
     owner: str
     origin: str
@@ -166,14 +169,14 @@ class Holding:
     chunks: int
 
     @classmethod
-    def of(cls, held: Held) -> Holding:
-        """As the document's metadata says."""
+    def of(cls, held: CollectionDocument) -> OwnedDocument:
+        """Read it from the document's metadata."""
         owner, origin, digest = (held.metadata.get(key, "") for key in (OWNER, ORIGIN, DIGEST))
         return cls(owner, origin, digest, held.chunks)
 
 
 def said(error: RagCacheError) -> str:
-    """An error in words, without the name of what it is about."""
+    """Format an error without the name of its field."""
     if isinstance(error, InvalidInput):
         return f"{error.problem}; {error.fix}"
     return str(error)

@@ -1,4 +1,4 @@
-"""A document or an archive from a URL."""
+"""Reads a document or an archive from a URL."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import httpx
 
 from ragcache_cli.commands.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
-from ragcache_cli.sources.reading import Reading, suffix_of
+from ragcache_cli.sources.reading import SourceContents, suffix_of
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 
 MOST_REDIRECTS = 5
 _CONNECT_S = 10.0
 _SILENCE_S = 30.0
-"""Between two pieces of an answer."""
+"""Longest wait between two parts of a response."""
 
-_Unpack = Callable[[str, Path, Scratch], Reading]
+_Unpack = Callable[[str, Path, Scratch], SourceContents]
 _UNPACK: dict[str, _Unpack] = {".tar.gz": read_tar_gz, ".tgz": read_tar_gz, ".zip": read_zip}
 _ENDING_OF = {
     "text/markdown": ".md",
@@ -29,26 +29,30 @@ _ENDING_OF = {
     "application/x-gzip": ".tar.gz",
     "application/x-compressed-tar": ".tar.gz",
 }
-"""Of content types, for URLs that have none."""
+"""Suffixes by content type, for URLs without one."""
 
 
 def archive_ending(name: str) -> str | None:
-    """The ending that makes a name an archive's."""
+    """Return the archive suffix of a name."""
     return next((ending for ending in _UNPACK if name.lower().endswith(ending)), None)
 
 
 def name_in(url: str) -> str:
-    """The last name in a URL's path; empty if there is none."""
+    """Return the last name in a URL's path, or an empty string."""
     return PurePosixPath(unquote(urlsplit(url).path)).name
 
 
 def read_web(
     what: str, url: str, token: str | None, scratch: Scratch, deadline: Deadline
-) -> Reading:
-    """The document at a URL, or those of the archive there.
+) -> SourceContents:
+    """Read the document at a URL, or the documents of an archive.
 
-    token: sent as bearer token to the URL's own host, and to none that it redirects to.
-    Raises InvalidInput, TooLarge, whose field is what; Unavailable when nobody answers.
+    Args:
+        token: Bearer token for the URL's own host; redirect targets do not receive it.
+
+    Raises:
+        InvalidInput, TooLarge: The content is invalid; the field is ``what``.
+        Unavailable: The host does not answer.
     """
     path = scratch.new_path()
     try:
@@ -57,7 +61,7 @@ def read_web(
         if unpack is None:
             named = path.rename(scratch.new_path(ending))
             name = name_in(url) or urlsplit(url).netloc
-            return Reading((DocumentFile(name, named),))
+            return SourceContents((DocumentFile(name, named),))
         reading = unpack(what, path, scratch)
         scratch.give_back(path.stat().st_size)
         return reading
@@ -68,8 +72,8 @@ def read_web(
 def _fetch(
     what: str, url: str, token: str | None, path: Path, scratch: Scratch, deadline: Deadline
 ) -> str:
-    """Write what is at a URL to path; the ending that says what it is."""
-    # An archive is to arrive as it is, not as some layer between unpacks it.
+    """Download a URL to ``path`` and return the suffix that tells its type."""
+    # An archive must arrive as it is, without transparent decompression.
     headers = {"Accept-Encoding": "identity"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
@@ -120,7 +124,7 @@ def _write(
 
 
 def _check_reply(what: str, url: str, reply: httpx.Response) -> None:
-    """Raises for an answer that is not what was asked for."""
+    """Raise for a response with the wrong status or type."""
     status = reply.status_code
     if reply.history and url.startswith("https:") and reply.url.scheme != "https":
         raise InvalidInput(what, "redirects from https to http", "name where it leads to")

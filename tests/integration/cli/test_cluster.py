@@ -86,8 +86,8 @@ class Cluster:
 
     def run(self, *words: object, kubeconfig: Path | None = None) -> Result:
         """The command, with this cluster's kubeconfig."""
-        place = ("--kubeconfig", kubeconfig or self.plane.kubeconfig)
-        return CliRunner().invoke(app, [str(word) for word in (*words, *place)])
+        cluster = ("--kubeconfig", kubeconfig or self.plane.kubeconfig)
+        return CliRunner().invoke(app, [str(word) for word in (*words, *cluster)])
 
     def ask(self, question: Callable[[Api], Awaitable[T]]) -> T:
         """The answer to a call of the API."""
@@ -191,7 +191,7 @@ def docs(cluster: Cluster) -> Cluster:
         try:
             cluster.ask(lambda api: api.create(RAG_CACHES, cache))
         except ApiError:
-            # A kind is served a moment after its definition is there.
+            # A kind is served a short time after its definition exists.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

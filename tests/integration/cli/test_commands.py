@@ -56,7 +56,7 @@ class FakeGateway(ThreadingHTTPServer):
         self.fails_midway = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A command that gives up closes its connections, and that is no fault of ours.
+        # A command that aborts closes its connections, which is not an error of this server.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -25,8 +25,8 @@ from ragcache_cli.local.part import Check, Part
 from ragcache_cli.local.platform import LocalPlatform, PartEvent, PartFailed
 from ragcache_cli.local.probe import Prober
 from ragcache_cli.local.state_file import PlatformRecord, find_data, read_record
-from ragcache_cli.local.supervision import PartState, Phase, RestartPolicy
-from ragcache_cli.local.supervisor import Keeper
+from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPolicy
+from ragcache_cli.local.supervisor import PartSupervisor
 from ragcache_core.errors import InvalidInput, NotFound
 from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders.site import Address
@@ -111,11 +111,13 @@ async def test_parts_start_in_order_answer_and_leave_nothing(
     told = [(event.part, event.state.phase) for event in events]
     for part in ("cachestore", "retriever", "engine-main", "gateway"):
         mine = [phase for name, phase in told if name == part]
-        assert mine == [Phase.STARTING, Phase.READY, Phase.STOPPED]
-    ready = told.index(("cachestore", Phase.READY))
-    assert ready < told.index(("engine-main", Phase.STARTING))
-    assert told.index(("retriever", Phase.READY)) < told.index(("gateway", Phase.STARTING))
-    stopped = [part for part, phase in told if phase is Phase.STOPPED]
+        assert mine == [ProcessPhase.STARTING, ProcessPhase.READY, ProcessPhase.STOPPED]
+    ready = told.index(("cachestore", ProcessPhase.READY))
+    assert ready < told.index(("engine-main", ProcessPhase.STARTING))
+    assert told.index(("retriever", ProcessPhase.READY)) < told.index(
+        ("gateway", ProcessPhase.STARTING)
+    )
+    stopped = [part for part, phase in told if phase is ProcessPhase.STOPPED]
     assert stopped[:2] == ["gateway", "engine-main"]
 
 
@@ -126,7 +128,7 @@ async def test_a_part_that_dies_is_restarted_and_so_is_what_it_left(
     has_died = asyncio.Event()
 
     def progress(event: PartEvent) -> None:
-        if event.state.phase is Phase.BACKOFF:
+        if event.state.phase is ProcessPhase.BACKOFF:
             has_died.set()
 
     async with platform_of(cache, tmp_path / "data", progress=progress) as platform:
@@ -195,7 +197,7 @@ async def test_cancelled_while_it_starts_it_leaves_nothing(
     started = asyncio.Event()
 
     def progress(event: PartEvent) -> None:
-        if event.part == "engine-main" and event.state.phase is Phase.STARTING:
+        if event.part == "engine-main" and event.state.phase is ProcessPhase.STARTING:
             started.set()
 
     async def run() -> None:
@@ -292,11 +294,13 @@ def part(tmp_path: Path, habit: str = "") -> Part:
 
 
 @asynccontextmanager
-async def kept(part: Part, folder: Path) -> AsyncIterator[tuple[Keeper, asyncio.Queue[PartState]]]:
-    """A keeper at work, and the states it goes through."""
-    states: asyncio.Queue[PartState] = asyncio.Queue()
+async def kept(
+    part: Part, folder: Path
+) -> AsyncIterator[tuple[PartSupervisor, asyncio.Queue[ProcessState]]]:
+    """A supervisor at work, and the states it goes through."""
+    states: asyncio.Queue[ProcessState] = asyncio.Queue()
     prober = Prober()
-    keeper_ = Keeper(
+    supervisor_ = PartSupervisor(
         part,
         folder,
         folder / "log",
@@ -304,46 +308,46 @@ async def kept(part: Part, folder: Path) -> AsyncIterator[tuple[Keeper, asyncio.
         policy=QUICK,
         on_change=lambda k: states.put_nowait(k.state),
     )
-    task = asyncio.create_task(keeper_.run())
+    task = asyncio.create_task(supervisor_.run())
     try:
-        yield keeper_, states
+        yield supervisor_, states
     finally:
-        keeper_.stop()
+        supervisor_.stop()
         await task
         await prober.close()
 
 
-async def until(states: asyncio.Queue[PartState], phase: Phase) -> PartState:
+async def until(states: asyncio.Queue[ProcessState], phase: ProcessPhase) -> ProcessState:
     while (state := await states.get()).phase is not phase:
         pass
     return state
 
 
 async def test_a_part_that_stops_answering_is_restarted(tmp_path: Path) -> None:
-    async with kept(part(tmp_path), tmp_path) as (keeper_, states):
-        await until(states, Phase.READY)
-        assert keeper_.child is not None
-        first = keeper_.child.pid
+    async with kept(part(tmp_path), tmp_path) as (supervisor_, states):
+        await until(states, ProcessPhase.READY)
+        assert supervisor_.child is not None
+        first = supervisor_.child.pid
         os.kill(first, signal.SIGSTOP)
-        dead = await until(states, Phase.BACKOFF)
+        dead = await until(states, ProcessPhase.BACKOFF)
         assert dead.cause == "stopped answering: no answer within 1.5 s"
         assert not living([first])
-        await until(states, Phase.READY)
+        await until(states, ProcessPhase.READY)
 
 
 async def test_a_part_that_never_answers_is_given_up(tmp_path: Path) -> None:
     deaf = part(tmp_path, "never-ready")
     deaf = replace(deaf, startup=replace(deaf.startup, failures=2))
     async with kept(deaf, tmp_path) as (_, states):
-        failed = await until(states, Phase.FAILED)
+        failed = await until(states, ProcessPhase.FAILED)
         assert failed.cause == "did not start: not listening"
-        assert failed.deaths == QUICK.give_up_after
+        assert failed.deaths == QUICK.fail_after
 
 
 async def test_a_command_that_is_not_there_is_given_up(tmp_path: Path) -> None:
     missing = replace(part(tmp_path), command=(str(tmp_path / "missing"),))
     async with kept(missing, tmp_path) as (_, states):
-        failed = await until(states, Phase.FAILED)
+        failed = await until(states, ProcessPhase.FAILED)
         assert failed.cause.startswith("cannot be started: [Errno 2]")
 
 
@@ -357,7 +361,7 @@ async def test_our_own_variables_are_not_inherited(
         _,
         states,
     ):
-        await until(states, Phase.FAILED)
+        await until(states, ProcessPhase.FAILED)
     shown = (tmp_path / "log").read_text().splitlines()
     assert "RAGCACHE_EMBEDDER_API_KEY=secret" in shown
     assert "A=b" in shown

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ragcache_cli.clients.collection_client import CollectionClient
-from ragcache_cli.clients.gateway_client import Refused
+from ragcache_cli.clients.gateway_client import RequestRefused
 from ragcache_cli.sources.read import Surroundings
 from ragcache_cli.sources.scratch import Scratch
 from ragcache_cli.sources.sync import Sync
@@ -240,7 +240,7 @@ async def test_chunking_is_the_collections_own(platform: Platform) -> None:
     assert settings["window"] == 2
     finer = await platform.sync(config_map("faq"), chunking={"size": 16, "overlap": 0, "window": 0})
     assert finer.chunks > settings["chunks"]
-    # What is not said is not changed: the settings may be somebody else's.
+    # Unset settings are not changed, because another owner may have set them.
     await platform.sync(config_map("faq"))
     after = (await platform.world.client.get("/v1/collections/docs")).json()
     assert after["chunking"]["size_tokens"] == 16
@@ -308,7 +308,7 @@ async def test_a_busy_gateway_says_when_to_come_back() -> None:
 async def test_what_the_gateway_refuses_of_a_collection_is_a_mistake(platform: Platform) -> None:
     platform.write(0, a_md="A")
     async with CollectionClient(platform.world.base_url, "no\nname", 5) as client:
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             await client.settings()
 
 

@@ -14,7 +14,7 @@ from ragcache_cli.commands.documents import LARGEST_BYTES
 from ragcache_cli.sources import web as web_source
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
-from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_operator.collections.mounts import token_variable
@@ -49,7 +49,7 @@ def http(url: str) -> SourceSpec:
     return source(http={"url": url})
 
 
-def texts(found: Reading) -> dict[str, str]:
+def texts(found: SourceContents) -> dict[str, str]:
     return {file.id: file.path.read_text() for file in found.files}
 
 

@@ -17,7 +17,7 @@ from ragcache_cli.commands.progress import describe
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache, duration
 from ragcache_cli.local.platform import PartEvent
-from ragcache_cli.local.supervision import PartState, Phase
+from ragcache_cli.local.supervision import ProcessPhase, ProcessState
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import RagCacheSpec
 from ragcache_operator.spec.manifest import parse_manifest
@@ -45,7 +45,7 @@ def test_steps_add_up_to_the_first_token(timing: dict[str, Any]) -> None:
 def test_a_load_says_what_was_blended() -> None:
     timing = {"load": 20.0, "repair": 4.5}
     cache = {"prompt_tokens": 2000, "loaded_tokens": 1700, "blended_tokens": 1500}
-    [load] = steps(timing, cache | {"repaired_tokens": 300})
+    [load] = steps(timing, cache | {"recomputed_tokens": 300})
     assert load.note == "1,700 tokens; 1,500 blended, 300 of them repaired in 4.5 ms"
     # Of an exact load, and of a gateway that knows no blend, there is nothing to say.
     for exact in ({**cache, "blended_tokens": 0}, {"loaded_tokens": 1700}):
@@ -81,16 +81,18 @@ def test_nothing_printable_steers_a_terminal(text: str) -> None:
     assert not set(printable(text)) & {"\x1b", "\x9b", "\x07", "\r", "\b", "\0", "\x7f"}
 
 
-def event(state: PartState, **more: Any) -> PartEvent:
+def event(state: ProcessState, **more: Any) -> PartEvent:
     return PartEvent(
         "engine-main", state, 12.34, more.pop("crash_loop", False), Path("e.log"), **more
     )
 
 
 def test_progress_lines_read_well_without_a_terminal() -> None:
-    starting, _ = describe(event(PartState(Phase.STARTING)))
+    starting, _ = describe(event(ProcessState(ProcessPhase.STARTING)))
     assert starting == "   12.3s engine-main  starts"
-    dead = PartState(Phase.BACKOFF, since=5, start_at=7, deaths=3, cause="ended with status 1")
+    dead = ProcessState(
+        ProcessPhase.BACKOFF, since=5, start_at=7, deaths=3, cause="ended with status 1"
+    )
     line, log = describe(event(dead, crash_loop=True, lines=("out of memory",)))
     assert line == (
         "   12.3s engine-main  restarts: ended with status 1 (next try in 2.0 s)"
@@ -157,7 +159,7 @@ def test_rendered_yaml_is_plain() -> None:
     documents = list(yaml.safe_load_all(text))
     kinds = {d["kind"] for d in documents}
     assert kinds >= {"Deployment", "StatefulSet", "Service", "ConfigMap", "NetworkPolicy"}
-    # Nobody owns what is not in a cluster yet.
+    # Objects that are not in a cluster yet have no owner.
     assert not any("ownerReferences" in d["metadata"] for d in documents)
 
 

@@ -24,7 +24,7 @@ from ragcache_cli.kubernetes.cluster_status import (
     parts_table,
 )
 from ragcache_cli.kubernetes.install import CHART, merged, read_values
-from ragcache_cli.kubernetes.pod_logs import Run, is_meant, moment, runs, waits_for
+from ragcache_cli.kubernetes.pod_logs import Run, is_meant, runs, timestamp, waits_for
 from ragcache_cli.local.log_files import choose, find_logs, last_lines, show_files
 from ragcache_core.errors import InvalidInput, NotFound
 
@@ -301,13 +301,13 @@ def test_pods_are_chosen_by_component_or_by_engine() -> None:
 
 
 @given(st.datetimes(), st.datetimes())
-def test_moments_compare_as_times_do(one: datetime, other: datetime) -> None:
+def test_timestamps_compare_as_times_do(one: datetime, other: datetime) -> None:
     def stamp(time: datetime) -> str:
         # As Go writes it: without the zeros at the fraction's end.
         return f"{time:%Y-%m-%dT%H:%M:%S}.{time:%f}".rstrip("0").rstrip(".") + "Z"
 
     one, other = (time.replace(year=2000 + time.year % 100) for time in (one, other))
-    assert (moment(stamp(one)) < moment(stamp(other))) == (one < other)
+    assert (timestamp(stamp(one)) < timestamp(stamp(other))) == (one < other)
 
 
 def test_values_of_files_and_settings_are_merged_in_order(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Archives that somebody else made: what is taken from them, and what never is."""
+"""Untrusted archives: which members are read, and which are ignored or rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ragcache_cli.commands.documents import LARGEST_BYTES
 from ragcache_cli.sources import archive, reading
 from ragcache_cli.sources.archive import read_tar, read_tar_gz, read_zip
-from ragcache_cli.sources.reading import Reading
+from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Scratch
 from ragcache_core.errors import InvalidInput, TooLarge
 
@@ -50,14 +50,14 @@ def zipped(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-Archive = Callable[[Path, dict[str, bytes]], Reading]
+Archive = Callable[[Path, dict[str, bytes]], SourceContents]
 
 
 @pytest.fixture(params=["tar.gz", "zip"])
 def read(request: pytest.FixtureRequest, scratch: Scratch) -> Archive:
     """Makes an archive of files in a folder, and reads it."""
 
-    def make_and_read(folder: Path, files: dict[str, bytes]) -> Reading:
+    def make_and_read(folder: Path, files: dict[str, bytes]) -> SourceContents:
         if request.param == "zip":
             return read_zip("here", zipped(folder / "a.zip", files), scratch)
         return read_tar_gz("here", tar_gz(folder / "a.tar.gz", files), scratch)
@@ -65,7 +65,7 @@ def read(request: pytest.FixtureRequest, scratch: Scratch) -> Archive:
     return make_and_read
 
 
-def texts(found: Reading) -> dict[str, str]:
+def texts(found: SourceContents) -> dict[str, str]:
     return {file.id: file.path.read_text() for file in found.files}
 
 
@@ -102,8 +102,8 @@ def test_names_are_no_paths_here(read: Archive, tmp_path: Path, scratch: Scratch
     long = "x" * 200 + ".md"
     found = read(tmp_path, {"a.md": b"file", "a.md/b.md": b"below a file", f"{long}/{long}": b"L"})
     assert texts(found)["a.md/b.md"] == "below a file"
-    places = {file.path.parent for file in found.files}
-    assert places == {tmp_path / "scratch"}
+    parents = {file.path.parent for file in found.files}
+    assert parents == {tmp_path / "scratch"}
 
 
 def test_the_last_of_one_name_stays(tmp_path: Path, scratch: Scratch) -> None:
@@ -204,7 +204,7 @@ def test_an_encrypted_zip_is_refused(tmp_path: Path, scratch: Scratch) -> None:
 @pytest.mark.parametrize("read_it", [read_tar_gz, read_zip])
 @pytest.mark.parametrize("data", [b"", b"<html>", gzip.compress(b"no tar at all" * 99, mtime=0)])
 def test_what_is_no_archive_is_refused(
-    tmp_path: Path, scratch: Scratch, read_it: Callable[..., Reading], data: bytes
+    tmp_path: Path, scratch: Scratch, read_it: Callable[..., SourceContents], data: bytes
 ) -> None:
     path = tmp_path / "a"
     path.write_bytes(data)

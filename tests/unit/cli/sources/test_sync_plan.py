@@ -9,17 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_cli.commands.documents import DocumentFile
-from ragcache_cli.sources.reading import Reading, Refused
-from ragcache_cli.sources.sync_plan import Failure, Gathered, Holding, Result, gather, obsolete
+from ragcache_cli.sources.reading import RejectedDocument, SourceContents
+from ragcache_cli.sources.sync_plan import (
+    Failure,
+    Gathered,
+    OwnedDocument,
+    Result,
+    gather,
+    obsolete,
+)
 from ragcache_core.errors import InvalidInput, Unavailable
 
 OWNER = "team/handbook"
 
 
-def reading(*ids: str, refused: tuple[str, ...] = (), revision: str = "") -> Reading:
-    return Reading(
+def reading(*ids: str, refused: tuple[str, ...] = (), revision: str = "") -> SourceContents:
+    return SourceContents(
         tuple(DocumentFile(name, Path(name)) for name in ids),
-        tuple(Refused(name, "is too large; split it") for name in refused),
+        tuple(RejectedDocument(name, "is too large; split it") for name in refused),
         revision,
     )
 
@@ -28,8 +35,8 @@ def ids(gathered: Gathered) -> list[str]:
     return [one.id for one in gathered.wanted]
 
 
-def holding(origin: str, owner: str = OWNER) -> Holding:
-    return Holding(owner, origin, "digest", 1)
+def owned(origin: str, owner: str = OWNER) -> OwnedDocument:
+    return OwnedDocument(owner, origin, "digest", 1)
 
 
 def test_documents_of_a_sole_source_have_plain_ids() -> None:
@@ -71,7 +78,7 @@ def test_a_source_that_fails_leaves_the_others_be() -> None:
 
 def test_a_refused_document_keeps_what_was_there_before() -> None:
     gathered = gather([("git x", "x", reading("a.md", refused=("b.md",)))])
-    held = {name: holding("git x") for name in ("a.md", "b.md", "c.md")}
+    held = {name: owned("git x") for name in ("a.md", "b.md", "c.md")}
     assert obsolete(held, OWNER, gathered) == ["c.md"]
 
 
@@ -82,17 +89,17 @@ def test_a_name_that_is_no_text_is_refused_in_words_that_are() -> None:
 
 
 def test_documents_of_others_are_never_obsolete() -> None:
-    held = {"a.md": holding("git x", "team/other"), "b.md": holding("", "")}
+    held = {"a.md": owned("git x", "team/other"), "b.md": owned("", "")}
     assert obsolete(held, OWNER, gather([("git x", "x", reading("c.md"))])) == []
 
 
 def test_documents_of_a_source_that_fails_stay() -> None:
     gathered = gather([("git x", "x", Unavailable("git x", "")), ("git y", "y", reading("a.md"))])
     held = {
-        "x/a.md": holding("git x"),
-        "y/a.md": holding("git y"),
-        "y/b.md": holding("git y"),
-        "z/a.md": holding("git z"),
+        "x/a.md": owned("git x"),
+        "y/a.md": owned("git y"),
+        "y/b.md": owned("git y"),
+        "z/a.md": owned("git z"),
     }
     # What came from a source that is no longer named may be what the failing one would bring.
     assert obsolete(held, OWNER, gathered) == ["y/b.md"]
@@ -100,7 +107,7 @@ def test_documents_of_a_source_that_fails_stay() -> None:
 
 def test_documents_of_a_source_taken_out_go() -> None:
     gathered = gather([("git y", "y", reading("a.md"))])
-    assert obsolete({"x/a.md": holding("git x")}, OWNER, gathered) == ["x/a.md"]
+    assert obsolete({"x/a.md": owned("git x")}, OWNER, gathered) == ["x/a.md"]
 
 
 origins = st.sampled_from(["git x", "git y", "git z"])
@@ -121,11 +128,11 @@ def test_only_ones_own_and_only_what_no_source_has_goes(
         (origin, origin[-1], Unavailable(origin, "") if found is None else reading(*found))
         for origin, found in sources.items()
     )
-    holdings = {key: holding(origin, owner) for key, (owner, origin) in held.items()}
+    owned_documents = {key: owned(origin, owner) for key, (owner, origin) in held.items()}
     failing = {origin for origin, found in sources.items() if found is None}
-    for key in obsolete(holdings, OWNER, gathered):
-        assert holdings[key].owner == OWNER
-        assert holdings[key].origin not in failing
+    for key in obsolete(owned_documents, OWNER, gathered):
+        assert owned_documents[key].owner == OWNER
+        assert owned_documents[key].origin not in failing
         assert key not in ids(gathered)
 
 
