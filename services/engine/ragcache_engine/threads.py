@@ -1,4 +1,4 @@
-"""Threads beside the engine's own."""
+"""Thread pools for work in the background of an engine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 
-def side_pool(size: int, name: str) -> ThreadPoolExecutor:
-    """Threads that may run on every core the process may use.
+def unpinned_pool(size: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads may run on all cores of the process.
 
-    vLLM's CPU backend binds a worker to the cores it computes on, and what the worker starts
-    inherits that: fetching and saving would then take turns with the forward pass. What a thread
-    of this pool starts (gRPC's threads, for a channel made on it) is free as well.
+    vLLM's CPU backend binds a worker to the cores that it computes on, and new threads inherit
+    that. They would then compete with the forward pass. Threads that a thread of this pool starts
+    (such as gRPC's, for a channel) are not bound either.
     """
-    return ThreadPoolExecutor(size, name, initializer=_use_every_core)
+    return ThreadPoolExecutor(size, name, initializer=_unpin_thread)
 
 
-def _use_every_core() -> None:
-    # The kernel cuts this down to what the container was given. Not every system has the call.
+def _unpin_thread() -> None:
+    # The kernel reduces this to the container's cores. Not every system has the call.
     if hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))

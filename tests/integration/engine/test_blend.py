@@ -108,9 +108,9 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for prompt in captured:
             blends.blend(prompt, 0.0)
             blends.wait_until_stored(prompt)
-            wants = [LookupKey.of(observation_key(key)) for key in blends.chunk_variants(prompt)]
+            wants = [LookupKey.for_variant(observation_key(key)) for key in blends.chunk_variants(prompt)]
             deadline = time.monotonic() + 60
-            while not all(found.held for found in client.lookup(wants).variants):
+            while not all(found.stored for found in client.lookup(wants).variants):
                 assert time.monotonic() < deadline, "chunks are not observed"
                 time.sleep(0.05)
         client.close()
@@ -286,7 +286,7 @@ def test_a_damaged_chunk_is_computed(blends: Blends) -> None:
     [found] = client.lookup([LookupKey(chunk)], 30).variants
     client.close()
     blends.store.service.stop()
-    for held in found.held:
+    for held in found.stored:
         corrupt(blends.folder / "store" / "data", held.key)
     blends.restart_store()
     prompt = prompt_of(1, DAMAGED, 0, question="damaged")

@@ -62,7 +62,7 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_it_is_compiled_and_its_blocks_are_cut(blends: Blends) -> None:
     said = blends.engine.service.log.read_text()
     assert "saved AOT compiled function" in said
-    assert f"blocks of {BLOCK} tokens are cut into blocks of {KERNEL_BLOCK}" in said
+    assert f"block_size={BLOCK} kernel_block_size={KERNEL_BLOCK}" in said
     assert "its kernel has blocks of" not in said, "it recomputes and blends all the same"
 
 
@@ -76,7 +76,7 @@ def test_what_such_an_engine_has_saved_it_loads_exactly(blends: Blends) -> None:
 def test_a_blend_recomputed_in_whole_is_a_full_computation(blends: Blends) -> None:
     prompt = prompt_of(4, 1, 3, 0)
     answer, record = blends.blend(prompt, 1.0)
-    assert record.repaired_tokens == sum(LENGTHS[n] for n in (4, 1, 3, 0))
+    assert record.recomputed_tokens == sum(LENGTHS[n] for n in (4, 1, 3, 0))
     assert answer.token_ids == blends.compute(prompt).token_ids
 
 
@@ -87,4 +87,4 @@ def test_scattered_tokens_are_recomputed(blends: Blends) -> None:
         _, record = blends.blend(prompt, budget)
         blended = sum(LENGTHS[n] for n in (5, 2, 0))
         assert (record.blended_tokens, record.miss) == (blended, "")
-        assert 0 < record.repaired_tokens <= budget * blended
+        assert 0 < record.recomputed_tokens <= budget * blended

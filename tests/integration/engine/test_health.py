@@ -1,4 +1,4 @@
-"""Health of a real vLLM whose worker hangs."""
+"""HealthMiddleware of a real vLLM whose worker hangs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_health_says_that_steps_do_not_end_until_one_does(tiny_model: Path, tmp_path: Path) -> None:
     with running_engine(
-        *(tmp_path, tiny_model, None, "--middleware", "ragcache_engine.telemetry.health.Health"),
+        *(tmp_path, tiny_model, None, "--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         settings={"RAGCACHE_HANG_S": str(HANG_S)},
     ) as engine:
 

@@ -48,8 +48,8 @@ class Plain:
         named = prefix_pieces(self.space, plain_domain(salt), prompt)
         client = StoreClient(self.store.address)
         try:
-            found = client.lookup([LookupKey.of(one.variant) for one in named], 30).variants
-            return all(variants.held for variants in found)
+            found = client.lookup([LookupKey.for_variant(one.variant) for one in named], 30).variants
+            return all(variants.stored for variants in found)
         finally:
             client.close()
 

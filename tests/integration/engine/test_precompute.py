@@ -146,7 +146,7 @@ def held(site: Site, gateway: World, text: str) -> tuple[StoredVariant, ...]:
     key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
     client = StoreClient(site.store.address)
     try:
-        return client.lookup([LookupKey(key)], 60).variants[0].held
+        return client.lookup([LookupKey(key)], 60).variants[0].stored
     finally:
         client.close()
 

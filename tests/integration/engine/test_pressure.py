@@ -114,8 +114,8 @@ class Pressed:
         ]
         client = StoreClient(self.store)
         deadline = time.monotonic() + TIMEOUT_S
-        wants = [LookupKey.of(key) for key in keys]
-        while not all(found.held for found in client.lookup(wants, TIMEOUT_S).variants):
+        wants = [LookupKey.for_variant(key) for key in keys]
+        while not all(found.stored for found in client.lookup(wants, TIMEOUT_S).variants):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
         client.close()

@@ -155,10 +155,10 @@ class Platform:
 
     def is_stored_within(self, limit_s: float, prompt: Prompt, domain: str = "public") -> bool:
         client = StoreClient(self.store.address)
-        wants = [LookupKey.of(key) for key in self.keys(prompt, domain)]
+        wants = [LookupKey.for_variant(key) for key in self.keys(prompt, domain)]
         deadline = time.monotonic() + limit_s
         try:
-            while not all(found.held for found in client.lookup(wants, 30).variants):
+            while not all(found.stored for found in client.lookup(wants, 30).variants):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.05)
@@ -259,7 +259,7 @@ def test_a_fresh_engine_loads_what_another_saved_and_answers_the_same(platform: 
 
 def test_it_is_connected_before_it_measures_and_serves(platform: Platform) -> None:
     log = platform.engine.service.log.read_text()
-    places = [log.index(said) for said in ("come over the", "a pass over", "startup complete")]
+    places = [log.index(said) for said in ("worker: connected", "connector: prefill profile", "startup complete")]
     assert places == sorted(places)
 
 
@@ -340,7 +340,7 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_cost(platform: Platf
     head, first, second, third, fourth = (named.chunk for named in plan.segments)
     client = StoreClient(platform.store.address)
     (found,) = client.lookup([LookupKey(third)]).variants
-    assert found.held[0].prefix_chunks == (head, first, second)
+    assert found.stored[0].prefix_chunks == (head, first, second)
     # A delete of its document takes along what was computed after that.
     removed = client.delete(Deletion(uuid.uuid4().bytes, documents=("docs/b",), domain="tenant"))
     assert removed >= 1
@@ -480,13 +480,13 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
         for prompt in prompts:
             several.ask(prompt, max_tokens=1)
         deadline = time.monotonic() + 30
-        wants = [LookupKey.of(key) for key in keys]
+        wants = [LookupKey.for_variant(key) for key in keys]
         while client.lookup(wants).held().keys() != set(keys):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
         client.close()
         with_both = StoreClient(joining.address)
-        there = {w for w, v in zip(wants, with_both.lookup(wants).variants, strict=True) if v.held}
+        there = {w for w, v in zip(wants, with_both.lookup(wants).variants, strict=True) if v.stored}
         assert 0 < len(there) < len(set(keys)), "each shard has its part"
         with_both.close()
         for prompt in prompts:
@@ -506,7 +506,7 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
 def test_requests_were_taken_up_before_all_layers_were_there(platform: Platform) -> None:
     """Those of the tests before this one; a few loads say first what writing takes."""
     log = platform.engine.service.log.read_text(errors="replace")
-    assert re.search(r"a request is taken up with [1-3] of 4 layers in place", log)
+    assert re.search(r"a request starts early layers=[1-3] of=4", log)
 
 
 def test_a_drain_waits_for_the_requests_in_flight(platform: Platform) -> None:

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ragcache_engine.drain import drain, fetch, unfinished
+from ragcache_engine.drain import count_unfinished, drain, fetch_metrics
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -30,9 +30,9 @@ def metrics(running: int = 0, waiting: int = 0) -> str:
 
 
 def test_running_and_waiting_requests_are_counted_once() -> None:
-    assert unfinished(metrics(2, 3)) == 5
-    assert unfinished(metrics()) == 0
-    assert unfinished("") == 0
+    assert count_unfinished(metrics(2, 3)) == 5
+    assert count_unfinished(metrics()) == 0
+    assert count_unfinished("") == 0
 
 
 class Clock:
@@ -85,12 +85,12 @@ def test_a_server_too_busy_to_answer_is_waited_for() -> None:
 
     clock = Clock()
     ended = drain(busy, settle_s=8, deadline_s=20, clock=clock, sleep=clock.sleep)
-    assert (ended, clock.now) == ("time is up, requests left: some", 20)
+    assert (ended, clock.now) == ("time is up, requests left: unknown", 20)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with pytest.raises(TimeoutError):
-            fetch(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics", timeout_s=0.1)
+            fetch_metrics(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics", timeout_s=0.1)
 
 
 @contextmanager

@@ -171,7 +171,9 @@ class LookedUp(scheduling.FakeStore):
 def scheduler(kept: Kept, store: LookedUp) -> ConnectorScheduler:
     config = EngineSettings(cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=16)
     client = cast("ShardedStore", store)
-    return ConnectorScheduler(config, scheduling.SPACE, RequestRecords(), client, ReuseCosts(), kept.tracer)
+    return ConnectorScheduler(
+        config, scheduling.SPACE, RequestRecords(), client, ReuseCosts(), kept.tracer
+    )
 
 
 def arrive(side: ConnectorScheduler, request: str, caller: str) -> int | None:

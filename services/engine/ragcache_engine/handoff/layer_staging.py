@@ -1,4 +1,4 @@
-"""Copies layers out of the paged cache as they are computed, while the next ones are."""
+"""Copies each layer out of the paged cache when it is computed, while the next ones are."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 
 log = logging.getLogger("vllm.ragcache")
 
-_LONGEST_COPY_S = 60.0
-"""How long to wait for the copies of a pass that has ended."""
+_MAX_COPY_S = 60.0
+"""How long to wait for a layer's copy after its pass has ended."""
 
 
 class StagedValue(OutgoingValue):
-    """A value that layers are copied to, and that goes out meanwhile. Safe for several threads.
+    """A value that is sent to the store while its layers are still being copied. Thread-safe.
 
-    value: [num_layers, 2, T, num_kv_heads, head_dim], contiguous, CPU.
+    Args:
+        value: [num_layers, 2, T, num_kv_heads, head_dim], contiguous, on the CPU.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__(native_bytes(value))
         self.value = value
         self._changed = threading.Condition()
-        self._sums: dict[int, int] = {}
+        self._checksums: dict[int, int] = {}
         self._cost_s: float | None = None
-        self._given_up = False
+        self._aborted = False
 
     def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
         """See OutgoingValue."""
         with self._changed:
             self._wait(deadline, done)
             end = done
-            while end in self._sums:
+            while end in self._checksums:
                 end += 1
-            return [self._sums[layer] for layer in range(done, end)]
+            return [self._checksums[layer] for layer in range(done, end)]
 
     def wait_until_final(self, deadline: float) -> float:
         """See OutgoingValue."""
@@ -55,120 +56,119 @@ class StagedValue(OutgoingValue):
             assert self._cost_s is not None
             return self._cost_s
 
-    def whole(self) -> torch.Tensor | None:
-        """The value, when all layers have been copied; None if that does not happen."""
+    def wait_for_value(self) -> torch.Tensor | None:
+        """Return the value when all its layers have been copied. None: the copy was aborted."""
         try:
             for layer in range(len(self.value)):
                 with self._changed:
-                    self._wait(time.monotonic() + _LONGEST_COPY_S, layer)
+                    self._wait(time.monotonic() + _MAX_COPY_S, layer)
         except IncompleteValue:
             return None
         return self.value
 
-    def add(self, layer: int, checksum: int) -> None:
-        """A layer has been copied."""
+    def add_layer(self, layer: int, checksum: int) -> None:
+        """Record that a layer has been copied."""
         with self._changed:
-            self._sums[layer] = checksum
+            self._checksums[layer] = checksum
             self._changed.notify_all()
 
-    def finish(self, cost_s: float) -> None:
-        """The pass has ended well: what was copied is right, or will be."""
+    def complete(self, cost_s: float) -> None:
+        """Record that the pass has ended without an error, so that the copied layers are right."""
         with self._changed:
             self._cost_s = cost_s
             self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """What has not come will not."""
+    def abort(self) -> None:
+        """Stop waiting for layers that have not been copied."""
         with self._changed:
-            self._given_up = True
+            self._aborted = True
             self._changed.notify_all()
 
     def _wait(self, deadline: float, layer: int | None) -> None:
         """Wait for a layer, or for the end of the pass. Raises IncompleteValue."""
 
-        def is_complete() -> bool:
-            return self._cost_s is not None if layer is None else layer in self._sums
+        def is_there() -> bool:
+            return self._cost_s is not None if layer is None else layer in self._checksums
 
         left_s = max(0.0, deadline - time.monotonic())
-        self._changed.wait_for(lambda: is_complete() or self._given_up, left_s)
-        if not is_complete():
-            why = "it was given up" if self._given_up else "it was not computed in time"
-            raise IncompleteValue(f"a value did not become whole: {why}")
+        self._changed.wait_for(lambda: is_there() or self._aborted, left_s)
+        if not is_there():
+            reason = "its copy was aborted" if self._aborted else "it was not computed in time"
+            raise IncompleteValue(f"a value is incomplete: {reason}")
 
 
 class LayerStaging:
-    """Values of the forward pass that runs. Called on the worker's main thread."""
+    """The values that the running forward pass completes. For the worker's main thread."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._pool = unpinned_pool(1, "ragcache-stage")
-        self._filling: dict[VariantKey, tuple[SaveJob, StagedValue, set[int]]] = {}
-        self._begun: weakref.WeakSet[StagedValue] = weakref.WeakSet()
-        self._broken = False
+        self._in_pass: dict[VariantKey, tuple[SaveJob, StagedValue, set[int]]] = {}
+        self._all_values: weakref.WeakSet[StagedValue] = weakref.WeakSet()
+        self._failed = False
 
     def begin(self, job: SaveJob) -> StagedValue:
-        """The pass that begins completes what a job is to save, which no other of its jobs does."""
-        filling = StagedValue(self._cache.empty(job.span.end - job.span.start))
-        self._filling[job.span.variant] = job, filling, set()
-        self._begun.add(filling)
-        return filling
+        """Stage the value of a job, which the pass that begins completes."""
+        staged = StagedValue(self._cache.empty(job.span.end - job.span.start))
+        self._in_pass[job.span.variant] = job, staged, set()
+        self._all_values.add(staged)
+        return staged
 
-    def add(self, layer: int) -> None:
-        """A layer has written its KV. Outside of a pass that was begun this does nothing."""
-        if self._broken:
+    def copy_layer(self, layer: int) -> None:
+        """Copy a layer whose KV the pass has written. Without staged values this does nothing."""
+        if self._failed:
             return
         try:
-            for job, filling, copied in self._filling.values():
-                self._copy(job, filling, layer)
+            for job, staged, copied in self._in_pass.values():
+                self._copy(job, staged, layer)
                 copied.add(layer)
         except Exception:
-            log.exception("layers are copied out after the pass")
-            self._broken = True
+            log.exception("layer staging: copy failed, layers are copied after the pass")
+            self._failed = True
 
     def take(self, job: SaveJob) -> StagedValue | None:
-        """The value of one of the pass's jobs, once; None: not begun, or taken. To be wait_until_final.
+        """Return a job's staged value, which the caller must ``complete``, or None.
 
-        Layers that nobody has told of are copied now: of a pass that was replayed as one CUDA graph
-        all of them are.
+        Layers without a ``copy_layer`` are copied now. A pass that ran as one CUDA graph has none.
         """
-        begun = self._filling.pop(job.span.variant, None)
-        if begun is None:
+        in_pass = self._in_pass.pop(job.span.variant, None)
+        if in_pass is None:
             return None
-        _, filling, copied = begun
+        _, staged, copied = in_pass
         try:
             for layer in range(self._cache.num_layers):
                 if layer not in copied:
-                    self._copy(job, filling, layer)
+                    self._copy(job, staged, layer)
         except BaseException:
-            filling.give_up()
+            staged.abort()
             raise
-        return filling
+        return staged
 
-    def end(self) -> None:
-        """The pass has ended: what was not taken is given up, and what runs next is not for it."""
-        for _, filling, _ in self._filling.values():
-            filling.give_up()
-        self._filling = {}
-        self._broken = False
+    def end_pass(self) -> None:
+        """Abort the values that were not taken."""
+        for _, staged, _ in self._in_pass.values():
+            staged.abort()
+        self._in_pass = {}
+        self._failed = False
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abort all values."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for filling in list(self._begun):
-            filling.give_up()
-        self._filling = {}
+        for staged in list(self._all_values):
+            staged.abort()
+        self._in_pass = {}
 
-    def _copy(self, job: SaveJob, filling: StagedValue, layer: int) -> None:
-        span, out = job.span, filling.value[layer]
+    def _copy(self, job: SaveJob, staged: StagedValue, layer: int) -> None:
+        span, out = job.span, staged.value[layer]
         self._cache.read_layer(layer, job.blocks, span.start, span.end, out)
-        self._pool.submit(_sum_up, filling, layer, self._cache.record_event())
+        self._pool.submit(_add_checksum, staged, layer, self._cache.record_event())
 
 
-def _sum_up(filling: StagedValue, layer: int, copied: DeviceEvent) -> None:
-    """Tell a value's checksum of a layer, when that has been copied."""
+def _add_checksum(staged: StagedValue, layer: int, copied: DeviceEvent) -> None:
+    """Wait until a layer has been copied, and add its checksum to the value."""
     try:
         copied.wait()
-        filling.add(layer, checksum(native_bytes(filling.value[layer])))
+        staged.add_layer(layer, checksum(native_bytes(staged.value[layer])))
     except Exception:
-        log.exception("a layer was not copied out")
-        filling.give_up()
+        log.exception("layer staging: copy failed layer=%d", layer)
+        staged.abort()

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What the scheduler and worker halves of the connector share: messages and engine roles."""

@@ -1,7 +1,7 @@
-"""What scheduler side and worker side tell each other, once per engine step.
+"""Messages between the connector's scheduler and worker halves, sent once per engine step.
 
-The two sides live in different processes (on CPU and with tensor parallelism); these messages,
-which vLLM pickles and carries, are all they share.
+The halves run in different processes (on a CPU, and with tensor parallelism). vLLM pickles these
+messages and carries them. The halves share nothing else.
 """
 
 from __future__ import annotations
@@ -11,123 +11,132 @@ from dataclasses import dataclass, field
 
 from ragcache_core.blend.token_ranking import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey, VariantKey
-from ragcache_core.identity.variant import Origin, VariantInfo
+from ragcache_core.identity.variant import Miss, Origin, VariantInfo
 from ragcache_core.store_api import AsOf
 
-NO_BLEND = "this engine cannot blend"
-"""Reason of a load's failure, after which none is asked to be mended any more."""
+STORE_TIER = "store"
+"""Stands for the cache store where the worker reports which tier a value came from."""
 
+BLEND_UNSUPPORTED = "this engine cannot blend"
+"""Failure reason of a load that needs recomputation. The scheduler then stops blending."""
 
 LOAD_DEADLINE_S = 5.0
-"""Of a load, where nobody says otherwise."""
+"""Deadline of a load without a configured one."""
+
+
+def miss_reason(miss: Miss) -> str:
+    """Return the words that outcomes and request records use for a miss of the store."""
+    return miss.value.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens [start, end) of the prompt of one request, and the variant that holds them.
-
-    base_position: where the variant's first token stood when it was computed, if not there.
-    """
+class VariantSpan:
+    """Tokens [start, end) of one request's prompt, and the variant that stores their KV."""
 
     variant: VariantKey
     start: int
     end: int
+    # Position of the variant's first token when it was computed. None: the same as start.
     base_position: int | None = None
 
     @property
-    def moved_by(self) -> int:
-        """Positions from where it was computed to where it is used."""
+    def position_shift(self) -> int:
+        """Return by how many positions the variant moves from where it was computed."""
         return 0 if self.base_position is None else self.start - self.base_position
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
-    """What to do with a load that is not exact, once it is there (Cache-Craft §3.2).
+class RecomputeJob:
+    """What the worker recomputes after a load that is not exact.
 
-    exact_end: position up to which the load is exact. token_ids: the prompt. chunks: those to mend,
-    with the influence on each token. holes: what nothing is held of; computed in whole. budget:
-    tokens to recompute beside them. scratch: blocks that belong to no request, for the KV of the
-    question when it looks at the chunks.
+    Source: Cache-Craft section 3.2.
     """
 
+    # Positions below this one hold exact KV.
     exact_end: int
+    # The whole prompt.
     token_ids: Sequence[int]
+    # Approximate chunks, with the influence of other chunks on each of their tokens.
     chunks: tuple[InfluencedChunk, ...]
-    holes: tuple[range, ...]
-    budget: int
-    scratch: tuple[int, ...]
+    # Positions that no variant covers. The worker computes all of them.
+    missing: tuple[range, ...]
+    # How many tokens of the approximate chunks to recompute. Missing positions do not count.
+    recompute_tokens: int
+    # Reserved blocks that hold the question's KV while it attends to the chunks.
+    scratch_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Load prompt tokens [first, end) into a request's blocks.
-
-    spans: the variants that hold them, ascending; fetched whole, of the first and the last one
-    maybe only a part is written. blocks: the request's block table, at least up to ``end``.
-    domain: access domain of the plan. repair: None where all of it is exact. traceparent: the span
-    that the request is part of, as W3C Trace Context writes it; empty where it is not traced.
-    compute_s: seconds that computing what follows is predicted to take; None: not known.
-    deadline_s: seconds after which what has not come is computed.
-    """
+    """Load the KV of prompt tokens [first, end) into a request's blocks."""
 
     request_id: str
-    spans: tuple[Span, ...]
+    # Ascending. The worker fetches whole variants, and may write only a part of the first and last.
+    spans: tuple[VariantSpan, ...]
     first: int
     end: int
+    # The request's block table, at least up to end.
     blocks: tuple[int, ...]
+    # Access domain of the plan.
     domain: str
-    repair: Repair | None = None
+    # None: all of the load is exact.
+    recompute: RecomputeJob | None = None
+    # W3C trace context of the request's span. Empty: the request is not traced.
     traceparent: str = ""
+    # Predicted seconds to compute the tokens after end. None: unknown.
     compute_s: float | None = None
+    # After this many seconds the worker stops waiting and computes what has not arrived.
     deadline_s: float = LOAD_DEADLINE_S
 
-    def part(self, span: Span) -> tuple[int, int]:
-        """What of a span is written: positions from the first until the second."""
+    def written_range(self, span: VariantSpan) -> tuple[int, int]:
+        """Return the positions [start, end) of a span that the worker writes."""
         return max(span.start, self.first), min(span.end, self.end)
 
-    def may_lack(self, span: Span) -> bool:
-        """Whether what span has can be computed later, when the load is mended."""
-        return self.repair is not None and max(span.start, self.first) >= self.repair.exact_end
+    def can_recompute(self, span: VariantSpan) -> bool:
+        """Tell whether the worker can compute a span after the load, if it does not arrive."""
+        if self.recompute is None:
+            return False
+        return max(span.start, self.first) >= self.recompute.exact_end
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Save one variant from a request's blocks after this step's forward pass.
-
-    origin: all but its cost, which the worker measures. as_of: the deletes that the lookup knew of
-    which the computation was planned on, by the shard's address. traceparent: as of a LoadJob.
-    """
+    """Save one variant from a request's blocks after this step's forward pass."""
 
     request_id: str
-    span: Span
+    span: VariantSpan
     info: VariantInfo
+    # Without the compute cost, which the worker measures.
     origin: Origin
+    # By shard address: the deletes that the shard knew when the prompt's lookup was answered.
     as_of: Mapping[str, AsOf]
     blocks: tuple[int, ...]
+    # As in LoadJob.
     traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveJob:
-    """See what chunks of a request that has ended took from those before them.
+    """Measure how the chunks of a finished request attend to the chunks before them.
 
-    Its blocks are kept until this is done or given up. token_ids: of the prompt, up to the last
-    chunk's end. segments: ascending without gaps from position 0, the template first, then a chunk
-    each. chunks: key of each segment. saves: what was saved of the request, by the place of its
-    segment.
+    The scheduler keeps the request's blocks until the worker has finished or aborted the job.
     """
 
     request_id: str
+    # The prompt, up to the end of the last observed chunk.
     token_ids: Sequence[int]
     blocks: tuple[int, ...]
+    # Ascending and without gaps from position 0: the template first, then one range per chunk.
     segments: tuple[range, ...]
+    # Chunk key of each segment.
     chunks: tuple[ChunkKey, ...]
+    # The request's saves by the index of their segment.
     saves: Mapping[int, SaveJob]
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
-    """A request's prompt tokens [first, end) that the step's forward pass computes."""
+class ComputedRange:
+    """Prompt tokens [first, end) of a request that the step's forward pass computes."""
 
     request_id: str
     first: int
@@ -136,63 +145,61 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class StepJobs:
-    """Scheduler to worker.
-
-    let_go: of all blocks that are kept for observing; vLLM needs them. ended: requests whose blocks
-    may be others' in this step. computing: of requests with a plan. num_tokens: of every request
-    that runs in the step; prompt_tokens: those of prompts, as far as is known. work: what computing
-    all of them is (``ReuseCosts.work``), which comes back with the seconds that it took.
-    """
+    """What the scheduler asks of the worker in one step."""
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
-    let_go: bool = False
-    ended: tuple[str, ...] = ()
-    computing: tuple[Computing, ...] = ()
+    # vLLM needs the blocks that are kept for observing: release all of them.
+    release_kept_blocks: bool = False
+    # Requests that have ended. vLLM may give their blocks to other requests in this step.
+    finished_ids: tuple[str, ...] = ()
+    # Of tracked requests only.
+    computed: tuple[ComputedRange, ...] = ()
+    # Tokens of all requests in the step.
     num_tokens: int = 0
+    # Of num_tokens, the prompt tokens. An estimate for untracked requests.
     prompt_tokens: int = 0
+    # Size of the forward pass (``ReuseCosts.work``). It comes back with the seconds that it took.
     work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """What became of a LoadJob.
-
-    tokens: loaded and used, those that were repaired among them, holes and what did not come
-    included. num_bytes: fetched for them.
-    missing: the first variant that did not come, or None. reason: why it failed, or "".
-    lost: what did not come of a load that is mended; why_lost: values of these, by reason.
-    late: all of its time had passed before what did not come was given up.
-    blended: of tokens, those that are not exact.
-    repaired: tokens that were computed anew. repair_s: seconds that this took, waits included.
-    values_from, bytes_from: values that were written and their bytes, by where they came from.
-    """
+    """The result of a LoadJob."""
 
     request_id: str
+    # Prompt tokens that hold usable KV, recomputed and missing ones included.
     tokens: int
+    # Fetched for them.
     num_bytes: int
     seconds: float
-    missing: VariantKey | None
+    # The first variant that did not arrive.
+    missing_variant: VariantKey | None
+    # Why the load failed. Empty: it did not.
     reason: str
-    lost: tuple[range, ...] = ()
-    blended: int = 0
-    repaired: int = 0
-    repair_s: float = 0.0
-    why_lost: Mapping[str, int] = field(default_factory=dict)
-    late: bool = False
-    values_from: Mapping[str, int] = field(default_factory=dict)
-    bytes_from: Mapping[str, int] = field(default_factory=dict)
+    # Positions that did not arrive and that the worker recomputed.
+    missing_ranges: tuple[range, ...] = ()
+    # Of tokens, those that are not exact.
+    blended_tokens: int = 0
+    recomputed_tokens: int = 0
+    # Seconds of the recomputation, waits included.
+    recompute_s: float = 0.0
+    # Number of values behind missing_ranges, by reason.
+    missing_reasons: Mapping[str, int] = field(default_factory=dict)
+    # The load's whole deadline passed before the worker stopped waiting.
+    timed_out: bool = False
+    # Written values and their bytes, by tier: one of the worker's, or STORE_TIER.
+    values_by_tier: Mapping[str, int] = field(default_factory=dict)
+    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Worker to scheduler.
-
-    passes: work and seconds of passes that computed prompts. kept: values that have come to a tier
-    of the worker's, by its name, or left all: None.
-    """
+    """What the worker reports to the scheduler after a step."""
 
     outcomes: list[LoadOutcome] = field(default_factory=list)
+    # (work, seconds) of each pass that computed prompt tokens.
     passes: list[tuple[float, float]] = field(default_factory=list)
-    kept: Mapping[VariantKey, str | None] = field(default_factory=dict)
+    # By variant: the worker's tier that now stores it. None: none of them does any more.
+    tier_changes: Mapping[VariantKey, str | None] = field(default_factory=dict)

@@ -1,16 +1,16 @@
-"""What an engine does of a request: all of it, or one of its two halves."""
+"""Which part of a request an engine runs: all of it, or one half of a handoff."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
-class Role(StrEnum):
-    """An engine's part in requests that are handed over (``ReusePlan.handoff``).
+class EngineRole(StrEnum):
+    """An engine's part in requests with a handoff (``ReusePlan.handoff``).
 
-    By vLLM's own names for it (kv_role). Any engine serves whatever else it is asked.
+    The values are those of vLLM's ``kv_role``. An engine of any role serves all other requests.
     """
 
-    BOTH = "kv_both"  # hands nothing over, waits for nothing
-    PREFILL = "kv_producer"  # computes prompts and stores them to their last token but one
-    DECODE = "kv_consumer"  # waits for that and goes on from there
+    BOTH = "kv_both"  # takes part in no handoff
+    PREFILL = "kv_producer"  # computes a prompt and stores it, except for the last token
+    DECODE = "kv_consumer"  # waits until the store has the prompt, and decodes

@@ -27,8 +27,8 @@ A blend of 100 sources is compared with 100 blends that leave out one of them.
 class LoadPlanner:
     """Compares the predicted time to load a prompt's KV with the time to compute it."""
 
-    def __init__(self, config: EngineSettings, costs: ReuseCosts, tiers: TierMap) -> None:
-        self._config = config
+    def __init__(self, settings: EngineSettings, costs: ReuseCosts, tiers: TierMap) -> None:
+        self._settings = settings
         self._costs = costs
         self._tiers = tiers
 
@@ -49,9 +49,9 @@ class LoadPlanner:
         A load that takes several times as long as computing its tokens has failed in some way,
         and no longer saves time.
         """
-        longest_s = self._config.load_deadline_s
+        longest_s = self._settings.load_deadline_s
         compute_s = self._costs.predict_compute_s(first, end - first)
-        if compute_s is None or self._config.load_always or request.plan.trial:
+        if compute_s is None or self._settings.load_always or request.plan.trial:
             return longest_s
         return min(longest_s, max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * compute_s))
 
@@ -62,9 +62,9 @@ class LoadPlanner:
             return None, False
         first = max(num_local, found.exact_end)
         share = 1 - _num_missing(found, first) / max(1, found.end - first)
-        if found.end <= first or share < self._config.min_blend_share:
+        if found.end <= first or share < self._settings.min_blend_share:
             return None, False
-        if self._config.load_always or request.plan.trial:  # a trial measures the blend
+        if self._settings.load_always or request.plan.trial:  # a trial measures the blend
             return found, False
         reduced = self._reduced_blend(request, found, first)
         blends = [found] if reduced is None else [reduced, found]
@@ -130,7 +130,7 @@ class LoadPlanner:
         """
         stored, length, chain = request.stored or {}, len(request.token_ids), request.exact_chain
         loadable = [named for named in chain if named.segment.end > num_local]
-        if not loadable or self._config.load_always:
+        if not loadable or self._settings.load_always:
             return (chain[-1].segment.end if chain else 0), False
         sizes: Counter[str] = Counter()
         options = []

@@ -16,9 +16,9 @@ class LoadTracker:
     """Keeps a request's state in step with its load."""
 
     def __init__(
-        self, config: EngineSettings, costs: ReuseCosts, tiers: TierMap, planner: LoadPlanner
+        self, settings: EngineSettings, costs: ReuseCosts, tiers: TierMap, planner: LoadPlanner
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._costs = costs
         self._tiers = tiers
         self._planner = planner
@@ -109,7 +109,7 @@ class LoadTracker:
         request.approximate_after = exact_end if previous is None else min(exact_end, previous)
         scratch: tuple[int, ...] = ()
         if blend.recompute_tokens and reservation is not None:
-            tokens = min(len(request.token_ids) - end, self._config.question_tokens)
+            tokens = min(len(request.token_ids) - end, self._settings.question_tokens)
             scratch = reservation.allocate_scratch(request_id, tokens)
         return RecomputeJob(
             exact_end=exact_end,

@@ -116,9 +116,12 @@ class LookupExecutor:
     ) -> Future[LookupResult]:
         def run() -> LookupResult:
             parent = metadata(traceparent)
-            with self._tracer.start_child_of("lookup", parent, SpanKind.INTERNAL) as span, span.current():
+            with (
+                self._tracer.start_child_of("lookup", parent, SpanKind.INTERNAL) as span,
+                span.current(),
+            ):
                 result = self._look_up(make_segments(), plan)
-                num_held = sum(1 for variants in result.answer.variants if variants.held)
+                num_held = sum(1 for variants in result.answer.variants if variants.stored)
                 span.set(
                     segments=len(result.segments),
                     held=num_held,
@@ -137,14 +140,14 @@ class LookupExecutor:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = self._timeout_s
         if not (plan.blends and self.blending_enabled):
-            wants = [LookupKey.of(named.variant) for named in segments]
+            wants = [LookupKey.for_variant(named.variant) for named in segments]
             answer = self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=plan.domain)
             return LookupResult(segments, answer)
         deadline = time.monotonic() + timeout_s
         wants = [
             LookupKey(named.variant.chunk)
             if named.segment.action is Action.BLEND
-            else LookupKey.of(named.variant)
+            else LookupKey.for_variant(named.variant)
             for named in segments
         ]
         answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)

@@ -19,14 +19,14 @@ log = logging.getLogger("vllm.ragcache")
 class LookupCompletion:
     """Completes the lookups of requests. Not thread-safe."""
 
-    def __init__(self, config: EngineSettings, lookups: LookupExecutor) -> None:
-        self._config = config
+    def __init__(self, settings: EngineSettings, lookups: LookupExecutor) -> None:
+        self._settings = settings
         self._lookups = lookups
-        self._wait_left_s = config.lookup_wait_s
+        self._wait_left_s = settings.lookup_wait_s
 
     def begin_step(self) -> None:
         """Renew the time that all requests together may wait in one step."""
-        self._wait_left_s = self._config.lookup_wait_s
+        self._wait_left_s = self._settings.lookup_wait_s
 
     def try_complete(self, request: RequestState) -> bool:
         """Store the answer in the request. Return False if the lookup is still in flight."""
@@ -58,7 +58,7 @@ class LookupCompletion:
         try:
             result = request.lookup.result(timeout=wait_s)
         except FutureTimeoutError:
-            if time.monotonic() - request.lookup_started < self._config.lookup_deadline_s:
+            if time.monotonic() - request.lookup_started < self._settings.lookup_deadline_s:
                 return False
             request.lookup.cancel()
             return _complete_without_answer(request, "lookup timed out")
@@ -112,6 +112,4 @@ def _record_first_miss(request: RequestState) -> None:
     """Record why the first missing variant is missing. What comes after it is of no use."""
     missing = request.segments[len(request.exact_chain) :]
     if missing and not request.record.miss:
-        request.record.miss = miss_reason(
-            request.misses.get(missing[0].variant, Miss.NEVER_STORED)
-        )
+        request.record.miss = miss_reason(request.misses.get(missing[0].variant, Miss.NEVER_STORED))

@@ -1,4 +1,4 @@
-"""Plans that are not acted on: how many, and a line of log now and then."""
+"""Counts the plans that the connector refuses, and logs some of them."""
 
 from __future__ import annotations
 
@@ -13,48 +13,52 @@ from ragcache_core.errors import RagCacheError
 
 log = logging.getLogger("vllm.ragcache")
 
-SAY_EVERY_S: Final = 10.0
-"""Whoever reaches the engine can send as many as they like, and a log has an end."""
-_MOST_CHARS: Final = 300
-"""Of an error, which may repeat what was sent."""
+LOG_INTERVAL_S: Final = 10.0
+"""At most one log line in this time: any client of the engine can send refused plans."""
+_MAX_ERROR_CHARS: Final = 300
+"""An error may repeat what the client sent."""
 
 
-class Refusal(StrEnum):
-    """Why a plan is not acted on, as metrics say it."""
+class RefusalReason(StrEnum):
+    """Why the connector refuses a plan. The values are labels of a metric."""
 
-    UNSEALED = "unsealed"
-    FORGED = "forged"  # its seal is not a gateway's, or is of another plan or prompt
+    UNSIGNED = "unsigned"
+    FORGED = "forged"  # the signature is not a gateway's, or belongs to another plan or prompt
     INVALID = "invalid"
 
 
 class RefusedPlans:
-    """Counts them; for one thread. clock: seconds."""
+    """Counts refused plans. Not thread-safe.
+
+    Args:
+        clock: Returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counts: Counter[str] = Counter()
-        self._unsaid = 0
-        self._say_from = float("-inf")
+        self._num_unlogged = 0
+        self._next_log_s = float("-inf")
 
-    def add(self, request_id: str, why: Refusal, error: Exception | None = None) -> None:
-        """Count one more, and say so if nothing was said lately. error: what was found wrong."""
-        self._counts[why.value] += 1
+    def add(self, request_id: str, reason: RefusalReason, error: Exception | None = None) -> None:
+        """Count one more refused plan, and log it unless another was logged just before."""
+        self._counts[reason.value] += 1
         now = self._clock()
-        if now < self._say_from:
-            self._unsaid += 1
+        if now < self._next_log_s:
+            self._num_unlogged += 1
             return
         log.warning(
-            "the plan of request %s is %s and dropped%s%s",
+            "scheduler: plan refused request=%s reason=%s%s%s",
             request_id,
-            why.value,
-            f": {error!s:.{_MOST_CHARS}}" if error else "",
-            f"; {self._unsaid} more since the last such line" if self._unsaid else "",
-            # What nobody foresaw is ours to look into.
+            reason.value,
+            f" error={error!s:.{_MAX_ERROR_CHARS}}" if error else "",
+            f" since_last_line={self._num_unlogged}" if self._num_unlogged else "",
+            # Log a traceback for errors that are not ours.
             exc_info=None if isinstance(error, RagCacheError) else error,
         )
-        self._unsaid, self._say_from = 0, now + SAY_EVERY_S
+        self._num_unlogged, self._next_log_s = 0, now + LOG_INTERVAL_S
 
     def take(self) -> Counter[str]:
-        """How many since the last call, by reason."""
+        """Return how many plans were refused since the last call, by reason."""
         counts, self._counts = self._counts, Counter()
         return counts

@@ -29,14 +29,14 @@ class RequestIntake:
     """Turns vLLM's new requests into ``RequestState``. No exception leaves its methods."""
 
     def __init__(
-        self, config: EngineSettings, space: KVSpace, lookups: LookupExecutor, role: EngineRole
+        self, settings: EngineSettings, space: KVSpace, lookups: LookupExecutor, role: EngineRole
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._space = space
         self._lookups = lookups
         self._role = role
         self._refused = RefusedPlans()
-        if config.signing_key_file is None:
+        if settings.signing_key_file is None:
             log.warning(
                 "scheduler: RAGCACHE_SIGNING_KEY_FILE is not set, so any client can send a plan"
                 " for any access domain"
@@ -63,7 +63,7 @@ class RequestIntake:
             traceparent: W3C trace context of the request's span. Empty: it is not traced.
         """
         if not isinstance(params, dict) or (plan_json := params.get(PLAN_FIELD)) is None:
-            if self._config.plain_prefixes and cacheable and len(token_ids) >= PIECE_TOKENS:
+            if self._settings.plain_prefixes and cacheable and len(token_ids) >= PIECE_TOKENS:
                 return self._accept_plain(request_id, token_ids, cache_salt, traceparent)
             return None
         try:
@@ -153,7 +153,7 @@ class RequestIntake:
         lookup = self._lookups.start_planned(plan, all_segments, traceparent)
         request = RequestState(plan, token_ids, all_segments, lookup, now)
         if self._role is EngineRole.DECODE:
-            request.handoff = HandoffPolling(now, now + self._config.handoff_wait_s)
+            request.handoff = HandoffPolling(now, now + self._settings.handoff_wait_s)
             # If this engine has to compute after all, other requests can use the plan's chunks.
             # The rest of the prompt is of use to no other request.
             request.num_savable = len(segments)
@@ -163,9 +163,9 @@ class RequestIntake:
         self, plan: object, token_ids: Sequence[int], signature: object
     ) -> RefusalReason | None:
         """Return why to refuse a plan. None: its signature is valid, or none is required."""
-        if self._config.signing_key_file is None:
+        if self._settings.signing_key_file is None:
             return None
         if signature is None:
             return RefusalReason.UNSIGNED
-        keys = self._config.signing_key_file.current()
+        keys = self._settings.signing_key_file.current()
         return None if is_signed(plan, token_ids, signature, keys) else RefusalReason.FORGED

@@ -44,7 +44,7 @@ class ConnectorScheduler:
     them, because vLLM ends the engine on one.
 
     Args:
-        config: The engine's settings.
+        settings: The engine's settings.
         space: KV space of the model.
         records: Where to put the records of requests.
         client: The store.
@@ -54,7 +54,7 @@ class ConnectorScheduler:
 
     def __init__(
         self,
-        config: EngineSettings,
+        settings: EngineSettings,
         space: KVSpace,
         records: RequestRecords,
         client: ShardedStore,
@@ -62,15 +62,15 @@ class ConnectorScheduler:
         tracer: Tracer | None = None,
         role: EngineRole = EngineRole.BOTH,
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._records = records
         self._costs = costs
         self._tiers = TierMap(space)
-        self._lookups = LookupExecutor(client, space, config.lookup_deadline_s, tracer)
-        self._intake = RequestIntake(config, space, self._lookups, role)
-        self._completion = LookupCompletion(config, self._lookups)
-        self._load_planner = LoadPlanner(config, costs, self._tiers)
-        self._load_tracker = LoadTracker(config, costs, self._tiers, self._load_planner)
+        self._lookups = LookupExecutor(client, space, settings.lookup_deadline_s, tracer)
+        self._intake = RequestIntake(settings, space, self._lookups, role)
+        self._completion = LookupCompletion(settings, self._lookups)
+        self._load_planner = LoadPlanner(settings, costs, self._tiers)
+        self._load_tracker = LoadTracker(settings, costs, self._tiers, self._load_planner)
         self._save_planner = SavePlanner(space)
         self._reservation: BlockReservation | None = None
         self._requests: dict[str, RequestState] = {}
@@ -126,7 +126,9 @@ class ConnectorScheduler:
             try:
                 tokens = self._loadable_tokens(request, num_local)
             except Exception:
-                log.exception("scheduler: no load planned, prompt is computed request=%s", request_id)
+                log.exception(
+                    "scheduler: no load planned, prompt is computed request=%s", request_id
+                )
                 request.load_failed, request.pending_load = True, None
         # With an answer vLLM allocates blocks next. If that fails, it does not call on_allocated.
         self._awaiting_blocks = request_id if tokens is not None else None
@@ -284,7 +286,7 @@ class ConnectorScheduler:
             request.record.count_local(num_local)
         if request.load_failed or request.lookup is None:
             return 0
-        if len(request.token_ids) - 1 - num_local < self._config.min_load_tokens:
+        if len(request.token_ids) - 1 - num_local < self._settings.min_load_tokens:
             request.handoff = None  # so few tokens are computed in any case
         if request.stored is None and not self._completion.try_complete(request):
             return None
@@ -294,15 +296,13 @@ class ConnectorScheduler:
             request.adopt(decision)
         # The last token is always computed: its output is the first token of the answer.
         end = min(decision.end, len(request.token_ids) - 1)
-        if end - num_local < self._config.min_load_tokens:
+        if end - num_local < self._settings.min_load_tokens:
             request.pending_load = None
             return 0
         request.pending_load = (num_local, end)
         return end - num_local
 
-    def _start_load(
-        self, request_id: str, request: RequestState, blocks: tuple[int, ...]
-    ) -> None:
+    def _start_load(self, request_id: str, request: RequestState, blocks: tuple[int, ...]) -> None:
         assert request.pending_load is not None
         first, end = load = request.pending_load
         request.pending_load, request.missing_ranges = None, ()

@@ -38,9 +38,9 @@ def find_candidates(
         timeout_s: Bounds the request. A candidate whose observation does not arrive has none.
     """
     stored = {
-        index: _limit(found.held, named.variant)
+        index: _limit(found.stored, named.variant)
         for index, (named, found) in enumerate(zip(segments, answer.variants, strict=True))
-        if named.segment.action is Action.BLEND and found.held
+        if named.segment.action is Action.BLEND and found.stored
     }
     all_stored = [entry for entries in stored.values() for entry in entries]
     observations = _observations(client, all_stored, domain, timeout_s)

@@ -1,4 +1,4 @@
-"""What became of loads, and of plans that led to none, counted."""
+"""Counts loads, computed tokens, refused plans, and values in the engine's own tiers."""
 
 from __future__ import annotations
 
@@ -9,68 +9,70 @@ from typing import Any
 
 from ragcache_engine.protocol.messages import LoadOutcome
 
-EXACT, BLENDED, REPAIRED, COMPUTED = "exact", "blended", "repaired", "computed"
+EXACT, BLENDED, RECOMPUTED, COMPUTED = "exact", "blended", "recomputed", "computed"
+"""Kinds of prompt tokens, by where their KV came from.
+
+EXACT: loaded, and exact. BLENDED: loaded, not exact, and not recomputed. RECOMPUTED: recomputed by
+the connector before vLLM scheduled the request. COMPUTED: computed by vLLM's own prefill.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """Since they were asked for last, by the name of the tier.
+    """Changes of the engine's own tiers since the last report, by the name of the tier."""
 
-    evicted: values that left it. held_bytes: in it now, where that has changed.
-    """
-
+    # Values that left the tier.
     evicted: Mapping[str, int]
+    # Bytes in the tier now. Tiers that have not changed are left out.
     held_bytes: Mapping[str, int]
 
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Of some loads that ended, and of passes.
+    """Counts since the last report. They cross processes as plain types (``to_dict``)."""
 
-    tokens: of prompts, by kind: EXACT, BLENDED (not exact, and left as they were), REPAIRED
-    (computed anew before their request was taken up), COMPUTED (in vLLM's own prefill).
-    failures: of loads, and of values that a load was mended without, by reason. load_s, repair_s:
-    seconds of each load, and of each repair.
-    refused: plans that were not acted on, by reason. values_from, bytes_from: values that were
-    loaded and their bytes, by where they came from: a tier of the worker's, or the store. evicted:
-    values that left a tier; held_bytes: of values in each now.
-    """
-
+    # Prompt tokens by kind.
     tokens: Counter[str] = field(default_factory=Counter)
+    # Failed loads, and values that a load recomputed because they did not arrive, by reason.
     failures: Counter[str] = field(default_factory=Counter)
+    # Seconds of each load, and of each recomputation.
     load_s: list[float] = field(default_factory=list)
-    repair_s: list[float] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-
-    values_from: Counter[str] = field(default_factory=Counter)
-    bytes_from: Counter[str] = field(default_factory=Counter)
+    recompute_s: list[float] = field(default_factory=list)
+    # By reason.
+    refused_plans: Counter[str] = field(default_factory=Counter)
+    # Loaded values and their bytes, by tier: one of the engine's own, or the store.
+    values_by_tier: Counter[str] = field(default_factory=Counter)
+    bytes_by_tier: Counter[str] = field(default_factory=Counter)
+    # As in TierCounts.
     evicted: Counter[str] = field(default_factory=Counter)
     held_bytes: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.load_s or self.tokens or self.refused or self.evicted or self.held_bytes)
+        return bool(
+            self.load_s or self.tokens or self.refused_plans or self.evicted or self.held_bytes
+        )
 
     def add(self, outcome: LoadOutcome) -> None:
-        """Count one more."""
-        self.tokens[EXACT] += outcome.tokens - outcome.blended
-        self.tokens[BLENDED] += max(0, outcome.blended - outcome.repaired)
-        self.tokens[REPAIRED] += outcome.repaired
+        """Count one load."""
+        self.tokens[EXACT] += outcome.tokens - outcome.blended_tokens
+        self.tokens[BLENDED] += max(0, outcome.blended_tokens - outcome.recomputed_tokens)
+        self.tokens[RECOMPUTED] += outcome.recomputed_tokens
         if outcome.reason:
             self.failures[outcome.reason] += 1
-        self.failures.update(outcome.why_lost)
+        self.failures.update(outcome.missing_reasons)
         self.load_s.append(outcome.seconds)
-        self.values_from.update(outcome.values_from)
-        self.bytes_from.update(outcome.bytes_from)
-        if outcome.repair_s:
-            self.repair_s.append(outcome.repair_s)
+        self.values_by_tier.update(outcome.values_by_tier)
+        self.bytes_by_tier.update(outcome.bytes_by_tier)
+        if outcome.recompute_s:
+            self.recompute_s.append(outcome.recompute_s)
 
     def add_pass(self, prompt_tokens: int) -> None:
-        """Count tokens of prompts that a pass has computed."""
+        """Count the prompt tokens that one pass computed."""
         if prompt_tokens:
             self.tokens[COMPUTED] += prompt_tokens
 
     def add_tiers(self, counts: TierCounts) -> None:
-        """Count what became of values in the worker's own tiers."""
+        """Count the changes of the engine's own tiers."""
         self.evicted.update(counts.evicted)
         self.held_bytes.update(counts.held_bytes)
 
@@ -79,51 +81,52 @@ class LoadCounts:
             self.tokens + other.tokens,
             self.failures + other.failures,
             self.load_s + other.load_s,
-            self.repair_s + other.repair_s,
-            self.refused + other.refused,
-            self.values_from + other.values_from,
-            self.bytes_from + other.bytes_from,
+            self.recompute_s + other.recompute_s,
+            self.refused_plans + other.refused_plans,
+            self.values_by_tier + other.values_by_tier,
+            self.bytes_by_tier + other.bytes_by_tier,
             self.evicted + other.evicted,
             self.held_bytes | other.held_bytes,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, which cross processes; ``from_dict`` reads it back."""
+        """Return the counts in plain types."""
         return {
             "tokens": dict(self.tokens),
             "failures": dict(self.failures),
             "load_s": list(self.load_s),
-            "repair_s": list(self.repair_s),
-            "refused": dict(self.refused),
-            "values_from": dict(self.values_from),
-            "bytes_from": dict(self.bytes_from),
+            "recompute_s": list(self.recompute_s),
+            "refused_plans": dict(self.refused_plans),
+            "values_by_tier": dict(self.values_by_tier),
+            "bytes_by_tier": dict(self.bytes_by_tier),
             "evicted": dict(self.evicted),
             "held_bytes": dict(self.held_bytes),
         }
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> LoadCounts:
-        """Of nothing where nothing is there."""
+        """Return the counts that ``to_dict`` wrote. An empty mapping means none."""
         return cls(
             Counter(value.get("tokens", {})),
             Counter(value.get("failures", {})),
             list(value.get("load_s", ())),
-            list(value.get("repair_s", ())),
-            Counter(value.get("refused", {})),
-            Counter(value.get("values_from", {})),
-            Counter(value.get("bytes_from", {})),
+            list(value.get("recompute_s", ())),
+            Counter(value.get("refused_plans", {})),
+            Counter(value.get("values_by_tier", {})),
+            Counter(value.get("bytes_by_tier", {})),
             Counter(value.get("evicted", {})),
             dict(value.get("held_bytes", {})),
         )
 
     def summary(self) -> dict[str, int | float]:
-        """What is worth a line of log."""
+        """Return what vLLM's log line shows."""
+        tokens = {f"{kind} tokens": count for kind, count in sorted(self.tokens.items()) if count}
         return {
             "loads": len(self.load_s),
-            **{f"{kind} tokens": count for kind, count in sorted(self.tokens.items()) if count},
+            **tokens,
             **{f"failed, {reason}": count for reason, count in sorted(self.failures.items())},
-            **{f"plans {why}": count for why, count in sorted(self.refused.items())},
-            **{f"values from {where}": count for where, count in sorted(self.values_from.items())},
+            **{f"plans {reason}": count for reason, count in sorted(self.refused_plans.items())},
+            **{f"values from {tier}": count for tier, count in sorted(self.values_by_tier.items())},
             "load seconds": round(sum(self.load_s), 3),
-            "repair seconds": round(sum(self.repair_s), 3),
+            "recompute seconds": round(sum(self.recompute_s), 3),
         }

@@ -1,12 +1,14 @@
-"""The engine's own record of its requests, and of what they cost, served over gRPC.
+"""Keeps records of the engine's latest requests, and serves them and the engine's costs over gRPC.
 
-Streamed replies carry no record; what costs are is for those who choose among engines.
+vLLM's streamed completions carry no connector output, so a gateway asks for a record after the
+first token. It also asks for costs, to choose among engines.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
@@ -15,108 +17,113 @@ import grpc
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.errors import NotFound
-from ragcache_core.identity.variant import Miss
+from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
 
 CAPACITY = 4096
-"""Records kept; a gateway asks for one within moments of the first token."""
+"""Number of records kept. A gateway asks for one right after the first token."""
 
 
 @dataclass(slots=True)
-class Record:
-    """Where a request's time went, in seconds, and where its KV came from.
-
-    holes: places of the plan's segments that the repair computed: nothing of them was held or came.
-    loaded_from: position of the first token that was loaded. slower: less was loaded than is held,
-    because computing the rest is faster; else miss says why.
-    """
+class RequestRecord:
+    """Where a request's time went, and where its KV came from."""
 
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0
     prompt_tokens: int = 0
     local_tokens: int = 0
+    # Position of the first loaded token.
     loaded_from: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
+    # Of loaded_tokens, those that are not exact.
     blended_tokens: int = 0
-    repaired_tokens: int = 0
-    repair_s: float = 0.0
-    holes: tuple[int, ...] = ()
+    recomputed_tokens: int = 0
+    recompute_s: float = 0.0
+    # Indexes of the plan's segments that the engine recomputed because no variant was loaded.
+    missing_chunks: tuple[int, ...] = ()
     miss: str = ""
-    slower: bool = False
+    # The request loaded less than the store has, because computing the rest is faster.
+    compute_is_faster: bool = False
 
     @property
-    def why(self) -> str:
-        """What was not loaded was not for this reason; empty where nothing was missing."""
-        return "computing is faster" if self.slower else self.miss
+    def reported_miss(self) -> str:
+        """Return why the request did not load more. Empty: it loaded all that was planned."""
+        return "computing is faster" if self.compute_is_faster else self.miss
 
     def begin_load(self, first: int) -> None:
-        """Tokens from first on are about to be loaded, and nothing has come yet."""
+        """Reset what depends on a load: one of the tokens from ``first`` on begins."""
         self.local_tokens = self.loaded_from = first
         self.loaded_tokens = self.loaded_bytes = 0
-        self._forget_repair()
+        self._reset_blend()
+
+    def end_load(self, outcome: LoadOutcome, missing_chunks: Sequence[int]) -> None:
+        """Record the outcome of a load."""
+        self.loaded_tokens = outcome.tokens
+        self.loaded_bytes = outcome.num_bytes if outcome.tokens else 0
+        self.blended_tokens = outcome.blended_tokens
+        self.recomputed_tokens = outcome.recomputed_tokens
+        self.recompute_s = outcome.recompute_s
+        self.missing_chunks = tuple(missing_chunks)
+        if outcome.reason:
+            self.miss, self.compute_is_faster = outcome.reason, False
 
     def count_local(self, num_local: int) -> None:
-        """The engine holds the first num_local tokens itself.
+        """Record that vLLM has the first num_local tokens cached.
 
-        After a preemption what was loaded may be among them, and counts once. What is not held any
-        more is missing from the end, where what is blended lies; how much of that was repaired is
-        not known, but no more than all of what is left.
+        After a preemption they may include loaded tokens, which count once. What vLLM has dropped
+        was at the end, where the blend is. How many of the remaining blended tokens were recomputed
+        is unknown, so the record assumes the most.
         """
         kept = max(0, min(self.loaded_tokens, num_local - self.loaded_from))
         self.blended_tokens = max(0, self.blended_tokens - (self.loaded_tokens - kept))
-        self.repaired_tokens = min(self.repaired_tokens, self.blended_tokens)
+        self.recomputed_tokens = min(self.recomputed_tokens, self.blended_tokens)
         self.loaded_tokens, self.local_tokens = kept, num_local - kept
         if not kept:
             self.loaded_bytes = 0
         if not self.blended_tokens:
-            self._forget_repair()
+            self._reset_blend()
 
-    def _forget_repair(self) -> None:
-        self.blended_tokens = self.repaired_tokens = 0
-        self.repair_s = 0.0
-        self.holes = ()
-
-
-def reason(miss: Miss) -> str:
-    """Why a variant was not served, in the words of a record."""
-    return miss.value.replace("_", " ")
+    def _reset_blend(self) -> None:
+        self.blended_tokens = self.recomputed_tokens = 0
+        self.recompute_s = 0.0
+        self.missing_chunks = ()
 
 
-class RecordBook:
-    """The latest CAPACITY records by the gateway's request id; safe to share between threads."""
+class RequestRecords:
+    """The latest CAPACITY records, by the gateway's request id. Thread-safe."""
 
     def __init__(self) -> None:
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, request: str, record: Record) -> None:
-        """Keep a record, forgetting the oldest beyond CAPACITY."""
+    def put(self, request: str, record: RequestRecord) -> None:
+        """Keep a record, and drop the oldest ones beyond CAPACITY."""
         with self._lock:
             self._records[request] = record
             self._records.move_to_end(request)
             while len(self._records) > CAPACITY:
                 self._records.popitem(last=False)
 
-    def get(self, request: str) -> Record | None:
-        """The record of request, or None."""
+    def get(self, request: str) -> RequestRecord | None:
+        """Return the record of a request, or None."""
         with self._lock:
             return self._records.get(request)
 
 
 class _EngineServicer(engine_pb2_grpc.EngineServicer):
-    def __init__(self, book: RecordBook, costs: ReuseCosts) -> None:
-        self._book = book
+    def __init__(self, records: RequestRecords, costs: ReuseCosts) -> None:
+        self._records = records
         self._costs = costs
 
     def GetRequestRecord(  # noqa: N802  name given by the protocol
         self, request: pb.GetRequestRecordRequest, context: Any
     ) -> pb.RequestRecord:
-        record = self._book.get(request.request)
+        record = self._records.get(request.request)
         if record is None:
             error = NotFound("request record", request.request, "ask right after the answer")
             code, message, fields = to_status(error)
@@ -133,10 +140,10 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             loaded_tokens=record.loaded_tokens,
             loaded_bytes=record.loaded_bytes,
             blended_tokens=record.blended_tokens,
-            repaired_tokens=record.repaired_tokens,
-            repair_s=record.repair_s,
-            holes=record.holes,
-            miss=record.why,
+            recomputed_tokens=record.recomputed_tokens,
+            recompute_s=record.recompute_s,
+            missing_chunks=record.missing_chunks,
+            miss=record.reported_miss,
         )
 
     def GetCosts(self, request: pb.GetCostsRequest, context: Any) -> pb.Costs:  # noqa: N802
@@ -144,8 +151,8 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
         reply = pb.Costs(
             correction=costs.correction,
             loads=[
-                pb.LoadCost(tier=place, latency_s=latency_s, bytes_per_s=bytes_per_s)
-                for place, (latency_s, bytes_per_s) in costs.bandwidths().items()
+                pb.LoadCost(tier=tier, latency_s=latency_s, bytes_per_s=bytes_per_s)
+                for tier, (latency_s, bytes_per_s) in costs.tier_bandwidths().items()
             ],
         )
         if (profile := costs.profile) is not None:
@@ -156,13 +163,14 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
         return reply
 
 
-def serve(book: RecordBook, costs: ReuseCosts, listen: str) -> grpc.Server:
-    """Serve both at listen ("host:port") until the returned server is stopped.
+def serve_records(records: RequestRecords, costs: ReuseCosts, listen: str) -> grpc.Server:
+    """Serve records and costs at listen ("host:port") until the returned server is stopped.
 
-    Raises RuntimeError when the address is taken.
+    Raises:
+        RuntimeError: The address is in use.
     """
     server = grpc.server(futures.ThreadPoolExecutor(2, "records"), options=SERVER_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(_EngineServicer(book, costs), server)
+    engine_pb2_grpc.add_EngineServicer_to_server(_EngineServicer(records, costs), server)
     server.add_insecure_port(listen)
     server.start()
     return server

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
+from ragcache_engine.kv_cache.block_writer import BlockWriter
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.incoming_value import IncomingValue, NativeValue
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
 from ragcache_engine.protocol.messages import LoadJob, RecomputeJob, VariantSpan
-from ragcache_engine.kv_cache.block_writer import BlockWriter
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -60,7 +60,9 @@ def make_job(name: str, blocks: Sequence[int], compute_s: float | None = None) -
 
 def make_arrival(job: LoadJob) -> IncomingValue:
     value = torch.arange(1, LENGTH + 1).float().view(1, 1, LENGTH, 1, 1)
-    return IncomingValue(job.spans[0], NativeValue(value.expand(LAYERS, 2, LENGTH, 1, 1).contiguous()))
+    return IncomingValue(
+        job.spans[0], NativeValue(value.expand(LAYERS, 2, LENGTH, 1, 1).contiguous())
+    )
 
 
 class Bench:
@@ -88,7 +90,7 @@ def test_every_layer_is_there_when_it_is_needed(depths: list[int]) -> None:
         assert bench.layers_of(job) == [True] * depth + [False] * (LAYERS - depth)
     bench.layering.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
         assert all(bench.layers_of(job)[layer] for job in jobs)
     assert bench.layering.end_pass() == []
     assert all(all(bench.layers_of(job)) for job in jobs)
@@ -101,7 +103,7 @@ def test_what_was_written_is_not_written_again() -> None:
     for _ in range(2):
         bench.layering.begin_pass()
         for layer in range(LAYERS):
-            bench.layering.layer_needed(layer)
+            bench.layering.wait_for_layer(layer)
         assert bench.layering.end_pass() == []
         bench.cache.held[:] = 0
     assert bench.layers_of(job) == [False] * LAYERS
@@ -111,12 +113,12 @@ def test_of_a_request_that_has_ended_nothing_is_written_in_a_pass() -> None:
     """Its blocks are another's by then."""
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
-    assert bench.layering.settle(["a", "never heard of"]) == []
+    assert bench.layering.write_deferred(["a", "never heard of"]) == []
     assert bench.layers_of(job) == [True] * LAYERS
     bench.cache.held[:] = 0
     bench.layering.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
     assert bench.layering.end_pass() == []
     assert not bench.cache.held.any()
 
@@ -125,7 +127,7 @@ def test_passes_of_our_own_complete_nothing() -> None:
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
     for layer in range(LAYERS):
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
     assert bench.layers_of(job) == [True, False, False, False]
 
 
@@ -137,7 +139,7 @@ def test_a_pass_that_does_not_ask_for_each_layer_is_known_to_be_wrong(asked: Seq
         bench.load(job)
     bench.layering.begin_pass()
     for layer in asked:
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
     assert bench.layering.end_pass() == jobs
     later = make_job("later", blocks_of(3))
     bench.load(later)
@@ -153,7 +155,7 @@ def test_a_layer_that_cannot_be_written_makes_its_pass_wrong() -> None:
     bench.cache.broken_layer = 2
     assert bench.layering.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
     bench.cache.broken_layer = None
     assert bench.layering.end_pass() == [job]
     assert all(bench.layers_of(job)), "not all who have the blocks hear that they were bad"
@@ -167,9 +169,9 @@ def test_what_cannot_be_settled_is_told() -> None:
     for job in jobs:
         bench.load(job)
     bench.cache.broken_layer = 3
-    assert bench.layering.settle(["0"]) == [jobs[0]]
+    assert bench.layering.write_deferred(["0"]) == [jobs[0]]
     bench.cache.broken_layer = None
-    assert bench.layering.settle(["0", "1"]) == []
+    assert bench.layering.write_deferred(["0", "1"]) == []
     assert bench.layers_of(jobs[1]) == [True] * LAYERS
 
 
@@ -178,14 +180,14 @@ def test_what_is_put_off_during_a_pass_is_for_the_next_one() -> None:
     bench.load(first := make_job("a", blocks_of(0)))
     bench.layering.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
     bench.load(second := make_job("b", blocks_of(1)))
     assert bench.layering.end_pass() == []
     assert all(bench.layers_of(first))
     assert bench.layers_of(second) == [True, False, False, False]
     bench.layering.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.layer_needed(layer)
+        bench.layering.wait_for_layer(layer)
     assert bench.layering.end_pass() == []
     assert all(bench.layers_of(second))
 

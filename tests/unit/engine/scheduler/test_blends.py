@@ -112,7 +112,9 @@ class Engine:
 
     def __init__(self, **settings: Any) -> None:
         self.store, self.pool, self.book = FakeStore(), Pool(), RequestRecords()
-        config = EngineSettings(cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings)
+        config = EngineSettings(
+            cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings
+        )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
         self.side = ConnectorScheduler(config, SPACE, self.book, store, self.costs)
@@ -202,7 +204,11 @@ def test_chunks_come_from_wherever_they_were_computed(warm: Engine) -> None:
         (90, 140, 60),
     ]
     assert job.recompute is not None
-    assert (job.recompute.exact_end, job.recompute.missing, job.recompute.recompute_tokens) == (20, (), 24)
+    assert (job.recompute.exact_end, job.recompute.missing, job.recompute.recompute_tokens) == (
+        20,
+        (),
+        24,
+    )
     assert [(c.start, len(c.influence)) for c in job.recompute.chunks] == [
         (20, 30),
         (50, 40),
@@ -543,7 +549,7 @@ def test_a_blend_is_made_where_it_is_faster(warm: Engine, recompute_s: float, pa
         warm.finish("other")
         record = warm.book.get("other")
         assert record is not None
-        assert record.why == "computing is faster"
+        assert record.reported_miss == "computing is faster"
 
 
 def test_chunks_of_a_slow_tier_are_computed_and_the_others_are_blended(warm: Engine) -> None:
@@ -608,9 +614,17 @@ def test_a_store_that_is_late_again_is_not_waited_for(warm: Engine, mended: bool
     for number in range(TIMED_OUT_LOADS):
         warm.arrive(f"late-{number}", prompt_of(C, A, B))
         job = warm.load(f"late-{number}")
-        late = LoadOutcome(job.request_id, 0, 0, 2.0, job.spans[0].variant, "load late", timed_out=True)
+        late = LoadOutcome(
+            job.request_id, 0, 0, 2.0, job.spans[0].variant, "load late", timed_out=True
+        )
         if mended:
-            late = replace(late, tokens=job.end, reason="", missing_variant=None, missing_ranges=(range(80, 140),))
+            late = replace(
+                late,
+                tokens=job.end,
+                reason="",
+                missing_variant=None,
+                missing_ranges=(range(80, 140),),
+            )
         warm.side.on_outcomes([late])
     warm.arrive("blended", prompt_of(C, A, B))
     warm.arrive("exact", FIRST)

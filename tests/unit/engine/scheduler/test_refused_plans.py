@@ -48,15 +48,17 @@ def test_a_line_says_what_and_how_many_more(caplog: pytest.LogCaptureFixture) ->
     refused = RefusedPlans(lambda: now_s)
     with caplog.at_level(logging.WARNING, "vllm.ragcache"):
         refused.add("one", RefusalReason.INVALID, InvalidInput("ragcache.v", "is 2", "send 1"))
-        refused.add("two", RefusalReason.UNSEALED)
-        refused.add("three", RefusalReason.UNSEALED)
+        refused.add("two", RefusalReason.UNSIGNED)
+        refused.add("three", RefusalReason.UNSIGNED)
         now_s = LOG_INTERVAL_S
         refused.add("four", RefusalReason.FORGED)
         now_s *= 2
-        refused.add("five", RefusalReason.INVALID, InvalidInput("ragcache.v", "x" * 10_000, "send 1"))
+        refused.add(
+            "five", RefusalReason.INVALID, InvalidInput("ragcache.v", "x" * 10_000, "send 1")
+        )
     *short, long = caplog.messages
     assert len(long) < 400
     assert short == [
-        "the plan of request one is invalid and dropped: ragcache.v: is 2; send 1",
-        "the plan of request four is forged and dropped; 2 more since the last such line",
+        "scheduler: plan refused request=one reason=invalid error=ragcache.v: is 2; send 1",
+        "scheduler: plan refused request=four reason=forged since_last_line=2",
     ]

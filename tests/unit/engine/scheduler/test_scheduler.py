@@ -108,9 +108,7 @@ class Engine:
         )
         self.costs = ReuseCosts()
         store = cast("ShardedStore", self.store)
-        self.side = ConnectorScheduler(
-            config, SPACE, self.book, store, self.costs, role=role
-        )
+        self.side = ConnectorScheduler(config, SPACE, self.book, store, self.costs, role=role)
 
     def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
         plan = plan_exact(prompt, SPACE, "public", request_id).to_json()
@@ -285,7 +283,7 @@ def test_an_engine_that_has_waited_long_enough_computes_and_saves_the_chunks() -
     ends = [job.span.end for job in goes_on.saves("r", pieces=2)]
     assert ends == [PROMPT.head, *PROMPT.chunk_ends]
     goes_on.side.on_finished("r", BLOCKS)
-    assert goes_on.record("r").miss == "handoff late"
+    assert goes_on.record("r").miss == "handoff timed out"
 
 
 def test_nobody_waits_for_a_store_that_is_away_or_a_part_of_it_that_is_lost() -> None:
@@ -592,7 +590,7 @@ def test_what_computing_does_faster_is_not_loaded(warm: Engine) -> None:
         assert warm.side.loadable_tokens("slow", 0) == 0
     assert warm.prefill("slow") == []
     warm.side.on_finished("slow", ())
-    assert warm.record("slow").why == "computing is faster"
+    assert warm.record("slow").reported_miss == "computing is faster"
 
 
 def test_a_record_tells_of_the_last_decision_before_the_first_token(warm: Engine) -> None:
@@ -610,9 +608,9 @@ def test_a_record_tells_of_the_last_decision_before_the_first_token(warm: Engine
     warm.side.on_outcomes([LoadOutcome("r", tokens, 9, 0.01, None, "")])
     warm.prefill("r", PROMPT.chunk_ends[-1])
     warm.side.step([("r", LENGTH, 1)], lambda _: BLOCKS)
-    assert warm.record("r").why == ""
+    assert warm.record("r").reported_miss == ""
     warm.side.loadable_tokens("r", 0)
-    assert warm.record("r").why == ""
+    assert warm.record("r").reported_miss == ""
 
 
 def test_what_a_step_waits_for_lookups_is_bounded_for_all_of_them(
@@ -633,8 +631,8 @@ def test_what_a_step_waits_for_lookups_is_bounded_for_all_of_them(
             return LookupResult((), ShardedLookup((), AS_OF))
 
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("ragcache_engine.scheduler.scheduler.time", clock)
-    monkeypatch.setattr(LookupExecutor, "planned", lambda *_: Slow())
+    monkeypatch.setattr("ragcache_engine.scheduler.lookup_completion.time", clock)
+    monkeypatch.setattr(LookupExecutor, "start_planned", lambda *_: Slow())
     for number in range(5):
         engine.arrive(str(number))
     for number in range(5):
@@ -781,8 +779,8 @@ def test_a_sealed_plan_is_acted_on(strict: Engine) -> None:
 OTHER_PROMPT = assemble(range(20), [range(500, 540)], range(9))
 OURS, THEIRS = (plan_exact(PROMPT, SPACE, domain, "r") for domain in ("public", "tenant"))
 FORGED: dict[str, tuple[dict[str, Any], RefusalReason]] = {
-    "no seal": ({"ragcache": OURS.to_json()}, RefusalReason.UNSEALED),
-    "null": ({"ragcache": OURS.to_json(), "ragcache_signature": None}, RefusalReason.UNSEALED),
+    "no seal": ({"ragcache": OURS.to_json()}, RefusalReason.UNSIGNED),
+    "null": ({"ragcache": OURS.to_json(), "ragcache_signature": None}, RefusalReason.UNSIGNED),
     "another key": (params(OURS, key=OTHER_KEY), RefusalReason.FORGED),
     "another prompt": (params(OURS, OTHER_PROMPT), RefusalReason.FORGED),
     "another domain": (params(OURS) | {"ragcache": THEIRS.to_json()}, RefusalReason.FORGED),

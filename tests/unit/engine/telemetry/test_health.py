@@ -113,7 +113,7 @@ def test_a_hang_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture)
         server.now_s += LIMIT_S + 1
         server.ask()
     (record,) = caplog.records
-    assert "no step has ended for 10 s (RAGCACHE_HANG_S)" in record.getMessage()
+    assert "no step ended requests=1 limit_s=10 (RAGCACHE_HANG_S)" in record.getMessage()
 
 
 def test_where_steps_are_not_told_health_is_vllm_s(server: Server) -> None:

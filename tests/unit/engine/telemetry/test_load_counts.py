@@ -58,10 +58,10 @@ def test_refused_plans_of_two_steps_add_up(one: Counter[str], other: Counter[str
 def test_each_token_is_counted_once() -> None:
     counts = counts_of([LoadOutcome("r", 100, 1, 0.5, None, "", (), 60, 15, 0.1)])
     counts.add_pass(0)
-    assert counts.tokens == {"exact": 40, "blended": 45, "repaired": 15}
+    assert counts.tokens == {"exact": 40, "blended": 45, "recomputed": 15}
     assert (counts.load_s, counts.recompute_s, counts.failures) == ([0.5], [0.1], {})
     counts.add_pass(7)
-    assert counts.tokens == {"exact": 40, "blended": 45, "repaired": 15, "computed": 7}
+    assert counts.tokens == {"exact": 40, "blended": 45, "recomputed": 15, "computed": 7}
 
 
 def test_what_only_was_computed_is_worth_telling() -> None:

@@ -9,19 +9,27 @@ from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_core.identity.variant import Tier
-from ragcache_engine.telemetry.request_records import CAPACITY, RequestRecord, RequestRecords, serve
+from ragcache_engine.telemetry.request_records import (
+    CAPACITY,
+    RequestRecord,
+    RequestRecords,
+    serve_records,
+)
 from ragcache_wire.clients.engine_client import EngineClient
 
 
 async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     book = RequestRecords()
     address = f"127.0.0.1:{free_port()}"
-    server = serve(book, ReuseCosts(), address)
+    server = serve_records(book, ReuseCosts(), address)
     client = EngineClient(address)
     book.put(
-        "r", RequestRecord(queue_s=0.5, loaded_tokens=7, loaded_bytes=70, missing_chunks=(2, 5), miss="corrupt")
+        "r",
+        RequestRecord(
+            queue_s=0.5, loaded_tokens=7, loaded_bytes=70, missing_chunks=(2, 5), miss="corrupt"
+        ),
     )
-    book.put("slow", RequestRecord(miss="never stored", slower=True))
+    book.put("slow", RequestRecord(miss="never stored", compute_is_faster=True))
     assert (await client.request_record("slow")).miss == "computing is faster"
     record = await client.request_record("r")
     assert (record.queue_s, record.loaded_tokens, record.miss) == (0.5, 7, "corrupt")
@@ -36,7 +44,7 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
 async def test_what_prefills_and_loads_take_is_told() -> None:
     costs = ReuseCosts()
     address = f"127.0.0.1:{free_port()}"
-    server = serve(RequestRecords(), costs, address)
+    server = serve_records(RequestRecords(), costs, address)
     client = EngineClient(address)
     unknown = await client.costs()
     assert not unknown.HasField("prefill")

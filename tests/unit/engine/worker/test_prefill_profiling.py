@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
-from ragcache_engine.worker.prefill_profiling import write_profile, read_saved_profile, measure, profile_path
+from ragcache_engine.worker.prefill_profiling import (
+    measure_profile,
+    profile_path,
+    read_saved_profile,
+    write_profile,
+)
 
 BLOCK = 32
 
@@ -48,7 +53,7 @@ def taken(machine: Machine, **given: Any) -> PrefillProfile:
     cache: Any = machine
     recomputer: Any = machine
     asked = {"num_blocks": 100, "max_length": 2048, "budget_s": 5.0} | given
-    return measure(cache, recomputer, **asked)
+    return measure_profile(cache, recomputer, **asked)
 
 
 def test_a_quick_model_is_measured_up_to_a_whole_pass_and_a_whole_prompt() -> None:

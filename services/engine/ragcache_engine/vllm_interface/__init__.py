@@ -1,0 +1,1 @@
+"""What the connector needs of vLLM's own objects: checks at start, and block hashes."""

@@ -1,0 +1,115 @@
+"""Checks at start that the connector supports vLLM's configuration and the model's KV."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import KVSpace
+from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.roles import EngineRole
+from ragcache_wire.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:
+    """Check vLLM's configuration.
+
+    Raises:
+        InvalidInput: The connector does not support it.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.world_size_across_dp > 1:
+        raise InvalidInput(
+            "engines[].args", "ask for several ranks", "run one rank per engine, and more engines"
+        )
+    _check_model(vllm_config)
+    if vllm_config.speculative_config is not None and settings.layerwise:
+        # vLLM then asks for load errors of a pass before the pass has ended.
+        raise InvalidInput(
+            "RAGCACHE_LAYERWISE",
+            "is on together with speculative decoding",
+            "leave out one of the two",
+        )
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role == EngineRole.PREFILL and vllm_config.max_concurrent_batches > 1:
+        # vLLM assumes that a producer loads nothing, and gives a load blocks that the previous pass
+        # may still write to.
+        raise InvalidInput(
+            "engines[].args",
+            f"turn on asynchronous scheduling with kv_role {transfer.kv_role}",
+            "add --no-async-scheduling",
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise InvalidInput(
+            "kv_load_failure_policy",
+            f"is {transfer.kv_load_failure_policy!r}",
+            "set it to recompute: the engine can compute what it cannot load",
+        )
+
+
+def _check_model(vllm_config: VllmConfig) -> None:
+    model = vllm_config.model_config
+    quantized_in_folder = getattr(model.hf_config, "quantization_config", None) is not None
+    if model.hf_overrides or (model.quantization and not quantized_in_folder):
+        # Keys are a hash of the model's folder, which does not contain these options.
+        raise InvalidInput(
+            "engines[].args",
+            "set --hf-overrides or --quantization",
+            "make a model folder whose config.json has these settings",
+        )
+    if model.enable_sleep_mode:
+        # Sleep discards KV that the connector has yet to copy out.
+        raise InvalidInput("engines[].args", "set --enable-sleep-mode", "leave it out")
+    if vllm_config.cache_config.cache_dtype != "auto":
+        raise InvalidInput(
+            "engines[].args",
+            "set --kv-cache-dtype",
+            "leave it out: the store keeps KV in the model's type",
+        )
+
+
+def check_full_attention(kv_cache_config: KVCacheConfig) -> None:
+    """Check that vLLM keeps the KV of all tokens.
+
+    With a sliding window in all layers vLLM frees older blocks, but its prefix cache still finds
+    the prompt. The connector would save blocks that hold other KV. With windows in some layers
+    only, vLLM keeps all blocks.
+
+    Raises:
+        InvalidInput: vLLM frees the KV of older tokens.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        for layer_spec in spec.kv_cache_specs.values() if uniform else (spec,):
+            if not isinstance(layer_spec, FullAttentionSpec):
+                raise InvalidInput(
+                    "model.source",
+                    f"has KV of kind {type(layer_spec).__name__}, which vLLM keeps only in part",
+                    "name a decoder model with full attention; if its attention has a window, add"
+                    " --disable-sliding-window, which limits prompts to the window",
+                )
+
+
+def check_layout(cache: PagedCache, space: KVSpace) -> None:
+    """Check that vLLM's cache has the layout that config.json implies, which keys depend on.
+
+    Raises:
+        InvalidInput: The layouts differ.
+    """
+    shape = cache.shape
+    dtype = str(shape.dtype).removeprefix("torch.")
+    found = (cache.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    expected = (space.num_layers, space.num_kv_heads, space.head_dim, space.dtype)
+    if found != expected:
+        raise InvalidInput(
+            "model.source",
+            f"has KV of (layers, heads, head_dim, dtype) {found}, its config.json says {expected}",
+            "name a decoder model with ordinary attention in every layer",
+        )
