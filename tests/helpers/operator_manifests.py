@@ -1,4 +1,4 @@
-"""Manifests for tests: good ones, and bad ones that each break one rule, with who refuses them."""
+"""Manifests for tests: valid ones, and bad ones that break one rule each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import yaml
 Object = dict[str, Any]
 
 
-class Layer(Enum):
-    """The first that refuses a manifest on its way into a cluster; all later ones would, too."""
+class RejectedBy(Enum):
+    """The first check that rejects a manifest on its way into a cluster. Later ones would too."""
 
-    SCHEMA = "the API server's schema, in every version"
-    CEL = "CEL in API servers from 1.28 on, the webhook in all"
-    WEBHOOK = "the webhook, and the operator where there is none"
-    PARSER = "the parser; servers drop what they do not know before anybody sees it"
+    SCHEMA = "the OpenAPI schema, in every version of Kubernetes"
+    CEL = "CEL from Kubernetes 1.28 on, the webhook in older versions"
+    WEBHOOK = "the webhook, or the operator if there is no webhook"
+    PARSER = "the parser; API servers drop unknown fields first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Bad:
     """
 
     name: str
-    layer: Layer
+    rejected_by: RejectedBy
     manifest: Object
     field: str
     problem: str
@@ -40,7 +40,7 @@ class Bad:
 
     @property
     def message(self) -> str:
-        """The refusal as a whole."""
+        """The complete error message."""
         return f"{self.field}: {self.problem}; {self.fix}"
 
 
@@ -65,7 +65,7 @@ def cache(name: str = "docs", **spec: Any) -> Object:
 
 
 def collection(name: str = "handbook", **changes: Any) -> Object:
-    """Manifest of a RagCollection; changes: fields of its spec, None for those to leave out."""
+    """Manifest of a RagCollection. ``changes`` are fields of its spec; None leaves a field out."""
     spec = {"cacheRef": {"name": "docs"}, "sources": [{"configMap": {"name": "pages"}}], **changes}
     return {
         "apiVersion": "ragcache.dev/v1alpha1",
@@ -82,19 +82,21 @@ def source(**given: Any) -> Object:
 
 _LABEL = "use lower-case letters, digits and '-', with a letter or digit at both ends"
 _OBJECT_NAME = "use lower-case letters, digits, '-' and '.', with a letter or digit at both ends"
-_BYTES = "write bytes as Kubernetes does, like 512Mi or 2Gi"
+_BYTES = "write bytes as a Kubernetes quantity, like 512Mi or 2Gi"
 _URL = "write it like https://example.com/handbook.zip"
-_PATH = "write it like docs/handbook, without '..' and without a '/' in front"
-_NOT_GIVEN = "give one, or leave the field out"
-_S, _C, _W, _P = Layer.SCHEMA, Layer.CEL, Layer.WEBHOOK, Layer.PARSER
+_PATH = "write it like docs/handbook, without '..' and without a leading '/'"
+_EMPTY_TEXT = "set a value, or leave the field out"
+_EMPTY_LIST = "add an item, or leave the field out"
+_S, _C, _W, _P = RejectedBy.SCHEMA, RejectedBy.CEL, RejectedBy.WEBHOOK, RejectedBy.PARSER
 
 _CACHES = (
     Bad(
-        *("name that leaves no room", _S, cache("d" * 41)),
+        *("name too long", _S, cache("d" * 41)),
         *("metadata.name", "is longer than 40 characters", "shorten it"),
     ),
     Bad(
-        *("name with a dot", _S, cache("a.b")), *("metadata.name", "'a.b' is no DNS label", _LABEL)
+        *("name with a dot", _S, cache("a.b")),
+        *("metadata.name", "'a.b' is not a valid DNS label", _LABEL),
     ),
     Bad(
         *("section that is a list", _S, cache(gateway=[])),
@@ -111,7 +113,7 @@ _CACHES = (
     Bad(
         *("port in quotes", _S, cache(gateway={"port": "80"})),
         "spec.gateway.port",
-        *("'80' is not a whole number", "write a whole number, without quotes"),
+        *("'80' is not an integer", "write an integer, without quotes"),
     ),
     Bad(
         *("no gateway", _S, cache(gateway={"replicas": 0})),
@@ -126,7 +128,7 @@ _CACHES = (
         *("spec.gateway.autoscaling.maxReplicas", "is missing", "add it"),
     ),
     Bad(
-        "CPU target of nothing",
+        "CPU target of zero",
         _S,
         cache(gateway={"autoscaling": {"maxReplicas": 2, "cpuPercent": 0}}),
         *("spec.gateway.autoscaling.cpuPercent", "0 is too small", "use at least 1"),
@@ -136,7 +138,7 @@ _CACHES = (
         _C,
         cache(gateway={"replicas": 3, "autoscaling": {"maxReplicas": 2}}),
         "spec.gateway.autoscaling.maxReplicas",
-        "2 is below replicas, the 3 that always run",
+        "2 is below replicas, which is 3",
         "use 3 or more, or lower replicas",
     ),
     Bad(
@@ -144,9 +146,9 @@ _CACHES = (
         *("spec.gateway.ingress.host", "is missing", "add it"),
     ),
     Bad(
-        *("Ingress for what is no host", _S, cache(gateway={"ingress": {"host": "Rag Example"}})),
+        *("Ingress for an invalid host", _S, cache(gateway={"ingress": {"host": "Rag Example"}})),
         "spec.gateway.ingress.host",
-        *("'Rag Example' is no host name", "write it like rag.example.com"),
+        *("'Rag Example' is not a valid host name", "write it like rag.example.com"),
     ),
     Bad(
         *("HTTPRoute to nowhere", _S, cache(gateway={"httpRoute": {}})),
@@ -157,17 +159,17 @@ _CACHES = (
         _S,
         cache(gateway={"httpRoute": {"gateway": "g", "hostnames": ["a.example", "a.example"]}}),
         "spec.gateway.httpRoute.hostnames[1]",
-        *("'a.example' is there already", "give each its own"),
+        *("'a.example' is used twice", "use a different name"),
     ),
     Bad(
-        "two ways in",
+        "Ingress and HTTPRoute",
         _C,
         cache(gateway={"ingress": {"host": "a.example"}, "httpRoute": {"gateway": "g"}}),
         "spec.gateway.httpRoute",
-        *("is given beside ingress", "keep the one that your cluster has"),
+        *("is set together with ingress", "keep the one that your cluster supports"),
     ),
     Bad(
-        *("model of no kind", _S, cache(model={"source": "llama"})),
+        *("model without a kind", _S, cache(model={"source": "llama"})),
         *("spec.model.source", "'llama' names no model"),
         "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
         "or path:FOLDER",
@@ -179,32 +181,32 @@ _CACHES = (
     ),
     Bad(
         *("hub name with a space", _S, cache(model={"source": "hf:a b"})),
-        *("spec.model.source", "'a b' is no Hugging Face name"),
+        *("spec.model.source", "'a b' is not a Hugging Face model name"),
         "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
     ),
     Bad(
         *("folder outside its volume", _S, cache(model={"source": "pvc:models/../secrets"})),
-        *("spec.model.source", "'models/../secrets' is no volume claim and folder in it"),
+        *("spec.model.source", "'models/../secrets' is not CLAIM or CLAIM/FOLDER"),
         "write it like pvc:models/llama-8b, without '..'",
     ),
     Bad(
         *("image without a name", _S, cache(model={"source": "image:"})),
-        *("spec.model.source", "'' is no image reference"),
+        *("spec.model.source", "'' is not an image reference"),
         "write it like image:registry.example.com/models/llama-8b:1",
     ),
     Bad(
-        *("folder of one machine", _C, cache(model={"source": "path:/models/llama"})),
+        *("local folder", _C, cache(model={"source": "path:/models/llama"})),
         "spec.model.source",
-        "path:/models/llama is a folder of one machine, which pods do not see",
+        "path:/models/llama is a local folder, which pods cannot read",
         "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     ),
     Bad(
         *("length beyond the model's", _C, cache(model={"maxLength": 5000})),
         "spec.model.maxLength",
-        *("5000 is over the 4096 tokens that bundled:tinyrag knows", "use 4096 or less"),
+        *("5000 is above the context length of bundled:tinyrag, 4096 tokens", "use 4096 or less"),
     ),
     Bad(
-        *("length of nothing", _S, cache(model={"maxLength": 10})),
+        *("length too small", _S, cache(model={"maxLength": 10})),
         *("spec.model.maxLength", "10 is too small", "use at least 64"),
     ),
     Bad(
@@ -214,53 +216,53 @@ _CACHES = (
     ),
     Bad(
         *("empty model name", _S, cache(model={"name": ""})),
-        *("spec.model.name", "is empty", _NOT_GIVEN),
+        *("spec.model.name", "is empty", _EMPTY_TEXT),
     ),
     Bad(
-        *("token for no hub", _C, cache(model={"tokenSecret": {"name": "hub"}})),
-        *("spec.model.tokenSecret", "is given, but bundled:tinyrag needs no token"),
-        "leave it out, or name a model of the hub as source, like hf:ORGANISATION/NAME",
+        *("token without a hub model", _C, cache(model={"tokenSecret": {"name": "hub"}})),
+        *("spec.model.tokenSecret", "is set, but bundled:tinyrag needs no token"),
+        "leave it out, or set source to hf:ORGANISATION/NAME",
     ),
     Bad(
-        "token of no Secret",
+        "token without a Secret",
         _S,
         cache(model={"source": "hf:a/b", "tokenSecret": {"key": "token"}}),
         *("spec.model.tokenSecret.name", "is missing", "add it"),
     ),
     Bad(
-        "token under what is no key",
+        "token with an invalid key",
         _S,
         cache(model={"source": "hf:a/b", "tokenSecret": {"name": "hub", "key": "a b"}}),
-        *("spec.model.tokenSecret.key", "'a b' is no key of a Secret"),
+        *("spec.model.tokenSecret.key", "'a b' is not a valid key of a Secret"),
         "use letters, digits, '-', '_' and '.'",
     ),
     Bad(
-        *("embedder of no kind", _S, cache(retriever={"embedder": {"source": "ftp://x"}})),
-        *("spec.retriever.embedder.source", "'ftp://x' is no embedder"),
+        *("embedder without a kind", _S, cache(retriever={"embedder": {"source": "ftp://x"}})),
+        *("spec.retriever.embedder.source", "'ftp://x' is not a valid embedder"),
         "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
         "like http://embeddings:8080/v1",
     ),
     Bad(
         *("endpoint without a model", _C, cache(retriever={"embedder": {"source": "http://e/v1"}})),
         "spec.retriever.embedder.model",
-        *("is missing: an endpoint serves many models", "name the one to ask for"),
+        *("is missing: an endpoint serves many models", "name one of them"),
     ),
     Bad(
         *("model without an endpoint", _C, cache(retriever={"embedder": {"model": "x"}})),
-        *("spec.retriever.embedder.model", "is given, but the bundled embedder has only one"),
-        "leave it out, or name an endpoint's URL as source",
+        *("spec.retriever.embedder.model", "is set, but the bundled embedder has only one model"),
+        "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(
         *("key for no endpoint", _C, cache(retriever={"embedder": {"keySecret": {"name": "k"}}})),
-        *("spec.retriever.embedder.keySecret", "is given, but the bundled embedder needs no key"),
-        "leave it out, or name an endpoint's URL as source",
+        *("spec.retriever.embedder.keySecret", "is set, but the bundled embedder needs no key"),
+        "leave it out, or set source to the URL of an endpoint",
     ),
     Bad(
         *("chunks too small", _S, cache(retriever={"chunking": {"size": 8, "overlap": 0}})),
         *("spec.retriever.chunking.size", "8 is too small", "use at least 16"),
     ),
     Bad(
-        *("overlap below nothing", _S, cache(retriever={"chunking": {"overlap": -1}})),
+        *("overlap below zero", _S, cache(retriever={"chunking": {"overlap": -1}})),
         *("spec.retriever.chunking.overlap", "-1 is too small", "use at least 0"),
     ),
     Bad(
@@ -273,29 +275,37 @@ _CACHES = (
         *("64 is not less than half of size 128", "use about an eighth of the size"),
     ),
     Bad(
-        *("volume of no size", _S, cache(retriever={"storage": {"size": "10GB"}})),
-        *("spec.retriever.storage.size", "'10GB' is no quantity", _BYTES),
+        *("volume with an invalid size", _S, cache(retriever={"storage": {"size": "10GB"}})),
+        *("spec.retriever.storage.size", "'10GB' is not a quantity", _BYTES),
     ),
     Bad(
-        *("storage class of no name", _S, cache(retriever={"storage": {"className": "Fast_Disk"}})),
-        *("spec.retriever.storage.className", "'Fast_Disk' is no object name", _OBJECT_NAME),
+        *(
+            "storage class with an invalid name",
+            _S,
+            cache(retriever={"storage": {"className": "Fast_Disk"}}),
+        ),
+        *(
+            "spec.retriever.storage.className",
+            "'Fast_Disk' is not a valid object name",
+            _OBJECT_NAME,
+        ),
     ),
     Bad(
         "another volume for documents",
         _C,
         cache(retriever={"storage": {"size": "20Gi"}}),
         "spec.retriever.storage",
-        "cannot change: Kubernetes does not change the claims of a StatefulSet",
-        "keep 10Gi, or make another RagCache with what you need",
+        "is immutable: Kubernetes does not change the claims of a StatefulSet",
+        "keep 10Gi, or create another RagCache",
         old=cache(),
     ),
     Bad(
         *("no engines", _S, cache(engines=[])),
-        *("spec.engines", "is empty", _NOT_GIVEN),
+        *("spec.engines", "is empty", _EMPTY_LIST),
     ),
     Bad(
         *("too many engines", _S, cache(engines=[{"name": f"e{i}"} for i in range(17)])),
-        *("spec.engines", "has 17 items", "keep 16"),
+        *("spec.engines", "has 17 items", "use at most 16"),
     ),
     Bad(
         *("engines that are no list", _S, cache(engines={})),
@@ -303,7 +313,7 @@ _CACHES = (
     ),
     Bad(
         *("engine with a capital", _S, cache(engines=[{"name": "Main"}])),
-        *("spec.engines[0].name", "'Main' is no DNS label", _LABEL),
+        *("spec.engines[0].name", "'Main' is not a valid DNS label", _LABEL),
     ),
     Bad(
         *("engine name too long", _S, cache(engines=[{"name": "m" * 16}])),
@@ -311,11 +321,11 @@ _CACHES = (
     ),
     Bad(
         *("engine name twice", _S, cache(engines=[{"name": "a"}, {"name": "b"}, {"name": "a"}])),
-        *("spec.engines[2].name", "'a' is there already", "give each its own"),
+        *("spec.engines[2].name", "'a' is used twice", "use a different name"),
         server="spec.engines[2]",
     ),
     Bad(
-        *("device that nothing runs on", _S, cache(engines=[{"device": "cuda"}])),
+        *("unknown device", _S, cache(engines=[{"device": "cuda"}])),
         *("spec.engines[0].device", "'cuda' is not allowed", "use 'cpu'"),
     ),
     Bad(
@@ -323,12 +333,12 @@ _CACHES = (
         *("spec.engines[0].kvMemory", "0Gi is not above zero", "write a value like 512Mi or 2Gi"),
     ),
     Bad(
-        *("KV memory below nothing", _S, cache(engines=[{"kvMemory": "-1Gi"}])),
+        *("KV memory below zero", _S, cache(engines=[{"kvMemory": "-1Gi"}])),
         *("spec.engines[0].kvMemory", "-1Gi is not above zero", "write a value like 512Mi or 2Gi"),
     ),
     Bad(
-        *("KV memory beyond counting", _W, cache(engines=[{"kvMemory": "9Ei"}])),
-        *("spec.engines[0].kvMemory", "'9Ei' is beyond 63 bits", _BYTES),
+        *("KV memory above 63 bits", _W, cache(engines=[{"kvMemory": "9Ei"}])),
+        *("spec.engines[0].kvMemory", "'9Ei' needs more than 63 bits", _BYTES),
     ),
     Bad(
         *("arguments in one string", _S, cache(engines=[{"args": "--max-num-seqs 8"}])),
@@ -339,38 +349,38 @@ _CACHES = (
         *("spec.engines[0].args[1]", "8 is not a string", "write a string"),
     ),
     Bad(
-        *("argument that cuts the engine off", _C, cache(engines=[{"args": ["--port=1"]}])),
+        *("argument that moves the server", _C, cache(engines=[{"args": ["--port=1"]}])),
         "spec.engines[0].args[0]",
-        *("--port moves the engine's server, and nothing would find it", "leave it out"),
+        *("--port changes the address or protocol of the engine's server", "leave it out"),
     ),
     Bad(
         *("argument that has a field", _C, cache(engines=[{"args": ["--max_model_len", "9"]}])),
-        *("spec.engines[0].args[0]", "--max-model-len is set by RagCache itself"),
+        *("spec.engines[0].args[0]", "--max-model-len is set by a field of the RagCache"),
         "set spec.model.maxLength",
     ),
     Bad(
-        *("argument in short", _C, cache(engines=[{"args": ["--max_mo=9"]}])),
+        *("abbreviated argument", _C, cache(engines=[{"args": ["--max_mo=9"]}])),
         "spec.engines[0].args[0]",
-        "--max-mo, read as --max-model-len, is set by RagCache itself",
+        "--max-mo, short for --max-model-len, is set by a field of the RagCache",
         "set spec.model.maxLength",
     ),
     Bad(
         *("engine that wants a key", _C, cache(engines=[{"args": ["--api-key", "secret"]}])),
         "spec.engines[0].args[0]",
-        *("--api-key makes the engine refuse what it is asked", "leave it out"),
+        *("--api-key makes the engine reject the gateway's requests", "leave it out"),
     ),
     Bad(
         "another connector, by a key of its value",
         _C,
         cache(engines=[{"args": ["--kv-transfer-config.kv_connector", "x"]}]),
         "spec.engines[0].args[0]",
-        *("--kv-transfer-config takes the place of what RagCache sets itself", "leave it out"),
+        *("--kv-transfer-config replaces a setting of RagCache", "leave it out"),
     ),
     Bad(
-        "arguments out of a file",
+        "arguments from a file",
         _C,
         cache(engines=[{"args": ["--config", "/models/serve.yaml"]}]),
-        *("spec.engines[0].args[0]", "--config takes the place of what RagCache sets itself"),
+        *("spec.engines[0].args[0]", "--config replaces a setting of RagCache"),
         "leave it out",
     ),
     Bad(
@@ -378,7 +388,7 @@ _CACHES = (
         _C,
         cache(engines=[{"replicas": 2, "autoscaling": {"maxReplicas": 1}}]),
         "spec.engines[0].autoscaling.maxReplicas",
-        "1 is below replicas, the 2 that always run",
+        "1 is below replicas, which is 2",
         "use 2 or more, or lower replicas",
     ),
     Bad(
@@ -386,16 +396,16 @@ _CACHES = (
         _W,
         cache(engines=[{"kvMemory": "4Gi", "resources": {"memory": "2Gi"}}]),
         "spec.engines[0].resources.memory",
-        "2Gi does not hold the 4Gi of kvMemory",
-        "use well over 4Gi, or leave it out to have it derived",
+        "2Gi is not above the 4Gi of kvMemory",
+        "use well over 4Gi, or leave it out to derive it",
     ),
     Bad(
         "engine's memory below its KV cache and host tier",
         _W,
         cache(engines=[{"kvMemory": "4Gi", "hostTier": "2Gi", "resources": {"memory": "6Gi"}}]),
         "spec.engines[0].resources.memory",
-        "6Gi does not hold the 4Gi and 2Gi of kvMemory and hostTier",
-        "use well over 4Gi and 2Gi, or leave it out to have it derived",
+        "6Gi is not above the 4Gi and 2Gi of kvMemory and hostTier",
+        "use well over 4Gi and 2Gi, or leave it out to derive it",
     ),
     Bad(
         "no host tier",
@@ -410,12 +420,12 @@ _CACHES = (
         _W,
         cache(gateway={"resources": {"memory": "1Gi", "memoryLimit": "512Mi"}}),
         "spec.gateway.resources.memoryLimit",
-        *("512Mi is below the 1Gi that memory requests", "use 1Gi or more"),
+        *("512Mi is below the memory request, 1Gi", "use 1Gi or more"),
     ),
     Bad(
         *("cores in words", _S, cache(gateway={"resources": {"cpu": "two"}})),
         "spec.gateway.resources.cpu",
-        *("'two' is no quantity", "write cores as Kubernetes does, like 250m or 2"),
+        *("'two' is not a quantity", "write cores as a Kubernetes quantity, like 250m or 2"),
     ),
     Bad(
         *("no shards", _S, cache(cacheStore={"shards": 0})),
@@ -423,35 +433,35 @@ _CACHES = (
     ),
     Bad(
         *("memory with a fraction", _S, cache(cacheStore={"memory": 1.5})),
-        *("spec.cacheStore.memory", "'1.5' is no quantity", _BYTES),
+        *("spec.cacheStore.memory", "'1.5' is not a quantity", _BYTES),
     ),
     Bad(
-        *("policy of nobody", _S, cache(cacheStore={"policy": "clairvoyant"})),
+        *("unknown policy", _S, cache(cacheStore={"policy": "clairvoyant"})),
         *("spec.cacheStore.policy", "'clairvoyant' is not allowed"),
-        "use 'score', 'pgdsf', 'gdsf', 'lru', 'lfu', 'fifo', 's3fifo' or 'cachecraft'",
+        "use 'score', 'pgdsf', 'lru' or 'cachecraft'",
     ),
     Bad(
-        "admission by scores that nobody has",
+        "admission by score without policy score",
         _C,
         cache(cacheStore={"policy": "lru", "admission": "score"}),
         "spec.cacheStore.admission",
-        "score compares scores, and policy lru has none",
+        "score requires policy score, and policy is lru",
         "use policy score, or admission always or secondTouch",
     ),
     Bad(
-        *("precision that loses some", _S, cache(cacheStore={"precision": {"key": "int8"}})),
+        *("lossy precision", _S, cache(cacheStore={"precision": {"key": "int8"}})),
         *("spec.cacheStore.precision.key", "'int8' is not allowed", "use 'native' or 'packed'"),
     ),
     Bad(
-        *("reuse that recomputes nothing by name", _S, cache(reuse={"mode": "off"})),
+        *("unknown reuse mode", _S, cache(reuse={"mode": "off"})),
         *("spec.reuse.mode", "'off' is not allowed", "use 'exact' or 'blend'"),
     ),
     Bad(
-        *("share above all", _S, cache(reuse={"mode": "blend", "maxRecomputeShare": 1.5})),
+        *("share above one", _S, cache(reuse={"mode": "blend", "maxRecomputeShare": 1.5})),
         *("spec.reuse.maxRecomputeShare", "1.5 is too large", "use at most 1.0"),
     ),
     Bad(
-        *("share below nothing", _S, cache(reuse={"maxRecomputeShare": -0.1})),
+        *("share below zero", _S, cache(reuse={"maxRecomputeShare": -0.1})),
         *("spec.reuse.maxRecomputeShare", "-0.1 is too small", "use at least 0.0"),
     ),
     Bad(
@@ -469,7 +479,7 @@ _CACHES = (
     ),
     Bad(
         *("collector without http", _S, cache(telemetry={"otlp": {"endpoint": "collector:4317"}})),
-        *("spec.telemetry.otlp.endpoint", "'collector:4317' is no URL of a collector"),
+        *("spec.telemetry.otlp.endpoint", "'collector:4317' is not a valid URL of a collector"),
         "write it like http://collector:4318",
     ),
     Bad(
@@ -477,70 +487,74 @@ _CACHES = (
         *("spec.telemetry.otlp.endpoint", "is missing", "add it"),
     ),
     Bad(
-        *("memory for no value", _W, cache(cacheStore={"memory": "1Mi"})),
+        *("memory too small for a value", _W, cache(cacheStore={"memory": "1Mi"})),
         *(
             "spec.cacheStore.memory",
-            "1Mi does not hold the values that are on their way in and out",
+            "1Mi is too small for values in transit",
         ),
-        "use 64Mi or more, and four times the largest chunk-cache at least",
+        "use at least 64Mi, and at least four times the size of the largest variant",
     ),
     Bad(
         "store's memory limit below its memory tier",
         _W,
         cache(cacheStore={"memory": "2Gi", "resources": {"memoryLimit": "2Gi"}}),
         "spec.cacheStore.resources.memoryLimit",
-        "2Gi does not hold the 2Gi of memory",
-        "use well over 2Gi, or leave it out to have it derived",
+        "2Gi is not above the 2Gi of memory",
+        "use well over 2Gi, or leave it out to derive it",
     ),
     Bad(
         "another class for the store's disks",
         _C,
         cache(cacheStore={"disk": {"size": "4Gi", "className": "fast"}}),
         "spec.cacheStore.disk",
-        "cannot change: Kubernetes does not change the claims of a StatefulSet",
-        "keep 4Gi, or make another RagCache with what you need",
+        "is immutable: Kubernetes does not change the claims of a StatefulSet",
+        "keep 4Gi, or create another RagCache",
         old=cache(cacheStore={"disk": {"size": "4Gi"}}),
     ),
     Bad(
         *("label key with a space", _W, cache(scheduling={"nodeSelector": {"a b": "c"}})),
-        *("spec.scheduling.nodeSelector.a b", "'a b' is no key of a label"),
+        *("spec.scheduling.nodeSelector.a b", "'a b' is not a valid key of a label"),
         "write it like disk or example.com/disk",
     ),
     Bad(
         *("label value with a slash", _S, cache(scheduling={"nodeSelector": {"disk": "a/b"}})),
-        *("spec.scheduling.nodeSelector.disk", "'a/b' is no value of a label"),
+        *("spec.scheduling.nodeSelector.disk", "'a/b' is not a valid value of a label"),
         "use letters, digits, '-', '_' and '.', with a letter or digit at both ends",
     ),
     Bad(
-        *("toleration of no kind", _S, cache(scheduling={"tolerations": [{"operator": "Has"}]})),
+        *(
+            "toleration with an unknown operator",
+            _S,
+            cache(scheduling={"tolerations": [{"operator": "Has"}]}),
+        ),
         *("spec.scheduling.tolerations[0].operator", "'Has' is not allowed"),
         "use 'Equal' or 'Exists'",
     ),
     Bad(
-        *("toleration of nothing", _C, cache(scheduling={"tolerations": [{"value": "a"}]})),
+        *("toleration without a key", _C, cache(scheduling={"tolerations": [{"value": "a"}]})),
         *("spec.scheduling.tolerations[0].key", "is missing, and operator is not Exists"),
         "name the taint's key",
     ),
     Bad(
-        "toleration of any value of one",
+        "toleration by Exists with a value",
         _C,
         cache(scheduling={"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}),
         "spec.scheduling.tolerations[0].value",
-        *("is given, but operator Exists looks at none", "leave it out, or use Equal"),
+        *("is set, but operator Exists ignores it", "leave it out, or use Equal"),
     ),
     Bad(
-        "toleration that ends too early",
+        "toleration with seconds but without NoExecute",
         _C,
         cache(scheduling={"tolerations": [{"key": "a", "tolerationSeconds": 5}]}),
         "spec.scheduling.tolerations[0].tolerationSeconds",
-        *("is given, but only NoExecute ends", "leave it out, or use effect NoExecute"),
+        *("is set, but effect is not NoExecute", "leave it out, or use NoExecute"),
     ),
     Bad(
         "pull secret twice",
         _S,
         cache(scheduling={"imagePullSecrets": [{"name": "a"}, {"name": "a"}]}),
         "spec.scheduling.imagePullSecrets[1].name",
-        *("'a' is there already", "give each its own"),
+        *("'a' is used twice", "use a different name"),
         server="spec.scheduling.imagePullSecrets[1]",
     ),
     Bad(
@@ -553,12 +567,12 @@ _CACHES = (
         "write true or false, without quotes",
     ),
     Bad(
-        *("client that is nobody", _S, cache(networkPolicy={"clients": [{}]})),
+        *("client without a selector", _S, cache(networkPolicy={"clients": [{}]})),
         "spec.networkPolicy.clients[0]",
-        *("selects nobody", "give namespaceSelector, podSelector or both"),
+        *("has no selector", "set namespaceSelector, podSelector or both"),
     ),
     Bad(
-        "comparison with nothing",
+        "In without values",
         _C,
         cache(
             networkPolicy={
@@ -566,7 +580,7 @@ _CACHES = (
             }
         ),
         "spec.networkPolicy.clients[0].podSelector.matchExpressions[0].values",
-        *("In compares with nothing", "list one value or more"),
+        *("In needs a value", "list at least one value"),
     ),
     Bad(
         *("unknown field", _P, cache(gateway={"prot": 1})),
@@ -581,37 +595,37 @@ _CACHES = (
 _COLLECTIONS = (
     Bad(
         *("name with a dot (collection)", _S, collection("a.b")),
-        *("metadata.name", "'a.b' is no DNS label", _LABEL),
+        *("metadata.name", "'a.b' is not a valid DNS label", _LABEL),
     ),
     Bad(
         *("documents for no RagCache", _S, collection(cacheRef=None)),
         *("spec.cacheRef", "is missing"),
-        "write cacheRef: {name: my-cache}, the RagCache that keeps the documents",
+        "write cacheRef: {name: my-cache}, the RagCache that stores the documents",
     ),
     Bad(
-        *("RagCache of no name", _S, collection(cacheRef={"name": "Docs"})),
-        *("spec.cacheRef.name", "'Docs' is no DNS label", _LABEL),
+        *("RagCache with an invalid name", _S, collection(cacheRef={"name": "Docs"})),
+        *("spec.cacheRef.name", "'Docs' is not a valid DNS label", _LABEL),
     ),
     Bad(
         "another RagCache",
         _C,
         collection(cacheRef={"name": "other"}),
         "spec.cacheRef.name",
-        "cannot change from 'docs': its documents would stay behind",
-        "delete this RagCollection and make one for the other RagCache",
+        "is immutable and was 'docs': the documents would stay in the old RagCache",
+        "delete this RagCollection and create one for the other RagCache",
         old=collection(),
     ),
     Bad(
-        *("collection of no name", _S, collection(collection="Hand book")),
-        *("spec.collection", "'Hand book' is no DNS label", _LABEL),
+        *("collection with an invalid name", _S, collection(collection="Hand book")),
+        *("spec.collection", "'Hand book' is not a valid DNS label", _LABEL),
     ),
     Bad(
         "another collection",
         _C,
         collection(collection="manual"),
         "spec.collection",
-        "cannot change from 'handbook': its documents would stay behind",
-        "delete this RagCollection and make one for the other collection",
+        "is immutable and was 'handbook': the documents would stay in the old collection",
+        "delete this RagCollection and create one for the other collection",
         old=collection(),
     ),
     Bad(
@@ -625,7 +639,11 @@ _COLLECTIONS = (
     ),
     Bad(
         *("interval in words", _S, collection(sync={"interval": "5 minutes"})),
-        *("spec.sync.interval", "'5 minutes' is no duration", "write it like 90s, 5m or 1h30m"),
+        *(
+            "spec.sync.interval",
+            "'5 minutes' is not a valid duration",
+            "write it like 90s, 5m or 1h30m",
+        ),
     ),
     Bad(
         *("interval too short", _C, collection(sync={"interval": "5s"})),
@@ -637,7 +655,7 @@ _COLLECTIONS = (
     ),
     Bad(
         *("documents from nowhere", _S, collection(sources=[])),
-        *("spec.sources", "is empty", _NOT_GIVEN),
+        *("spec.sources", "is empty", _EMPTY_LIST),
     ),
     Bad(
         *("sources left out", _S, collection(sources=None)),
@@ -648,18 +666,18 @@ _COLLECTIONS = (
         "too many sources",
         _S,
         collection(sources=[{"configMap": {"name": f"c{i}"}} for i in range(33)]),
-        *("spec.sources", "has 33 items", "keep 32"),
+        *("spec.sources", "has 33 items", "use at most 32"),
     ),
     Bad(
-        *("source that is none", _S, source()),
-        *("spec.sources[0]", "names no source", "give one of configMap, volume, http, git"),
+        *("source without a kind", _S, source()),
+        *("spec.sources[0]", "names no source", "set one of configMap, volume, http, git"),
     ),
     Bad(
-        "source that is two",
+        "source with two kinds",
         _S,
         source(configMap={"name": "c"}, http={"url": "https://example.com/a.zip"}),
         *("spec.sources[0]", "names 2 sources: configMap, http"),
-        "put each into an item of its own",
+        "put each into a separate item",
     ),
     Bad(
         *("ConfigMap without a name", _S, source(configMap={})),
@@ -667,29 +685,29 @@ _COLLECTIONS = (
     ),
     Bad(
         *("folder above the volume", _S, source(volume={"claimName": "c", "path": "../x"})),
-        *("spec.sources[0].volume.path", "'../x' is no folder below the source's own", _PATH),
+        *("spec.sources[0].volume.path", "'../x' is not a valid relative folder", _PATH),
     ),
     Bad(
         *("folder of the node", _S, source(volume={"claimName": "c", "path": "/etc"})),
-        *("spec.sources[0].volume.path", "'/etc' is no folder below the source's own", _PATH),
+        *("spec.sources[0].volume.path", "'/etc' is not a valid relative folder", _PATH),
     ),
     Bad(
         *("URL of another kind", _S, source(http={"url": "ftp://example.com/a.zip"})),
-        *("spec.sources[0].http.url", "'ftp://example.com/a.zip' is no URL", _URL),
+        *("spec.sources[0].http.url", "'ftp://example.com/a.zip' is not a valid URL", _URL),
     ),
     Bad(
         *("password in a URL", _S, source(http={"url": "https://me:pw@example.com/a.zip"})),
-        *("spec.sources[0].http.url", "'https://me:pw@example.com/a.zip' is no URL", _URL),
+        *("spec.sources[0].http.url", "'https://me:pw@example.com/a.zip' is not a valid URL", _URL),
     ),
     Bad(
         "ref that is an option",
         _S,
         source(git={"url": "https://example.com/a.git", "ref": "--upload-pack=x"}),
-        *("spec.sources[0].git.ref", "'--upload-pack=x' is no branch, tag or commit"),
+        *("spec.sources[0].git.ref", "'--upload-pack=x' is not a valid branch, tag or commit"),
         "write it like main, v1.2 or a commit's hash",
     ),
     Bad(
-        "bearer token of no Secret",
+        "bearer token without a Secret",
         _S,
         source(http={"url": "https://example.com/a.zip", "bearerSecret": {}}),
         *("spec.sources[0].http.bearerSecret.name", "is missing", "add it"),

@@ -1,5 +1,16 @@
-"""The objects that a user writes, as typed, frozen values. A field exists when it works."""
+"""The RagCache and RagCollection objects as typed, frozen values, and their validation."""
 
+from ragcache_operator.spec.cluster import (
+    ClientSpec,
+    LabelRequirement,
+    LabelSelector,
+    NetworkPolicySpec,
+    OtlpSpec,
+    PullSecret,
+    SchedulingSpec,
+    TelemetrySpec,
+    TolerationSpec,
+)
 from ragcache_operator.spec.collection import KIND as COLLECTION_KIND
 from ragcache_operator.spec.collection import (
     CacheRef,
@@ -19,7 +30,6 @@ from ragcache_operator.spec.ragcache import (
     COMPONENTS,
     KIND,
     CacheStoreSpec,
-    ClientSpec,
     EmbedderSpec,
     EngineAutoscalingSpec,
     EngineSpec,
@@ -27,22 +37,14 @@ from ragcache_operator.spec.ragcache import (
     GatewaySpec,
     HTTPRouteSpec,
     IngressSpec,
-    LabelRequirement,
-    LabelSelector,
     ModelSource,
     ModelSpec,
-    NetworkPolicySpec,
-    OtlpSpec,
     PrecisionSpec,
-    PullSecret,
     RagCache,
     RagCacheSpec,
     ReplicationSpec,
     RetrieverSpec,
     ReuseSpec,
-    SchedulingSpec,
-    TelemetrySpec,
-    TolerationSpec,
 )
 from ragcache_operator.spec.values import (
     API_VERSION,

@@ -1,4 +1,4 @@
-"""The RagCollection object: documents of one team, kept in one collection of one RagCache."""
+"""The RagCollection object: the sources whose documents one collection of a RagCache holds."""
 
 from __future__ import annotations
 
@@ -26,31 +26,35 @@ _DURATION = r"([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,5}s)?"
 
 
 def parse_duration(text: str) -> int:
-    """Seconds of a duration like ``90s``, ``5m`` or ``1h30m``. Raises ValueError."""
+    """Parse a duration like ``90s``, ``5m`` or ``1h30m`` to seconds.
+
+    Raises:
+        ValueError: The text is not a duration.
+    """
     match = re.fullmatch(_DURATION, text)
     if match is None or not text:
-        raise ValueError(f"{text!r} is no duration")
+        raise ValueError(f"{text!r} is not a duration")
     hours, minutes, seconds = (int(part[:-1]) if part else 0 for part in match.groups())
     return hours * 3600 + minutes * 60 + seconds
 
 
 class CacheRef(ManifestModel):
-    """A RagCache in the same namespace."""
+    """CacheRef names a RagCache in the same namespace."""
 
     name: ObjectName
-    """Name of the RagCache, in the namespace of this object."""
+    """Name of the RagCache in the namespace of this object."""
 
 
 class SyncSpec(ManifestModel):
-    """When sources are looked at again."""
+    """SyncSpec sets when the operator reads the sources again."""
 
     interval: Annotated[
         str,
         Field(min_length=2, max_length=18),
         StringPattern(_DURATION, "duration", "write it like 90s, 5m or 1h30m"),
     ] = "5m"
-    """Time between two looks at the sources, from 10s to 24h, like 90s, 5m or 1h30m. A change of
-    a ConfigMap or of this object is seen at once."""
+    """Time between two syncs, from 10s to 24h, like 90s, 5m or 1h30m. A change of this object or
+    of a ConfigMap starts a sync earlier."""
 
     @property
     def interval_s(self) -> int:
@@ -59,23 +63,24 @@ class SyncSpec(ManifestModel):
 
 
 class ConfigMapSource(ManifestModel):
-    """Documents in a ConfigMap, one per key."""
+    """ConfigMapSource reads each key of a ConfigMap as one document."""
 
     name: ForeignName
-    """Name of the ConfigMap, in the namespace of this object."""
+    """Name of the ConfigMap in the namespace of this object."""
 
 
 class VolumeSource(ManifestModel):
-    """Documents in a volume."""
+    """VolumeSource reads documents from a volume."""
 
     claim_name: ForeignName
-    """Name of the volume claim, in the namespace of this object. It is mounted read only."""
+    """Name of the volume claim in the namespace of this object. The sync pod mounts it
+    read-only."""
     path: RelativePath = "."
-    """Folder in the volume whose files are the documents. The default is the whole volume."""
+    """Folder in the volume that contains the documents. The default is the whole volume."""
 
 
 class HttpSource(ManifestModel):
-    """A document or an archive of documents behind a URL."""
+    """HttpSource downloads a document or an archive of documents."""
 
     url: Annotated[
         str,
@@ -86,11 +91,11 @@ class HttpSource(ManifestModel):
     ]
     """URL of a text or Markdown file, or of a .tar.gz, .tgz or .zip archive of such files."""
     bearer_secret: SecretKey | None = None
-    """Token to send as "Authorization: Bearer". Without it, none is sent."""
+    """Token that the sync sends as "Authorization: Bearer". If unset, it sends no token."""
 
 
 class GitSource(ManifestModel):
-    """Documents in a Git repository."""
+    """GitSource reads documents from a Git repository."""
 
     url: Annotated[
         str,
@@ -99,7 +104,7 @@ class GitSource(ManifestModel):
             HTTP_URL, "URL of a repository", "write it like https://example.com/team/handbook.git"
         ),
     ]
-    """URL of the repository, http or https."""
+    """HTTP or HTTPS URL of the repository."""
     ref: Annotated[
         str,
         Field(max_length=255),
@@ -109,79 +114,81 @@ class GitSource(ManifestModel):
             "write it like main, v1.2 or a commit's hash",
         ),
     ] = "HEAD"
-    """Branch, tag or commit to read. The default is the repository's default branch."""
+    """Branch, tag or commit to read. HEAD is the repository's default branch."""
     path: RelativePath = "."
-    """Folder in the repository whose files are the documents. The default is all of it."""
+    """Folder in the repository that contains the documents. The default is the whole
+    repository."""
     bearer_secret: SecretKey | None = None
-    """Token to send as "Authorization: Bearer". Without it, none is sent."""
+    """Token that the sync sends as "Authorization: Bearer". If unset, it sends no token."""
 
 
 class SourceSpec(ManifestModel):
-    """Where documents come from: exactly one of the fields."""
+    """SourceSpec names one source of documents. Exactly one of its fields must be set."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
     config_map: ConfigMapSource | None = None
-    """Documents in a ConfigMap, one per key."""
+    """A ConfigMap. The sync reads each key as one document."""
     volume: VolumeSource | None = None
-    """Documents in a volume."""
+    """A volume with document files."""
     http: HttpSource | None = None
-    """A document or an archive of documents behind a URL."""
+    """A URL of one document or of an archive of documents."""
     git: GitSource | None = None
-    """Documents in a Git repository."""
+    """A Git repository with document files."""
 
     @property
     def given(self) -> dict[str, ManifestModel]:
-        """Those of the four that are given, by their names in manifests."""
-        four = {
+        """The fields that are set, by their names in manifests."""
+        fields = {
             "configMap": self.config_map,
             "volume": self.volume,
             "http": self.http,
             "git": self.git,
         }
-        return {name: source for name, source in four.items() if source is not None}
+        return {name: source for name, source in fields.items() if source is not None}
 
     @property
     def kind(self) -> str:
-        """Which of the four it is: configMap, volume, http or git."""
+        """The name of the field that is set: configMap, volume, http or git."""
         [kind] = self.given
         return kind
 
 
 class RagCollectionSpec(ManifestModel):
-    """Which documents to keep where."""
+    """RagCollectionSpec sets the sources of a collection and the RagCache that stores it."""
 
     cache_ref: CacheRef
-    """The RagCache that keeps the documents. Cannot change after the object was made."""
+    """The RagCache that stores the documents. This field is immutable."""
     collection: ObjectName | None = None
-    """Collection of the RagCache that the documents go into. Without it, one named as this object.
-    Cannot change after the object was made."""
+    """Name of the collection in the RagCache. If unset, the collection has the name of this
+    object. This field is immutable."""
     chunking: ChunkingSpec | None = None
-    """How this collection's documents are cut. Without it, as the RagCache says."""
+    """How the retriever splits this collection's documents. If unset, the RagCache's chunking
+    applies."""
     prune: bool = True
-    """Whether a document that is gone from the sources is deleted from the collection. Documents
-    that came another way are never touched."""
+    """Whether a sync deletes documents that are no longer in the sources. A sync never deletes
+    documents that it did not add."""
     sync: SyncSpec = SyncSpec()
-    """When the sources are looked at again."""
+    """When the operator reads the sources again."""
     sources: Annotated[
         tuple[SourceSpec, ...],
         Field(strict=False, min_length=1, max_length=32),
         ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ]
-    """Where the documents come from."""
+    """The sources of the documents."""
 
 
 class RagCollection(ManifestModel):
-    """Documents for a RagCache, brought from a ConfigMap, a volume, a URL or a Git repository and
-    kept in step with it."""
+    """RagCollection keeps one collection of a RagCache in sync with its sources. Sources are
+    ConfigMaps, volumes, URLs and Git repositories."""
 
     api_version: Literal["ragcache.dev/v1alpha1"]
     kind: Literal["RagCollection"]
     metadata: ObjectMeta
     spec: RagCollectionSpec
-    """Which documents to keep where."""
+    """Desired sources and settings of the collection."""
 
     @property
     def collection_name(self) -> str:
-        """The collection of the RagCache that the documents go into."""
+        """Name of the collection in the RagCache that stores the documents."""
         return self.spec.collection or self.metadata.name

@@ -1,4 +1,4 @@
-"""From the typed specs to CustomResourceDefinitions: what the API server knows of the two kinds."""
+"""Generates the CustomResourceDefinitions of both kinds from the typed specs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ragcache_operator.spec import (
     RagCache,
     RagCollection,
 )
-from ragcache_operator.spec.consistency import CONSISTENCY, CelRule, Rule
+from ragcache_operator.spec.consistency import CONSISTENCY
 from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, UpdateRule
 from ragcache_operator.spec.status import RagCacheStatus, RagCollectionStatus
+from ragcache_operator.spec.validation import CelRule, Rule
 
 Schema = dict[str, Any]
 
@@ -28,7 +29,7 @@ _CONDITION: Final = '.status.conditions[?(@.type=="{}")].status'
 
 @dataclass(frozen=True, slots=True)
 class PrinterColumn:
-    """A column of `kubectl get`. priority 1: only with -o wide."""
+    """A column of `kubectl get`. Priority 1 shows it only with ``-o wide``."""
 
     name: str
     path: str
@@ -39,7 +40,7 @@ class PrinterColumn:
 
 @dataclass(frozen=True, slots=True)
 class ResourceKind:
-    """One kind of object. scale: paths of the scale subresource."""
+    """One kind of custom resource. ``scale`` holds the field paths of its scale subresource."""
 
     name: str
     plural: str
@@ -51,11 +52,11 @@ class ResourceKind:
 
     @property
     def definition_name(self) -> str:
-        """Name of its CustomResourceDefinition."""
+        """Name of the CustomResourceDefinition."""
         return f"{self.plural}.{GROUP}"
 
 
-_AGE: Final = PrinterColumn("Age", ".metadata.creationTimestamp", "date", "Time since it was made.")
+_AGE: Final = PrinterColumn("Age", ".metadata.creationTimestamp", "date", "Time since creation.")
 
 KINDS: Final = (
     ResourceKind(
@@ -69,20 +70,25 @@ KINDS: Final = (
                 "Ready",
                 _CONDITION.format("Ready"),
                 "string",
-                "Whether a question was answered and every part runs.",
+                "Whether all components run and the self-test passed.",
             ),
-            PrinterColumn("Phase", ".status.phase", "string", "The conditions in one word."),
+            PrinterColumn("Phase", ".status.phase", "string", "Summary of the conditions."),
             PrinterColumn(
-                "Engines", ".status.enginesReady", "string", "Engines ready, of those wanted."
+                "Engines", ".status.enginesReady", "string", "Ready and desired engine replicas."
             ),
             PrinterColumn(
-                "Hit Rate", ".status.cache.hitRate", "string", "Share of reads that hit."
+                "Hit Rate",
+                ".status.cache.hitRate",
+                "string",
+                "Share of reads that found a variant.",
             ),
-            PrinterColumn("Model", ".status.model", "string", "Name of the serving model.", 1),
+            PrinterColumn("Model", ".status.model", "string", "Name of the served model.", 1),
             PrinterColumn(
                 "Endpoint", ".status.endpoints.gateway", "string", "URL of the gateway.", 1
             ),
-            PrinterColumn("Progress", ".status.progress", "string", "What is being waited for.", 1),
+            PrinterColumn(
+                "Progress", ".status.progress", "string", "What the operator waits for.", 1
+            ),
             _AGE,
         ),
         {
@@ -102,18 +108,22 @@ KINDS: Final = (
                 "Ready",
                 _CONDITION.format("Ready"),
                 "string",
-                "Whether the collection holds what the sources hold.",
+                "Whether documents of the collection can be searched.",
             ),
             PrinterColumn(
-                "Cache", ".spec.cacheRef.name", "string", "RagCache that keeps the documents."
+                "Cache", ".spec.cacheRef.name", "string", "RagCache that stores the documents."
             ),
             PrinterColumn(
-                "Documents", ".status.documents", "integer", "Documents from the sources."
+                "Documents", ".status.documents", "integer", "Number of documents from the sources."
             ),
-            PrinterColumn("Chunks", ".status.chunks", "integer", "Chunks of these documents.", 1),
-            PrinterColumn("Progress", ".status.progress", "string", "How far the running sync is."),
             PrinterColumn(
-                "Synced", ".status.lastSyncTime", "date", "Time since the last good sync."
+                "Chunks", ".status.chunks", "integer", "Number of chunks of these documents.", 1
+            ),
+            PrinterColumn(
+                "Progress", ".status.progress", "string", "Progress of the running sync."
+            ),
+            PrinterColumn(
+                "Synced", ".status.lastSyncTime", "date", "Time since the last successful sync."
             ),
             _AGE,
         ),
@@ -122,10 +132,11 @@ KINDS: Final = (
 
 
 def definition(kind: ResourceKind, *, cel: bool = True) -> dict[str, Any]:
-    """The kind's CustomResourceDefinition, apiextensions.k8s.io/v1.
+    """Return the CustomResourceDefinition (apiextensions.k8s.io/v1) of a kind.
 
-    cel: whether with CEL rules. A server older than 1.28 does not know all of their fields: it
-    drops those when a definition is posted, but refuses to apply it.
+    Args:
+        cel: Whether to include CEL rules. A server before Kubernetes 1.28 does not know all of
+            their fields. It drops them on create, but rejects them on server-side apply.
     """
     schema = object_schema(kind)
     return {
@@ -144,7 +155,7 @@ def definition(kind: ResourceKind, *, cel: bool = True) -> dict[str, Any]:
                 "plural": kind.plural,
                 "singular": kind.name.lower(),
                 "shortNames": list(kind.short_names),
-                # "ragcache" would be the kind's own name, which kubectl takes first.
+                # "ragcache" cannot be a category: kubectl resolves the kind's name first.
                 "categories": ["all", "rag"],
             },
             "versions": [
@@ -175,15 +186,15 @@ def _column(column: PrinterColumn) -> dict[str, Any]:
 
 
 def object_schema(kind: ResourceKind) -> Schema:
-    """Structural schema of the kind's objects."""
+    """Return the structural schema of a kind's objects."""
     schema = structural(kind.root)
     properties = schema["properties"]
     return {
         **schema,
         "properties": {
-            "apiVersion": {"type": "string", "description": "The version that fields are of."},
-            "kind": {"type": "string", "description": "The kind of object."},
-            # Of metadata, a definition may restrict no more than the name.
+            "apiVersion": {"type": "string", "description": "API version of the object."},
+            "kind": {"type": "string", "description": "Kind of the object."},
+            # A definition may restrict only the name within metadata.
             "metadata": {
                 "type": "object",
                 "properties": {"name": properties["metadata"]["properties"]["name"]},
@@ -191,7 +202,7 @@ def object_schema(kind: ResourceKind) -> Schema:
             "spec": properties["spec"],
             "status": structural(kind.status),
         },
-        # The API server asks for the first three itself.
+        # The API server itself requires apiVersion, kind and metadata.
         "required": [name for name in schema["required"] if name == "spec"],
     }
 
@@ -207,20 +218,20 @@ def _without_cel(schema: Any) -> Any:
 
 
 def structural(model: type[BaseModel]) -> Schema:
-    """A model's schema as the API server takes it: without references, unions or nulls."""
-    given = model.model_json_schema(by_alias=True)
-    return _Converter(given.get("$defs", {})).convert(given)
+    """Return a model's schema without references, unions and nulls, as the API server needs it."""
+    json_schema = model.model_json_schema(by_alias=True)
+    return _SchemaConverter(json_schema.get("$defs", {})).convert(json_schema)
 
 
-class _Converter:
-    """Rewrites pydantic's JSON schema; definitions: what its references name."""
+class _SchemaConverter:
+    """Converts pydantic's JSON schema to a structural schema. It resolves the references."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self._definitions = definitions
 
     def convert(self, given: Schema) -> Schema:
-        """Schema of one value."""
-        plain = self._resolved(given)
+        """Convert the schema of one value."""
+        plain = self._resolve(given)
         schema: Schema = {}
         if "description" in plain:
             schema["description"] = " ".join(plain["description"].split())
@@ -231,16 +242,16 @@ class _Converter:
             schema["enum"] = [plain["const"]]
         if "items" in plain:
             schema["items"] = self.convert(plain["items"])
-        values = _values(plain)
-        if values is not None:
-            schema["additionalProperties"] = self.convert(values)
+        map_values = _map_values(plain)
+        if map_values is not None:
+            schema["additionalProperties"] = self.convert(map_values)
         if "properties" in plain:
             schema["properties"] = {
                 name: self.convert(field) for name, field in plain["properties"].items()
             }
         if "default" in plain:
             default = _default(plain["default"], schema)
-            # An empty default says nothing and would stand in every object.
+            # An empty default has no effect, and the server would add it to every object.
             if default or default in (False, 0) or _holds_defaults(schema):
                 schema["default"] = default
         rules = _VALIDATIONS.get(plain.get("title", ""), []) if "properties" in plain else []
@@ -248,18 +259,18 @@ class _Converter:
             schema["x-kubernetes-validations"] = rules
         return schema
 
-    def _resolved(self, given: Schema) -> Schema:
-        """Given with its reference or its optional value in place; what stands beside it wins."""
-        beside = {key: value for key, value in given.items() if key not in ("$ref", "anyOf")}
+    def _resolve(self, given: Schema) -> Schema:
+        """Replace a reference or an optional value by its schema. Keys next to it take priority."""
+        siblings = {key: value for key, value in given.items() if key not in ("$ref", "anyOf")}
         if "$ref" in given:
             name = given["$ref"].rpartition("/")[2]
-            return {**self._resolved(self._definitions[name]), **beside}
+            return {**self._resolve(self._definitions[name]), **siblings}
         if "anyOf" in given:
             [value] = [option for option in given["anyOf"] if option != {"type": "null"}]
-            # A null is "not given", which needs no default.
-            beside = {k: v for k, v in beside.items() if (k, v) != ("default", None)}
-            beside.pop("title", None)
-            return {**self._resolved(value), **beside}
+            # Null means "not given", which needs no default.
+            siblings = {k: v for k, v in siblings.items() if (k, v) != ("default", None)}
+            siblings.pop("title", None)
+            return {**self._resolve(value), **siblings}
         return given
 
 
@@ -271,8 +282,8 @@ _KEPT = (
 )
 
 
-def _values(plain: Schema) -> Schema | None:
-    """Schema of a map's values; what its keys look like, the server's schemas cannot say."""
+def _map_values(plain: Schema) -> Schema | None:
+    """Return the schema of a map's values. A structural schema cannot describe the keys."""
     if "patternProperties" in plain:
         [values] = plain["patternProperties"].values()
         return dict(values)
@@ -281,13 +292,13 @@ def _values(plain: Schema) -> Schema | None:
 
 
 def _default(value: Any, schema: Schema) -> Any:
-    """The default without what the schema's inner defaults say, which the server fills in."""
+    """Return a default without the parts that the schema's inner defaults already fill in."""
     if isinstance(value, dict) and "properties" in schema:
         inner = schema["properties"]
         return {
             name: _default(item, inner[name])
             for name, item in value.items()
-            if item is not None and not _is_said(item, inner[name])
+            if item is not None and not _is_implied(item, inner[name])
         }
     if isinstance(value, list) and "items" in schema:
         keys = schema.get("x-kubernetes-list-map-keys", ())
@@ -300,8 +311,8 @@ def _default(value: Any, schema: Schema) -> Any:
     return value
 
 
-def _is_said(value: Any, schema: Schema) -> bool:
-    """Whether the server makes value of nothing."""
+def _is_implied(value: Any, schema: Schema) -> bool:
+    """Whether the server fills in this value when the field is not given."""
     default = _default(value, schema)
     return default == schema.get("default") or default in ({}, [])
 
@@ -316,7 +327,7 @@ def _validation(field: str, cel: CelRule) -> dict[str, str]:
 
 
 def _validations() -> dict[str, list[dict[str, str]]]:
-    """CEL rules by the name of the model that they are about."""
+    """Return the CEL rules by the name of their model."""
     found: dict[str, list[dict[str, str]]] = {}
     rules: Sequence[Rule | UpdateRule] = (*CONSISTENCY, *CLUSTER_RULES, *UPDATE_RULES)
     for rule in rules:

@@ -1,4 +1,4 @@
-"""From YAML to a typed object, or to every mistake in it at once, each with path and fix."""
+"""Parses YAML manifests to typed objects, and reports every problem with its path and a fix."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pydantic_core import ErrorDetails
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import API_VERSION, COLLECTION_KIND, KIND, RagCache, RagCollection
-from ragcache_operator.spec.consistency import CONSISTENCY, check_rules
+from ragcache_operator.spec.consistency import CONSISTENCY
+from ragcache_operator.spec.validation import check_rules
 
 _Root = TypeVar("_Root", RagCache, RagCollection)
 
-_LARGEST_FILE_BYTES = 1 << 20
+_MAX_FILE_BYTES = 1 << 20
 
 
 class InvalidManifest(InvalidInput):
-    """Everything wrong with a manifest; as one InvalidInput it is its first problem."""
+    """A manifest has problems. The fields of InvalidInput describe the first of them."""
 
     def __init__(self, problems: Sequence[InvalidInput]) -> None:
         super().__init__(problems[0].field, problems[0].problem, problems[0].fix)
@@ -32,67 +33,88 @@ class InvalidManifest(InvalidInput):
 
 
 def load_manifest(path: Path) -> RagCache:
-    """Read the one RagCache in a YAML file. Raises InvalidInput, InvalidManifest."""
+    """Read the one RagCache in a YAML file.
+
+    Raises:
+        InvalidInput: The file cannot be read, or its manifest is invalid (InvalidManifest).
+    """
     try:
         with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE_BYTES + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidInput(
             str(path), f"cannot be read: {error.strerror}", "name a manifest with -f"
         ) from error
-    if len(data) > _LARGEST_FILE_BYTES:
+    if len(data) > _MAX_FILE_BYTES:
         raise InvalidInput(str(path), "is over 1 MiB", "name a manifest with -f")
     return parse_manifest(_only_ragcache(path, _documents(path, data)))
 
 
 def parse_manifest(manifest: Mapping[str, Any]) -> RagCache:
-    """Check the manifest of a RagCache. Raises InvalidManifest with every problem in it.
+    """Parse and check the manifest of a RagCache.
 
-    A null means "not given", as it does to the API server; a status is left aside.
+    A null means "not given", as it does to the API server. The status is ignored.
+
+    Raises:
+        InvalidManifest: The manifest is invalid. The error has every problem.
     """
-    return _consistent(_typed(RagCache, manifest))
+    return _check_consistency(_validate(RagCache, manifest))
 
 
 def parse_collection(manifest: Mapping[str, Any]) -> RagCollection:
-    """Check the manifest of a RagCollection, as parse_manifest does. Raises InvalidManifest."""
-    return _consistent(_typed(RagCollection, manifest))
+    """Parse and check the manifest of a RagCollection, as ``parse_manifest`` does.
+
+    Raises:
+        InvalidManifest: The manifest is invalid. The error has every problem.
+    """
+    return _check_consistency(_validate(RagCollection, manifest))
 
 
 def parse(manifest: Mapping[str, Any]) -> RagCache | RagCollection:
-    """Check a manifest of the kind that it names itself. Raises InvalidManifest."""
+    """Parse and check a manifest of the kind that it names.
+
+    Raises:
+        InvalidManifest: The manifest is invalid. The error has every problem.
+    """
     if manifest.get("kind") == COLLECTION_KIND:
         return parse_collection(manifest)
     return parse_manifest(manifest)
 
 
-def read(manifest: Mapping[str, Any]) -> RagCache | RagCollection:
-    """The manifest as typed values, whether or not they fit together. Raises InvalidManifest."""
+def parse_unchecked(manifest: Mapping[str, Any]) -> RagCache | RagCollection:
+    """Parse a manifest of the kind that it names, without the rules between its fields.
+
+    Raises:
+        InvalidManifest: A field is invalid. The error has every problem.
+    """
     if manifest.get("kind") == COLLECTION_KIND:
-        return _typed(RagCollection, manifest)
-    return _typed(RagCache, manifest)
+        return _validate(RagCollection, manifest)
+    return _validate(RagCache, manifest)
 
 
-def _typed(root: type[_Root], manifest: Mapping[str, Any]) -> _Root:
+def _validate(root: type[_Root], manifest: Mapping[str, Any]) -> _Root:
     given = {key: value for key, value in _without_nulls(manifest).items() if key != "status"}
     try:
         return root.model_validate(given)
     except ValidationError as error:
         problems = [
-            _problem(root, found) for found in error.errors(include_url=False) if _is_own(found)
+            _problem(root, details)
+            for details in error.errors(include_url=False)
+            if not _is_consequence(details)
         ]
     raise InvalidManifest(problems)
 
 
-def _consistent(value: _Root) -> _Root:
+def _check_consistency(value: _Root) -> _Root:
     problems = check_rules(CONSISTENCY, value)
     if problems:
         raise InvalidManifest(problems)
     return value
 
 
-def _is_own(details: ErrorDetails) -> bool:
-    """Whether a finding is one of its own: a list of one bad item is also called empty."""
-    return not (details["type"] == "too_short" and details["input"])
+def _is_consequence(details: ErrorDetails) -> bool:
+    """Whether an error follows from another: pydantic calls a list of one bad item too short."""
+    return details["type"] == "too_short" and bool(details["input"])
 
 
 def _documents(path: Path, data: bytes) -> list[Any]:
@@ -102,11 +124,13 @@ def _documents(path: Path, data: bytes) -> list[Any]:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise InvalidInput(
-            where, f"is no YAML: {error.problem or error.context}", "check the indentation there"
+            where,
+            f"is not valid YAML: {error.problem or error.context}",
+            "check the indentation there",
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise InvalidInput(
-            str(path), f"is no YAML: {str(error).splitlines()[0]}", "save it as UTF-8 text"
+            str(path), f"is not valid YAML: {str(error).splitlines()[0]}", "save it as UTF-8 text"
         ) from error
     except RecursionError as error:
         raise InvalidInput(str(path), "is nested too deeply", "write a plain manifest") from error
@@ -114,13 +138,13 @@ def _documents(path: Path, data: bytes) -> list[Any]:
 
 
 def _only_ragcache(path: Path, documents: Sequence[Any]) -> Mapping[str, Any]:
-    """The RagCache among documents; whatever stands beside it is refused, never ignored."""
+    """Return the only RagCache of a file, and reject a file with other objects."""
     ours = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if not documents or (len(documents) > 1 and not ours):
-        raise InvalidInput(str(path), f"holds no {KIND}", "see examples/quickstart.yaml")
+        raise InvalidInput(str(path), f"contains no {KIND}", "see examples/quickstart.yaml")
     if len(ours) > 1:
         raise InvalidInput(
-            str(path), f"holds {len(ours)} {KIND} objects", "put each into a file of its own"
+            str(path), f"contains {len(ours)} {KIND} objects", "put each into a separate file"
         )
     others = [d for d in documents if d not in ours]
     if ours and others:
@@ -128,34 +152,34 @@ def _only_ragcache(path: Path, documents: Sequence[Any]) -> Mapping[str, Any]:
             [
                 InvalidInput(
                     str(path),
-                    f"holds {_kind(other)} beside the {KIND}",
-                    "move it to a file of its own",
+                    f"contains {_kind(other)} besides the {KIND}",
+                    "move it to a separate file",
                 )
                 for other in others
             ]
         )
     if not isinstance(documents[0], dict):
-        raise InvalidInput(str(path), "is no mapping", "see examples/quickstart.yaml")
+        raise InvalidInput(str(path), "is not a mapping", "see examples/quickstart.yaml")
     return documents[0]
 
 
 def _kind(document: Any) -> str:
     kind = document.get("kind") if isinstance(document, dict) else None
-    return f"a {kind}" if isinstance(kind, str) else "something that is no Kubernetes object"
+    return f"a {kind}" if isinstance(kind, str) else "a document without a kind"
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, and a little less.
+    """A safe YAML loader that also rejects duplicate keys and aliases.
 
-    A key given twice is refused, because YAML would silently keep the last. Aliases are refused,
-    because a few lines of them can stand for more than memory holds, or for themselves.
+    YAML would keep the last of two equal keys without a warning. A few lines of aliases can expand
+    to more than memory holds, or refer to themselves.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
-                problem=f"the alias *{event.anchor} is not read here, write its value out",
+                problem=f"the alias *{event.anchor} is not supported, write its value out",
                 problem_mark=event.start_mark,
             )
         return super().compose_node(parent, index)
@@ -181,18 +205,18 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-# What pydantic calls a mistake, in the two halves that every error here has.
+# Problem and fix by pydantic's error type.
 _PHRASES = {
     "literal_error": ("{shown} is not allowed", "use {expected}"),
     "greater_than_equal": ("{shown} is too small", "use at least {ge}"),
     "less_than_equal": ("{shown} is too large", "use at most {le}"),
     "string_too_long": ("is longer than {max_length} characters", "shorten it"),
-    "string_too_short": ("is empty", "give one, or leave the field out"),
-    "too_long": ("has {actual_length} items", "keep {max_length}"),
-    "too_short": ("is empty", "give one, or leave the field out"),
+    "string_too_short": ("is empty", "set a value, or leave the field out"),
+    "too_long": ("has {actual_length} items", "use at most {max_length}"),
+    "too_short": ("is empty", "add an item, or leave the field out"),
     "string_type": ("{shown} is not a string", "write a string"),
-    "string_unicode": ("holds half a character", "write whole ones, in UTF-8"),
-    "int_type": ("{shown} is not a whole number", "write a whole number, without quotes"),
+    "string_unicode": ("contains an incomplete character", "write it in UTF-8"),
+    "int_type": ("{shown} is not an integer", "write an integer, without quotes"),
     "float_type": ("{shown} is not a number", "write a number, without quotes"),
     "finite_number": ("{shown} is not a number", "write a number, without quotes"),
     "bool_type": ("{shown} is neither true nor false", "write true or false, without quotes"),
@@ -219,9 +243,9 @@ def _problem(root: type[BaseModel], details: ErrorDetails) -> InvalidInput:
 
 
 def _path(loc: Sequence[int | str]) -> str:
-    """Loc as written in manifests: ``spec.engines[0].name``."""
+    """Format a pydantic location as in a manifest: ``spec.engines[0].name``."""
     path = ""
-    # Of a mapping's key, pydantic says so in a last part of its own.
+    # For an invalid key of a mapping, pydantic adds a last part "[key]".
     for part in loc[:-1] if loc and loc[-1] == "[key]" else loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     return path or "manifest"
@@ -230,9 +254,9 @@ def _path(loc: Sequence[int | str]) -> str:
 def _suggestion(root: type[BaseModel], loc: Sequence[int | str]) -> str:
     known = _fields(root, loc[:-1])
     unknown = str(loc[-1])
-    # Case and underscores first: max_length is maxLength.
-    squeezed = {name.lower(): name for name in known}
-    exact = squeezed.get(unknown.replace("_", "").replace("-", "").lower())
+    # A name that differs only in case and separators is the best match: max_length is maxLength.
+    by_lower_case = {name.lower(): name for name in known}
+    exact = by_lower_case.get(unknown.replace("_", "").replace("-", "").lower())
     close = [exact] if exact else difflib.get_close_matches(unknown, known, n=1)
     if close:
         return f"did you mean {close[0]}?"
@@ -240,7 +264,7 @@ def _suggestion(root: type[BaseModel], loc: Sequence[int | str]) -> str:
 
 
 def _fields(root: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    """Names, as manifests write them, of the fields of the mapping at loc."""
+    """Return the field names of the mapping at a location, as in a manifest."""
     model = root
     for part in loc:
         if isinstance(part, int):
@@ -252,15 +276,15 @@ def _fields(root: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
 
 
 def _hints(root: type[BaseModel]) -> dict[str, str]:
-    """What to write where a field is missing, by its path."""
+    """Return the fix for each required field, by its path."""
     kind = KIND if root is RagCache else COLLECTION_KIND
     return {
         "apiVersion": f"write apiVersion: {API_VERSION}",
         "kind": f"write kind: {kind}",
         "metadata": "write metadata: {name: my-name}",
-        "metadata.name": "give it a name, like my-name",
+        "metadata.name": "write name: my-name",
         "spec": "write spec: {cacheRef: {name: my-cache}, sources: [...]}",
-        "spec.cacheRef": "write cacheRef: {name: my-cache}, the RagCache that keeps the documents",
+        "spec.cacheRef": "write cacheRef: {name: my-cache}, the RagCache that stores the documents",
         "spec.sources": "write sources: [{configMap: {name: my-documents}}], or another source",
     }
 

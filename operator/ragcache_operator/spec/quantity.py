@@ -1,4 +1,4 @@
-"""Quantities as Kubernetes writes them: ``512Mi``, ``2G``, ``1.5Gi``, ``1e9``, ``250m``."""
+"""Parse and format Kubernetes quantities: ``512Mi``, ``2G``, ``1.5Gi``, ``1e9``, ``250m``."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ _QUANTITY = re.compile(
     r"(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?\d{1,2}))?",
     re.ASCII,
 )
-_LARGEST = 2**63 - 1
-_LONGEST = 64
+_MAX_VALUE = 2**63 - 1
+_MAX_CHARS = 64
 
 
 def parse_quantity(text: str) -> int:
-    """Value of a quantity, fractions rounded up as Kubernetes does.
+    """Return the value of a quantity, rounded up to an integer as Kubernetes does.
 
-    Raises ValueError for what Kubernetes would not read and for values beyond 63 bits.
+    Raises:
+        ValueError: The text is not a quantity, or its value needs more than 63 bits.
     """
-    return _whole(text, 1)
+    return _parse(text, 1)
 
 
 def parse_millis(text: str) -> int:
-    """Thousandths of a quantity, the unit of cores. Raises ValueError as parse_quantity does."""
-    return _whole(text, 1000)
+    """Return a quantity in thousandths, the unit of CPU cores, rounded up.
+
+    Raises:
+        ValueError: The text is not a quantity, or its value needs more than 63 bits.
+    """
+    return _parse(text, 1000)
 
 
-def _whole(text: str, units: int) -> int:
-    """How many units of 1/units a quantity is, rounded up."""
-    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
+def _parse(text: str, factor: int) -> int:
+    """Return a quantity times a factor, rounded up."""
+    match = _QUANTITY.fullmatch(text) if len(text) <= _MAX_CHARS else None
     if match is None:
-        raise ValueError(f"{text!r} is no quantity")
+        raise ValueError(f"{text!r} is not a quantity")
     number = Decimal(match["number"])
     if match["exponent"] is not None:
         value = number.scaleb(int(match["exponent"]))
     else:
         value = number * _SUFFIXES[match["suffix"] or ""]
-    whole = int((value * units).to_integral_value(ROUND_CEILING))
-    if abs(whole) > _LARGEST * units:
-        raise ValueError(f"{text!r} is beyond 63 bits")
-    return whole
+    rounded = int((value * factor).to_integral_value(ROUND_CEILING))
+    if abs(rounded) > _MAX_VALUE * factor:
+        raise ValueError(f"{text!r} needs more than 63 bits")
+    return rounded
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Quantity of a number of bytes, exact, in the largest binary unit that divides it."""
+    """Format a number of bytes with the largest binary suffix that divides it exactly."""
     for suffix in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki"):
         unit = int(_SUFFIXES[suffix])
         if num_bytes and num_bytes % unit == 0:

@@ -1,19 +1,19 @@
-"""The RagCache object (DESIGN §7) as typed, frozen values. A field exists when it works.
+"""The RagCache object as typed, frozen values.
 
-``manifest`` makes these from YAML; the builders make Kubernetes objects from them; ``crd`` makes
-the API server's schema. The string below a field is its documentation in all of them.
+``manifest`` parses YAML into these models, the builders turn them into Kubernetes objects, and
+``crd`` generates the API server's schema. The string below a field is its documentation everywhere.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from ragcache_operator.spec.cluster import NetworkPolicySpec, SchedulingSpec, TelemetrySpec
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.values import (
     HTTP_URL,
@@ -25,8 +25,6 @@ from ragcache_operator.spec.values import (
     EngineName,
     ForeignName,
     HostName,
-    LabelKey,
-    LabelValue,
     ManifestModel,
     Namespace,
     ObjectMeta,
@@ -44,7 +42,7 @@ KIND = "RagCache"
 
 COMPONENTS = ("gateway", "retriever", "engine", "cachestore")
 BUNDLED_MODELS = {"tinyrag": 4096}
-"""Models that come with RagCache, and the most tokens each was trained for."""
+"""Models that are part of RagCache, each with its maximum context length in tokens."""
 BUNDLED_EMBEDDER = "bundled:all-minilm-l6-v2"
 
 _GIB = 1 << 30
@@ -65,14 +63,14 @@ _MODEL_SOURCE: Final = "|".join(
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from. value: what follows the kind."""
+    """Where a model comes from: ``KIND:VALUE`` of a manifest."""
 
     kind: Literal["bundled", "hf", "path", "pvc", "image"]
     value: str
 
     @classmethod
     def parse(cls, text: str) -> ModelSource:
-        """Read ``KIND:VALUE``; objects with a refusal."""
+        """Parse ``KIND:VALUE``, or raise a validation error."""
         kind, _, value = text.partition(":")
         match kind:
             case "bundled" if value in BUNDLED_MODELS:
@@ -88,21 +86,21 @@ class ModelSource:
                 return cls("hf", value)
             case "hf":
                 raise validation_error(
-                    f"{value!r} is no Hugging Face name",
+                    f"{value!r} is not a Hugging Face model name",
                     "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
                 )
             case "pvc" if re.fullmatch(_CLAIM, value, re.ASCII):
                 return cls("pvc", value)
             case "pvc":
                 raise validation_error(
-                    f"{value!r} is no volume claim and folder in it",
+                    f"{value!r} is not CLAIM or CLAIM/FOLDER",
                     "write it like pvc:models/llama-8b, without '..'",
                 )
             case "image" if re.fullmatch(_IMAGE, value):
                 return cls("image", value)
             case "image":
                 raise validation_error(
-                    f"{value!r} is no image reference",
+                    f"{value!r} is not an image reference",
                     "write it like image:registry.example.com/models/llama-8b:1",
                 )
         raise validation_error(
@@ -113,17 +111,17 @@ class ModelSource:
 
     @property
     def claim(self) -> str:
-        """Name of a ``pvc`` source's volume claim."""
+        """Name of the volume claim of a ``pvc`` source."""
         return self.value.partition("/")[0]
 
     @property
     def folder(self) -> str:
-        """Folder of a ``pvc`` source within its volume; empty: the volume's root."""
+        """Folder of a ``pvc`` source within its volume. Empty means the volume's root."""
         return self.value.partition("/")[2].rstrip("/")
 
     @property
     def default_name(self) -> str:
-        """Served name when the manifest gives none."""
+        """Served name that applies when the manifest gives none."""
         match self.kind:
             case "path" | "pvc":
                 return PurePosixPath(self.value).name or "model"
@@ -138,7 +136,7 @@ def _model_source(text: str) -> str:
 
 
 class ModelSpec(ManifestModel):
-    """The serving model."""
+    """ModelSpec sets the model that the engines serve."""
 
     source: Annotated[
         str,
@@ -146,94 +144,97 @@ class ModelSpec(ManifestModel):
         AfterValidator(_model_source),
         ServerSchema({"pattern": f"^(?:{_MODEL_SOURCE})$"}),
     ] = "bundled:tinyrag"
-    """Where the weights come from: bundled:tinyrag (comes with RagCache), hf:ORGANISATION/NAME
-    (the Hugging Face hub), pvc:CLAIM/FOLDER (a volume claim of this namespace, read only),
-    image:REFERENCE (an OCI image mounted as a volume, from Kubernetes 1.35 on) or path:FOLDER (this
-    machine's disk; only under `ragcache up`)."""
+    """Source of the model's weights. bundled:tinyrag is part of RagCache. hf:ORGANISATION/NAME is a
+    model of the Hugging Face hub. pvc:CLAIM/FOLDER is a volume claim of this namespace, which pods
+    mount read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
+    Kubernetes 1.35. path:FOLDER is a local folder, for `ragcache up` only."""
     token_secret: SecretKey | None = None
-    """Token for a gated model on the Hugging Face hub; only with an hf: source."""
+    """Token for a gated model of the Hugging Face hub. It requires an hf: source."""
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """The name that requests give as "model". Without it, the source's own."""
+    """Model name that requests send as "model". If unset, the name follows from source."""
     max_length: Annotated[int, Field(ge=64, le=10_000_000)] = 4096
-    """Most tokens of prompt and answer together. A longer one needs more kvMemory."""
+    """Maximum number of tokens in prompt and answer together. A larger value needs more
+    kvMemory."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of weights and KV cache. auto: as the weights were saved."""
+    """Data type of the weights and the KV cache. auto uses the data type of the saved weights."""
 
     @property
     def parsed_source(self) -> ModelSource:
-        """The source in its two parts."""
+        """The source as kind and value."""
         return ModelSource.parse(self.source)
 
     @property
     def served_name(self) -> str:
-        """The name that requests give as "model"."""
+        """The name that requests send as "model"."""
         return self.name or self.parsed_source.default_name
 
 
 class GatewayAutoscalingSpec(ManifestModel):
-    """Copies by load: never fewer than replicas."""
+    """GatewayAutoscalingSpec scales the gateway by its CPU utilization."""
 
     max_replicas: Replicas
-    """Most copies to run; at least replicas, which is the fewest."""
+    """Maximum number of replicas. It must not be below replicas, which is the minimum."""
     cpu_percent: Annotated[int, Field(ge=1, le=1000)] = 70
-    """Use of the requested CPU, in percent over all copies, that the number of copies aims at."""
+    """Target utilization of the requested CPU, in percent, averaged over all replicas."""
 
 
 class EngineAutoscalingSpec(ManifestModel):
-    """Copies by waiting requests: never fewer than replicas."""
+    """EngineAutoscalingSpec scales an engine group by its queue length."""
 
     max_replicas: Replicas
-    """Most copies to run; at least replicas, which is the fewest."""
+    """Maximum number of replicas. It must not be below replicas, which is the minimum."""
     queue_depth: Annotated[int, Field(ge=1, le=1000)] = 4
-    """Waiting requests per copy that the number of copies aims at."""
+    """Target number of waiting requests per replica."""
 
 
 class IngressSpec(ManifestModel):
-    """An Ingress in front of the gateway."""
+    """IngressSpec exposes the gateway outside the cluster through an Ingress."""
 
     host: HostName
-    """Host name under which applications reach the gateway, like rag.example.com."""
+    """Host name of the gateway, like rag.example.com."""
     class_name: ForeignName | None = None
-    """Ingress class. Without it, the cluster's default class."""
+    """Ingress class. If unset, the cluster's default class applies."""
     tls_secret: ForeignName | None = None
-    """Secret of type kubernetes.io/tls with the host's certificate. Without it, plain HTTP."""
+    """Secret of type kubernetes.io/tls with the host's certificate. If unset, the Ingress serves
+    plain HTTP."""
 
 
 class HTTPRouteSpec(ManifestModel):
-    """An HTTPRoute of the Gateway API in front of the gateway."""
+    """HTTPRouteSpec exposes the gateway outside the cluster through the Gateway API."""
 
     gateway: ForeignName
     """Name of the Gateway object that the route attaches to."""
     gateway_namespace: Namespace | None = None
-    """Namespace of that Gateway object. Without it, the one of this object."""
+    """Namespace of the Gateway object. If unset, the namespace of this object applies."""
     hostnames: Annotated[
         tuple[HostName, ...],
         Field(strict=False, max_length=16),
         ServerSchema({"x-kubernetes-list-type": "set"}),
     ] = ()
-    """Host names the route answers to. Empty: all that the Gateway object listens for."""
+    """Host names that the route matches. If empty, it matches all host names of the Gateway
+    object."""
 
 
 class GatewaySpec(ManifestModel):
-    """The door: REST for applications."""
+    """GatewaySpec sets the gateway, which serves the REST API."""
 
     port: Port = 8080
-    """Port of the gateway's Service in a cluster, of 127.0.0.1 under `ragcache up`."""
+    """Port of the gateway's Service. `ragcache up` binds this port on 127.0.0.1."""
     replicas: Replicas = 1
-    """Copies of the gateway; with autoscaling, the fewest."""
+    """Number of gateway replicas. With autoscaling, this is the minimum."""
     autoscaling: GatewayAutoscalingSpec | None = None
-    """Copies by CPU use, between replicas and maxReplicas. Without it, always replicas.
-    Needs a metrics API in the cluster."""
+    """Scales the gateway between replicas and maxReplicas by CPU utilization. It needs a metrics
+    API in the cluster. If unset, the gateway has a fixed number of replicas."""
     resources: ResourcesSpec = ResourcesSpec()
-    """What each copy's pod asks for, in place of the defaults."""
+    """Resource requests and limits of each gateway pod."""
     ingress: IngressSpec | None = None
-    """An Ingress that leads from outside the cluster to the gateway. Excludes httpRoute."""
+    """Exposes the gateway through an Ingress. It cannot be combined with httpRoute."""
     http_route: HTTPRouteSpec | None = None
-    """An HTTPRoute that leads from a Gateway object to the gateway. Excludes ingress."""
+    """Exposes the gateway through an HTTPRoute. It cannot be combined with ingress."""
 
 
 class EmbedderSpec(ManifestModel):
-    """What turns text into vectors."""
+    """EmbedderSpec sets the embedding model, which turns text into vectors."""
 
     source: Annotated[
         str,
@@ -245,309 +246,185 @@ class EmbedderSpec(ManifestModel):
             "like http://embeddings:8080/v1",
         ),
     ] = BUNDLED_EMBEDDER
-    """bundled:all-minilm-l6-v2, which runs inside the retriever, or the base URL of an
-    OpenAI-compatible embeddings endpoint, like http://embeddings:8080/v1."""
+    """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. A URL is the base
+    URL of an OpenAI-compatible embeddings endpoint, like http://embeddings:8080/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """The model to ask the endpoint for; needed with a URL, and only then allowed."""
+    """Model name that the retriever sends to the endpoint. A URL requires it, and the bundled
+    embedder does not allow it."""
     key_secret: ApiKeySecret | None = None
-    """API key of the endpoint; only with a URL. Without it, requests carry none."""
+    """API key of the endpoint. If unset, the retriever sends no key."""
 
 
 class RetrieverSpec(ManifestModel):
-    """Documents, chunks, search. Always one pod: its documents live on one volume."""
+    """RetrieverSpec sets the retriever, which stores documents and searches them. It runs as one
+    pod with one volume."""
 
     embedder: EmbedderSpec = EmbedderSpec()
-    """What turns text into vectors. Another one makes the retriever embed all documents anew."""
+    """The embedding model. After a change, the retriever embeds all documents again."""
     chunking: ChunkingSpec = ChunkingSpec()
-    """How documents are cut, for collections that do not say it themselves."""
+    """How the retriever splits documents of collections that set no chunking."""
     storage: StorageSpec = StorageSpec()
-    """The volume with documents and vectors. Cannot change after the object was made."""
+    """The volume with documents and vectors. This field is immutable."""
     resources: ResourcesSpec = ResourcesSpec()
-    """What the pod asks for, in place of the defaults."""
+    """Resource requests and limits of the retriever pod."""
 
 
 class EngineSpec(ManifestModel):
-    """vLLM engines of one kind."""
+    """EngineSpec sets one group of identical vLLM engines."""
 
     name: EngineName = "main"
-    """Name of the group within the RagCache; part of the names of its objects."""
+    """Name of the engine group. The names of its Kubernetes objects contain it."""
     replicas: Replicas = 1
-    """Copies of this engine; with autoscaling, the fewest."""
+    """Number of engine replicas. With autoscaling, this is the minimum."""
     device: Literal["cpu"] = "cpu"
-    """What the engine computes on."""
+    """Device that the engine computes on."""
     kv_memory: ByteQuantity = "2Gi"
-    """Bytes of the engine's own paged KV cache, rounded up to whole GiB. What does not fit comes
-    from the cache store."""
+    """Size of the engine's paged KV cache, rounded up to whole GiB. The engine loads other KV from
+    the cache store."""
     host_tier: ByteQuantity | None = None
-    """Bytes of host memory in which each copy keeps the chunk-caches it asks for most, above the
-    cache store. Without it, all of them come from the store."""
+    """Size of the host memory tier of each replica, which holds the variants that it loads most
+    often. If unset, the engine loads every variant from the cache store."""
     args: Annotated[
         tuple[Annotated[str, Field(max_length=512)], ...],
         Field(strict=False, max_length=64),
         ServerSchema({"x-kubernetes-list-type": "atomic"}),
     ] = ()
-    """Further arguments of vLLM's server, put last so that they win."""
+    """Further arguments of vLLM's server. They come last, so they override earlier arguments."""
     resources: ResourcesSpec = ResourcesSpec()
-    """What each copy's pod asks for, in place of what follows from kvMemory and hostTier."""
+    """Resource requests and limits of each engine pod. By default they follow from kvMemory and
+    hostTier."""
     autoscaling: EngineAutoscalingSpec | None = None
-    """Copies by waiting requests, between replicas and maxReplicas. Without it, always replicas.
-    Needs a custom metrics API in the cluster that serves vLLM's metrics."""
+    """Scales the engines between replicas and maxReplicas by queue length. It needs a custom
+    metrics API that serves vLLM's metrics. If unset, the group has a fixed number of replicas."""
 
     @property
     def kv_memory_bytes(self) -> int:
-        """KV memory in bytes, as given."""
+        """Size of the paged KV cache in bytes, before rounding."""
         return parse_quantity(self.kv_memory)
 
     @property
     def kv_memory_gib(self) -> int:
-        """KV memory in GiB, rounded up: the unit in which vLLM takes it."""
+        """Size of the paged KV cache in GiB, rounded up. vLLM takes whole GiB."""
         return -(-self.kv_memory_bytes // _GIB)
 
     @property
     def host_tier_bytes(self) -> int:
-        """Host tier in bytes; 0 for none."""
+        """Size of the host memory tier in bytes; 0 if there is none."""
         return 0 if self.host_tier is None else parse_quantity(self.host_tier)
 
 
 class ReplicationSpec(ManifestModel):
-    """Copies of what is asked for most."""
+    """ReplicationSpec sets the replication of frequently read variants between shards."""
 
     enabled: bool = True
-    """Whether a busy shard copies the chunk-caches that make up much of what it serves to another
-    shard, and drops the copies when they no longer do. Of no effect with one shard."""
+    """Whether a busy shard copies its most read variants to another shard, and deletes the copies
+    when their read rate falls. It has no effect with one shard."""
 
 
 class PrecisionSpec(ManifestModel):
-    """How numbers of chunk-caches are held, keys and values each in their own way.
-
-    Only ways that lose nothing are offered: what loses precision never stands for a computation,
-    so that exact reuse would find nothing there."""
+    """PrecisionSpec sets how the cache store encodes attention keys and values. Both codecs are
+    lossless, because exact reuse never loads KV that lost precision."""
 
     key: Literal["native", "packed"] = "native"
-    """Keys. native: as computed. packed: the same numbers, bit for bit, in about three quarters of
-    the bytes where they are bfloat16, at the price of packing once and unpacking at every read."""
+    """Codec of attention keys. native stores them as computed. packed compresses bfloat16 to about
+    three quarters of its size. It costs CPU time for each write and each read."""
     value: Literal["native", "packed"] = "native"
-    """Values, in the same ways."""
+    """Codec of attention values. The codecs are those of key."""
 
 
 class CacheStoreSpec(ManifestModel):
-    """Chunk-caches outside the engines: a memory tier above a disk tier."""
+    """CacheStoreSpec sets the cache store, which holds variants in a memory tier and a disk
+    tier."""
 
     shards: Replicas = 1
-    """Pods that share the chunk-caches among them, each with the memory and the disk below."""
+    """Number of cache store pods. The variants are distributed over them."""
     memory: ByteQuantity = "1Gi"
-    """Bytes of the memory tier of each shard."""
+    """Size of each shard's memory tier."""
     disk: StorageSpec = StorageSpec()
-    """The volume of each shard's disk tier. Cannot change after the object was made."""
-    policy: Literal["score", "pgdsf", "gdsf", "lru", "lfu", "fifo", "s3fifo", "cachecraft"] = (
-        "score"
-    )
-    """What goes when a tier is full. score: what saves the fewest seconds per byte, with recent
-    uses counting most. The others are policies of the literature, to compare with."""
+    """The volume of each shard's disk tier. This field is immutable."""
+    policy: Literal["score", "pgdsf", "lru", "cachecraft"] = "score"
+    """Eviction policy of both tiers. score evicts the variant with the fewest decayed saved seconds
+    per byte. lru evicts the least recently used variant. pgdsf and cachecraft are the policies of
+    the RAGCache and Cache-Craft papers."""
     admission: Literal["always", "secondTouch", "score"] = "always"
-    """What is written to the disk. always: everything, in the background. secondTouch: what is
-    asked for after it was put. score: what is worth more than what would have to go for it; only
-    with policy score. What is not written is lost when it leaves memory, or when the shard
-    restarts."""
+    """Admission policy of the disk tier. always writes every variant in the background. secondTouch
+    writes a variant at its first read. score writes a variant whose score is above that of the
+    variants it displaces; it requires policy score. A variant that is not on disk is lost when the
+    memory tier evicts it or the shard restarts."""
     precision: PrecisionSpec = PrecisionSpec()
-    """How numbers are held."""
+    """Codecs of attention keys and values."""
     replication: ReplicationSpec = ReplicationSpec()
-    """Copies on further shards of what is asked for most."""
+    """Replication of frequently read variants between shards."""
     resources: ResourcesSpec = ResourcesSpec()
-    """What each shard's pod asks for, in place of what follows from memory."""
+    """Resource requests and limits of each shard's pod. By default they follow from memory and
+    disk."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bound of the memory tier of one shard in bytes."""
+        """Size of one shard's memory tier in bytes."""
         return parse_quantity(self.memory)
 
 
 class ReuseSpec(ManifestModel):
-    """Which chunk-caches stand for a computation, where a request does not say it itself."""
+    """ReuseSpec sets how engines reuse stored KV. A request can override mode."""
 
     mode: Literal["exact", "blend"] = "exact"
-    """exact: a chunk-cache that was computed behind just the tokens that stand before the chunk
-    now, so that it is what would be computed. blend: any of the same chunk, also one that was
-    computed behind other chunks; a share of its tokens is computed anew. Answers may then differ
-    from those of a full computation."""
-    max_recompute: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.2
-    """Most that blend computes anew, as a share of the tokens taken from behind other chunks. More
-    takes longer and leaves less that differs from a full computation. It holds for requests that
-    ask for blend themselves, too."""
+    """Which KV engines load. exact loads only KV that equals what the engine would compute. blend
+    also loads KV that was computed after another prefix, and recomputes a share of its tokens.
+    Answers of blend may differ from those of a full computation."""
+    max_recompute_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.2
+    """Maximum share of loaded tokens that blend recomputes. It counts the tokens whose KV was
+    computed after another prefix. A larger share takes longer and brings answers closer to a full
+    computation. It also limits requests that ask for blend."""
     quality: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    """What the answers of blends are worth at least, on average: their ROUGE-L F1 with those of
-    full computations, such as 0.95. In idle time the gateway asks recent questions again, in full
-    and with more or less computed anew. From eight of them on it blends with the least that reaches
-    this, maxRecompute at most, and where that is not enough it reuses exactly. Until then it blends
-    as without a quality. It holds for requests that ask for blend themselves, too. Engines are
-    started anew when it is set or removed."""
+    """Minimum average quality of blended answers, like 0.95, as ROUGE-L F1 against full
+    computations. When idle, the gateway replays recent questions in full and with several recompute
+    shares. After eight replays it uses the smallest share that reaches this quality, up to
+    maxRecomputeShare. If no share does, it uses exact reuse. Before that it blends as if quality
+    were unset. Setting or removing this field restarts the engines."""
     precompute: bool = False
-    """Whether KV is computed ahead while no question of the gateway is answered, at the lowest
-    priority: under blend the chunks of a document when it is written, so that even the first
-    question about them finds them; and in either mode what questions had to compute again and again
-    and the store does not hold, under exact that is the document that stood first. Engines are
-    started anew when this changes."""
-
-
-class TolerationSpec(ManifestModel):
-    """A taint that pods bear, as in a pod's own tolerations."""
-
-    key: LabelKey | None = None
-    """Key of the taint. Without it and with operator Exists, every taint."""
-    operator: Literal["Equal", "Exists"] = "Equal"
-    """Equal: key and value are those of the taint. Exists: the key is."""
-    value: LabelValue | None = None
-    """Value of the taint; only with operator Equal."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint. Without it, every effect."""
-    toleration_seconds: Annotated[int, Field(ge=0)] | None = None
-    """Seconds for which a NoExecute taint is borne. Without it, for ever."""
-
-
-class PullSecret(ManifestModel):
-    """A Secret with a registry's credentials."""
-
-    name: ForeignName
-    """Name of a Secret of type kubernetes.io/dockerconfigjson in the namespace of this object."""
-
-
-class SchedulingSpec(ManifestModel):
-    """Where pods may run and how they start, for all parts."""
-
-    priority_class_name: ForeignName | None = None
-    """Priority class of every pod. Without it, the cluster's default."""
-    node_selector: Annotated[
-        Mapping[LabelKey, LabelValue],
-        Field(max_length=32),
-        ServerSchema({"x-kubernetes-map-type": "atomic"}),
-    ] = {}
-    """Labels that a node must have for any pod to run on it."""
-    tolerations: Annotated[
-        tuple[TolerationSpec, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
-    """Taints of nodes that every pod bears."""
-    image_pull_secrets: Annotated[
-        tuple[PullSecret, ...],
-        Field(strict=False, max_length=16),
-        ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = ()
-    """Secrets with credentials of the registry that the images come from."""
-
-
-class LabelRequirement(ManifestModel):
-    """One condition on an object's labels."""
-
-    key: LabelKey
-    """Key of the label."""
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    """How the label's value relates to values."""
-    values: Annotated[
-        tuple[LabelValue, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
-    """Values to compare with; some for In and NotIn, none for Exists and DoesNotExist."""
-
-
-class LabelSelector(ManifestModel):
-    """Objects by their labels, all conditions at once. Empty: every object."""
-
-    match_labels: Annotated[
-        Mapping[LabelKey, LabelValue],
-        Field(max_length=32),
-        ServerSchema({"x-kubernetes-map-type": "atomic"}),
-    ] = {}
-    """Labels that an object must have."""
-    match_expressions: Annotated[
-        tuple[LabelRequirement, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
-    """Further conditions on an object's labels."""
-
-
-class ClientSpec(ManifestModel):
-    """Pods that may talk to the gateway; with both selectors, pods that match both."""
-
-    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
-
-    namespace_selector: LabelSelector | None = None
-    """Namespaces of the pods. Without it, the namespace of this object."""
-    pod_selector: LabelSelector | None = None
-    """The pods. Without it, all of the namespaces that namespaceSelector names."""
-
-
-class NetworkPolicySpec(ManifestModel):
-    """Who may talk to whom."""
-
-    enabled: bool = True
-    """Whether NetworkPolicies let only the right parts talk to each other. They take effect where
-    the cluster's network plugin enforces them."""
-    clients: Annotated[
-        tuple[ClientSpec, ...],
-        Field(strict=False, max_length=32),
-        ServerSchema({"x-kubernetes-list-type": "atomic"}),
-    ] = ()
-    """Who may talk to the gateway. Empty: everyone."""
-
-
-class OtlpSpec(ManifestModel):
-    """A collector of OpenTelemetry."""
-
-    endpoint: Annotated[
-        str,
-        Field(max_length=2048),
-        StringPattern(HTTP_URL, "URL of a collector", "write it like http://collector:4318"),
-    ]
-    """Base URL of the collector, which takes OTLP over HTTP below it: /v1/metrics and /v1/traces,
-    like http://collector:4318."""
-
-
-class TelemetrySpec(ManifestModel):
-    """Where the parts say what they do."""
-
-    otlp: OtlpSpec | None = None
-    """A collector of OpenTelemetry that gets metrics and spans. Without it, none are made."""
+    """Whether engines compute KV ahead of requests when the gateway is idle, at the lowest
+    priority. With blend they compute the chunks of each new document. In both modes they compute
+    chunks that requests recomputed repeatedly and the store lacks. With exact, these are chunks of
+    the document at the start of the prompt. A change restarts the engines."""
 
 
 class RagCacheSpec(ManifestModel):
-    """What to run."""
+    """RagCacheSpec sets the components of a platform."""
 
     model: ModelSpec = ModelSpec()
-    """The model that answers."""
+    """The model that the engines serve."""
     gateway: GatewaySpec = GatewaySpec()
-    """The door: REST for applications, compatible with OpenAI's."""
+    """The gateway, which serves an OpenAI-compatible REST API."""
     retriever: RetrieverSpec = RetrieverSpec()
-    """Documents, chunks, search. One pod with one volume."""
+    """The retriever, which stores documents and searches them."""
     engines: Annotated[
         tuple[EngineSpec, ...],
         Field(strict=False, min_length=1, max_length=16),
         ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = (EngineSpec(),)
-    """Groups of vLLM engines, each with its own size and number of copies."""
+    """Groups of vLLM engines. Each group has its own size and number of replicas."""
     cache_store: CacheStoreSpec = CacheStoreSpec()
-    """Chunk-caches outside the engines: a memory tier above a disk tier."""
+    """The cache store, which holds variants in a memory tier and a disk tier."""
     reuse: ReuseSpec = ReuseSpec()
-    """Which chunk-caches stand for a computation, where a request does not say it itself."""
+    """How engines reuse stored KV."""
     scheduling: SchedulingSpec = SchedulingSpec()
-    """Where pods may run and how they start, for all parts."""
+    """Where the pods of all components run and how they start."""
     data_policy: Literal["Retain", "Delete"] = "Retain"
-    """What happens to the volumes with documents and chunk-caches when this object is deleted.
-    Retain: their claims stay, and an object of the same name finds them. Delete: they go too."""
+    """Whether deletion of this object keeps the volumes with documents and variants. With Retain
+    the claims stay, and a new object of the same name uses them. Delete deletes them."""
     network_policy: NetworkPolicySpec = NetworkPolicySpec()
-    """Who may talk to whom."""
+    """Network connections that pods may open."""
     telemetry: TelemetrySpec = TelemetrySpec()
-    """Where the parts say what they do."""
+    """Where components send metrics and traces."""
 
 
 class RagCache(ManifestModel):
-    """A platform that answers questions about documents and reuses the KV cache of what it
-    retrieves: gateway, retriever, engines and cache store."""
+    """RagCache is a platform that answers questions about documents and reuses their KV cache. It
+    consists of a gateway, a retriever, engines and a cache store."""
 
     api_version: Literal["ragcache.dev/v1alpha1"]
     kind: Literal["RagCache"]
     metadata: ObjectMeta
     spec: RagCacheSpec = RagCacheSpec()
-    """What to run. Every field has a default: an empty spec is a whole platform."""
+    """Desired state of the platform. Every field has a default, so an empty spec is valid."""

@@ -1,7 +1,7 @@
-"""Everything a cluster has to refuse about a RagCache or a RagCollection; pure.
+"""Validation of RagCache and RagCollection objects in a cluster, without side effects.
 
-The webhook asks this before an object is stored; the operator asks it before it acts, because there
-may be no webhook; the cli asks it before it sends anything.
+The webhook validates an object before the API server stores it. The operator validates it again
+before each pass, because a webhook is optional. The CLI validates it before it sends anything.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from ragcache_operator.spec import (
     ResourcesSpec,
     StorageSpec,
 )
-from ragcache_operator.spec.consistency import (
+from ragcache_operator.spec.manifest import InvalidManifest, parse, parse_unchecked
+from ragcache_operator.spec.validation import (
     NO_CEL_FOR_QUANTITIES,
     CelRule,
     Rule,
     Violation,
     check_rules,
+    join_path,
     walk_models,
 )
-from ragcache_operator.spec.manifest import InvalidManifest, parse, read
 
 
 @dataclass(frozen=True, slots=True)
 class ForbiddenFlags:
-    """Arguments of vLLM's server that no engine may be given.
+    """Arguments of vLLM's server that ``spec.engines[].args`` must not contain.
 
-    problem: what is wrong with them all. fixes: by argument, what to do instead.
+    Args:
+        name: The rule in words.
+        problem: What each of the arguments would break.
+        fixes: What to do instead, by argument.
     """
 
     name: str
@@ -47,7 +51,7 @@ class ForbiddenFlags:
 
     @property
     def rule(self) -> Rule:
-        """That an engine's args hold none of them."""
+        """The rule that an engine's args contain none of the flags."""
         return Rule(
             self.name,
             EngineSpec,
@@ -55,50 +59,52 @@ class ForbiddenFlags:
             self._check,
             CelRule(
                 f"!has(self.args) || !self.args.exists(argument, argument.matches('{self._any}'))",
-                f"hold one that {self.problem}; leave out {', '.join(self.fixes)}",
+                f"contain an argument that {self.problem}; remove {', '.join(self.fixes)}",
             ),
         )
 
     def _check(self, engine: EngineSpec) -> Violation | None:
         for i, argument in enumerate(engine.args):
             flag = _flag_of(argument)
-            for owned, fix in self.fixes.items():
-                if flag == owned:
+            for forbidden, fix in self.fixes.items():
+                if flag == forbidden:
                     return Violation(f"{flag} {self.problem}", fix, f"[{i}]")
-                if len(flag) > len("--") and owned.startswith(flag):
-                    return Violation(f"{flag}, read as {owned}, {self.problem}", fix, f"[{i}]")
+                if len(flag) > len("--") and forbidden.startswith(flag):
+                    problem = f"{flag}, short for {forbidden}, {self.problem}"
+                    return Violation(problem, fix, f"[{i}]")
         return None
 
     @property
     def _any(self) -> str:
-        """A pattern of all their spellings; re2's, without a backslash."""
-        return f"^--({'|'.join(_beginnings(flag[2:]) for flag in self.fixes)})([=.]|$)"
+        """An RE2 pattern, without backslashes, of every spelling of the flags."""
+        return f"^--({'|'.join(_abbreviations(flag[2:]) for flag in self.fixes)})([=.]|$)"
 
 
 def _flag_of(argument: str) -> str:
-    """The flag of an argument as vLLM reads it: with dashes, up to its value or a key of one.
+    """Return the flag of an argument as vLLM parses it: with dashes, without value and subkey.
 
-    --max_model_len=9 is --max-model-len 9, --kv-transfer-config.kv_role=x one key of a value.
+    ``--max_model_len=9`` is ``--max-model-len 9``. ``--kv-transfer-config.kv_role=x`` sets one key
+    of the value of ``--kv-transfer-config``.
     """
     return re.split("[=.]", argument, maxsplit=1)[0].replace("_", "-")
 
 
-def _beginnings(word: str) -> str:
-    """A pattern of every beginning of a word: argparse takes one for the flag that it begins.
+def _abbreviations(word: str) -> str:
+    """Return a pattern of every prefix of a word, because argparse accepts unique prefixes.
 
-    Where it begins several, argparse refuses it, so nothing that works is refused here as long as
-    no flag of vLLM's is the beginning of one of these.
+    argparse rejects a prefix of several flags. So the pattern rejects no working argument, as long
+    as no flag of vLLM is itself a prefix of a forbidden flag.
     """
     letters = ["[-_]" if letter == "-" else letter for letter in word]
     return "(".join(letters) + ")?" * (len(letters) - 1)
 
 
 _LEAVE_OUT: Final = "leave it out"
-# Groups are as small as they are because servers limit what the pattern of one rule may cost.
+# API servers limit the cost of one rule's pattern, so the flags form several small groups.
 FORBIDDEN_FLAGS: Final = (
     ForbiddenFlags(
         "no arguments that fields set",
-        "is set by RagCache itself",
+        "is set by a field of the RagCache",
         {
             "--model": "set spec.model.source",
             "--served-model-name": "set spec.model.name",
@@ -107,39 +113,44 @@ FORBIDDEN_FLAGS: Final = (
         },
     ),
     ForbiddenFlags(
-        "engines listen where they are looked for",
-        "moves the engine's server, and nothing would find it",
+        "no arguments that change the engine's address",
+        "changes the address or protocol of the engine's server",
         dict.fromkeys(
             ("--host", "--port", "--uds", "--root-path", "--grpc", "--headless"), _LEAVE_OUT
         ),
     ),
     ForbiddenFlags(
-        "engines answer as they are asked",
-        "makes the engine refuse what it is asked",
+        "no arguments that reject the gateway's requests",
+        "makes the engine reject the gateway's requests",
         dict.fromkeys(
             ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--tokens-only"), _LEAVE_OUT
         ),
     ),
     ForbiddenFlags(
-        "engines have our connector",
-        "takes the place of what RagCache sets itself",
+        "no arguments that replace the connector",
+        "replaces a setting of RagCache",
         dict.fromkeys(("--kv-transfer-config", "--config"), _LEAVE_OUT),
     ),
 )
-"""What follows from other fields, and what would cut an engine off from the rest.
+"""Arguments that a field sets, and arguments that would disconnect an engine from the platform.
 
-Others are their user's own affair. --ssl-ca-certs and the like do nothing without a certificate,
---data-parallel-size and the like leave the server where it is, and --load-format or --tokenizer
-change what is answered, not whether.
+Other arguments are allowed. ``--ssl-ca-certs`` and similar flags have no effect without a
+certificate. ``--data-parallel-size`` and similar flags do not move the server. ``--load-format``
+and ``--tokenizer`` change the answers, but the engine still answers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """What an update may not change about the values of one model.
+    """A rule about what an update may change in the values of one model.
 
-    field: what is to blame, below the value, as manifests write it; empty: the value itself.
-    fault: of the new value beside the old one; None where nothing forbidden changed.
+    Args:
+        name: The rule in words. Tests use it as an id.
+        model: The model that the rule is about.
+        field: Path of the invalid field below the value, as in a manifest. Empty for the value
+            itself.
+        check: Takes the new and the old value. Returns a Violation, or None for an allowed change.
+        cel: The CEL form.
     """
 
     name: str
@@ -152,10 +163,13 @@ class UpdateRule:
 def find_problems(
     new: Mapping[str, Any], old: Mapping[str, Any] | None = None
 ) -> list[InvalidInput]:
-    """Everything wrong with an object of either kind, in a cluster. old: what an update replaces.
+    """Return every problem of an object of either kind in a cluster.
 
-    An object whose spec an update leaves alone, or that is on its way out, is let through: what a
-    newer version finds wrong with it must not keep anybody from removing a finalizer.
+    An object passes if an update leaves its spec unchanged or if it is being deleted. Otherwise a
+    stricter release would block the removal of finalizers from older objects.
+
+    Args:
+        old: The object that an update replaces.
     """
     if old is not None and new.get("spec") == old.get("spec"):
         return []
@@ -166,153 +180,160 @@ def find_problems(
         value = parse(new)
     except InvalidManifest as error:
         return list(error.problems)
-    found = check_rules(CLUSTER_RULES, value)
+    problems = check_rules(CLUSTER_RULES, value)
     if old is not None:
-        found += _forbidden_changes(value, old)
-    return found
+        problems += _forbidden_changes(value, old)
+    return problems
 
 
 def _forbidden_changes(new: BaseModel, old: Mapping[str, Any]) -> list[InvalidInput]:
     try:
-        before = dict(walk_models(read(old)))
+        before = dict(walk_models(parse_unchecked(old)))
     except InvalidManifest:
-        # Nothing was ever made of it, so nothing stands in the way.
+        # The operator never applied the old object, so every change is allowed.
         return []
-    found = []
+    problems = []
     for path, value in walk_models(new):
         for rule in UPDATE_RULES:
             if type(value) is not rule.model or type(before.get(path)) is not rule.model:
                 continue
-            check = rule.check(value, before[path])
-            if check is not None:
-                field = ".".join(piece for piece in (path, rule.field) if piece)
-                found.append(InvalidInput(field, check.problem, check.fix))
-    return found
+            violation = rule.check(value, before[path])
+            if violation is not None:
+                field = join_path(path, rule.field)
+                problems.append(InvalidInput(field, violation.problem, violation.fix))
+    return problems
 
 
-def _model_is_in_the_cluster(model: ModelSpec) -> Violation | None:
+def _model_is_reachable(model: ModelSpec) -> Violation | None:
     if model.parsed_source.kind != "path":
         return None
     return Violation(
-        f"{model.source} is a folder of one machine, which pods do not see",
+        f"{model.source} is a local folder, which pods cannot read",
         "use hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
     )
 
 
-def _memory_holds(
-    resources: ResourcesSpec, needed: str, num_bytes: int, what: str
+def _memory_exceeds(
+    resources: ResourcesSpec, amount: str, num_bytes: int, fields: str
 ) -> Violation | None:
-    """Both amounts have to be above what the part fills by design, whatever else it needs."""
+    """Check that request and limit are above the memory that the component fills by design."""
     for field, text, given in (
         ("memory", resources.memory, resources.memory_bytes),
         ("memoryLimit", resources.memory_limit, resources.memory_limit_bytes),
     ):
         if given is not None and given <= num_bytes:
             return Violation(
-                f"{text} does not hold the {needed} of {what}",
-                f"use well over {needed}, or leave it out to have it derived",
+                f"{text} is not above the {amount} of {fields}",
+                f"use well over {amount}, or leave it out to derive it",
                 f".{field}",
             )
     return None
 
 
 def _store_fits(store: CacheStoreSpec) -> Violation | None:
-    return _memory_holds(store.resources, store.memory, store.memory_bytes, "memory")
+    return _memory_exceeds(store.resources, store.memory, store.memory_bytes, "memory")
 
 
 def _engine_fits(engine: EngineSpec) -> Violation | None:
     kv_bytes, tier_bytes = engine.kv_memory_gib << 30, engine.host_tier_bytes
     if engine.host_tier is None:
-        return _memory_holds(engine.resources, engine.kv_memory, kv_bytes, "kvMemory")
-    needed = f"{engine.kv_memory} and {engine.host_tier}"
-    return _memory_holds(engine.resources, needed, kv_bytes + tier_bytes, "kvMemory and hostTier")
+        return _memory_exceeds(engine.resources, engine.kv_memory, kv_bytes, "kvMemory")
+    amount = f"{engine.kv_memory} and {engine.host_tier}"
+    return _memory_exceeds(engine.resources, amount, kv_bytes + tier_bytes, "kvMemory and hostTier")
 
 
 CLUSTER_RULES: tuple[Rule, ...] = (
     Rule(
-        "a model that pods see",
+        "a model that pods can read",
         ModelSpec,
         "source",
-        _model_is_in_the_cluster,
+        _model_is_reachable,
         CelRule(
             "!self.source.startsWith('path:')",
-            "is a folder of one machine, which pods do not see; use hf:ORGANISATION/NAME, "
+            "is a local folder, which pods cannot read; use hf:ORGANISATION/NAME, "
             "pvc:CLAIM/FOLDER or image:REFERENCE in a cluster",
         ),
     ),
     *(flags.rule for flags in FORBIDDEN_FLAGS),
     Rule(
-        "memory holds the memory tier",
+        "resources exceed the memory tier",
         CacheStoreSpec,
         "resources",
         _store_fits,
         NO_CEL_FOR_QUANTITIES,
     ),
-    Rule("memory holds the KV cache", EngineSpec, "resources", _engine_fits, NO_CEL_FOR_QUANTITIES),
+    Rule(
+        "resources exceed the KV cache",
+        EngineSpec,
+        "resources",
+        _engine_fits,
+        NO_CEL_FOR_QUANTITIES,
+    ),
 )
 
 
-def _volume_stays(new: StorageSpec, old: StorageSpec) -> Violation | None:
+def _volume_unchanged(new: StorageSpec, old: StorageSpec) -> Violation | None:
     if new == old:
         return None
     was = old.size if old.class_name is None else f"{old.size} of class {old.class_name}"
     return Violation(
-        "cannot change: Kubernetes does not change the claims of a StatefulSet",
-        f"keep {was}, or make another RagCache with what you need",
+        "is immutable: Kubernetes does not change the claims of a StatefulSet",
+        f"keep {was}, or create another RagCache",
     )
 
 
-def _cache_stays(new: CacheRef, old: CacheRef) -> Violation | None:
+def _cache_unchanged(new: CacheRef, old: CacheRef) -> Violation | None:
     if new.name == old.name:
         return None
     return Violation(
-        f"cannot change from {old.name!r}: its documents would stay behind",
-        "delete this RagCollection and make one for the other RagCache",
+        f"is immutable and was {old.name!r}: the documents would stay in the old RagCache",
+        "delete this RagCollection and create one for the other RagCache",
     )
 
 
-def _collection_stays(new: RagCollection, old: RagCollection) -> Violation | None:
+def _collection_unchanged(new: RagCollection, old: RagCollection) -> Violation | None:
     if new.collection_name == old.collection_name:
         return None
     return Violation(
-        f"cannot change from {old.collection_name!r}: its documents would stay behind",
-        "delete this RagCollection and make one for the other collection",
+        f"is immutable and was {old.collection_name!r}: the documents would stay in the old "
+        "collection",
+        "delete this RagCollection and create one for the other collection",
     )
 
 
 UPDATE_RULES: tuple[UpdateRule, ...] = (
     UpdateRule(
-        "volumes stay",
+        "storage is immutable",
         StorageSpec,
         "",
-        _volume_stays,
+        _volume_unchanged,
         CelRule(
             "self == oldSelf",
-            "cannot change: Kubernetes does not change the claims of a StatefulSet; keep it, or "
-            "make another RagCache with what you need",
+            "is immutable: Kubernetes does not change the claims of a StatefulSet; keep it, or "
+            "create another RagCache",
         ),
     ),
     UpdateRule(
-        "the RagCache stays",
+        "cacheRef is immutable",
         CacheRef,
         "name",
-        _cache_stays,
+        _cache_unchanged,
         CelRule(
             "self.name == oldSelf.name",
-            "cannot change: its documents would stay behind; delete this RagCollection and make "
-            "one for the other RagCache",
+            "is immutable: the documents would stay in the old RagCache; delete this RagCollection "
+            "and create one for the other RagCache",
         ),
     ),
     UpdateRule(
-        "the collection stays",
+        "collection is immutable",
         RagCollection,
         "spec.collection",
-        _collection_stays,
+        _collection_unchanged,
         CelRule(
             "(has(self.spec.collection) ? self.spec.collection : self.metadata.name) == "
             "(has(oldSelf.spec.collection) ? oldSelf.spec.collection : oldSelf.metadata.name)",
-            "cannot change: its documents would stay behind; delete this RagCollection and make "
-            "one for the other collection",
+            "is immutable: the documents would stay in the old collection; delete this "
+            "RagCollection and create one for the other collection",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""What the operator reports of both objects, typed for the API server's schema and its readers."""
+"""The status of both kinds, from which ``crd`` generates the API server's schema."""
 
 from __future__ import annotations
 
@@ -15,121 +15,123 @@ Time = Annotated[str, ServerSchema({"format": "date-time"})]
 
 
 class ConditionStatus(ManifestModel):
-    """One thing that is or is not so."""
+    """ConditionStatus is one condition of the object."""
 
     type: Annotated[str, Field(max_length=316)]
-    """What the condition is about, like Ready."""
+    """Type of the condition, like Ready."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it is so."""
+    """Status of the condition."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """metadata.generation of the spec that the condition speaks of."""
+    """metadata.generation of the spec that the condition describes."""
     last_transition_time: Time
-    """When status last changed."""
+    """Time of the last change of status."""
     reason: Annotated[str, Field(max_length=1024)]
-    """Why, in one word for programs."""
+    """Reason for the status as one CamelCase word, for programs."""
     message: Annotated[str, Field(max_length=32768)]
-    """Why, in words for people."""
+    """Reason for the status as a sentence, for people."""
 
 
 Conditions = Annotated[tuple[ConditionStatus, ...], Field(strict=False), _BY_TYPE]
 
 
 class EndpointsStatus(ManifestModel):
-    """Where applications find the platform."""
+    """EndpointsStatus lists the URLs of the platform."""
 
     gateway: str | None = None
-    """Base URL of the gateway within the cluster."""
+    """Base URL of the gateway inside the cluster."""
 
 
 class GatewayStatus(ManifestModel):
-    """The gateway's copies."""
+    """GatewayStatus counts the gateway's replicas."""
 
     replicas: int | None = None
-    """Copies that are to run now."""
+    """Desired number of replicas."""
     ready_replicas: int | None = None
-    """Copies that take requests."""
+    """Number of ready replicas."""
     selector: str | None = None
-    """Labels of the gateway's pods, for whoever scales it."""
+    """Label selector of the gateway's pods. Autoscalers use it."""
 
 
 class EngineStatus(ManifestModel):
-    """The copies of one group of engines."""
+    """EngineStatus counts the replicas of one engine group."""
 
     name: str
     """Name of the group, as in spec.engines."""
     replicas: int | None = None
-    """Copies that are to run now."""
+    """Desired number of replicas."""
     ready_replicas: int | None = None
-    """Copies that take requests."""
+    """Number of ready replicas."""
 
 
 class CacheStoreStatus(ManifestModel):
-    """The cache store's shards."""
+    """CacheStoreStatus counts the cache store's shards."""
 
     shards: int | None = None
-    """Shards that are to run now."""
+    """Desired number of shards."""
     ready_shards: int | None = None
-    """Shards that take requests."""
+    """Number of ready shards."""
 
 
 class CacheUsageStatus(ManifestModel):
-    """What the cache store was last seen to hold."""
+    """CacheUsageStatus shows how much the cache store holds and how often reads hit."""
 
     hit_rate: str | None = None
-    """Share of reads that found their chunk-cache, in [0, 1] with two digits, like 0.83."""
+    """Share of reads that found a variant, from 0 to 1 with two digits, like 0.83."""
     num_bytes: Annotated[int | None, Field(alias="bytes")] = None
-    """Bytes of chunk-caches on all shards' disks."""
+    """Number of bytes that the variants take on the disks of all shards."""
 
 
 class RagCacheStatus(ManifestModel):
-    """What the operator last saw of a RagCache."""
+    """RagCacheStatus is the last state of a RagCache that the operator observed."""
 
     observed_generation: int | None = None
-    """metadata.generation of the spec that this status speaks of."""
+    """metadata.generation of the spec that this status describes."""
     phase: Literal["Pending", "Progressing", "Ready", "Degraded", "Refused", "Deleting"] | None = (
         None
     )
-    """The conditions in one word. Ready: a question was answered. Degraded: answers go on with
-    fewer copies than asked for. Refused: the spec is not acted on, see the condition Accepted."""
+    """Summary of the conditions. Ready means that the self-test passed. Degraded means that some
+    replicas are not ready. Refused means that the operator does not apply the spec; the condition
+    Accepted tells why."""
     conditions: Conditions = ()
-    """Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady, SelfTestPassed and
-    Ready, each with reason and message."""
+    """The conditions Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady,
+    SelfTestPassed and Ready."""
     progress: str | None = None
-    """What is being waited for, like "engine: loading the model"; absent when nothing is."""
+    """What the operator waits for, like "engine: loading the model". It is unset when nothing is
+    in progress."""
     model: str | None = None
-    """The name that requests give as "model"."""
+    """Model name that requests send as "model"."""
     endpoints: EndpointsStatus | None = None
-    """Where applications find the platform."""
+    """URLs of the platform."""
     gateway: GatewayStatus | None = None
-    """The gateway's copies."""
+    """Replicas of the gateway."""
     engines: Annotated[tuple[EngineStatus, ...], Field(strict=False), _BY_NAME] = ()
-    """The copies of each group of engines."""
+    """Replicas of each engine group."""
     engines_ready: str | None = None
-    """Copies of all engines that are ready, of those that are to run, like 1/2."""
+    """Ready and desired number of engine replicas in all groups, like 1/2."""
     cache_store: CacheStoreStatus | None = None
-    """The cache store's shards."""
+    """Shards of the cache store."""
     cache: CacheUsageStatus | None = None
-    """What the cache store was last seen to hold."""
+    """Usage of the cache store, as last observed."""
 
 
 class RagCollectionStatus(ManifestModel):
-    """What the operator last saw of a RagCollection."""
+    """RagCollectionStatus is the last state of a RagCollection that the operator observed."""
 
     observed_generation: int | None = None
-    """metadata.generation of the spec that this status speaks of."""
+    """metadata.generation of the spec that this status describes."""
     phase: str | None = None
-    """The conditions in one word."""
+    """Summary of the conditions."""
     conditions: Conditions = ()
-    """Ready and Synced, each with reason and message."""
+    """The conditions Ready and Synced."""
     documents: int | None = None
-    """Documents in the collection that came from the sources."""
+    """Number of documents in the collection that came from the sources."""
     chunks: int | None = None
-    """Chunks that these documents were cut into."""
+    """Number of chunks in these documents."""
     progress: str | None = None
-    """How far the sync that runs now is, like "12 of 40"; absent when none runs."""
+    """Progress of the running sync, like "12 of 40". It is unset when no sync runs."""
     last_sync_time: Time | None = None
-    """When a sync last ended well."""
+    """Time of the last successful sync."""
     source_revision: str | None = None
-    """Hash of what the sources held then."""
+    """Revision of the sources at the last successful sync."""
     failures: Annotated[tuple[str, ...], Field(strict=False), _ATOMIC] = ()
-    """Documents that the last sync could not bring, each with the reason."""
+    """Documents that the last sync could not write, each with the reason."""

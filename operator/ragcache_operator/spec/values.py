@@ -1,7 +1,7 @@
-"""Values that both objects are made of: names, quantities, secrets, chunking.
+"""Field types that both kinds share: names, quantities, Secret references and chunking.
 
-What a value must look like is said once, for the parser (in words, with a fix) and for the API
-server (as a pattern): see ``Matches`` and ``Quantity``.
+``StringPattern`` and ``Quantity`` define each format once. The parser uses them for error messages,
+and the CRD generator uses them for OpenAPI patterns.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-"""A DNS label (RFC 1123), as Kubernetes has them in names."""
+"""A DNS label (RFC 1123), the format of Kubernetes object names."""
 SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
-# Without "..", so that it stays below the folder it is relative to.
+# The pattern excludes "..", so a path stays below the folder that it is relative to.
 _SEGMENT = r"(\.?[^/.\s][^/\s]*)"
 _LABEL_TEXT = r"[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?"
 RELATIVE_PATH = rf"{_SEGMENT}(/{_SEGMENT})*/?"
-# Without a user and a password: those belong into a Secret.
+# The pattern excludes a user and a password, because credentials belong in a Secret.
 HTTP_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 
 
 def validation_error(problem: str, fix: str) -> PydanticCustomError:
-    """A validator's objection in the two halves that every error here has."""
+    """Return a pydantic error with the problem and the fix that the user reads."""
     return PydanticCustomError("refused", "refused", {"problem": problem, "fix": fix})
 
 
 @dataclass(frozen=True, slots=True)
 class StringPattern:
-    """A string's pattern, in what Python's and Go's regular expressions have in common.
+    """Validates a string by a regular expression that Python and Go both accept.
 
-    noun: what the string is to be ("DNS label"). fix: what to write instead.
+    ``noun`` names the format in error messages ("DNS label"). ``fix`` tells what to write instead.
     """
 
     pattern: str
@@ -55,9 +55,9 @@ class StringPattern:
     fix: str
 
     def check(self, text: str) -> str:
-        """The text; objects with a refusal."""
+        """Return the text, or raise a validation error."""
         if not re.fullmatch(self.pattern, text, re.ASCII):
-            raise validation_error(f"{text!r} is no {self.noun}", self.fix)
+            raise validation_error(f"{text!r} is not a valid {self.noun}", self.fix)
         return text
 
     def __get_pydantic_core_schema__(
@@ -72,23 +72,23 @@ class StringPattern:
 
 
 class Quantity:
-    """A Kubernetes quantity above zero, written as a string or a whole number; kept as a string."""
+    """Validates a Kubernetes quantity above zero, given as a string or an integer."""
 
-    # With a digit that is not 0, in the notation that parse_quantity reads.
+    # At least one digit is not 0, in the notation that parse_quantity reads.
     _PATTERN: ClassVar = (
         r"^\+?(?:[0-9]*[1-9][0-9]*(?:\.[0-9]*)?|[0-9]*\.[0-9]*[1-9][0-9]*)"
         r"(?:[numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,2})?$"
     )
 
     def __init__(self, kind: str, example: str) -> None:
-        """kind: "bytes" or "cores". example: some, as a manifest would have them."""
+        """Set the unit ("bytes" or "cores") and an example for error messages."""
         self._kind = kind
         self._example = example
 
     def _check(self, given: object) -> str:
-        fix = f"write {self._kind} as Kubernetes does, like {self._example}"
+        fix = f"write {self._kind} as a Kubernetes quantity, like {self._example}"
         if isinstance(given, bool) or not isinstance(given, (str, int)):
-            raise validation_error(f"{str(given)!r} is no quantity", fix)
+            raise validation_error(f"{str(given)!r} is not a quantity", fix)
         text = str(given)
         try:
             parse_quantity(text)
@@ -119,7 +119,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerSchema:
-    """Keys that the API server's schema has of a value beyond those of its type."""
+    """Adds keys to a field's OpenAPI schema."""
 
     keys: Mapping[str, Any]
 
@@ -134,11 +134,11 @@ DNS_LABEL = StringPattern(
     "DNS label",
     "use lower-case letters, digits and '-', with a letter or digit at both ends",
 )
-# 40 leaves room for "-engine-" and an engine's name within a Service's 63 characters.
+# A limit of 40 leaves room for "-engine-" and an engine's name in a Service name (63 characters).
 ObjectName = Annotated[str, Field(max_length=40), DNS_LABEL]
 EngineName = Annotated[str, Field(max_length=15), DNS_LABEL]
 Namespace = Annotated[str, Field(max_length=63), DNS_LABEL]
-# Of an object that is not ours: a Secret, a claim, a class.
+# The name of an object that the user owns: a Secret, a claim, a class.
 ForeignName = Annotated[
     str,
     Field(max_length=253),
@@ -179,8 +179,8 @@ RelativePath = Annotated[
     Field(max_length=1024),
     StringPattern(
         rf"\.|{RELATIVE_PATH}",
-        "folder below the source's own",
-        "write it like docs/handbook, without '..' and without a '/' in front",
+        "relative folder",
+        "write it like docs/handbook, without '..' and without a leading '/'",
     ),
 ]
 ByteQuantity = Annotated[str, Quantity("bytes", "512Mi or 2Gi")]
@@ -190,63 +190,63 @@ Replicas = Annotated[int, Field(ge=1, le=64)]
 
 
 class ManifestModel(BaseModel):
-    """A mapping of a manifest: camelCase names, nothing unknown, nothing converted."""
+    """A mapping in a manifest: camelCase keys, no unknown keys, no type conversion."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
         extra="forbid",
         frozen=True,
-        # A quoted number is refused, as the API server refuses it.
+        # The API server rejects a quoted number, so the parser does too.
         strict=True,
-        # What follows a field as a string is what `kubectl explain` and the reference say.
+        # `kubectl explain` and the reference show the string below each field.
         use_attribute_docstrings=True,
     )
 
 
 class SecretKey(ManifestModel):
-    """One entry of a Secret in the object's own namespace. Its value is never copied."""
+    """SecretKey selects one entry of a Secret. The operator never copies its value."""
 
     name: ForeignName
-    """Name of the Secret, in the namespace of this object."""
+    """Name of the Secret in the namespace of this object."""
     key: SecretEntry = "token"
-    """Which entry of the Secret's data holds the value."""
+    """Key in the Secret's data that holds the value."""
 
 
 class ApiKeySecret(SecretKey):
-    """An entry of a Secret that holds an API key."""
+    """ApiKeySecret selects one entry of a Secret that holds an API key."""
 
     key: SecretEntry = "key"
-    """Which entry of the Secret's data holds the value."""
+    """Key in the Secret's data that holds the value."""
 
 
 class StorageSpec(ManifestModel):
-    """A volume."""
+    """StorageSpec describes a volume claim."""
 
     size: ByteQuantity = "10Gi"
-    """Bytes to ask for in each volume claim, like 10Gi."""
+    """Requested size of each volume claim, like 10Gi."""
     class_name: ForeignName | None = None
-    """Storage class of the claim. Without it, the cluster's default class."""
+    """Storage class of the claim. If unset, the cluster's default class applies."""
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes."""
+        """Requested size in bytes."""
         return parse_quantity(self.size)
 
 
 class ResourcesSpec(ManifestModel):
-    """What a pod asks for, in place of what follows from the cache sizes."""
+    """ResourcesSpec overrides the resources that the operator derives from the cache sizes."""
 
     cpu: CpuQuantity | None = None
-    """Cores to request, like 250m or 2. Without it, the part's own default."""
+    """CPU request in cores, like 250m or 2. If unset, the component's default applies."""
     memory: ByteQuantity | None = None
-    """Bytes of memory to request, like 4Gi. Without it, what the part's cache sizes need."""
+    """Memory request, like 4Gi. If unset, the operator derives it from the cache sizes."""
     memory_limit: ByteQuantity | None = None
-    """Bytes of memory at which the pod is killed. Without it, a part that bounds its own memory
-    has its request as limit, and any other has none."""
+    """Memory limit. If unset, a component that bounds its own memory gets its request as the
+    limit. Other components get no limit."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory to request in bytes, if given."""
+        """Memory request in bytes, if given."""
         return None if self.memory is None else parse_quantity(self.memory)
 
     @property
@@ -256,22 +256,23 @@ class ResourcesSpec(ManifestModel):
 
 
 class ChunkingSpec(ManifestModel):
-    """How documents are cut, in tokens of the serving model."""
+    """ChunkingSpec sets how the retriever splits documents into chunks."""
 
     size: Annotated[int, Field(ge=16, le=4096)] = 256
-    """Most tokens of one chunk, counted by the serving model's tokenizer."""
+    """Maximum number of tokens in a chunk. The serving model's tokenizer counts them."""
     overlap: Annotated[int, Field(ge=0, le=2047)] = 32
-    """Most tokens that a chunk repeats from the one before it; less than half of size."""
+    """Maximum number of tokens that a chunk repeats from the previous chunk. It must be less than
+    half of size."""
     window: Annotated[int, Field(ge=0, le=8)] = 1
-    """Neighbouring chunks of the same document that a hit brings along, on each side."""
+    """Number of neighbouring chunks on each side that a search returns with each hit."""
 
 
 class ObjectMeta(BaseModel):
-    """What is read of an object's metadata; the API server judges the rest."""
+    """The metadata fields that the operator reads. The API server validates the rest."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     name: ObjectName
     namespace: Namespace = "default"
     uid: str | None = None
-    """The API server's own name for the object, which its children refer to; None before it."""
+    """Unique id that the API server assigns. Children refer to it. None outside a cluster."""

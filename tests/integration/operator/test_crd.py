@@ -22,8 +22,8 @@ from tests.cluster.control_plane import ControlPlane, start_control_plane
 from tests.helpers.operator_manifests import (
     BAD,
     Bad,
-    Layer,
     Object,
+    RejectedBy,
     cache,
     collection,
     examples,
@@ -150,7 +150,7 @@ def refusal(reply: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.layer is Layer.SCHEMA], ids=lambda bad: bad.name
+    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.SCHEMA], ids=lambda bad: bad.name
 )
 def test_the_schema_refuses_by_path(server: Server, bad: Bad) -> None:
     message = refusal(server.create(bad.manifest))
@@ -161,7 +161,7 @@ def test_the_schema_refuses_by_path(server: Server, bad: Bad) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.layer is Layer.CEL], ids=lambda bad: bad.name
+    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.CEL], ids=lambda bad: bad.name
 )
 def test_cel_refuses_by_path_where_the_server_knows_it(server: Server, bad: Bad) -> None:
     if bad.old is None:
@@ -185,7 +185,9 @@ def test_cel_refuses_by_path_where_the_server_knows_it(server: Server, bad: Bad)
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.layer in (Layer.WEBHOOK, Layer.PARSER)], ids=lambda b: b.name
+    "bad",
+    [bad for bad in BAD if bad.rejected_by in (RejectedBy.WEBHOOK, RejectedBy.PARSER)],
+    ids=lambda b: b.name,
 )
 def test_what_no_server_sees_is_left_to_the_other_layers(server: Server, bad: Bad) -> None:
     assert server.create(bad.manifest).is_success

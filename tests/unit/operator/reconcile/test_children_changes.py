@@ -107,7 +107,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.resources.memory": ("3Gi", STORE, ""),
     "cacheStore.resources.memoryLimit": ("3Gi", STORE, ""),
     "reuse.mode": ("blend", f"{STORE} {GATEWAY}", ""),
-    "reuse.maxRecompute": (0.5, GATEWAY, ""),
+    "reuse.maxRecomputeShare": (0.5, GATEWAY, ""),
     "reuse.quality": (0.95, f"{ENGINE} {GATEWAY}", ""),
     "reuse.precompute": (True, f"{ENGINE} {GATEWAY}", ""),
     "scheduling.priorityClassName": ("two", WORKLOADS, ""),

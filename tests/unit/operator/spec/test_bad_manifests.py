@@ -1,25 +1,25 @@
-"""Bad manifests: each is refused by path and fix, and nothing else is said about it."""
+"""Bad manifests: each is rejected with exactly one problem, which has path and fix."""
 
 from __future__ import annotations
 
 import pytest
 
 from ragcache_operator.spec import RagCache, RagCollection
-from ragcache_operator.spec.consistency import check_rules
 from ragcache_operator.spec.manifest import InvalidManifest, parse
 from ragcache_operator.spec.rules import CLUSTER_RULES, find_problems
-from tests.helpers.operator_manifests import BAD, Bad, Layer
+from ragcache_operator.spec.validation import check_rules
+from tests.helpers.operator_manifests import BAD, Bad, RejectedBy
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_each_is_refused_by_path_and_fix(bad: Bad) -> None:
+def test_each_is_rejected_with_path_and_fix(bad: Bad) -> None:
     [problem] = find_problems(bad.manifest, bad.old)
     assert str(problem) == bad.message
     assert problem.field == bad.field
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_the_parser_lets_through_only_what_is_wrong_in_a_cluster(bad: Bad) -> None:
+def test_the_parser_accepts_only_what_is_invalid_in_a_cluster(bad: Bad) -> None:
     value: RagCache | RagCollection | None = None
     refused = ""
     try:
@@ -29,17 +29,17 @@ def test_the_parser_lets_through_only_what_is_wrong_in_a_cluster(bad: Bad) -> No
     if value is None:
         assert refused == bad.message
     else:
-        assert bad.layer in (Layer.CEL, Layer.WEBHOOK)
+        assert bad.rejected_by in (RejectedBy.CEL, RejectedBy.WEBHOOK)
         assert bad.old is not None or check_rules(CLUSTER_RULES, value)
 
 
-def test_there_are_forty_or_more_and_no_two_alike() -> None:
+def test_there_are_at_least_forty_and_no_two_are_alike() -> None:
     assert len(BAD) >= 40
     assert len({bad.name for bad in BAD}) == len(BAD)
     assert len({bad.message for bad in BAD}) >= 40
-    assert {bad.layer for bad in BAD} == set(Layer)
+    assert {bad.rejected_by for bad in BAD} == set(RejectedBy)
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.old], ids=lambda bad: bad.name)
-def test_what_may_not_change_may_be_made(bad: Bad) -> None:
+def test_immutable_fields_may_be_set_on_creation(bad: Bad) -> None:
     assert find_problems(bad.manifest) == []

@@ -1,4 +1,4 @@
-"""CEL rules of the CustomResourceDefinitions, evaluated as an API server does from 1.28 on."""
+"""CEL rules of the CustomResourceDefinitions, evaluated as an API server from 1.28 on does."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import re2
 from celpy.adapter import json_to_cel
 from celpy.celtypes import BoolType
 
-from ragcache_operator.spec.consistency import CelRule
 from ragcache_operator.spec.crd import KINDS, ResourceKind, object_schema
 from ragcache_operator.spec.rules import UPDATE_RULES, find_problems
-from tests.helpers.operator_manifests import BAD, Bad, Layer, Object, cache, collection
+from ragcache_operator.spec.validation import CelRule
+from tests.helpers.operator_manifests import BAD, Bad, Object, RejectedBy, cache, collection
 from tests.unit.operator.spec.test_crd import DEFAULTED, Schema, kinds, nodes, with_defaults
 from tests.unit.operator.spec.test_rules import EVERY, broken_by
 
 RULE_KEYS = {"rule", "message", "fieldPath"}
-# Names that a schema may give a field, but that CEL would have escaped.
+# Words that CEL reserves. A rule would have to escape a field of such a name.
 RESERVED = {
     *("true", "false", "null", "in", "as", "break", "const", "continue", "else", "for"),
     *("function", "if", "import", "let", "loop", "package", "namespace", "return", "var"),
     *("void", "while"),
 }
-# What API servers allow one rule, for all places that it may be asked at, and all rules at once.
+# The API server's cost limits: for one rule with all its occurrences, and for all rules.
 RULE_BUDGET = 10_000_000
 DEFINITION_BUDGET = 100_000_000
-# A string without maxLength may fill a request.
+# A string without maxLength can be as large as a request.
 LONGEST_STRING = 3 * 1024 * 1024
 BYTES_PER_CHARACTER = 4
-# At least one matches the pattern of any string that a rule reads.
+# For each string that a rule reads, at least one of these texts matches the pattern.
 TEXTS = (
     *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
     *("5s", "10s", "--model", "--port", "--api-key", "--config"),
@@ -86,7 +86,7 @@ GOOD: list[tuple[Object, Object | None]] = [
 
 
 def holds(expression: str, value: Any, old: Any = None) -> bool:
-    """What the rule says of a stored value. Raises CELEvalError where it reads what is missing."""
+    """Evaluate a rule on a stored value. Raises CELEvalError if the rule reads a missing field."""
     context = {"self": json_to_cel(value)}
     if old is not None:
         context["oldSelf"] = json_to_cel(old)
@@ -95,16 +95,16 @@ def holds(expression: str, value: Any, old: Any = None) -> bool:
     return bool(answer)
 
 
-def unsupported_features(new: Object, old: Object | None = None) -> list[tuple[str, str]]:
-    """Path and message of every rule that refuses a manifest. old: what an update replaces."""
+def cel_problems(new: Object, old: Object | None = None) -> list[tuple[str, str]]:
+    """Return path and message of every CEL rule that a manifest (or an update of old) breaks."""
     schema = SCHEMAS[new["kind"]]
     before = None if old is None else with_defaults(old, schema)
-    return list(_refusals(with_defaults(new, schema), before, schema, ""))
+    return list(_cel_problems(with_defaults(new, schema), before, schema, ""))
 
 
-def _refusals(value: Any, old: Any, schema: Schema, path: str) -> Iterator[tuple[str, str]]:
+def _cel_problems(value: Any, old: Any, schema: Schema, path: str) -> Iterator[tuple[str, str]]:
     for rule in schema.get("x-kubernetes-validations", ()):
-        if is_transition(rule["rule"]) and old is None:
+        if compares_with_old(rule["rule"]) and old is None:
             continue
         if not holds(rule["rule"], value, old):
             yield f"{path}{rule.get('fieldPath', '')}".strip("."), rule["message"]
@@ -112,7 +112,7 @@ def _refusals(value: Any, old: Any, schema: Schema, path: str) -> Iterator[tuple
         for name, item in value.items():
             inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
             if inner is not None:
-                yield from _refusals(item, (old or {}).get(name), inner, f"{path}.{name}")
+                yield from _cel_problems(item, (old or {}).get(name), inner, f"{path}.{name}")
     if isinstance(value, list):
         keys = schema.get("x-kubernetes-list-map-keys", ())
         for i, item in enumerate(value):
@@ -120,15 +120,15 @@ def _refusals(value: Any, old: Any, schema: Schema, path: str) -> Iterator[tuple
                 other for other in (old or []) if keys and all(other[k] == item[k] for k in keys)
             ]
             before = same[0] if same else None
-            yield from _refusals(item, before, schema["items"], f"{path}[{i}]")
+            yield from _cel_problems(item, before, schema["items"], f"{path}[{i}]")
 
 
-def is_transition(expression: str) -> bool:
+def compares_with_old(expression: str) -> bool:
     return re.search(r"\boldSelf\b", expression) is not None
 
 
 def ruled(schema: Schema) -> Iterator[tuple[str, Schema, int]]:
-    """Every schema that has rules, with its path and how often one object may hold it."""
+    """Yield every schema with rules, its path and how often one object can contain it."""
     for path, node in nodes(schema):
         if "x-kubernetes-validations" in node:
             yield path, node, _times(schema, path)
@@ -148,44 +148,44 @@ def _times(schema: Schema, path: str) -> int:
 
 
 def paths_read(expression: str) -> list[list[str]]:
-    """What an expression reads, in has() as well: self or oldSelf, and the fields below it."""
+    """Return the paths that an expression reads, also in has(): self or oldSelf, and fields."""
     bare = re.sub(r"'[^']*'", "''", expression)
-    # A name before a parenthesis is a function's.
+    # A name before a parenthesis is a function.
     found = re.findall(r"\b(?:self|oldSelf)\b(?:\.\w+\b(?!\())*", bare)
     return [path.split(".") for path in found]
 
 
 @pytest.mark.parametrize(("new", "old"), GOOD, ids=range(len(GOOD)))
-def test_good_objects_are_let_through(new: Object, old: Object | None) -> None:
-    assert unsupported_features(new, old) == []
+def test_valid_objects_pass(new: Object, old: Object | None) -> None:
+    assert cel_problems(new, old) == []
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.layer is Layer.CEL], ids=lambda bad: bad.name
+    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.CEL], ids=lambda bad: bad.name
 )
-def test_each_is_refused_by_its_rule_and_no_other(bad: Bad) -> None:
+def test_each_is_rejected_by_its_rule_alone(bad: Bad) -> None:
     [(rule, field)] = broken_by(bad)
     assert isinstance(rule.cel, CelRule)
-    [(path, message)] = unsupported_features(bad.manifest, bad.old)
+    [(path, message)] = cel_problems(bad.manifest, bad.old)
     assert message == rule.cel.message
     assert re.sub(r"\[\d+\]", "", path) == re.sub(r"\[\d+\]", "", field)
-    # CEL blames a list of arguments where the parser knows which of them it is.
+    # CEL names the list of arguments, the parser names the item.
     assert path in (bad.field, bad.field.removesuffix("[0]"))
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.layer is Layer.WEBHOOK], ids=lambda bad: bad.name
+    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.WEBHOOK], ids=lambda bad: bad.name
 )
-def test_what_is_left_to_the_webhook_passes(bad: Bad) -> None:
-    assert unsupported_features(bad.manifest, bad.old) == []
+def test_manifests_that_only_the_webhook_rejects_pass(bad: Bad) -> None:
+    assert cel_problems(bad.manifest, bad.old) == []
 
 
-def test_every_problem_comes_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     bad = cache(
         model={"source": "path:/models", "tokenSecret": {"name": "t"}},
         engines=[{"name": "a"}, {"name": "b", "args": ["--port", "1"]}],
     )
-    assert [path for path, _ in unsupported_features(bad)] == [
+    assert [path for path, _ in cel_problems(bad)] == [
         "spec.model.tokenSecret",
         "spec.model.source",
         "spec.engines[1].args",
@@ -202,10 +202,10 @@ def test_every_problem_comes_at_once() -> None:
         *("--ssl-keyfile", "--ssl_certf=/f", "--tokens-only", "--headless", "--ssl-"),
     ],
 )
-def test_every_spelling_of_an_argument_is_seen(argument: str) -> None:
+def test_every_spelling_of_an_argument_is_rejected(argument: str) -> None:
     bad = cache(engines=[{"args": ["--max-num-seqs=8", argument]}])
-    # Where it is short for several, so may several rules be broken.
-    assert {path for path, _ in unsupported_features(bad)} == {"spec.engines[0].args"}
+    # An abbreviation of several arguments may break several rules.
+    assert {path for path, _ in cel_problems(bad)} == {"spec.engines[0].args"}
     assert {problem.field for problem in find_problems(bad)} == {"spec.engines[0].args[1]"}
 
 
@@ -241,16 +241,16 @@ def test_every_spelling_of_an_argument_is_seen(argument: str) -> None:
         *("--tensor-parallel-size", "-O3", "-tp=2", "--speculative-config.model=x", "--lora-dtype"),
     ],
 )
-def test_arguments_that_only_look_alike_pass(argument: str) -> None:
+def test_similar_arguments_pass(argument: str) -> None:
     good = cache(engines=[{"args": [argument]}])
-    assert unsupported_features(good) == []
+    assert cel_problems(good) == []
     assert find_problems(good) == []
 
 
-def test_every_volume_stays() -> None:
+def test_storage_is_immutable() -> None:
     bigger = {"size": "99Gi"}
     new = cache(retriever={"storage": bigger}, cacheStore={"disk": {"className": "fast"}})
-    assert [path for path, _ in unsupported_features(new, cache())] == [
+    assert [path for path, _ in cel_problems(new, cache())] == [
         "spec.retriever.storage",
         "spec.cacheStore.disk",
     ]
@@ -268,24 +268,24 @@ def test_the_definitions_have_every_rule() -> None:
     }
 
 
-def test_transitions_are_the_rules_that_see_the_old_value() -> None:
+def test_update_rules_are_those_that_read_the_old_value() -> None:
     seen = {rule.cel.expression for rule in EVERY if isinstance(rule.cel, CelRule)}
-    assert {expression for expression in seen if is_transition(expression)} == {
-        transition.cel.expression for transition in UPDATE_RULES
+    assert {expression for expression in seen if compares_with_old(expression)} == {
+        rule.cel.expression for rule in UPDATE_RULES
     }
 
 
 @kinds
 def test_defaults_keep_the_rules(kind: ResourceKind) -> None:
-    """An API server refuses a definition whose defaults break its rules."""
+    """The API server rejects a definition whose defaults break its rules."""
     for path, schema in nodes(SCHEMAS[kind.name]):
         if "default" in schema:
             value = with_defaults(schema["default"], schema)
-            assert list(_refusals(value, None, schema, path)) == []
+            assert list(_cel_problems(value, None, schema, path)) == []
 
 
 def samples(schema: Schema) -> list[Any]:
-    """Values of a schema that rules may tell apart."""
+    """Return values of a schema that rules may distinguish."""
     if "enum" in schema:
         return list(schema["enum"])
     match schema["type"]:
@@ -304,11 +304,11 @@ def samples(schema: Schema) -> list[Any]:
 
 
 @kinds
-def test_rules_answer_whatever_is_left_out(kind: ResourceKind) -> None:
-    """Reading a field that is not there is an error, which would refuse the object in bad words."""
+def test_rules_evaluate_with_any_field_left_out(kind: ResourceKind) -> None:
+    """A rule that reads a missing field fails, and the server's message would not help the user."""
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
-            if is_transition(rule["rule"]):
+            if compares_with_old(rule["rule"]):
                 continue
             choices = []
             for name in sorted({read[1] for read in paths_read(rule["rule"])}):
@@ -323,7 +323,7 @@ def test_rules_answer_whatever_is_left_out(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_optional_fields_are_read_behind_has(kind: ResourceKind) -> None:
+def test_optional_fields_are_guarded_by_has(kind: ResourceKind) -> None:
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
             guarded = re.findall(r"\bhas\(([.\w]+)\)", rule["rule"])
@@ -335,7 +335,7 @@ def test_optional_fields_are_read_behind_has(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_rules_read_no_field_that_cel_would_escape(kind: ResourceKind) -> None:
+def test_rules_read_no_field_that_cel_escapes(kind: ResourceKind) -> None:
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
             for name in itertools.chain(*paths_read(rule["rule"])):
@@ -350,7 +350,7 @@ def is_there(name: str, schema: Schema) -> bool:
 
 
 def known(schema: Schema, name: str) -> Schema:
-    """Schema of a field; of an object's metadata, rules may read the name whatever is said."""
+    """Return the schema of a field. Rules may always read metadata.name."""
     field = schema["properties"][name]
     assert isinstance(field, dict)
     if name == "metadata":
@@ -359,7 +359,7 @@ def known(schema: Schema, name: str) -> Schema:
 
 
 @kinds
-def test_rules_blame_fields_by_plain_paths(kind: ResourceKind) -> None:
+def test_rules_name_fields_by_plain_paths(kind: ResourceKind) -> None:
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
             assert rule.keys() <= RULE_KEYS, path
@@ -370,16 +370,16 @@ def test_rules_blame_fields_by_plain_paths(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_old_values_are_found_wherever_rules_compare_them(kind: ResourceKind) -> None:
-    """An item of a list has an old value only by its key, and none of our rules asks for one."""
+def test_update_rules_are_outside_of_lists(kind: ResourceKind) -> None:
+    """Items of a list have old values only by key, and no rule here needs one."""
     for path, schema, _ in ruled(SCHEMAS[kind.name]):
-        if any(is_transition(rule["rule"]) for rule in schema["x-kubernetes-validations"]):
+        if any(compares_with_old(rule["rule"]) for rule in schema["x-kubernetes-validations"]):
             assert "[]" not in path
             assert "{}" not in path
 
 
 @kinds
-def test_regular_expressions_are_ones_that_re2_reads(kind: ResourceKind) -> None:
+def test_regular_expressions_are_valid_in_re2(kind: ResourceKind) -> None:
     for path, schema in nodes(SCHEMAS[kind.name]):
         if "pattern" in schema:
             assert re2.compile(schema["pattern"]), path
@@ -390,7 +390,7 @@ def test_regular_expressions_are_ones_that_re2_reads(kind: ResourceKind) -> None
 
 
 @kinds
-def test_rules_cost_what_servers_allow(kind: ResourceKind) -> None:
+def test_rule_costs_are_within_the_server_limits(kind: ResourceKind) -> None:
     total = 0
     for path, schema, times in ruled(SCHEMAS[kind.name]):
         for rule in schema["x-kubernetes-validations"]:
@@ -401,8 +401,12 @@ def test_rules_cost_what_servers_allow(kind: ResourceKind) -> None:
 
 
 def worst_cost(expression: str, schema: Schema) -> int:
-    """More than servers estimate: a step per character of the expression, a tenth per byte of a
-    string, a quarter of that per character of a regular expression, and all of it per item."""
+    """Return an upper bound of the server's cost estimate.
+
+    It counts 1 for each character of the expression, 0.1 for each byte of a string, and a quarter
+    of that for each character of a regular expression. An expression over a list costs this for
+    each item.
+    """
     cost, items = len(expression), 1
     item: Schema = {}
     for read in paths_read(expression):

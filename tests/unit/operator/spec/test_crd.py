@@ -1,4 +1,4 @@
-"""CustomResourceDefinitions: what any API server takes, and what the typed specs say."""
+"""CustomResourceDefinitions: valid on every API server, and consistent with the typed specs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 
 Schema = dict[str, Any]
 
-# What structural schemas may hold, of what JSON schema and OpenAPI have.
+# The keywords of JSON schema and OpenAPI that structural schemas may use.
 KEYWORDS = {
     *("type", "format", "description", "default", "enum", "pattern", "required"),
     *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
@@ -38,7 +38,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 def nodes(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """Every schema within a schema, with its path."""
+    """Yield every schema within a schema, with its path."""
     yield path, schema
     for name, field in schema.get("properties", {}).items():
         yield from nodes(field, f"{path}.{name}")
@@ -49,7 +49,7 @@ def nodes(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
 
 
 def with_defaults(value: Any, schema: Schema) -> Any:
-    """Value as an API server stores it: it fills a mapping, then what is in it."""
+    """Return a value as the API server stores it: it fills a mapping before its fields."""
     if isinstance(value, dict):
         filled = dict(value)
         for name, field in schema.get("properties", {}).items():
@@ -75,7 +75,7 @@ def test_every_schema_is_structural(kind: ResourceKind) -> None:
         assert ("items" in schema) == (schema.get("type") == "array"), path
         assert not ("properties" in schema and "additionalProperties" in schema), path
         if schema.get("type") == "object":
-            # A mapping that names nothing loses everything: the server drops what it does not know.
+            # A server drops unknown fields, so a mapping without properties would stay empty.
             assert schema.get("properties") or "additionalProperties" in schema, path
         for name in schema.get("required", ()):
             assert name in schema["properties"], path
@@ -83,7 +83,7 @@ def test_every_schema_is_structural(kind: ResourceKind) -> None:
 
 @kinds
 def test_everything_in_a_spec_is_bounded(kind: ResourceKind) -> None:
-    """CEL's costs are estimated from bounds; without them a definition is refused."""
+    """The API server estimates CEL costs from bounds, and rejects a definition without them."""
     for path, schema in nodes(object_schema(kind)["properties"]["spec"]):
         match schema.get("type"):
             case "string":
@@ -99,7 +99,7 @@ def test_everything_in_a_spec_is_bounded(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_every_list_says_how_it_is_merged(kind: ResourceKind) -> None:
+def test_every_list_has_a_merge_type(kind: ResourceKind) -> None:
     for path, schema in nodes(object_schema(kind)):
         if schema.get("type") == "array":
             merge = schema["x-kubernetes-list-type"]
@@ -123,19 +123,19 @@ def test_every_field_is_described(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_patterns_are_ones_that_go_reads(kind: ResourceKind) -> None:
+def test_patterns_are_valid_in_go(kind: ResourceKind) -> None:
     for path, schema in nodes(object_schema(kind)):
         pattern = schema.get("pattern")
         if pattern is not None:
             re.compile(pattern)
             assert pattern.startswith("^"), path
             assert pattern.endswith("$"), path
-            # Neither looking around nor referring back, nor what the two spell differently.
+            # No lookaround, no back references, no classes that Python and Go define differently.
             assert not re.search(r"\(\?[=!<P]|\\[1-9bBdDwWZA]", pattern), path
 
 
 @kinds
-def test_cel_blames_fields_that_exist(kind: ResourceKind) -> None:
+def test_cel_names_fields_that_exist(kind: ResourceKind) -> None:
     found = 0
     for path, schema in nodes(object_schema(kind)):
         for rule in schema.get("x-kubernetes-validations", ()):
@@ -151,7 +151,7 @@ def test_cel_blames_fields_that_exist(kind: ResourceKind) -> None:
 
 
 @kinds
-def test_old_servers_get_the_same_without_cel(kind: ResourceKind) -> None:
+def test_definitions_for_old_servers_differ_only_in_cel(kind: ResourceKind) -> None:
     old = definition(kind, cel=False)
     assert "x-kubernetes-validations" not in yaml.safe_dump(old)
 
@@ -204,8 +204,8 @@ DEFAULTED = [
         networkPolicy={"clients": [{"podSelector": {}}]},
     ),
     cache(reuse={"mode": "blend"}),
-    # What a server holds of 1.0.
-    cache(reuse={"maxRecompute": 1}),
+    # The server stores 1.0 as 1.
+    cache(reuse={"maxRecomputeShare": 1}),
     collection(),
     collection(chunking={}, sync={}),
     source(volume={"claimName": "c"}),
@@ -219,7 +219,7 @@ def test_the_servers_defaults_are_the_parsers(manifest: dict[str, Any]) -> None:
     [kind] = [kind for kind in KINDS if kind.name == manifest["kind"]]
     stored = with_defaults(manifest, object_schema(kind))
     assert parse(stored) == parse(manifest)
-    # Nothing is left for the parser to add: who reads the object in the cluster sees it whole.
+    # The server adds every default, so readers of the object in the cluster see all of them.
     dumped = parse(manifest).model_dump(
         mode="json", by_alias=True, exclude_none=True, include={"spec"}
     )
@@ -227,16 +227,16 @@ def test_the_servers_defaults_are_the_parsers(manifest: dict[str, Any]) -> None:
 
 
 def without_empty(value: Any) -> Any:
-    """Value without mappings and lists that hold nothing: they are defaults that nobody shows."""
+    """Return a value without empty mappings and lists, which are defaults."""
     if isinstance(value, dict):
         slim = {key: without_empty(item) for key, item in value.items()}
         return {key: item for key, item in slim.items() if item not in ({}, [])}
     return [without_empty(item) for item in value] if isinstance(value, list) else value
 
 
-def test_a_status_is_left_to_the_server() -> None:
+def test_a_status_is_ignored() -> None:
     assert isinstance(parse(cache() | {"status": {"phase": "Ready"}}), RagCache)
 
 
-def test_generated_files_are_fresh() -> None:
+def test_generated_files_are_up_to_date() -> None:
     subprocess.run([sys.executable, "tools/generate_crds.py", "--check"], cwd=ROOT, check=True)

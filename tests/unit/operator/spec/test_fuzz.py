@@ -1,4 +1,4 @@
-"""The parser under anything at all: a manifest is a value, or a list of problems with fixes."""
+"""The parser under random input: it returns a value, or a list of problems with fixes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ json_values = st.recursive(
 
 
 def field_names(schema: Object) -> Iterator[str]:
-    """Every name of a field anywhere in a schema."""
+    """Yield every field name in a schema."""
     for name, field in schema.get("properties", {}).items():
         yield name
         yield from field_names(field.get("items", field))
@@ -47,13 +47,13 @@ NAMES = sorted({name for schema in SCHEMAS for name in field_names(schema)})
 
 
 def problems_of(manifest: Object) -> list[str]:
-    """Problems the parser finds. Fails on any other exception, and on a problem without a fix."""
+    """Return the fields of all problems. Fail on other exceptions and on problems without a fix."""
     before = repr(manifest)
     problems: tuple[InvalidInput, ...] = ()
     try:
         value = parse(manifest)
-    except InvalidManifest as refusal:
-        problems = refusal.problems
+    except InvalidManifest as error:
+        problems = error.problems
     assert repr(manifest) == before
     for problem in problems:
         assert problem.field
@@ -74,7 +74,7 @@ def test_anything_is_a_value_or_problems(manifest: Object) -> None:
 
 
 def patterned() -> dict[str, TypeAdapter[Any]]:
-    """Every distinct type of strings with a pattern, by the first field that has it."""
+    """Return every string type with a pattern, by the first field that uses it."""
     found: dict[str, TypeAdapter[Any]] = {}
     seen = set()
     models: list[type[BaseModel]] = [RagCache, RagCollection]
@@ -119,20 +119,20 @@ def test_server_and_parser_take_the_same_strings(
         adapter.validate_python(text)
     except ValidationError:
         taken = False
-    # Of quantities the server counts no digits: what is beyond 63 bits only the parser refuses.
+    # Only the parser rejects quantities above 63 bits. A pattern on the server cannot.
     assert taken == on_server or (on_server and "x-kubernetes-int-or-string" in option), name
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) in a manifest."""
+def entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every (container, key) in a manifest."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield value, key
-            yield from places(item)
+            yield from entries(item)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield value, i
-            yield from places(item)
+            yield from entries(item)
 
 
 GOOD = [
@@ -142,7 +142,7 @@ GOOD = [
         retriever={"embedder": {"source": "http://e/v1", "model": "m"}, "chunking": {"size": 64}},
         engines=[{"name": "a", "args": ["--x"], "kvMemory": "1Gi"}, {"name": "b"}],
         cacheStore={"shards": 2, "disk": {"size": "4Gi", "className": "fast"}},
-        reuse={"mode": "blend", "maxRecompute": 0.25},
+        reuse={"mode": "blend", "maxRecomputeShare": 0.25},
         scheduling={"nodeSelector": {"a": "b"}, "tolerations": [{"key": "a"}]},
         networkPolicy={"clients": [{"podSelector": {"matchLabels": {"a": "b"}}}]},
     )
@@ -160,10 +160,10 @@ GOOD[0]["spec"]["retriever"]["chunking"]["overlap"] = 8
 
 @st.composite
 def mutated(draw: st.DrawFn) -> Object:
-    """A valid manifest with a few of its values replaced, dropped or renamed."""
+    """Return a valid manifest with some values replaced, dropped or renamed."""
     manifest = copy.deepcopy(draw(st.sampled_from(GOOD)))
     for _ in range(draw(st.integers(1, 3))):
-        container, key = draw(st.sampled_from(list(places(manifest))))
+        container, key = draw(st.sampled_from(list(entries(manifest))))
         match draw(st.sampled_from(["replace", "drop", "rename"])):
             case "replace":
                 container[key] = draw(json_values)

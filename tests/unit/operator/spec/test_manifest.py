@@ -1,4 +1,4 @@
-"""Manifests: defaults, and every mistake named by path and fix."""
+"""Manifests: defaults, and problems with path and fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_empty_spec_is_a_whole_platform() -> None:
     assert [engine.name for engine in spec.engines] == ["main"]
     assert spec.engines[0].kv_memory_gib == 2
     assert spec.cache_store.memory_bytes == 1 << 30
-    assert (spec.reuse.mode, spec.reuse.max_recompute) == ("exact", 0.2)
+    assert (spec.reuse.mode, spec.reuse.max_recompute_share) == ("exact", 0.2)
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda one: one["metadata"]["name"])
@@ -50,7 +50,7 @@ def test_examples_that_run_on_one_machine_hold_one_ragcache(name: str) -> None:
     load_manifest(EXAMPLES / name)
 
 
-def test_nulls_and_status_are_left_aside() -> None:
+def test_nulls_and_status_are_ignored() -> None:
     given = manifest(model=None, gateway={"port": None}) | {"status": {"conditions": []}}
     assert parse_manifest(given) == parse_manifest(manifest())
 
@@ -86,7 +86,7 @@ def test_a_claim_and_a_folder_in_it(source: str, claim: str, folder: str) -> Non
     assert (parsed.claim, parsed.folder) == (claim, folder)
 
 
-def test_a_collection_is_named_as_its_object_unless_it_says_so() -> None:
+def test_a_collection_is_named_after_its_object_by_default() -> None:
     assert parse_collection(collection("handbook")).collection_name == "handbook"
     assert parse_collection(collection(collection="manual")).collection_name == "manual"
 
@@ -100,7 +100,7 @@ def test_a_collection_is_named_as_its_object_unless_it_says_so() -> None:
         ({"git": {"url": "https://example.com/a.git"}}, "git"),
     ],
 )
-def test_a_source_is_of_one_kind(given: dict[str, Any], kind: str) -> None:
+def test_a_source_has_one_kind(given: dict[str, Any], kind: str) -> None:
     [source] = parse_collection(collection(sources=[given])).spec.sources
     assert source.kind == kind
 
@@ -113,8 +113,8 @@ def test_durations(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "5 m", "30m1h", "1d", "1.5h", "-5m", "5M"])
-def test_what_is_no_duration(text: str) -> None:
-    with pytest.raises(ValueError, match="is no duration"):
+def test_text_that_is_not_a_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
 
@@ -140,10 +140,10 @@ BAD_SPECS = {
     "spec.scheduling.nodeSelector.disk: 1 is not a string; write a string": {
         "scheduling": {"nodeSelector": {"disk": 1}}
     },
-    "spec.gateway.port: '80' is not a whole number; write a whole number, without quotes": {
+    "spec.gateway.port: '80' is not an integer; write an integer, without quotes": {
         "gateway": {"port": "80"}
     },
-    "spec.gateway.port: True is not a whole number; write a whole number, without quotes": {
+    "spec.gateway.port: True is not an integer; write an integer, without quotes": {
         "gateway": {"port": True}
     },
     "spec.gateway.port: 0 is too small; use at least 1": {"gateway": {"port": 0}},
@@ -153,7 +153,7 @@ BAD_SPECS = {
     "spec.model.source: no bundled model is named 'gpt'; use one of bundled:tinyrag": {
         "model": {"source": "bundled:gpt"}
     },
-    "spec.model.source: 'a b' is no Hugging Face name; "
+    "spec.model.source: 'a b' is not a Hugging Face model name; "
     "write it like hf:meta-llama/Llama-3.1-8B-Instruct": {"model": {"source": "hf:a b"}},
     "spec.model.source: 'llama' names no model; "
     "use bundled:tinyrag, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, image:REFERENCE "
@@ -161,45 +161,48 @@ BAD_SPECS = {
     "spec.model.dtype: 'int8' is not allowed; use 'auto', 'bfloat16', 'float16' or 'float32'": {
         "model": {"dtype": "int8"}
     },
-    "spec.model.name: is empty; give one, or leave the field out": {"model": {"name": ""}},
-    "spec.model.maxLength: 5000 is over the 4096 tokens that bundled:tinyrag knows; "
+    "spec.model.name: is empty; set a value, or leave the field out": {"model": {"name": ""}},
+    "spec.model.maxLength: 5000 is above the context length of bundled:tinyrag, 4096 tokens; "
     "use 4096 or less": {"model": {"maxLength": 5000}},
-    "spec.retriever.embedder.source: 'ftp://x' is no embedder; "
+    "spec.retriever.embedder.source: 'ftp://x' is not a valid embedder; "
     "use bundled:all-minilm-l6-v2, or the base URL of an OpenAI-compatible endpoint, "
     "like http://embeddings:8080/v1": {"retriever": {"embedder": {"source": "ftp://x"}}},
-    "spec.retriever.embedder.model: is missing: an endpoint serves many models; "
-    "name the one to ask for": {"retriever": {"embedder": {"source": "http://e/v1"}}},
-    "spec.retriever.embedder.model: is given, but the bundled embedder has only one; "
-    "leave it out, or name an endpoint's URL as source": {
+    "spec.retriever.embedder.model: is missing: an endpoint serves many models; name one of them": {
+        "retriever": {"embedder": {"source": "http://e/v1"}}
+    },
+    "spec.retriever.embedder.model: is set, but the bundled embedder has only one model; "
+    "leave it out, or set source to the URL of an endpoint": {
         "retriever": {"embedder": {"model": "x"}}
     },
     "spec.retriever.chunking.overlap: 64 is not less than half of size 128; "
     "use about an eighth of the size": {"retriever": {"chunking": {"size": 128, "overlap": 64}}},
-    "spec.retriever.storage.size: '10GB' is no quantity; "
-    "write bytes as Kubernetes does, like 512Mi or 2Gi": {
+    "spec.retriever.storage.size: '10GB' is not a quantity; "
+    "write bytes as a Kubernetes quantity, like 512Mi or 2Gi": {
         "retriever": {"storage": {"size": "10GB"}}
     },
     "spec.cacheStore.memory: 0 is not above zero; write a value like 512Mi or 2Gi": {
         "cacheStore": {"memory": 0}
     },
-    "spec.cacheStore.disk.size: '[]' is no quantity; "
-    "write bytes as Kubernetes does, like 512Mi or 2Gi": {"cacheStore": {"disk": {"size": []}}},
-    "spec.reuse.max_recompute: unknown field; did you mean maxRecompute?": {
-        "reuse": {"max_recompute": 0.1}
+    "spec.cacheStore.disk.size: '[]' is not a quantity; "
+    "write bytes as a Kubernetes quantity, like 512Mi or 2Gi": {
+        "cacheStore": {"disk": {"size": []}}
     },
-    "spec.reuse.maxRecompute: True is not a number; write a number, without quotes": {
-        "reuse": {"maxRecompute": True}
+    "spec.reuse.max_recompute_share: unknown field; did you mean maxRecomputeShare?": {
+        "reuse": {"max_recompute_share": 0.1}
     },
-    "spec.reuse.maxRecompute: nan is not a number; write a number, without quotes": {
-        "reuse": {"maxRecompute": float("nan")}
+    "spec.reuse.maxRecomputeShare: True is not a number; write a number, without quotes": {
+        "reuse": {"maxRecomputeShare": True}
     },
-    "spec.engines: is empty; give one, or leave the field out": {"engines": []},
-    "spec.engines[1].name: 'a' is there already; give each its own": {
+    "spec.reuse.maxRecomputeShare: nan is not a number; write a number, without quotes": {
+        "reuse": {"maxRecomputeShare": float("nan")}
+    },
+    "spec.engines: is empty; add an item, or leave the field out": {"engines": []},
+    "spec.engines[1].name: 'a' is used twice; use a different name": {
         "engines": [{"name": "a"}, {"name": "a"}]
     },
     "spec.engines: {} is not a list; write a list": {"engines": {}},
-    "spec.engines[0].name: 'Main' is no DNS label; use lower-case letters, digits and '-', "
-    "with a letter or digit at both ends": {"engines": [{"name": "Main"}]},
+    "spec.engines[0].name: 'Main' is not a valid DNS label; use lower-case letters, digits and "
+    "'-', with a letter or digit at both ends": {"engines": [{"name": "Main"}]},
     "spec.engines[0].device: 'cuda' is not allowed; use 'cpu'": {"engines": [{"device": "cuda"}]},
     "spec.engines[0].args: '--x' is not a list; write a list": {"engines": [{"args": "--x"}]},
     "spec.engines[0].args[1]: 8 is not a string; write a string": {
@@ -209,18 +212,18 @@ BAD_SPECS = {
 
 
 @pytest.mark.parametrize(("message", "spec"), BAD_SPECS.items(), ids=range(len(BAD_SPECS)))
-def test_a_mistake_is_named_by_path_and_fix(message: str, spec: dict[str, Any]) -> None:
-    with pytest.raises(InvalidManifest) as refusal:
+def test_a_problem_has_path_and_fix(message: str, spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifest) as error:
         parse_manifest(manifest(**spec))
-    assert str(refusal.value) == message
-    [problem] = refusal.value.problems
-    assert (problem.field, problem.fix) == (refusal.value.field, refusal.value.fix)
+    assert str(error.value) == message
+    [problem] = error.value.problems
+    assert (problem.field, problem.fix) == (error.value.field, error.value.fix)
 
 
-def test_all_mistakes_come_at_once() -> None:
-    with pytest.raises(InvalidManifest) as refusal:
+def test_all_problems_are_reported_together() -> None:
+    with pytest.raises(InvalidManifest) as error:
         parse_manifest({"kind": "RagCash", "metadata": {"name": "Docs"}, "spec": {"gatway": {}}})
-    assert [problem.field for problem in refusal.value.problems] == [
+    assert [problem.field for problem in error.value.problems] == [
         "apiVersion",
         "kind",
         "metadata.name",
@@ -228,7 +231,7 @@ def test_all_mistakes_come_at_once() -> None:
     ]
 
 
-def test_the_version_has_to_be_the_one_there_is() -> None:
+def test_only_the_current_version_is_allowed() -> None:
     with pytest.raises(
         InvalidManifest, match=r"^apiVersion: 'ragcache.dev/v1' is not allowed; use"
     ):
@@ -241,44 +244,49 @@ YAML_HEAD = "apiVersion: ragcache.dev/v1alpha1\nkind: RagCache\nmetadata: {name:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind: [", r"docs.yaml:1: is no YAML"),
-        (YAML_HEAD + "spec:\n\tgateway: {}", r"docs.yaml:5: is no YAML: found character"),
+        ("kind: [", r"docs.yaml:1: is not valid YAML"),
+        (YAML_HEAD + "spec:\n\tgateway: {}", r"docs.yaml:5: is not valid YAML: found character"),
         (
             YAML_HEAD + "spec:\n  gateway: {port: 1}\n  gateway: {port: 2}\n",
-            r"docs.yaml:6: is no YAML: the key 'gateway' is given twice",
+            r"docs.yaml:6: is not valid YAML: the key 'gateway' is given twice",
         ),
-        ("", r"docs.yaml: holds no RagCache; see examples/quickstart.yaml"),
-        ("- a", r"docs.yaml: is no mapping"),
+        ("", r"docs.yaml: contains no RagCache; see examples/quickstart.yaml"),
+        ("- a", r"docs.yaml: is not a mapping"),
         ("kind: ConfigMap", r"apiVersion: is missing"),
-        (f"{YAML_HEAD}---\n{YAML_HEAD}", r"holds 2 RagCache objects; put each into a file"),
+        (
+            f"{YAML_HEAD}---\n{YAML_HEAD}",
+            r"contains 2 RagCache objects; put each into a separate file",
+        ),
         (
             f"{YAML_HEAD}---\nkind: ConfigMap\n",
-            r"holds a ConfigMap beside the RagCache; move it to a file of its own",
+            r"contains a ConfigMap besides the RagCache; move it to a separate file",
         ),
-        ("kind: A\n---\nkind: B\n", r"holds no RagCache"),
-        ("a: &a [*a]", r"docs.yaml:1: is no YAML: the alias \*a is not read here"),
-        ("a: !!python/object:os.system {}", r"docs.yaml:1: is no YAML: could not determine"),
-        ("? [a]\n: b", r"docs.yaml:1: is no YAML: found unhashable key"),
-        ("\ud800", r"docs.yaml: is no YAML"),
-        ("\x00", r"docs.yaml: is no YAML"),
+        ("kind: A\n---\nkind: B\n", r"contains no RagCache"),
+        ("a: &a [*a]", r"docs.yaml:1: is not valid YAML: the alias \*a is not supported"),
+        ("a: !!python/object:os.system {}", r"docs.yaml:1: is not valid YAML: could not determine"),
+        ("? [a]\n: b", r"docs.yaml:1: is not valid YAML: found unhashable key"),
+        ("\ud800", r"docs.yaml: is not valid YAML"),
+        ("\x00", r"docs.yaml: is not valid YAML"),
         ("1: 2", r"apiVersion: is missing"),
         ("[" * 5000, r"docs.yaml: is nested too deeply"),
     ],
 )
-def test_a_file_that_is_no_manifest_says_where(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_reported_with_its_position(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "docs.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(InvalidInput, match=message):
         load_manifest(path)
 
 
-def test_empty_documents_beside_it_do_not_matter(tmp_path: Path) -> None:
+def test_empty_documents_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "docs.yaml"
     path.write_text(f"---\n---\n{YAML_HEAD}---\n")
     assert load_manifest(path).metadata.name == "docs"
 
 
-def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
+def test_a_missing_or_too_large_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be read: No such file"):
         load_manifest(tmp_path / "missing.yaml")
     with pytest.raises(InvalidInput, match="cannot be read: Is a directory"):
@@ -288,20 +296,20 @@ def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
         load_manifest(tmp_path / "large.yaml")
 
 
-def test_a_manifest_is_of_the_kind_that_it_names() -> None:
+def test_a_manifest_has_the_kind_that_it_names() -> None:
     assert parse(manifest()) == parse_manifest(manifest())
     assert parse(collection()) == parse_collection(collection())
     with pytest.raises(InvalidManifest, match=r"^kind: 'RagCollection' is not allowed; use"):
         parse_manifest(collection())
 
 
-def test_what_a_collection_lacks_is_shown_by_example() -> None:
-    with pytest.raises(InvalidManifest) as refusal:
+def test_missing_fields_of_a_collection_are_shown_by_example() -> None:
+    with pytest.raises(InvalidManifest) as error:
         parse_collection({"kind": "RagCollection", "spec": {}})
-    assert [str(problem) for problem in refusal.value.problems] == [
+    assert [str(problem) for problem in error.value.problems] == [
         "apiVersion: is missing; write apiVersion: ragcache.dev/v1alpha1",
         "metadata: is missing; write metadata: {name: my-name}",
-        "spec.cacheRef: is missing; write cacheRef: {name: my-cache}, the RagCache that keeps "
+        "spec.cacheRef: is missing; write cacheRef: {name: my-cache}, the RagCache that stores "
         "the documents",
         "spec.sources: is missing; write sources: [{configMap: {name: my-documents}}], or another "
         "source",

@@ -1,39 +1,42 @@
-"""Rules: what clusters refuse, what updates may not change, and that CEL says the same."""
+"""Rules of clusters and of updates, and their CEL forms."""
 
 from __future__ import annotations
 
 import pytest
 from pydantic import BaseModel
 
-from ragcache_operator.spec.consistency import (
-    CONSISTENCY,
+from ragcache_operator.spec.consistency import CONSISTENCY
+from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
+from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, UpdateRule, find_problems
+from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
     NO_CEL_FOR_QUANTITIES,
     Rule,
     walk_models,
 )
-from ragcache_operator.spec.manifest import InvalidManifest, read
-from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, UpdateRule, find_problems
-from tests.helpers.operator_manifests import BAD, Bad, Layer, Object, cache, collection
+from tests.helpers.operator_manifests import BAD, Bad, Object, RejectedBy, cache, collection
 
 RULES = (*CONSISTENCY, *CLUSTER_RULES)
 EVERY: list[Rule | UpdateRule] = [*RULES, *UPDATE_RULES]
-LAYER_WITHOUT_CEL = {ENFORCED_BY_SCHEMA: Layer.SCHEMA, NO_CEL_FOR_QUANTITIES: Layer.WEBHOOK}
+REJECTED_BY_WITHOUT_CEL = {
+    ENFORCED_BY_SCHEMA: RejectedBy.SCHEMA,
+    NO_CEL_FOR_QUANTITIES: RejectedBy.WEBHOOK,
+}
 
 
-def layer_of(rule: Rule | UpdateRule) -> Layer:
-    return LAYER_WITHOUT_CEL[rule.cel] if isinstance(rule.cel, str) else Layer.CEL
+def rejected_by(rule: Rule | UpdateRule) -> RejectedBy:
+    return REJECTED_BY_WITHOUT_CEL[rule.cel] if isinstance(rule.cel, str) else RejectedBy.CEL
 
 
 def typed(manifest: Object) -> BaseModel | None:
     try:
-        return read(manifest)
+        return parse_unchecked(manifest)
     except InvalidManifest:
         return None
 
 
 def broken_by(bad: Bad) -> list[tuple[Rule | UpdateRule, str]]:
-    """Rules that a manifest breaks, each with the field it blames, lists' positions left out."""
+    """Return the rules that a manifest breaks, each with its field path without list indexes."""
     value = typed(bad.manifest)
     if value is None:
         return []
@@ -44,7 +47,7 @@ def broken_by(bad: Bad) -> list[tuple[Rule | UpdateRule, str]]:
             for rule in RULES
             if type(part) is rule.model and rule.check(part) is not None
         ]
-    before = dict(walk_models(read(bad.old))) if bad.old else {}
+    before = dict(walk_models(parse_unchecked(bad.old))) if bad.old else {}
     for path, part in walk_models(value):
         found += [
             (rule, f"{path}.{rule.field}".strip("."))
@@ -58,44 +61,44 @@ def broken_by(bad: Bad) -> list[tuple[Rule | UpdateRule, str]]:
 def test_every_rule_has_a_bad_manifest_in_its_layer(rule: Rule | UpdateRule) -> None:
     breaking = [bad for bad in BAD if [r for r, _ in broken_by(bad)] == [rule]]
     assert breaking
-    assert {bad.layer for bad in breaking} == {layer_of(rule)}
+    assert {bad.rejected_by for bad in breaking} == {rejected_by(rule)}
 
 
 @pytest.mark.parametrize(
-    "bad", [bad for bad in BAD if bad.layer is Layer.CEL], ids=lambda bad: bad.name
+    "bad", [bad for bad in BAD if bad.rejected_by is RejectedBy.CEL], ids=lambda bad: bad.name
 )
-def test_cel_blames_the_field_that_its_twin_blames(bad: Bad) -> None:
+def test_cel_names_the_same_field_as_the_python_rule(bad: Bad) -> None:
     [(rule, field)] = broken_by(bad)
     assert not isinstance(rule.cel, str)
     assert bad.field in (field, f"{field}[0]")
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
-def test_cel_says_problem_and_fix(rule: Rule | UpdateRule) -> None:
+def test_cel_messages_have_problem_and_fix(rule: Rule | UpdateRule) -> None:
     if isinstance(rule.cel, str):
-        assert rule.cel in LAYER_WITHOUT_CEL
+        assert rule.cel in REJECTED_BY_WITHOUT_CEL
         return
     problem, _, fix = rule.cel.message.partition("; ")
     assert problem
     assert fix
-    # Messages have no line breaks, expressions are not empty: the API server insists.
+    # The API server rejects messages with line breaks and empty expressions.
     assert "\n" not in rule.cel.message
     assert rule.cel.expression.strip()
 
 
-def test_rules_have_names_of_their_own() -> None:
+def test_rule_names_are_unique() -> None:
     names = [rule.name for rule in EVERY]
     assert len(set(names)) == len(names)
 
 
-def test_good_objects_are_let_through() -> None:
+def test_valid_objects_pass() -> None:
     assert find_problems(cache()) == []
     assert find_problems(collection()) == []
     assert find_problems(cache(model={"source": "pvc:models/llama"})) == []
     assert find_problems(cache(engines=[{"args": ["--max-num-seqs", "8"]}])) == []
 
 
-def test_every_problem_comes_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     spec: Object = {
         "model": {"source": "path:/models"},
         "engines": [{"name": "a", "args": ["--port", "1"]}, {"name": "b", "args": ["--host=x"]}],
@@ -107,7 +110,7 @@ def test_every_problem_comes_at_once() -> None:
     ]
 
 
-def test_what_is_equal_in_other_words_is_no_change_of_collection() -> None:
+def test_naming_the_default_collection_is_no_change() -> None:
     named = collection(collection="handbook")
     assert find_problems(named, collection()) == []
     assert find_problems(collection(), named) == []
@@ -118,7 +121,7 @@ def test_everything_else_may_change() -> None:
     assert find_problems(collection(prune=False), collection()) == []
 
 
-def test_every_volume_that_is_claimed_for_ever_stays() -> None:
+def test_storage_is_immutable() -> None:
     bigger = {"size": "99Gi"}
     new = cache(retriever={"storage": bigger}, cacheStore={"disk": bigger})
     assert [problem.field for problem in find_problems(new, cache())] == [
@@ -127,19 +130,19 @@ def test_every_volume_that_is_claimed_for_ever_stays() -> None:
     ]
 
 
-def test_an_object_on_its_way_out_is_let_go() -> None:
+def test_an_object_being_deleted_passes() -> None:
     bad = cache(model={"source": "path:/models"})
     bad["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert find_problems(bad) == []
 
 
-def test_what_an_update_leaves_alone_is_not_held_against_it() -> None:
+def test_an_update_that_keeps_the_spec_passes() -> None:
     bad = cache(gateway={"port": 0})
     labelled = {**bad, "metadata": {"name": "docs", "labels": {"team": "a"}}}
     assert find_problems(labelled, bad) == []
     assert find_problems(bad)
 
 
-def test_an_old_object_that_nothing_was_made_of_binds_nobody() -> None:
+def test_an_invalid_old_object_allows_every_change() -> None:
     bad = cache(retriever={"storage": {"size": "much"}})
     assert find_problems(cache(retriever={"storage": {"size": "1Gi"}}), bad) == []

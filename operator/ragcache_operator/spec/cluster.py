@@ -1,0 +1,145 @@
+"""How the platform's pods run in a cluster: scheduling, network access and telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from ragcache_operator.spec.values import (
+    HTTP_URL,
+    ForeignName,
+    LabelKey,
+    LabelValue,
+    ManifestModel,
+    ServerSchema,
+    StringPattern,
+)
+
+
+class TolerationSpec(ManifestModel):
+    """TolerationSpec lets pods run on nodes with a matching taint."""
+
+    key: LabelKey | None = None
+    """Key of the taint. If unset, operator must be Exists, and the toleration matches every
+    taint."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """Equal matches a taint by key and value. Exists matches it by key."""
+    value: LabelValue | None = None
+    """Value of the taint. Only operator Equal uses it."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. If unset, the toleration matches every effect."""
+    toleration_seconds: Annotated[int, Field(ge=0)] | None = None
+    """Seconds that a pod stays on a node with a NoExecute taint. If unset, it stays for ever."""
+
+
+class PullSecret(ManifestModel):
+    """PullSecret names a Secret with the credentials of an image registry."""
+
+    name: ForeignName
+    """Name of a Secret of type kubernetes.io/dockerconfigjson in the namespace of this object."""
+
+
+class SchedulingSpec(ManifestModel):
+    """SchedulingSpec sets where the pods of all components run and how they start."""
+
+    priority_class_name: ForeignName | None = None
+    """Priority class of every pod. If unset, the cluster's default applies."""
+    node_selector: Annotated[
+        Mapping[LabelKey, LabelValue],
+        Field(max_length=32),
+        ServerSchema({"x-kubernetes-map-type": "atomic"}),
+    ] = {}
+    """Labels that a node must have to run the pods."""
+    tolerations: Annotated[
+        tuple[TolerationSpec, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Tolerations of every pod."""
+    image_pull_secrets: Annotated[
+        tuple[PullSecret, ...],
+        Field(strict=False, max_length=16),
+        ServerSchema({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    ] = ()
+    """Secrets with the credentials of the image registry."""
+
+
+class LabelRequirement(ManifestModel):
+    """LabelRequirement is one condition on an object's labels."""
+
+    key: LabelKey
+    """Key of the label."""
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    """Relation of the label's value to values."""
+    values: Annotated[
+        tuple[LabelValue, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Values of the label. In and NotIn need at least one, Exists and DoesNotExist take none."""
+
+
+class LabelSelector(ManifestModel):
+    """LabelSelector selects objects whose labels meet all conditions. An empty selector selects
+    every object."""
+
+    match_labels: Annotated[
+        Mapping[LabelKey, LabelValue],
+        Field(max_length=32),
+        ServerSchema({"x-kubernetes-map-type": "atomic"}),
+    ] = {}
+    """Labels that a selected object has."""
+    match_expressions: Annotated[
+        tuple[LabelRequirement, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Further conditions on the labels of a selected object."""
+
+
+class ClientSpec(ManifestModel):
+    """ClientSpec selects pods that may connect to the gateway. With both selectors, a pod must
+    match both."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    namespace_selector: LabelSelector | None = None
+    """Namespaces of the pods. If unset, only pods in the namespace of this object match."""
+    pod_selector: LabelSelector | None = None
+    """Labels of the pods. If unset, every pod in the selected namespaces matches."""
+
+
+class NetworkPolicySpec(ManifestModel):
+    """NetworkPolicySpec limits the network connections between pods."""
+
+    enabled: bool = True
+    """Whether the operator creates NetworkPolicies that allow only the connections that components
+    need. The cluster's network plugin must enforce them."""
+    clients: Annotated[
+        tuple[ClientSpec, ...],
+        Field(strict=False, max_length=32),
+        ServerSchema({"x-kubernetes-list-type": "atomic"}),
+    ] = ()
+    """Pods that may connect to the gateway. If empty, every client may connect."""
+
+
+class OtlpSpec(ManifestModel):
+    """OtlpSpec names an OpenTelemetry collector."""
+
+    endpoint: Annotated[
+        str,
+        Field(max_length=2048),
+        StringPattern(HTTP_URL, "URL of a collector", "write it like http://collector:4318"),
+    ]
+    """Base URL of the collector, like http://collector:4318. Components send OTLP over HTTP to
+    /v1/metrics and /v1/traces below it."""
+
+
+class TelemetrySpec(ManifestModel):
+    """TelemetrySpec sets where components send metrics and traces."""
+
+    otlp: OtlpSpec | None = None
+    """The OpenTelemetry collector that receives metrics and spans. If unset, components export
+    none."""

@@ -1,0 +1,99 @@
+"""Rules about the values of a model, and the function that checks them.
+
+``consistency`` and ``rules`` define the rules. Each rule exists twice: in Python, for the parser,
+the webhook and the operator, and as a CEL expression, for API servers from Kubernetes 1.28 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from ragcache_core.errors import InvalidInput
+
+ENFORCED_BY_SCHEMA = "the OpenAPI schema enforces it"
+NO_CEL_FOR_QUANTITIES = (
+    "CEL compares quantities from Kubernetes 1.29 on. An older server rejects the whole definition "
+    "if an expression uses them."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Why a value breaks a rule.
+
+    ``subpath`` extends the rule's field, where only the value tells the exact path (``[2].name``).
+    """
+
+    problem: str
+    fix: str
+    subpath: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CelRule:
+    """The form of a rule that the API server evaluates.
+
+    ``expression`` is true where the rule holds. ``message`` is the problem and the fix of a
+    Violation, without the values.
+    """
+
+    expression: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule about the values of one model.
+
+    Args:
+        name: The rule in words. Tests use it as an id.
+        model: The model that the rule is about.
+        field: Path of the invalid field below the value, as in a manifest. Empty for the value
+            itself.
+        check: Returns a Violation, or None where the rule holds.
+        cel: The CEL form, or the reason why there is none.
+    """
+
+    name: str
+    model: type[BaseModel]
+    field: str
+    check: Callable[[Any], Violation | None]
+    cel: CelRule | str
+
+
+def check_rules(rules: Sequence[Rule], value: BaseModel, path: str = "") -> list[InvalidInput]:
+    """Return every violation of the rules in a value and in the models below it.
+
+    Args:
+        path: Path of the value itself.
+    """
+    found = []
+    for model_path, model in walk_models(value, path):
+        for rule in rules:
+            if type(model) is rule.model and (violation := rule.check(model)) is not None:
+                field = join_path(model_path, rule.field) + violation.subpath
+                found.append(InvalidInput(field, violation.problem, violation.fix))
+    return found
+
+
+def walk_models(value: BaseModel, path: str = "") -> Iterator[tuple[str, BaseModel]]:
+    """Yield a model and every model below it, each with its path as in a manifest."""
+    yield path, value
+    for name, field in type(value).model_fields.items():
+        child = getattr(value, name)
+        child_path = join_path(path, field.alias or name)
+        if isinstance(child, BaseModel):
+            yield from walk_models(child, child_path)
+        elif isinstance(child, tuple):
+            for i, item in enumerate(child):
+                if isinstance(item, BaseModel):
+                    yield from walk_models(item, f"{child_path}[{i}]")
+
+
+def join_path(path: str, field: str) -> str:
+    """Join two field paths with a dot. Either of them may be empty."""
+    return ".".join(piece for piece in (path, field) if piece)
