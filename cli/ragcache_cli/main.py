@@ -23,16 +23,16 @@ from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, T
 from ragcache_cli.commands import doctor as doctor_checks
 from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing
-from ragcache_cli.commands.console import make_console
-from ragcache_cli.commands.documents import Selection, select
 from ragcache_cli.commands.ingest import Ingested, ingest
-from ragcache_cli.commands.logs import LogLines, read_words
 from ragcache_cli.commands.render import capabilities_of, render_yaml
 from ragcache_cli.commands.status import describe_cache, parts_table
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
 from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.signals import run_until_stopped
 from ragcache_cli.local.state_file import ROOT, find_data, recorded
+from ragcache_cli.output.console import make_console
+from ragcache_cli.output.logs import LogLines, read_words
+from ragcache_cli.sources.documents import Selection, select
 from ragcache_cli.sources.sync import sync_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 from ragcache_operator.builders.capabilities import Capabilities

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 STORE_AWAY = ("store unavailable", "lookup timed out")
-"""Reasons while the store is away: the connection ends or the deadline passes, whichever is first."""
+"""Reasons while the store is away: its connection ends or the deadline passes first."""

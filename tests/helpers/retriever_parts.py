@@ -15,7 +15,7 @@ from ragcache_retriever.documents.collection import Chunking, Defaults
 from ragcache_retriever.documents.document_store import DocumentStore
 from ragcache_retriever.documents.tokenizer import TokenCounter, load_token_counter
 from ragcache_retriever.embedding.embedder import Vectors, normalised
-from ragcache_retriever.index import Probing
+from ragcache_retriever.search.index import Probing
 from ragcache_retriever.knowledge_base import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.clients.retriever_client import RetrieverClient

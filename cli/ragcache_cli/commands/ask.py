@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragcache_cli.clients.gateway_client import GatewayClient
-from ragcache_cli.commands.console import printable
+from ragcache_cli.output.console import printable
 
 _BAR_CELLS = 32
 _STEPS = ("retrieve", "tokenize", "queue", "load", "prefill")

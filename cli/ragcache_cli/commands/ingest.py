@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
-from ragcache_cli.commands.documents import DocumentFile, read_text
+from ragcache_cli.sources.documents import DocumentFile, read_text
 from ragcache_core.errors import InvalidInput, RagCacheError
 
 CONCURRENCY = 4

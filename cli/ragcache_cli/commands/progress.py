@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ragcache_cli.commands.console import printable
 from ragcache_cli.local.platform import PartEvent
 from ragcache_cli.local.supervision import ProcessPhase
+from ragcache_cli.output.console import printable
 
 _STYLES = {
     ProcessPhase.READY: "green",

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ragcache_cli.local.process import is_alive
 from ragcache_cli.local.state_file import PlatformRecord
+from ragcache_cli.output.console import duration
 
 _STYLES = {"ready": "green", "starting": "yellow", "not ready": "yellow", "restarting": "red"}
 _MB = 1e6
@@ -37,19 +38,6 @@ def parts_table(record: PlatformRecord, now: float) -> Table:
             Text(part.cause, style="dim"),
         )
     return table
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: ``3h 12m``."""
-    whole = max(0, int(seconds))
-    days, hours, minutes = whole // 86_400, whole // 3_600 % 24, whole // 60 % 60
-    if days:
-        return f"{days}d {hours}h"
-    if hours:
-        return f"{hours}h {minutes}m"
-    if minutes:
-        return f"{minutes}m {whole % 60}s"
-    return f"{whole}s"
 
 
 def describe_cache(cache: Mapping[str, Any]) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ragcache_cli.commands.console import printable
-from ragcache_cli.commands.status import duration
+from ragcache_cli.output.console import duration, printable
 from ragcache_operator.kube.resources import Object
 
 _MB = 1e6

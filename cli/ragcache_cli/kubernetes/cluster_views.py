@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
-from ragcache_cli.commands.logs import LogLines, read_words
 from ragcache_cli.kubernetes.cluster import connected, find_caches, pick
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
 from ragcache_cli.kubernetes.cluster_status import (
@@ -18,6 +17,7 @@ from ragcache_cli.kubernetes.cluster_status import (
     parts_table,
 )
 from ragcache_cli.kubernetes.pod_logs import follow_pods, show_pods
+from ragcache_cli.output.logs import LogLines, read_words
 
 
 async def show_status(choice: ClusterChoice, name: str | None, console: Console) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from ragcache_cli.commands.logs import is_of
 from ragcache_cli.local.state_file import ROOT, recorded
+from ragcache_cli.output.logs import is_of
 from ragcache_core.errors import InvalidInput, NotFound
 
 _POLL_S = 0.2

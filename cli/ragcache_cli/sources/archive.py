@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ragcache_cli.commands.documents import LARGEST_BYTES, DocumentFile
+from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.reading import (
     RejectedDocument,
     SourceContents,

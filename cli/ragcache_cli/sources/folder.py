@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ragcache_cli.commands.documents import DocumentFile
+from ragcache_cli.sources.documents import DocumentFile
 from ragcache_cli.sources.reading import RejectedDocument, SourceContents, checked_number, suffix_of
 from ragcache_core.errors import InvalidInput
 

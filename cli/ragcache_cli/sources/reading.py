@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragcache_cli.commands.documents import CONTENT_TYPES, DocumentFile
+from ragcache_cli.sources.documents import CONTENT_TYPES, DocumentFile
 from ragcache_core.errors import InvalidInput
 
 MOST_DOCUMENTS = 50_000

@@ -19,8 +19,8 @@ import typer
 
 from ragcache_cli.clients.collection_client import CollectionClient
 from ragcache_cli.clients.gateway_client import RequestRefused, TryLater
-from ragcache_cli.commands.documents import read_text
 from ragcache_cli.local.signals import interruptible, run_until_stopped
+from ragcache_cli.sources.documents import read_text
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_cli.sources.scratch import Scratch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from ragcache_cli.clients.collection_client import CollectionDocument
-from ragcache_cli.commands.documents import DocumentFile
+from ragcache_cli.sources.documents import DocumentFile
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_core.errors import InvalidInput, RagCacheError
 

@@ -8,8 +8,8 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from ragcache_cli.commands.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
+from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
 from ragcache_cli.sources.reading import SourceContents, suffix_of
 from ragcache_cli.sources.scratch import Deadline, Scratch
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ragcache_cli.commands.documents import LARGEST_BYTES
 from ragcache_cli.sources import web as web_source
+from ragcache_cli.sources.documents import LARGEST_BYTES
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import SourceContents

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from ragcache_cli.commands import doctor
 from ragcache_cli.commands.ask import Reply, render_citations, render_timing, steps
-from ragcache_cli.commands.console import printable
 from ragcache_cli.commands.progress import describe
 from ragcache_cli.commands.render import capabilities_of, render_yaml
-from ragcache_cli.commands.status import describe_cache, duration
+from ragcache_cli.commands.status import describe_cache
 from ragcache_cli.local.platform import PartEvent
 from ragcache_cli.local.supervision import ProcessPhase, ProcessState
+from ragcache_cli.output.console import duration, printable
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec import RagCacheSpec
 from ragcache_operator.spec.manifest import parse_manifest

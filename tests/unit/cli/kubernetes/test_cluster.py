@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ragcache_cli.commands.logs import LogLines, is_of, read_words
 from ragcache_cli.kubernetes.cluster import pick
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice, is_meant_here
 from ragcache_cli.kubernetes.cluster_status import (
@@ -26,6 +25,7 @@ from ragcache_cli.kubernetes.cluster_status import (
 from ragcache_cli.kubernetes.install import CHART, merged, read_values
 from ragcache_cli.kubernetes.pod_logs import Run, is_meant, runs, timestamp, waits_for
 from ragcache_cli.local.log_files import choose, find_logs, last_lines, show_files
+from ragcache_cli.output.logs import LogLines, is_of, read_words
 from ragcache_core.errors import InvalidInput, NotFound
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cli.commands.documents import DocumentFile
+from ragcache_cli.sources.documents import DocumentFile
 from ragcache_cli.sources.reading import RejectedDocument, SourceContents
 from ragcache_cli.sources.sync_plan import (
     Failure,

@@ -8,7 +8,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from ragcache_cli.commands.console import printable
+from ragcache_cli.output.console import printable
 from ragcache_core.errors import NotFound
 from ragcache_operator.spec import COMPONENTS
 

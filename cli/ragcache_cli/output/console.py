@@ -1,4 +1,4 @@
-"""The console that commands write to, and the removal of control characters."""
+"""The console that commands write to, and text that is formatted for it."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ def printable(text: str) -> str:
     Documents and model output can contain escape sequences, which a terminal would execute.
     """
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units: ``3h 12m``."""
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86_400, whole // 3_600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes}m"
+    if minutes:
+        return f"{minutes}m {whole % 60}s"
+    return f"{whole}s"

@@ -1,0 +1,1 @@
+"""What commands print with: the console, durations, and lines of logs."""
