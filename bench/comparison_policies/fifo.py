@@ -1,4 +1,4 @@
-"""FIFO: what came first goes first, however much it is used."""
+"""FIFO: the entry that was added first is evicted first, regardless of its uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Arrival:
 
 
 class FirstInFirstOut(RankedPolicy[K, _Arrival]):
-    """A replaced entry keeps its place."""
+    """A replaced entry keeps its position."""
 
     def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Arrival:
         return _Arrival(self._uses)

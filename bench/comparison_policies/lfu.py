@@ -1,4 +1,4 @@
-"""LFU: what was used least since it came goes first, the longest unused among equals."""
+"""LFU: the entry with the fewest uses is evicted first, the least recently used among equals."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(slots=True)
-class _Count:
+class _UseCount:
     uses: int
 
 
-class LeastFrequentlyUsed(RankedPolicy[K, _Count]):
-    """Counts start anew when an entry comes back."""
+class LeastFrequentlyUsed(RankedPolicy[K, _UseCount]):
+    """The count of an entry restarts when it returns."""
 
-    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _Count:
-        return _Count(1)
+    def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _UseCount:
+        return _UseCount(1)
 
     def _count_use(
-        self, state: _Count, candidate: EvictionCandidate[K], now: float, fix_overhead: float
+        self, state: _UseCount, candidate: EvictionCandidate[K], now: float, fix_overhead: float
     ) -> None:
         state.uses += 1
 
-    def _priority(self, state: _Count, candidate: EvictionCandidate[K]) -> float:
+    def _priority(self, state: _UseCount, candidate: EvictionCandidate[K]) -> float:
         return float(state.uses)

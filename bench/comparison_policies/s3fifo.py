@@ -1,12 +1,14 @@
-"""S3-FIFO (Yang et al., SOSP 2023): a small queue on trial, a main queue, and ghosts.
+"""S3-FIFO: a small queue, a main queue, and ghost entries.
 
-A newcomer goes into the small queue. At its head it moves on to the main queue if it was used more
-than once on trial, else it is evicted and remembered; a remembered key returns into the main queue.
-At the head of the main queue an entry goes round again, one use poorer, or is evicted if it has
-none. Queues are measured in bytes, where the paper counts entries.
+A new entry joins the small queue. At the head of the small queue it moves to the main queue if it
+was used more than once, else it is evicted and remembered. A remembered key returns to the main
+queue. At the head of the main queue an entry with uses left loses one and moves to the tail; an
+entry without uses is evicted. Queues are measured in bytes, where the paper counts entries.
 
-An inner node (leaves_only) is taken out of its queue where it comes up, and is queued anew when its
-last child goes, so that no walk passes it twice.
+An inner node (leaves_only) is removed from its queue when it reaches the head. It is queued again
+when its last child leaves, so that no search passes it twice.
+
+Source: Yang et al., SOSP 2023.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ragcache_core.eviction.resident_children import ResidentChildren
 K = TypeVar("K", bound=Hashable)
 
 SMALL_SHARE = 0.1
-"""Of the bytes held, those in the small queue (the paper's 10 %)."""
+"""Share of the stored bytes in the small queue (10 % in the paper)."""
 MAX_USES = 3
 
 
@@ -36,7 +38,7 @@ class _Queue(Enum):
     MAIN = 1
 
 
-class _Entry(Generic[K]):
+class _QueueEntry(Generic[K]):
     __slots__ = ("candidate", "queue", "queued", "uses")
 
     def __init__(self, candidate: EvictionCandidate[K], queue: _Queue) -> None:
@@ -47,18 +49,18 @@ class _Entry(Generic[K]):
 
 
 class S3Fifo(EvictionPolicy[K]):
-    """Uses are counted up to 3."""
+    """Counts uses up to MAX_USES."""
 
     def __init__(self, *, leaves_only: bool) -> None:
         super().__init__(leaves_only=leaves_only)
-        self._entries: dict[K, _Entry[K]] = {}
+        self._entries: dict[K, _QueueEntry[K]] = {}
         self._children: ResidentChildren[K] = ResidentChildren()
         self._queues: dict[_Queue, OrderedDict[K, None]] = {
             _Queue.SMALL: OrderedDict(),
             _Queue.MAIN: OrderedDict(),
         }
         self._small_bytes = 0
-        self._held_bytes = 0
+        self._stored_bytes = 0
         self._ghosts: GhostEntries[K, None] = GhostEntries()
 
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
@@ -66,13 +68,13 @@ class S3Fifo(EvictionPolicy[K]):
         entry = self._entries.get(key)
         if entry is not None:
             self._count_bytes(entry, -1)
-            self._leave(entry.candidate.parent)
+            self._remove_child(entry.candidate.parent)
             entry.candidate = candidate
             entry.uses = min(MAX_USES, entry.uses + 1)
         else:
             returns = key in self._ghosts
             self._ghosts.pop(key)
-            entry = _Entry(candidate, _Queue.MAIN if returns else _Queue.SMALL)
+            entry = _QueueEntry(candidate, _Queue.MAIN if returns else _Queue.SMALL)
             self._entries[key] = entry
             self._queues[entry.queue][key] = None
         self._count_bytes(entry, 1)
@@ -97,23 +99,26 @@ class S3Fifo(EvictionPolicy[K]):
         if entry is not None:
             self._queues[entry.queue].pop(key, None)
             self._count_bytes(entry, -1)
-            self._leave(entry.candidate.parent)
+            self._remove_child(entry.candidate.parent)
 
-    def evict(self, may: Callable[[K], bool]) -> K | None:
+    def evict(self, may_evict: Callable[[K], bool]) -> K | None:
         """See Policy.evict."""
-        key = self.advance_to_victim(may)
+        key = self.advance_to_victim(may_evict)
         if key is not None:
             if self._entries[key].queue is _Queue.SMALL:
                 self._ghosts.put(key, None, len(self))
             self.remove(key)
         return key
 
-    def advance_to_victim(self, may: Callable[[K], bool]) -> K | None:
-        """See Policy.cheapest. Queues turn on the way, as they would for ``evict``."""
-        forbidden: list[K] = []
+    def advance_to_victim(self, may_evict: Callable[[K], bool]) -> K | None:
+        """See EvictionPolicy.advance_to_victim.
+
+        Moves entries between the queues as ``evict`` does.
+        """
+        protected: list[K] = []
         found: K | None = None
-        while found is None and len(forbidden) < MAX_PROTECTED_PER_SEARCH:
-            queue = self._queue_in_turn()
+        while found is None and len(protected) < MAX_PROTECTED_PER_SEARCH:
+            queue = self._next_queue()
             if not self._queues[queue]:
                 break
             key = next(iter(self._queues[queue]))
@@ -121,9 +126,9 @@ class S3Fifo(EvictionPolicy[K]):
             if self.leaves_only and not self._children.is_leaf(key):
                 del self._queues[queue][key]
                 entry.queued = False
-            elif not may(key):
+            elif not may_evict(key):
                 del self._queues[queue][key]
-                forbidden.append(key)
+                protected.append(key)
             elif queue is _Queue.SMALL and entry.uses > 1:
                 self._move_to_main(key, entry)
             elif queue is _Queue.MAIN and entry.uses > 0:
@@ -131,14 +136,15 @@ class S3Fifo(EvictionPolicy[K]):
                 self._queues[queue].move_to_end(key)
             else:
                 found = key
-        if found is None and not forbidden:
-            # Without a leaf, everything left is an ancestor of itself.
-            return next((key for key in self._entries if may(key)), None)
-        first = len(forbidden) < MAX_PROTECTED_PER_SEARCH  # else others are to come up next
-        for key in reversed(forbidden) if first else forbidden:
-            home = self._queues[self._entries[key].queue]
-            home[key] = None
-            home.move_to_end(key, last=not first)
+        if found is None and not protected:
+            # Without a leaf, every entry left is an ancestor of itself.
+            return next((key for key in self._entries if may_evict(key)), None)
+        # Beyond the limit they go to the tail, so that the next search meets other entries.
+        to_head = len(protected) < MAX_PROTECTED_PER_SEARCH
+        for key in reversed(protected) if to_head else protected:
+            queue_of_key = self._queues[self._entries[key].queue]
+            queue_of_key[key] = None
+            queue_of_key.move_to_end(key, last=not to_head)
         return found
 
     def is_leaf(self, key: K) -> bool:
@@ -146,7 +152,7 @@ class S3Fifo(EvictionPolicy[K]):
         return self._children.is_leaf(key)
 
     def priority(self, key: K, now: float) -> float:
-        """In [0, 7]: the main queue is worth more than any use on trial."""
+        """Return a number in [0, 7]: entries of the main queue are above the others."""
         entry = self._entries[key]
         return entry.uses + (MAX_USES + 1 if entry.queue is _Queue.MAIN else 0)
 
@@ -160,7 +166,7 @@ class S3Fifo(EvictionPolicy[K]):
         """See Policy.check."""
         entries = self._entries.values()
         self._children.check(entry.candidate.parent for entry in entries)
-        assert self._held_bytes == sum(entry.candidate.num_bytes for entry in entries)
+        assert self._stored_bytes == sum(entry.candidate.num_bytes for entry in entries)
         assert self._small_bytes == sum(
             entry.candidate.num_bytes for entry in entries if entry.queue is _Queue.SMALL
         )
@@ -169,25 +175,25 @@ class S3Fifo(EvictionPolicy[K]):
             assert entry.queued or not self._children.is_leaf(key)
         assert sum(map(len, self._queues.values())) == sum(entry.queued for entry in entries)
 
-    def _queue_in_turn(self) -> _Queue:
+    def _next_queue(self) -> _Queue:
         small, main = self._queues[_Queue.SMALL], self._queues[_Queue.MAIN]
-        over = self._small_bytes > SMALL_SHARE * self._held_bytes
-        return _Queue.SMALL if small and (over or not main) else _Queue.MAIN
+        is_over = self._small_bytes > SMALL_SHARE * self._stored_bytes
+        return _Queue.SMALL if small and (is_over or not main) else _Queue.MAIN
 
-    def _move_to_main(self, key: K, entry: _Entry[K]) -> None:
+    def _move_to_main(self, key: K, entry: _QueueEntry[K]) -> None:
         del self._queues[_Queue.SMALL][key]
         self._small_bytes -= entry.candidate.num_bytes
         entry.queue = _Queue.MAIN
         entry.uses = 0
         self._queues[_Queue.MAIN][key] = None
 
-    def _count_bytes(self, entry: _Entry[K], sign: int) -> None:
+    def _count_bytes(self, entry: _QueueEntry[K], sign: int) -> None:
         num_bytes = sign * entry.candidate.num_bytes
-        self._held_bytes += num_bytes
+        self._stored_bytes += num_bytes
         if entry.queue is _Queue.SMALL:
             self._small_bytes += num_bytes
 
-    def _leave(self, parent: K | None) -> None:
+    def _remove_child(self, parent: K | None) -> None:
         if self._children.remove(parent) and parent in self._entries:
             entry = self._entries[parent]
             if not entry.queued:

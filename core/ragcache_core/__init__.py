@@ -1,4 +1,5 @@
-"""What RagCache decides, as pure functions and values: keys, prompts, plans, policies.
+"""The decisions of RagCache as pure functions and values: keys, prompts, plans, policies.
 
-Standard library and numpy only; no I/O, clocks or randomness of its own: both are passed in.
+Uses only the standard library and numpy. It has no I/O, clock or randomness of its own: the caller
+passes times and random numbers.
 """

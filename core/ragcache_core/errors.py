@@ -1,24 +1,26 @@
-"""The one family of errors every part raises; each edge translates it once.
+"""The errors that every component raises; each API translates them once.
 
 RagCacheError
 ├── InvalidInput    the caller's mistake: names the field and the fix   (400, INVALID_ARGUMENT)
 │   └── TooLarge    a value over its bound                              (413, INVALID_ARGUMENT)
 ├── NotFound        a name that does not exist                          (404, NOT_FOUND)
-└── Unavailable     a part that does not answer now; retrying may help  (503, UNAVAILABLE)
+└── Unavailable     a component that does not answer; retry later       (503, UNAVAILABLE)
 """
 
 from __future__ import annotations
 
 
 class RagCacheError(Exception):
-    """Base of every error raised by RagCache on purpose."""
+    """Base of every error that RagCache raises on purpose."""
 
 
 class InvalidInput(RagCacheError):
-    """The caller's mistake.
+    """A mistake of the caller.
 
-    field: path of the offending value, as the caller wrote it (``ragcache.top_k``).
-    problem: what is wrong with it. fix: what to write instead.
+    Args:
+        field: Path of the wrong value, as the caller wrote it (``ragcache.top_k``).
+        problem: What is wrong with it.
+        fix: What to write instead.
     """
 
     def __init__(self, field: str, problem: str, fix: str) -> None:
@@ -29,11 +31,17 @@ class InvalidInput(RagCacheError):
 
 
 class TooLarge(InvalidInput):
-    """A value whose size is over its bound."""
+    """A value whose size exceeds its bound."""
 
 
 class NotFound(RagCacheError):
-    """Something named does not exist. kind: its noun ("document"); name: what the caller wrote."""
+    """A named object does not exist.
+
+    Args:
+        kind: Its noun ("document").
+        name: What the caller wrote.
+        fix: What to do instead.
+    """
 
     def __init__(self, kind: str, name: str, fix: str) -> None:
         super().__init__(f"{kind} {name!r} does not exist; {fix}")
@@ -43,9 +51,15 @@ class NotFound(RagCacheError):
 
 
 class Unavailable(RagCacheError):
-    """A part does not answer now. part: its name; retry_after_s: when trying again makes sense."""
+    """A component does not answer.
 
-    def __init__(self, part: str, problem: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(f"the {part} is unavailable: {problem}")
-        self.part = part
+    Args:
+        component: Its name.
+        problem: What is wrong with it.
+        retry_after_s: When a retry may succeed.
+    """
+
+    def __init__(self, component: str, problem: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"the {component} is unavailable: {problem}")
+        self.component = component
         self.retry_after_s = retry_after_s

@@ -1,7 +1,7 @@
-"""What is asked of a cache store and what it answers, as plain values.
+"""Requests and answers of a cache store, as plain values.
 
-The control face (gRPC) and every data lane carry the same values; ``ragcache_kv.values.conversions``
-writes them as protobuf messages and reads them back.
+gRPC calls and every transport carry the same values. ``ragcache_kv.values.conversions`` converts
+them to protobuf messages and back.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from ragcache_core.identity.keys import ChunkKey, PrefixKey, VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Tier, ValueShape, VariantInfo
 
 MAX_KEYS = 4096
-"""Bound of the keys, wants, or names of one kind in one call."""
+"""Bound of the keys, lookup keys, or names of one kind in one call."""
 
 MAX_PARTS = 1024
-"""Bound of the parts of one value: more layers than any model has."""
+"""Bound of the parts of one value. No model has as many layers."""
 
 MAX_PREFIX_CHUNKS = 4096
 """Bound of the chunks before a variant."""
 
 MAX_TOKENS = 1_000_000
-"""Bound of a chunk's tokens, and of the position of its first one."""
+"""Bound of a chunk's tokens, and of the position of its first token."""
 
 MAX_NAME_CHARS = 512
 """Bound of the name of a domain or a document."""
 
 LEASE_S = 30.0
-"""How long a store keeps in its place what is being read, and room for what is being put."""
+"""How long a store protects a value that is being read, and the space of a put in progress."""
 
 ID_BYTES = 16
 """Length of a deletion's id, a store's id and a boot id."""
@@ -36,10 +36,13 @@ ID_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a store is, and which data lanes it offers beside gRPC.
+    """The identity of a store, and the transports that it offers besides gRPC.
 
-    boot: ID_BYTES, new at every start. store: ID_BYTES, of the data folder. data_socket: path of a
-    Unix socket, or "". data_port: TCP, on the host of the control calls, or 0.
+    Attributes:
+        boot: ID_BYTES, new at every start.
+        store: ID_BYTES, of the data folder.
+        data_socket: Path of a Unix socket, or "".
+        data_port: TCP port on the host of the gRPC calls, or 0.
     """
 
     boot: bytes
@@ -53,38 +56,40 @@ class Ack(StrEnum):
     """When a put is answered."""
 
     ACCEPTED = "accepted"  # visible in memory
-    DURABLE = "durable"  # survives the end of the process at any instant
+    DURABLE = "durable"  # survives a crash of the process at any time
 
 
 class PutOutcome(StrEnum):
-    """What became of a put."""
+    """The result of a put."""
 
     STORED = "stored"
-    ALREADY_STORED = "already_stored"  # as good or better
-    DELETED = "deleted"  # a delete overtook it
+    ALREADY_STORED = "already_stored"  # with the same precision or better
+    DELETED = "deleted"  # a delete came first
 
 
 @dataclass(frozen=True, slots=True)
 class LookupKey:
-    """Variants asked for. prefix None: every variant of the chunk."""
+    """A variant to look up. prefix None: every variant of the chunk."""
 
     chunk: ChunkKey
     prefix: PrefixKey | None = None
 
     @classmethod
-    def of(cls, key: VariantKey) -> LookupKey:
-        """The one variant of key."""
+    def for_variant(cls, key: VariantKey) -> LookupKey:
+        """Return the lookup key of a single variant."""
         return cls(key.chunk, key.prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVariant:
-    """What a lookup says of one variant that is held.
+    """A stored variant, as a lookup returns it.
 
-    load_s: predicted seconds from its tier to the caller. prefix_chunks: those of its origin; given
-    where every variant of a chunk was asked for. replicas: other shards ("host:port") that hold it.
-    wants_higher_precision: hot, and held with less than the precision that it deserves, so that the next
-    full computation of it is worth putting.
+    Attributes:
+        load_s: Predicted seconds to load it from its tier to the caller.
+        prefix_chunks: Those of its origin. Given where every variant of a chunk was looked up.
+        replicas: Other shards ("host:port") that store it.
+        wants_higher_precision: It is read often and stored with less precision than the policy
+            gives it. The next full computation should be put.
     """
 
     key: VariantKey
@@ -98,9 +103,9 @@ class StoredVariant:
 
 @dataclass(frozen=True, slots=True)
 class ChunkVariants:
-    """The answer to one Want. miss: why nothing is held; None where something is."""
+    """The answer to one LookupKey. miss: why no variant is stored; None if there is one."""
 
-    held: tuple[StoredVariant, ...] = ()
+    stored: tuple[StoredVariant, ...] = ()
     miss: Miss | None = None
 
 
@@ -108,11 +113,15 @@ class ChunkVariants:
 class AsOf:
     """The deletes that a computation may have missed.
 
-    Those after sequence of the store, and those that it applied since planned_at_ms. store: id of a
-    data folder (ID_BYTES). A put that was planned on a lookup carries the lookup's, so that a
-    delete in between is not undone. planned_at_ms: Unix time at which the chunks were chosen, where
-    that was before the lookup: one that was deleted in between is not brought back; 0: no such
-    time.
+    These are the deletes after ``sequence`` of the store, and those that it applied since
+    ``planned_at_ms``. A put carries the values of the lookup that it was planned with, so that a
+    delete in between is not undone.
+
+    Attributes:
+        store: Id of a data folder (ID_BYTES).
+        sequence: Sequence number of the last delete that the lookup saw.
+        planned_at_ms: Unix time at which the chunks were selected, if that was before the lookup. A
+            chunk that was deleted in between is not stored again. 0: unknown.
     """
 
     store: bytes = b""
@@ -122,7 +131,7 @@ class AsOf:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """One Variants for each Want, in order."""
+    """One ChunkVariants for each LookupKey, in order."""
 
     variants: tuple[ChunkVariants, ...]
     as_of: AsOf
@@ -130,10 +139,11 @@ class LookupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class NewVariant:
-    """A variant that is to be put, before anybody need have computed all of it.
+    """A variant to put. Its value need not be computed yet.
 
-    origin: all but its cost, which a Completion tells. part_bytes: size of each part; they add up
-    to info.num_bytes.
+    Attributes:
+        origin: Everything but the cost, which PutCompletion has.
+        part_bytes: Size of each part; their sum is info.num_bytes.
     """
 
     key: VariantKey
@@ -147,9 +157,11 @@ class NewVariant:
 
 @dataclass(frozen=True, slots=True)
 class PutCompletion:
-    """What is said of a value that is put, after its last byte.
+    """What a client sends after the last byte of a put.
 
-    checksums: XXH3-64 of each part. cost_s: seconds that computing the value took; 0: unknown.
+    Attributes:
+        checksums: XXH3-64 of each part.
+        cost_s: Seconds that computing the value took. 0: unknown.
     """
 
     checksums: tuple[int, ...]
@@ -158,11 +170,14 @@ class PutCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What one delete names; a store applies an id once.
+    """What one delete covers. A store applies each id once.
 
-    documents: ids of documents of domain. domain with no documents: everything of it, and then
-    nothing else is named; "" names no domain. Something is named. Everything computed after a chunk
-    that is named goes too. made_at_ms: Unix time.
+    A deletion names at least one thing. Everything computed after a named chunk is deleted too.
+
+    Attributes:
+        documents: Ids of documents of domain.
+        domain: Without documents: the whole domain, and then nothing else is named. "": no domain.
+        made_at_ms: Unix time.
     """
 
     id: bytes
@@ -175,7 +190,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """A deletion as one store applied it. sequence: its place among that store's deletes."""
+    """A deletion as one store applied it. sequence: its number among the deletes of that store."""
 
     sequence: int
     deletion: Deletion

@@ -79,7 +79,8 @@ class Blend:
     Attributes:
         sources: Contiguous from position 0.
         exact_end: KV at positions below it is exact.
-        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
+            [0, 1].
         not_stored: Start positions of the chunks without a stored variant, including those after
             the last source.
     """
@@ -175,7 +176,8 @@ def select_variants(
         num_exact: Number of leading segments that are stored as exact variants
             (``segments.longest_exact_chain``).
         candidates: Stored variants of the other segments, by index of the segment.
-        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
+            [0, 1].
         alpha: Recomputation factor (eq. 12).
     """
     sources: list[BlendSource] = []

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Decisions among several engines and shards: sharding, replication, handoff, deletes."""

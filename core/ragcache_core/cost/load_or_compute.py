@@ -2,8 +2,8 @@
 
 Computing the whole prompt is always one of the options, so an option that is predicted to be slower
 is not chosen. Loading is predicted from the bytes and their tier: a store's ``Tier`` or a tier of
-the engine itself. Recomputation is predicted from tokens. Computing is predicted from a profile that
-the engine measures at start (``prefill_profile``) and corrects with the measured passes.
+the engine itself. Recomputation is predicted from tokens. Computing is predicted from a profile
+that the engine measures at start (``prefill_profile``) and corrects with the measured passes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""T(cached, computed): seconds of prefill by tokens at hand and tokens computed (RAGCache §5.1).
+"""Prefill profile: T(cached, computed), seconds by cached tokens and computed tokens.
 
-Measured on a grid, bilinear between its points. For a fixed number of computed tokens time is
-linear in those at hand, each of which every computed one looks at once, so few rows are enough.
+It is measured on a grid and interpolated bilinearly. For a fixed number of computed tokens the time
+is linear in the cached ones, because each computed token attends to each cached one. So few rows
+are enough.
+
+Source: RAGCache section 5.1.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from ragcache_core.errors import InvalidInput
 class PrefillProfile:
     """A measured grid.
 
-    cached, computed: tokens, strictly ascending, the first cached one 0. seconds[i][j]: of one pass
-    over computed[j] tokens behind cached[i]. pass_tokens: computed in one pass at most; a longer
-    prefill is several.
+    Attributes:
+        cached: Numbers of tokens, strictly ascending from 0.
+        computed: Numbers of tokens, strictly ascending.
+        seconds: seconds[i][j] is the time of one pass over computed[j] tokens after cached[i].
+        pass_tokens: Most tokens that one pass computes. A longer prefill takes several passes.
     """
 
     cached: tuple[int, ...]
@@ -34,18 +39,18 @@ class PrefillProfile:
         if not (_ascends(self.cached, 0) and self.cached[0] == 0):
             raise InvalidInput("profile.cached", "does not ascend from 0", "measure again")
         if not _ascends(self.computed, 1):
-            raise InvalidInput("profile.computed", "does not ascend from 1 on", "measure again")
-        whole = len(self.seconds) == len(self.cached) and all(
+            raise InvalidInput("profile.computed", "does not ascend from 1", "measure again")
+        is_grid = len(self.seconds) == len(self.cached) and all(
             len(row) == len(self.computed) and all(math.isfinite(s) and s > 0 for s in row)
             for row in self.seconds
         )
-        if not whole or self.pass_tokens < 1:
-            raise InvalidInput("profile.seconds", "is no grid of seconds", "measure again")
+        if not is_grid or self.pass_tokens < 1:
+            raise InvalidInput("profile.seconds", "is not a grid of seconds", "measure again")
 
     def predict(self, cached: int, computed: int) -> float:
-        """Seconds to compute so many tokens behind so many at hand, in as many passes as it takes.
+        """Return the seconds to compute tokens after cached ones, in as many passes as needed.
 
-        Beyond the grid its last cells go on as they are.
+        Beyond the grid the last cells are extrapolated.
         """
         seconds = 0.0
         while computed > self.pass_tokens:
@@ -54,7 +59,7 @@ class PrefillProfile:
         return seconds + self._pass_s(cached, computed)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object; ``from_json`` reads it back."""
+        """Return the profile as a JSON object, which ``from_json`` reads."""
         return {
             "cached": list(self.cached),
             "computed": list(self.computed),
@@ -64,7 +69,11 @@ class PrefillProfile:
 
     @classmethod
     def from_json(cls, value: object) -> PrefillProfile:
-        """Raises InvalidInput where it is no profile."""
+        """Parse a profile.
+
+        Raises:
+            InvalidInput: The value is not a profile.
+        """
         try:
             assert isinstance(value, Mapping)
             return cls(
@@ -74,7 +83,7 @@ class PrefillProfile:
                 int(value["pass_tokens"]),
             )
         except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise InvalidInput("profile", f"is none: {error!r}", "measure again") from None
+            raise InvalidInput("profile", f"is not a profile: {error!r}", "measure again") from None
 
     def _pass_s(self, cached: int, computed: int) -> float:
         if computed <= 0:
@@ -82,27 +91,30 @@ class PrefillProfile:
         row, down = _cell(self.cached, cached)
         column, right = _cell(self.computed, computed)
 
-        def at(index: int) -> float:
+        def seconds_at(index: int) -> float:
             times = self.seconds[index]
-            if column + 1 == len(times):  # one size: then all of it is put down to size
+            if column + 1 == len(times):  # a single size: assume no latency
                 return times[column] * computed / self.computed[column]
             return times[column] + right * (times[column + 1] - times[column])
 
-        seconds = at(row)
+        seconds = seconds_at(row)
         if row + 1 < len(self.seconds):
-            seconds += down * (at(row + 1) - seconds)
-        # Noise may bend the last cell down; no pass is quicker than the quickest there was.
+            seconds += down * (seconds_at(row + 1) - seconds)
+        # Noise may give the last cell a negative slope. No pass is faster than the fastest one.
         return max(seconds, min(map(min, self.seconds)))
 
 
-def _ascends(points: Sequence[int], least: int) -> bool:
-    return bool(points) and points[0] >= least and all(a < b for a, b in pairwise(points))
+def _ascends(points: Sequence[int], first: int) -> bool:
+    return bool(points) and points[0] >= first and all(a < b for a, b in pairwise(points))
 
 
-def _cell(points: Sequence[int], at: int) -> tuple[int, float]:
-    """Index of the grid's cell, and how far into it; below 0 or above 1 beyond the grid."""
-    index = min(max(bisect_right(points, at) - 1, 0), max(0, len(points) - 2))
+def _cell(points: Sequence[int], value: int) -> tuple[int, float]:
+    """Return the index of a grid cell and the position in it.
+
+    The position is in [0, 1], below 0 before the grid and above 1 after it.
+    """
+    index = min(max(bisect_right(points, value) - 1, 0), max(0, len(points) - 2))
     if len(points) == 1:
         return 0, 0.0
     low, high = points[index], points[index + 1]
-    return index, (at - low) / (high - low)
+    return index, (value - low) / (high - low)

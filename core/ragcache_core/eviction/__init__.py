@@ -1,7 +1,7 @@
-"""Which entry of a tier goes first when room is needed: one interface, one module per policy.
+"""Eviction policies: which entry of a tier is evicted first when room is needed.
 
-``policy`` has the interface, ``registry`` the names. A policy holds no values and no capacity: it
-says who goes next, the tier asks until there is room.
+``policy`` has the interface, ``registry`` the names. A policy stores no values and has no capacity:
+it selects the next victim, and the tier asks until there is room.
 """
 
 from __future__ import annotations

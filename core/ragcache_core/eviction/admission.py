@@ -1,7 +1,8 @@
-"""Whether an entry is worth writing at all: what is never asked twice need not be written twice.
+"""Admission: whether a tier stores an entry at all.
 
-A tier asks before it makes room. What is refused must be known again when it is offered next, so an
-admission remembers keys; its memory is bounded, what was offered longest ago is forgotten first.
+A tier asks before it makes room. An entry that is never asked for twice need not be written. An
+admission remembers the keys that it has rejected; its memory is bounded and forgets the oldest
+offer first.
 """
 
 from __future__ import annotations
@@ -20,20 +21,25 @@ ADMISSION_NAMES = ("always", "second-touch", "score")
 
 
 class Admission(ABC, Generic[K]):
-    """Decides on one offer at a time. Pure: the caller passes the time, in seconds."""
+    """Decides on one offer at a time. The caller passes the time, in seconds."""
 
     @abstractmethod
     def admits(
         self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
     ) -> bool:
-        """Whether to hold key, which is offered now.
+        """Return whether to store key, which is offered now.
 
-        victim_priority: ``EvictionPolicy.worth`` of what would go for it first; None if there is room.
+        Args:
+            key: The entry.
+            candidate: Its properties.
+            now: Seconds.
+            victim_priority: ``EvictionPolicy.priority`` of the entry that would be evicted first to
+                make room. None: there is room.
         """
 
 
 class AlwaysAdmission(Admission[K]):
-    """Holds everything."""
+    """Stores every entry."""
 
     def admits(
         self, key: K, candidate: EvictionCandidate[K], now: float, victim_priority: float | None
@@ -43,7 +49,7 @@ class AlwaysAdmission(Admission[K]):
 
 
 class SecondTouchAdmission(Admission[K]):
-    """Holds what is offered for the second time, even if there is room: for a tier that wears."""
+    """Stores an entry when it is offered for the second time, even if there is room."""
 
     def __init__(self) -> None:
         self._offered: GhostEntries[K, None] = GhostEntries()
@@ -58,9 +64,10 @@ class SecondTouchAdmission(Admission[K]):
 
 
 class ScoreAdmission(Admission[K]):
-    """Holds what scores at least as much as what would go for it, and anything if there is room.
+    """Stores an entry if there is room or if it scores at least as high as the victim.
 
-    policy: the tier's own, which remembers what is refused.
+    Args:
+        policy: The policy of the tier, which remembers the rejected entries.
     """
 
     def __init__(self, policy: ScorePolicy[K]) -> None:
@@ -79,27 +86,27 @@ class ScoreAdmission(Admission[K]):
 
 
 def default_admission(*, leaves_only: bool) -> str:
-    """The admission that goes with the default policy, by what ``bench/policies`` says.
+    """Return the admission for the default policy, as measured by ``bench/policies``.
 
-    Where entries stand alone ``score`` saves more and writes less. Where only leaves go (``exact``)
-    to refuse an entry puts all that follows in its prompt out of reach, which its own score does
-    not know: there ``always`` does better.
+    Where entries are independent, ``score`` saves more seconds and writes fewer bytes. Where only
+    leaves are evicted (``exact``), rejecting an entry makes its whole subtree unusable, and its own
+    score does not include that. There ``always`` is better.
     """
     return "always" if leaves_only else "score"
 
 
 def make_admission(name: str, policy: EvictionPolicy[Any]) -> Admission[Any]:
-    """An admission by name for the tier that policy ranks.
+    """Return an admission by name for the tier that the policy ranks.
 
-    Raises ValueError for a name that is not in ADMISSION_NAMES, and for ``score`` before a policy
-    that has no scores.
+    Raises:
+        ValueError: The name is not in ADMISSION_NAMES, or the policy has no scores for ``score``.
     """
     if name == "always":
         return AlwaysAdmission()
     if name == "second-touch":
         return SecondTouchAdmission()
     if name != "score":
-        raise ValueError(f"no admission {name!r}; one of {', '.join(ADMISSION_NAMES)}")
+        raise ValueError(f"no admission {name!r}; use one of {', '.join(ADMISSION_NAMES)}")
     if not isinstance(policy, ScorePolicy):
         raise ValueError("admission 'score' needs policy 'score'")  # noqa: TRY004 (a setting)
     return ScoreAdmission(policy)

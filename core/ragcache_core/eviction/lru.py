@@ -1,4 +1,4 @@
-"""LRU: what was used longest ago goes first."""
+"""LRU: the least recently used entry is evicted first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _LastUse:
 
 
 class LeastRecentlyUsed(RankedPolicy[K, _LastUse]):
-    """All ranks by the number of the last use."""
+    """Ranks entries by the sequence number of their last use."""
 
     def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> _LastUse:
         return _LastUse(self._uses)

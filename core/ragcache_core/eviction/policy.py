@@ -1,4 +1,4 @@
-"""The interface of every replacement policy, and what a policy is told of an entry."""
+"""The interface of every eviction policy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 MAX_PROTECTED_PER_SEARCH = 256
-"""Entries passed over in one search: the caller has a lock that others wait for."""
+"""Most protected entries that one search for a victim passes over.
+
+The caller holds a lock that other threads wait for.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate(Generic[K]):
-    """What a policy knows of an entry beside its key.
+    """What a policy knows of an entry, apart from its key.
 
-    num_bytes: its size as held, at least 1. num_tokens: length of the chunk, at least 1.
-    cost_s: seconds that computing it took, 0 if unknown. parent: the entry before it in its prompt,
-    without which it is of no use in ``exact``; None for the first.
+    Attributes:
+        num_bytes: Stored size, at least 1.
+        num_tokens: Length of the chunk, at least 1.
+        cost_s: Seconds that computing it took. 0: unknown.
+        parent: The entry before it in its prompt, which ``exact`` reuse needs too. None: the first
+            one.
     """
 
     num_bytes: int
@@ -35,13 +41,15 @@ class EvictionCandidate(Generic[K]):
 
 
 class EvictionPolicy(ABC, Generic[K]):
-    """Ranks the entries that a tier holds. Pure: the caller passes the time, in seconds.
+    """Ranks the entries that a tier stores. The caller passes the time, in seconds.
 
-    Time never runs backwards between calls. With leaves_only an entry with a resident child is no
-    victim (``exact``: a parent outlives its children, DESIGN §5.4); without, each entry has worth
-    of its own (``blend``). Every call is O(log n) amortised; ``evict`` and ``cheapest`` also pay
-    O(log n) for each entry they meet that ``may`` forbids, MOST_FORBIDDEN at most. Entries that are
-    each other's ancestors are no leaves; they go when nothing else is left.
+    Time never runs backwards between calls. With leaves_only an entry with a resident child is
+    never a victim, because in ``exact`` reuse a child is useless without its parent. Without
+    leaves_only entries are independent (``blend``). Entries that are each other's ancestors are no
+    leaves; they are evicted when nothing else is left.
+
+    Every call takes amortized O(log n). ``evict`` and ``advance_to_victim`` also take O(log n) for
+    each protected entry that they meet, MAX_PROTECTED_PER_SEARCH at most.
     """
 
     def __init__(self, *, leaves_only: bool) -> None:
@@ -49,50 +57,66 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """Note that key is held from now on. A key held already is replaced (and counts as used).
+        """Add an entry, or replace one with the same key.
 
-        An add is a use: it follows a computation that some request needed.
+        Either counts as a use, because a request needed the computation.
         """
 
     @abstractmethod
     def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
-        """Note a use of key, if it is held.
+        """Record a use of key, if it is stored.
 
-        fix_overhead: Cache-Craft's CFO of this use, the share of its tokens that is recomputed, in
-        [0, 1]. Only ``cachecraft`` minds it.
+        Args:
+            key: The entry.
+            now: Seconds.
+            fix_overhead: Cache-Craft's CFO of this use: the share of the tokens that is recomputed,
+                in [0, 1]. Only ``cachecraft`` uses it.
         """
 
     @abstractmethod
     def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
-        """Note that key, which is held, is held in another size. That is no use.
+        """Record that a stored entry has another size now. This does not count as a use.
 
-        candidate: as it is now, of the same parent.
+        Args:
+            key: The entry.
+            candidate: Its new properties, with the same parent.
         """
 
     @abstractmethod
     def remove(self, key: K) -> None:
-        """Forget key, if it is held: it went for another reason than room (a delete, a loss)."""
+        """Remove key, if it is stored, for another reason than room: a delete or a loss."""
 
     @abstractmethod
-    def evict(self, may: Callable[[K], bool]) -> K | None:
-        """Choose a victim among the keys that may(key) allows, and remove it.
+    def evict(self, may_evict: Callable[[K], bool]) -> K | None:
+        """Remove and return the victim among the keys that may_evict allows.
 
-        None: there is none, or it was not found among the first MOST_FORBIDDEN that may forbids;
-        the next call looks further. The policy may remember an evicted key, to know it again when
-        it returns.
+        The policy may remember an evicted key, to recognize it when it returns.
+
+        Returns:
+            None if there is no victim, or if the first MAX_PROTECTED_PER_SEARCH entries are
+                protected. The next call continues the search.
         """
 
     @abstractmethod
-    def advance_to_victim(self, may: Callable[[K], bool]) -> K | None:
-        """The key that ``evict`` would choose now, still held."""
+    def advance_to_victim(self, may_evict: Callable[[K], bool]) -> K | None:
+        """Advance the queues to the next victim and return it without removing it.
+
+        This is the key that ``evict`` would return. The call may reorder the queues.
+        """
 
     @abstractmethod
     def is_leaf(self, key: K) -> bool:
-        """Whether no child of key is held, be key held or not."""
+        """Whether no child of key is stored. Key itself need not be stored."""
 
     @abstractmethod
     def priority(self, key: K, now: float) -> float:
-        """What key is worth keeping; comparable within one policy only. KeyError if not held."""
+        """Return the priority of key; the lowest is evicted first.
+
+        Comparable within one policy only.
+
+        Raises:
+            KeyError: The key is not stored.
+        """
 
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...
@@ -102,4 +126,4 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise AssertionError if the books do not balance."""
+        """Raise AssertionError if the internal state is inconsistent."""

@@ -1,12 +1,12 @@
-"""A policy that evicts the entry of the lowest rank: a heap over the leaves.
+"""Base of policies that evict the entry of the lowest rank: a heap over the leaves.
 
-Ranks change at uses, and a use rarely lowers one, so the heap is lazy: an entry stays under
-the rank it had when it was pushed, and is pushed again when that comes up and is no longer its own.
-A use is then O(1). An inner node leaves the heap when it comes up and returns with the loss of its
-last child.
+A use changes a rank and rarely lowers it, so the heap is lazy. An entry stays under the rank it was
+pushed with. It is pushed again when that rank reaches the top and is out of date. So a use takes
+O(1). An inner node leaves the heap when it reaches the top, and returns when its last child leaves.
 
-What may not go is set aside, within a bound, and comes back a little with every search: a search is
-short however much is forbidden, and searches one after another still reach everything.
+A search sets protected entries aside, within a bound, and each search returns a few of them to the
+heap. So one search is short however many entries are protected, and consecutive searches still
+reach every entry.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ K = TypeVar("K", bound=Hashable)
 S = TypeVar("S")
 
 Rank = tuple[float, int]
-"""(worth, number of the use that set it): equal worths go by age."""
+"""(priority, number of the use that set it): equal priorities are ordered by age."""
 
 
-class _Entry(Generic[K, S]):
-    """An entry's books. queued: the rank under which the heap holds it, None if it does not."""
+class _RankedEntry(Generic[K, S]):
+    """State of one entry.
+
+    Attributes:
+        queued: The rank under which the heap contains the entry. None: it does not.
+    """
 
     __slots__ = ("candidate", "queued", "rank", "state")
 
@@ -44,20 +48,23 @@ class _Entry(Generic[K, S]):
 
 
 class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
-    """Everything but the rank. S: what a policy keeps of an entry, changed in place."""
+    """Implements everything but the priority.
+
+    S is the state that a policy keeps of each entry, changed in place.
+    """
 
     def __init__(self, *, leaves_only: bool) -> None:
         super().__init__(leaves_only=leaves_only)
-        self._entries: dict[K, _Entry[K, S]] = {}
+        self._entries: dict[K, _RankedEntry[K, S]] = {}
         self._children: ResidentChildren[K] = ResidentChildren()
         self._heap: list[tuple[Rank, K]] = []
-        # Items that were in the heap, and may not go.
-        self._passed: deque[tuple[Rank, K]] = deque()
+        # Protected items that a search removed from the heap.
+        self._set_aside: deque[tuple[Rank, K]] = deque()
         self._uses = 0
 
     @abstractmethod
     def _initial_state(self, key: K, candidate: EvictionCandidate[K], now: float) -> S:
-        """State of an entry that is added, its first use counted."""
+        """Return the state of an entry that is added, with its first use counted."""
 
     @abstractmethod
     def _count_use(
@@ -67,25 +74,25 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
 
     @abstractmethod
     def _priority(self, state: S, candidate: EvictionCandidate[K]) -> float:
-        """Rank after the last use."""
+        """Return the priority after the last use."""
 
     def _on_evicted(self, key: K, state: S, worth: float) -> None:
-        """Told of every victim."""
+        """Handle the eviction of an entry."""
 
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
         """See Policy.add."""
         entry = self._entries.get(key)
         if entry is None:
             state = self._initial_state(key, candidate, now)
-            entry = _Entry(candidate, state, self._rank(state, candidate))
+            entry = _RankedEntry(candidate, state, self._rank(state, candidate))
             self._entries[key] = entry
         else:
-            self._leave(entry.candidate.parent)
+            self._remove_child(entry.candidate.parent)
             entry.candidate = candidate
             self._count_use(entry.state, candidate, now, 0.0)
             entry.rank = self._rank(entry.state, candidate)
         self._children.add(candidate.parent)
-        self._queue(key, entry)
+        self._push(key, entry)
 
     def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
         """See Policy.touch."""
@@ -95,7 +102,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         self._count_use(entry.state, entry.candidate, now, fix_overhead)
         entry.rank = self._rank(entry.state, entry.candidate)
         if entry.queued is not None and entry.rank < entry.queued:
-            self._queue(key, entry)
+            self._push(key, entry)
 
     def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
         """See Policy.resize."""
@@ -103,34 +110,34 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         entry.candidate = candidate
         entry.rank = (self._priority(entry.state, candidate), entry.rank[1])
         if entry.queued is not None and entry.rank < entry.queued:
-            self._queue(key, entry)
+            self._push(key, entry)
 
     def remove(self, key: K) -> None:
         """See Policy.remove."""
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._leave(entry.candidate.parent)
+            self._remove_child(entry.candidate.parent)
             self._compact()
 
-    def evict(self, may: Callable[[K], bool]) -> K | None:
+    def evict(self, may_evict: Callable[[K], bool]) -> K | None:
         """See Policy.evict."""
-        key = self.advance_to_victim(may)
+        key = self.advance_to_victim(may_evict)
         if key is not None:
             entry = self._entries[key]
             self.remove(key)
             self._on_evicted(key, entry.state, entry.rank[0])
         return key
 
-    def advance_to_victim(self, may: Callable[[K], bool]) -> K | None:
+    def advance_to_victim(self, may_evict: Callable[[K], bool]) -> K | None:
         """See Policy.cheapest."""
         if not self._heap:
-            self._bring_back(MAX_PROTECTED_PER_SEARCH)
-        forbidden: list[tuple[Rank, K]] = []
+            self._return_to_heap(MAX_PROTECTED_PER_SEARCH)
+        protected: list[tuple[Rank, K]] = []
         found: K | None = None
-        while self._heap and len(forbidden) < MAX_PROTECTED_PER_SEARCH:
+        while self._heap and len(protected) < MAX_PROTECTED_PER_SEARCH:
             rank, key = self._heap[0]
             entry = self._entries.get(key)
-            if entry is None or entry.queued != rank:  # gone, or queued elsewhere in the heap
+            if entry is None or entry.queued != rank:  # removed, or under another rank
                 heapq.heappop(self._heap)
             elif self.leaves_only and not self._children.is_leaf(key):
                 heapq.heappop(self._heap)
@@ -138,31 +145,31 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
             elif entry.rank != rank:
                 entry.queued = entry.rank
                 heapq.heapreplace(self._heap, (entry.rank, key))
-            elif may(key):
+            elif may_evict(key):
                 found = key
                 break
             else:
-                forbidden.append(heapq.heappop(self._heap))
-        self._passed += forbidden
+                protected.append(heapq.heappop(self._heap))
+        self._set_aside += protected
         if found is not None:
-            self._bring_back(_BROUGHT_BACK)
-        elif not self._passed:
-            return self._cheapest_of_a_ring(may)
+            self._return_to_heap(_RETURNED_PER_SEARCH)
+        elif not self._set_aside:
+            return self._lowest_in_cycle(may_evict)
         elif not self._heap:
-            self._bring_back(MAX_PROTECTED_PER_SEARCH)
+            self._return_to_heap(MAX_PROTECTED_PER_SEARCH)
         return found
 
-    def _bring_back(self, most: int) -> None:
-        """Into the heap what was passed over, the first of it first."""
-        for _ in range(min(most, len(self._passed))):
-            rank, key = self._passed.popleft()
+    def _return_to_heap(self, max_items: int) -> None:
+        """Return up to max_items entries that were set aside to the heap, oldest first."""
+        for _ in range(min(max_items, len(self._set_aside))):
+            rank, key = self._set_aside.popleft()
             entry = self._entries.get(key)
             if entry is not None and entry.queued == rank:
                 heapq.heappush(self._heap, (rank, key))
 
-    def _cheapest_of_a_ring(self, may: Callable[[K], bool]) -> K | None:
-        """Without a leaf, everything left is an ancestor of itself."""
-        allowed = [key for key in self._entries if may(key)]
+    def _lowest_in_cycle(self, may_evict: Callable[[K], bool]) -> K | None:
+        """Return the lowest rank when every entry left is an ancestor of itself."""
+        allowed = [key for key in self._entries if may_evict(key)]
         return min(allowed, key=lambda key: self._entries[key].rank, default=None)
 
     def is_leaf(self, key: K) -> bool:
@@ -182,7 +189,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
     def check(self) -> None:
         """See Policy.check."""
         self._children.check(entry.candidate.parent for entry in self._entries.values())
-        in_heap = {*self._heap, *self._passed}
+        in_heap = {*self._heap, *self._set_aside}
         for key, entry in self._entries.items():
             if entry.queued is None:
                 assert self.leaves_only
@@ -190,40 +197,40 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
             else:
                 assert entry.queued <= entry.rank
                 assert (entry.queued, key) in in_heap
-        assert len(self._heap) + len(self._passed) <= 2 * len(self._entries) + _SLACK
+        assert len(self._heap) + len(self._set_aside) <= 2 * len(self._entries) + _SLACK
 
     def _rank(self, state: S, candidate: EvictionCandidate[K]) -> Rank:
         self._uses += 1
         return self._priority(state, candidate), self._uses
 
-    def _rank_anew(self) -> None:
-        """Every rank has changed, and not in step: O(n)."""
+    def _recompute_ranks(self) -> None:
+        """Recompute all ranks, whose order has changed. Takes O(n)."""
         for entry in self._entries.values():
             entry.rank = (self._priority(entry.state, entry.candidate), entry.rank[1])
             if entry.queued is not None:
                 entry.queued = entry.rank
-        self._heap = self._queued()
+        self._heap = self._rebuilt_heap()
 
-    def _queue(self, key: K, entry: _Entry[K, S]) -> None:
+    def _push(self, key: K, entry: _RankedEntry[K, S]) -> None:
         entry.queued = entry.rank
         heapq.heappush(self._heap, (entry.rank, key))
         self._compact()
 
-    def _leave(self, parent: K | None) -> None:
-        """A child of parent goes; a parent that turns leaf may be a victim again."""
+    def _remove_child(self, parent: K | None) -> None:
+        """Remove a child of parent. A parent without children may be a victim again."""
         if self._children.remove(parent) and parent in self._entries:
             entry = self._entries[parent]
             if entry.queued is None:
-                self._queue(parent, entry)
+                self._push(parent, entry)
 
     def _compact(self) -> None:
-        """Drop the stale items once they are the most: O(1) amortised."""
-        if len(self._heap) + len(self._passed) > 2 * len(self._entries) + _SLACK:
-            self._heap = self._queued()
+        """Rebuild the heap once most of its items are stale. Takes amortized O(1)."""
+        if len(self._heap) + len(self._set_aside) > 2 * len(self._entries) + _SLACK:
+            self._heap = self._rebuilt_heap()
 
-    def _queued(self) -> list[tuple[Rank, K]]:
-        """A heap of what it has to hold; nothing counts as passed over any more."""
-        self._passed.clear()
+    def _rebuilt_heap(self) -> list[tuple[Rank, K]]:
+        """Return a heap of all queued entries, including those that were set aside."""
+        self._set_aside.clear()
         heap = [
             (entry.queued, key) for key, entry in self._entries.items() if entry.queued is not None
         ]
@@ -232,5 +239,5 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
 
 
 _SLACK = 64
-_BROUGHT_BACK = 32
-"""Of what was passed over, how much a search that found something leaves for the next one."""
+_RETURNED_PER_SEARCH = 32
+"""Entries set aside that a successful search returns to the heap."""

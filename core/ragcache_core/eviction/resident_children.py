@@ -1,4 +1,4 @@
-"""Who has resident children: what tells a leaf of a tier from an inner node."""
+"""Counts resident children, which tells the leaves of a tier from its inner nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class ResidentChildren(Generic[K]):
-    """Counts the resident children of every parent, whether or not the parent is resident."""
+    """Counts the resident children of every parent. The parent need not be resident."""
 
     def __init__(self) -> None:
         self._num_children: dict[K, int] = {}
@@ -19,12 +19,16 @@ class ResidentChildren(Generic[K]):
         return key not in self._num_children
 
     def add(self, parent: K | None) -> None:
-        """A child of parent has become resident."""
+        """Record that a child of parent has become resident."""
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
 
     def remove(self, parent: K | None) -> bool:
-        """A child of parent has gone. Returns whether parent is a leaf now, and was none before."""
+        """Record that a child of parent is no longer resident.
+
+        Returns:
+            Whether parent has become a leaf by this.
+        """
         if parent is None:
             return False
         left = self._num_children[parent] - 1

@@ -1,16 +1,18 @@
-"""The score of DESIGN §1: decayed saved seconds per byte, the default.
+"""Decayed saved seconds per byte, the default policy.
 
     score = uses**3 * 2**(-age / half_life) * cost_s / num_bytes
 
-- uses: how often it was asked for, held or not, decayed slowly. Most chunks are asked for once, and
-  each time that one is asked for again makes the next more likely: chances rise faster than counts,
-  hence the exponent (2 and 5 did worse on the sequences of ``bench/policies``).
-- age: since the last use. Fresh chunks come back (conversations go on), stale ones do not.
-- half_life: all entries share it, so all scores fall alike and their order changes at uses only.
-  The heap therefore holds log2(score) without the common -now / half_life, and needs no new keys as
-  time goes by. It follows the traffic: twice the mean time between two uses of the same key, since
-  a number of seconds that suits one site is wrong for the next. When it has moved far enough all
-  ranks are made anew, at most once in as many uses as there are entries.
+- uses: how often the entry was asked for, stored or not, slowly decayed. Most chunks are asked for
+  once, and each further use makes the next one more likely. Chances rise faster than counts, hence
+  the exponent (2 and 5 were worse on the sequences of ``bench/policies``).
+- age: time since the last use. Recently used chunks come back, because conversations continue.
+- half_life: the same for all entries, so all scores decay alike and their order changes at uses
+  only. The heap therefore contains log2(score) without the common -now / half_life, and needs no
+  new keys as time goes by.
+
+The half-life follows the traffic: it is twice the mean time between two uses of the same key. A
+fixed number of seconds that suits one site is wrong for the next. When the half-life has changed
+enough, the policy recomputes all ranks, at most once in as many uses as there are entries.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ K = TypeVar("K", bound=Hashable)
 
 USES_EXPONENT = 3.0
 HALF_LIFE_PER_GAP = 2.0
-"""Half-lives are this times the mean gap between two uses of a key."""
+"""Half-life of the score, in mean times between two uses of a key."""
 COUNT_HALF_LIFE = 12.0
-"""Counts of uses halve in this many half-lives of the score: popularity outlives freshness."""
+"""Half-life of the counts of uses, in half-lives of the score."""
 
 FIRST_HALF_LIFE_S = 300.0
-"""Believed until uses tell better, as if it had been seen in FIRST_GAPS gaps."""
+"""Initial half-life, which counts as much as FIRST_GAPS measured gaps."""
 FIRST_GAPS = 32
 MAX_GAPS = 4096
-"""The mean forgets what is further back."""
+"""Number of gaps that the mean remembers."""
 HALF_LIFE_RANGE_S = (1.0, 86_400.0)
 REKEY_RATIO = 1.25
 
 UNKNOWN_COST_S_PER_TOKEN = 2e-4
-"""Where nobody measured: all tokens are taken to cost the same, about what a 7B model needs."""
+"""Cost of an entry of unknown cost: about that of a 7B model."""
 
 
 @dataclass(slots=True)
 class _Uses:
-    """uses: decayed to the time of the last one."""
+    """Number of uses, decayed to the time of the last one."""
 
     uses: float
     last_s: float
 
 
 class ScorePolicy(RankedPolicy[K, _Uses]):
-    """Remembers the uses of keys that it does not hold (``GhostEntries``)."""
+    """Evicts the lowest score first. Remembers the uses of keys that it does not store."""
 
     def __init__(self, *, leaves_only: bool) -> None:
         super().__init__(leaves_only=leaves_only)
@@ -65,21 +67,21 @@ class ScorePolicy(RankedPolicy[K, _Uses]):
 
     @property
     def half_life_s(self) -> float:
-        """The half-life in force."""
+        """The current half-life."""
         return self._half_life_s
 
     def priority(self, key: K, now: float) -> float:
-        """log2 of the score now, in seconds per byte."""
+        """Return log2 of the current score, in seconds per byte."""
         return super().priority(key, now) - now / self._half_life_s
 
     def prospective_priority(self, key: K, candidate: EvictionCandidate[K], now: float) -> float:
-        """What ``worth`` would say of key if it were added now. Changes nothing."""
+        """Return the priority that key would have if it were added now, without adding it."""
         known = self._ghosts.get(key)
         state = _Uses(1.0 if known is None else self._decayed(known, now) + 1.0, now)
         return self._priority(state, candidate) - now / self._half_life_s
 
     def count_rejected(self, key: K, now: float) -> None:
-        """Note a use of key, which was computed and is not going to be held."""
+        """Count a use of a key that was computed and will not be stored."""
         state = self._ghosts.get(key)
         if state is None:
             state = _Uses(1.0, now)
@@ -108,7 +110,7 @@ class ScorePolicy(RankedPolicy[K, _Uses]):
             + saved_s_per_byte
         )
 
-    def _on_evicted(self, key: K, state: _Uses, worth: float) -> None:
+    def _on_evicted(self, key: K, state: _Uses, priority: float) -> None:
         self._ghosts.put(key, state, len(self))
 
     def _use(self, state: _Uses, now: float) -> None:
@@ -125,10 +127,10 @@ class ScorePolicy(RankedPolicy[K, _Uses]):
         self._num_gaps = min(MAX_GAPS, self._num_gaps + 1)
         self._mean_gap_s += (gap_s - self._mean_gap_s) / self._num_gaps
         low, high = HALF_LIFE_RANGE_S
-        wanted = min(high, max(low, HALF_LIFE_PER_GAP * self._mean_gap_s))
-        ratio = wanted / self._half_life_s
-        moved = ratio > REKEY_RATIO or ratio < 1 / REKEY_RATIO
-        if moved and self._uses - self._uses_at_rekey >= len(self):
-            self._half_life_s = wanted
+        target = min(high, max(low, HALF_LIFE_PER_GAP * self._mean_gap_s))
+        ratio = target / self._half_life_s
+        has_moved = ratio > REKEY_RATIO or ratio < 1 / REKEY_RATIO
+        if has_moved and self._uses - self._uses_at_rekey >= len(self):
+            self._half_life_s = target
             self._uses_at_rekey = self._uses
-            self._rank_anew()
+            self._recompute_ranks()

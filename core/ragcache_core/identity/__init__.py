@@ -1,1 +1,1 @@
-"""TODO."""
+"""Names and descriptions of stored KV: KV spaces, keys, fingerprints and variants."""

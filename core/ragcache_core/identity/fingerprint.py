@@ -1,7 +1,7 @@
-"""Which model made a KV: a fingerprint of a model folder, and the KV space it defines.
+"""Which model produced a KV: the fingerprint of a model folder, and the KV space it defines.
 
-Gateway and engine compute both on their own from the same folder, so neither has to trust the
-other's word. The functions take what was read, not paths: reading is their caller's.
+Gateway and engine compute both independently from the same folder, so neither has to trust the
+other. The functions take file contents, not paths: the caller reads the files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 
 WEIGHT_SAMPLE_BYTES = 1 << 20
-"""How much of each end of a weights file is hashed: a whole 100 GB would take minutes, and a
-fine-tune changes every tensor."""
+"""How many bytes at each end of a weights file are hashed.
 
-# Parts of config.json that change what KV means; the rest (names, versions) does not.
+Hashing 100 GB would take minutes, and a fine-tune changes every tensor.
+"""
+
+# Fields of config.json that change the meaning of KV. The others (names, versions) do not.
 _KV_FIELDS = (
     "architectures",
     "hidden_size",
@@ -50,7 +52,7 @@ _KV_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class WeightsSample:
-    """One weights file: its name, size in bytes, and the bytes of its first and last part."""
+    """A weights file: its name, its size in bytes, and the bytes at its beginning and end."""
 
     name: str
     size: int
@@ -61,9 +63,12 @@ class WeightsSample:
 def model_fingerprint(
     config: Mapping[str, Any], tokenizer: bytes, weights: Sequence[WeightsSample]
 ) -> str:
-    """Fingerprint of a model: 32 hex digits.
+    """Return the fingerprint of a model: 32 hex digits.
 
-    config: config.json. tokenizer: bytes of tokenizer.json. weights: every weights file, any order.
+    Args:
+        config: Content of config.json.
+        tokenizer: Bytes of tokenizer.json.
+        weights: All weights files, in any order.
     """
     hasher = hashlib.blake2b(digest_size=16, person=b"ragcache-model")
     kv_config = {name: config[name] for name in _KV_FIELDS if name in config}
@@ -77,11 +82,16 @@ def model_fingerprint(
 
 
 def kv_space(fingerprint: str, config: Mapping[str, Any], dtype: str) -> KVSpace:
-    """KV space of a decoder with ordinary (grouped-query) attention.
+    """Return the KV space of a decoder with ordinary (grouped-query) attention.
 
-    dtype: as the engine stores KV; ``auto`` is what vLLM makes of it: the checkpoint's own, but
-    bfloat16 for one in float32 or without a word about it.
-    Raises InvalidInput for a config without the needed sizes.
+    Args:
+        fingerprint: From ``model_fingerprint``.
+        config: Content of config.json.
+        dtype: As the engine stores KV. ``auto`` resolves as in vLLM: the dtype of the checkpoint,
+            but bfloat16 for float32 or a checkpoint that names none.
+
+    Raises:
+        InvalidInput: The config lacks a size.
     """
     try:
         heads = int(config["num_attention_heads"])

@@ -1,9 +1,9 @@
-"""Names of chunks and of their chunk-caches (DESIGN §1): ChunkKey, PrefixKey, VariantKey.
+"""Names of chunks and of their variants: ChunkKey, PrefixKey, VariantKey.
 
-A variant is the KV of one chunk computed after one prefix, so its name is the pair of both. Both
-keys live in a *KV space* (which model, tokenizer, KV layout, dtype and rope settings made the KV)
-and an *access domain* (who may share it): the same tokens in another space or domain have other
-keys, so they can never be served across.
+A variant is the KV of one chunk computed after one prefix, so a pair of keys names it. Both keys
+depend on a *KV space* (the model, tokenizer, KV layout, dtype and rope settings) and on an *access
+domain* (who may share the KV). The same tokens in another space or domain have other keys, so they
+are never served across.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES = 16
-"""Length of a ChunkKey and of a PrefixKey: 128 bits, where chance collisions stay out of reach."""
+"""Length of a ChunkKey and of a PrefixKey: with 128 bits, chance collisions are negligible."""
+
+PUBLIC_DOMAIN = "public"
+"""Access domain of every document: there are no tenants yet. A client can never set it."""
 
 ChunkKey = bytes
 PrefixKey = bytes
@@ -26,11 +29,15 @@ TokenIds = Sequence[int] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class KVSpace:
-    """Everything that must be equal for KV to be interchangeable.
+    """All properties that must be equal for KV to be interchangeable.
 
-    model: fingerprint of weights, tokenizer and rope settings (``fingerprint.model_fingerprint``).
-    num_layers, num_kv_heads, head_dim: shape of one token's KV.
-    dtype: element type as stored, e.g. ``bfloat16``.
+    Attributes:
+        model: Fingerprint of weights, tokenizer and rope settings
+            (``fingerprint.model_fingerprint``).
+        num_layers: Number of layers.
+        num_kv_heads: KV heads of one layer.
+        head_dim: Numbers per head.
+        dtype: Element type as stored, such as ``bfloat16``.
     """
 
     model: str
@@ -40,7 +47,7 @@ class KVSpace:
     dtype: str
 
     def digest(self) -> bytes:
-        """128-bit digest that seeds every key of this space."""
+        """Return the 128-bit digest that is part of every key of this space."""
         text = "|".join(
             (
                 "kv-space-1",
@@ -59,7 +66,7 @@ def _token_bytes(token_ids: TokenIds) -> bytes:
 
 
 def chunk_key(space: KVSpace, domain: str, token_ids: TokenIds) -> ChunkKey:
-    """Key of a chunk: its own tokens and nothing around them."""
+    """Return the key of a chunk, which depends on the chunk's own tokens only."""
     hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-chunk")
     hasher.update(space.digest())
     hasher.update(domain.encode() + b"\0")
@@ -68,9 +75,9 @@ def chunk_key(space: KVSpace, domain: str, token_ids: TokenIds) -> ChunkKey:
 
 
 class PrefixHasher:
-    """Walks along a prompt and names the prefix reached.
+    """Hashes a prompt incrementally and names the prefix so far.
 
-    The key depends on every token before it and not on how they were cut into segments.
+    The key depends on every token of the prefix and not on the bounds of its segments.
     """
 
     def __init__(self, space: KVSpace, domain: str) -> None:
@@ -83,13 +90,13 @@ class PrefixHasher:
         self._hasher.update(_token_bytes(token_ids))
 
     def key(self) -> PrefixKey:
-        """Key of the prefix walked so far; that of the empty prefix before the first extend."""
+        """Return the key of the prefix so far. Before the first extend the prefix is empty."""
         return self._hasher.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class VariantKey:
-    """Name of a chunk-cache: which chunk, computed after which prefix."""
+    """Name of a variant: which chunk, computed after which prefix."""
 
     chunk: ChunkKey
     prefix: PrefixKey
@@ -99,12 +106,16 @@ class VariantKey:
             raise ValueError(f"chunk and prefix keys have {KEY_BYTES} bytes each")
 
     def to_bytes(self) -> bytes:
-        """Chunk key first, so that all variants of a chunk are neighbours in an ordered store."""
+        """Return the key as bytes, chunk first, so that the variants of a chunk are adjacent."""
         return self.chunk + self.prefix
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> VariantKey:
-        """Inverse of to_bytes. Raises ValueError for any other length."""
+        """Return the inverse of to_bytes.
+
+        Raises:
+            ValueError: The length is wrong.
+        """
         if len(raw) != 2 * KEY_BYTES:
             raise ValueError(f"a variant key has {2 * KEY_BYTES} bytes, not {len(raw)}")
         return cls(raw[:KEY_BYTES], raw[KEY_BYTES:])

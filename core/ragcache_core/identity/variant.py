@@ -1,8 +1,8 @@
-"""What is known of a chunk-cache beside its bytes (DESIGN §1): origin, precision, provenance.
+"""Metadata of a variant: origin, precision, provenance.
 
 A *variant* is the KV of one chunk computed after one prefix. Its value is a sequence of *parts*,
-one for each layer in the order an engine computes them, so that a reader may use the first layers
-while the others are on their way; each part has a checksum of its own.
+one for each layer in the order that an engine computes them. So a reader may use the first layers
+while the others are still loading. Each part has its own checksum.
 """
 
 from __future__ import annotations
@@ -14,39 +14,43 @@ from ragcache_core.identity.keys import ChunkKey, VariantKey
 
 
 class Codec(StrEnum):
-    """How numbers of KV are held. ``ragcache_kv.codecs`` encodes and decodes them."""
+    """How numbers of KV are stored. ``ragcache_kv.codecs`` encodes and decodes them."""
 
     NATIVE = "native"  # as computed, bit for bit
-    PACKED = "packed"  # as computed, bit for bit, in fewer bytes (lossless compression)
+    PACKED = "packed"  # lossless compression
     INT8 = "int8"  # 8 bits and a scale per group
     E4M3 = "e4m3"  # FP8, 4 exponent and 3 fraction bits
     E5M2 = "e5m2"  # FP8, 5 exponent and 2 fraction bits
-    GSE8 = "gse8"  # HA-RAG §II-B: 1 sign bit, 4 of a shared exponent's index, 3 of fraction
+    GSE8 = "gse8"  # HA-RAG section II-B: sign, 4 bits of exponent index, 3 of fraction
     GSE8_125 = "gse8-125"
     GSE8_134 = "gse8-134"
     INT4 = "int4"  # 4 bits and a scale per group
 
     @property
     def lossless(self) -> bool:
-        """Whether decoding gives back what was encoded, bit for bit."""
+        """Whether decoding returns the encoded numbers bit for bit."""
         return self in {Codec.NATIVE, Codec.PACKED}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a variant's keys and values are held, each in its own way."""
+    """The codecs of a variant's keys and values."""
 
     key: Codec = Codec.NATIVE
     value: Codec = Codec.NATIVE
 
     @property
     def lossless(self) -> bool:
-        """Whether both are held losslessly."""
+        """Whether both codecs are lossless."""
         return self.key.lossless and self.value.lossless
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """From "key/value" or one name for both. Raises ValueError."""
+        """Parse "key/value", or one name for both.
+
+        Raises:
+            ValueError: A name is unknown.
+        """
         key, _, value = text.partition("/")
         return cls(Codec(key), Codec(value or key))
 
@@ -56,10 +60,11 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """How a variant's KV came to be.
+    """How a variant's KV was computed.
 
-    exact: computed in full, over a prefix that was itself exact. Anything computed after a blended
-    or lossy prefix is tainted and never serves ``exact`` (DESIGN §5.3).
+    Attributes:
+        exact: Computed in full, after a prefix that was itself exact. KV computed after a blended
+            or lossy prefix is approximate and never serves ``exact`` reuse.
     """
 
     exact: bool
@@ -67,7 +72,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """Shape of one token's KV, and the dtype of its numbers; None where a value is opaque bytes.
+    """Shape of one token's KV, and the dtype of its numbers.
 
     A native value is [num_layers, 2, num_tokens, num_kv_heads, head_dim] in C order, keys first.
     """
@@ -80,7 +85,7 @@ class ValueShape:
 
 @dataclass(frozen=True, slots=True)
 class ValuePart:
-    """One layer of a value as it is held. checksum: XXH3-64."""
+    """One layer of a stored value. checksum: XXH3-64."""
 
     num_bytes: int
     checksum: int
@@ -88,10 +93,13 @@ class ValuePart:
 
 @dataclass(frozen=True, slots=True)
 class VariantInfo:
-    """What a store says of a variant it holds.
+    """What a store knows of a variant's value.
 
-    num_tokens: length of the chunk. num_bytes: size of the value as held. base_position: position
-    of the chunk's first token when it was computed, to which its keys are rotated.
+    Attributes:
+        num_tokens: Length of the chunk.
+        num_bytes: Stored size of the value.
+        base_position: Position of the chunk's first token when it was computed. The rotation of the
+            keys belongs to it.
     """
 
     num_tokens: int
@@ -102,19 +110,22 @@ class VariantInfo:
 
     @property
     def serves_exact(self) -> bool:
-        """Whether it may stand for a computation: computed exactly, and held losslessly."""
+        """Whether it may replace a computation: computed exactly and stored losslessly."""
         return self.provenance.exact and self.precision.lossless
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a variant comes from; given when it is put, kept with it.
+    """Where a variant comes from. The client passes it with the put, and the store keeps it.
 
-    prefix_chunks: the chunks before it, first to last; deleting one of them deletes it too.
-    parent: the variant right before it, whose loss makes it unreachable in ``exact``; None at the
-    start of a prompt.
-    domain: access domain that its keys were made in. document: id of the document, or "".
-    cost_s: seconds that computing it took; 0 if unknown.
+    Attributes:
+        prefix_chunks: The chunks before it, first to last. Deleting one of them deletes the
+            variant.
+        parent: The variant right before it, without which it is unreachable in ``exact`` reuse.
+            None at the start of a prompt.
+        domain: Access domain of its keys.
+        document: Id of the document, or "".
+        cost_s: Seconds that computing it took. 0: unknown.
     """
 
     prefix_chunks: tuple[ChunkKey, ...] = ()
@@ -125,21 +136,21 @@ class Origin:
 
 
 class Tier(StrEnum):
-    """Where a store holds a variant."""
+    """Where a store keeps the value of a variant."""
 
     MEMORY = "memory"
     DISK = "disk"
 
 
 class Miss(StrEnum):
-    """Why a variant that was asked for is not served."""
+    """Why a requested variant is not served."""
 
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
     DELETED = "deleted"
-    CORRUPT = "corrupt"  # a checksum did not hold; it has been dropped
-    APPROXIMATE = "approximate"  # held, but asked for as exact and not computed so
-    OTHER_PRECISION = "other_precision"  # held, but asked for as exact and held with a loss
+    CORRUPT = "corrupt"  # a checksum did not match; the store removed the variant
+    APPROXIMATE = "approximate"  # stored, but not exact as requested
+    OTHER_PRECISION = "other_precision"  # stored, but not lossless as requested
     OTHER_DOMAIN = "other_domain"
-    TIMED_OUT = "timed_out"  # did not come in time
-    LOST = "lost"  # its shard does not answer
+    TIMED_OUT = "timed_out"  # missed the deadline
+    LOST = "lost"  # the shard does not answer

@@ -1,7 +1,8 @@
-"""A prompt cut by its length alone, where no plan says how: into pieces from its start on, or from
-where a plan's segments end.
+"""Cuts prompts into pieces of a fixed length where no plan defines segments.
 
-Their names depend on tokens, as those of chunks do, so whoever sends the same beginning finds them.
+The pieces of a prompt without a plan start at its first token. Those for a handoff start where the
+segments of the plan end. Their names depend on tokens, like those of chunks, so every request with
+the same beginning finds them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ from ragcache_core.plan.reuse_plan import MAX_SEGMENTS, PLAIN_DOMAIN, Segment
 from ragcache_core.plan.segments import NamedSegment
 
 PIECE_TOKENS = 256
-"""Tokens of a piece. On average half of one is computed where two prompts part, and each is a
-value with an entry, a place and a checksum for each layer: 256 tokens are 128 computed again, a
-quick pass, and one alone is four times what an engine loads at least (``min_load_tokens``). A layer
-of it has 1 MiB with 8 heads of 128. A multiple of vLLM's block sizes, so that pieces share none."""
+"""Tokens of a piece.
+
+On average half a piece is computed again where two prompts diverge, and each piece costs one stored
+value with metadata and one checksum per layer. 256 tokens mean 128 recomputed ones on average,
+which is a short pass. A piece is four times the least that an engine loads (``min_load_tokens``).
+One layer of it has 1 MiB with 8 heads of 128 numbers. It is a multiple of vLLM's block sizes, so
+pieces share no block.
+"""
 
 
 def plain_domain(cache_salt: str | None) -> str:
-    """Access domain of clients that send no plan: of all with the same salt, and of nobody else.
+    """Return the access domain of clients that send no plan, shared by clients of equal salt.
 
-    cache_salt: what keeps their blocks apart in vLLM's own prefix cache; None: they share.
-    No plan may name such a domain (``ReusePlan.from_json``).
+    A plan may not name such a domain (``ReusePlan.from_json``).
+
+    Args:
+        cache_salt: What separates the blocks of these clients in vLLM's prefix cache. None: shared
+            by all clients without a salt.
     """
     if cache_salt is None:
         return PLAIN_DOMAIN
@@ -39,12 +47,12 @@ def plain_domain(cache_salt: str | None) -> str:
 def prefix_pieces(
     space: KVSpace, domain: str, token_ids: Sequence[int]
 ) -> tuple[NamedSegment, ...]:
-    """The whole pieces of a prompt, from its start on, each named by what it is and stands behind.
+    """Return the full pieces of a prompt, from its start on.
 
-    What is left at the end is of no piece, nor is what lies beyond MAX_SEGMENTS of them.
+    Tokens after the last full piece, and those beyond MAX_SEGMENTS pieces, are left out.
     """
-    whole = len(token_ids) // PIECE_TOKENS * PIECE_TOKENS
-    return _cut(space, domain, token_ids, 0, whole)[:MAX_SEGMENTS]
+    end = len(token_ids) // PIECE_TOKENS * PIECE_TOKENS
+    return _cut(space, domain, token_ids, 0, end)[:MAX_SEGMENTS]
 
 
 def handoff_segments(
@@ -53,10 +61,13 @@ def handoff_segments(
     token_ids: Sequence[int],
     segments: tuple[NamedSegment, ...],
 ) -> tuple[NamedSegment, ...]:
-    """A plan's segments, and pieces of all that lies behind them but a prompt's last token.
+    """Return a plan's segments, followed by pieces of the rest of the prompt except its last token.
 
-    segments: from the prompt's start on, without gaps. The last piece may be of any length. The
-    last token's KV is never needed: whoever goes on computes that token for its output.
+    The last piece may be shorter. The KV of the last token is never needed, because the engine that
+    decodes computes that token for its output.
+
+    Args:
+        segments: Contiguous from the start of the prompt.
     """
     first = segments[-1].segment.end if segments else 0
     tail = _cut(space, domain, token_ids, first, len(token_ids) - 1)
@@ -66,7 +77,7 @@ def handoff_segments(
 def _cut(
     space: KVSpace, domain: str, token_ids: Sequence[int], first: int, last: int
 ) -> tuple[NamedSegment, ...]:
-    """Pieces of tokens [first, last)."""
+    """Cut tokens [first, last) into pieces."""
     ids = np.asarray(token_ids, dtype="<u4")
     hasher = PrefixHasher(space, domain)
     hasher.extend(ids[:first])

@@ -89,7 +89,8 @@ def plan_blend(
     The head precedes the chunks of every prompt, so it is exact or computed.
 
     Args:
-        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
+            [0, 1].
         documents: See ``plan_exact``.
         planned_at_ms: See ``plan_exact``.
         alpha: See ``ReusePlan``.

@@ -64,8 +64,8 @@ class ReusePlan:
         domain: Access domain of every segment, that is, who may share their KV.
         planned_at_ms: Unix time before the gateway searched for the chunks. The KV of a chunk that
             is deleted after it is not stored. 0: unknown.
-        recompute_share: Maximum share of the tokens loaded from other prefixes (``blend``) that may be
-            recomputed, in [0, 1].
+        recompute_share: Maximum share of the tokens loaded from other prefixes (``blend``) that may
+            be recomputed, in [0, 1].
         handoff: One engine computes this prompt and another one decodes it, each with this plan. No
             segment may be blended then.
         alpha: Recomputation factor (Cache-Craft eq. 12), in [0, MAX_ALPHA]. None: the engine's

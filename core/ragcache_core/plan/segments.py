@@ -1,4 +1,4 @@
-"""Which stored variants serve a prompt exactly: the longest untainted chain from its start."""
+"""Selects the stored variants that serve a prompt exactly: the longest exact prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
 
 @dataclass(frozen=True, slots=True)
 class NamedSegment:
-    """A plan's segment with the variant that would serve it exactly."""
+    """A segment of a plan with the key of the variant that would serve it exactly."""
 
     segment: Segment
     variant: VariantKey
@@ -21,11 +21,11 @@ class NamedSegment:
 def checked_segments(
     plan: ReusePlan, token_ids: Sequence[int], space: KVSpace
 ) -> tuple[NamedSegment, ...]:
-    """The leading segments of a plan that hold for this prompt.
+    """Return the leading segments of a plan that are valid for this prompt.
 
-    Stops at the first segment that leaves a gap, runs past the prompt, asks to be computed or
-    whose tokens do not hash to its chunk: from there on everything is computed. This is the check
-    that makes a wrong or forged plan harmless.
+    Stops at the first segment that leaves a gap, ends after the prompt, is to be computed, or whose
+    tokens do not hash to its chunk. The engine computes everything from there on. This check makes
+    a wrong or forged plan harmless.
     """
     named: list[NamedSegment] = []
     hasher = PrefixHasher(space, plan.domain)
@@ -47,7 +47,10 @@ def checked_segments(
 def longest_exact_chain(
     segments: Sequence[NamedSegment], stored: Mapping[VariantKey, VariantInfo]
 ) -> tuple[NamedSegment, ...]:
-    """The leading segments whose variants are stored, exact, whole and at their own position."""
+    """Return the leading segments whose variants serve this prompt exactly.
+
+    Their variants are stored, exact, of the same length and at the same position.
+    """
     chain: list[NamedSegment] = []
     for named in segments:
         info = stored.get(named.variant)

@@ -50,13 +50,14 @@ def alpha_ladder(recompute_share: float) -> tuple[float, ...]:
 
     The paper tries 0.5 to 3 (section 6) without a limit on the recomputed share. CCI is at least
     0.5 (eq. 11), so with each of these a chunk without any of its old prefix asks for 25 % or more.
-    Under a limit of 20 % they would all be the same. Such a chunk asks for CCI * alpha: with
-    alpha = recompute_share at most the limit, with twice that at least the limit. A chunk with much
-    of its old prefix asks for less, and ``ALPHA`` recomputes most of it. 0 is reuse without
+    Under a limit of 20 % they would all be the same. Such a chunk asks for CCI * alpha: with alpha
+    = recompute_share at most the limit, with twice that at least the limit. A chunk with much of
+    its old prefix asks for less, and ``ALPHA`` recomputes most of it. 0 is reuse without
     recomputation.
 
     Args:
-        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
+            [0, 1].
     """
     if not 0 <= recompute_share <= 1:
         raise ValueError(f"recompute_share lies in [0, 1], not {recompute_share}")
@@ -112,7 +113,8 @@ class QualityController:
 
     Args:
         target_quality: ROUGE-L F1 with the answer of full recomputation, in [0, 1].
-        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in [0, 1].
+        recompute_share: Maximum share of the tokens from other prefixes that may be recomputed, in
+            [0, 1].
     """
 
     def __init__(self, target_quality: float, recompute_share: float) -> None:

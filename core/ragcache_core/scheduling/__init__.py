@@ -1,1 +1,1 @@
-"""TODO."""
+"""Order of background work: the queue of prefills to precompute."""

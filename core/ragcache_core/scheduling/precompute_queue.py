@@ -6,8 +6,8 @@
 question spent on computing the tokens because their KV was not stored. After the template a token
 of any chunk takes about the same time. So the priority is proportional to the expected seconds that
 questions save for each second of idle prefill. It is PGDSF's frequency times cost by size (RAGCache
-section 5.1), with a half-life in place of its clock. Therefore the order changes at uses only, as in
-``eviction.score``.
+section 5.1), with a half-life in place of its clock. Therefore the order changes at uses only, as
+in ``eviction.score``.
 
 Chunks that were written but never retrieved have no priority yet: they come last, in the order of
 writing.
@@ -55,7 +55,8 @@ class Prefill:
     Attributes:
         texts: Of the chunks.
         documents: Name of each chunk's document.
-        planned_at_ms: Unix time before the chunks were written or searched. A later delete of a document cancels the prefill.
+        planned_at_ms: Unix time before the chunks were written or searched. A later delete of a
+            document cancels the prefill.
         mode: How questions reuse the KV.
     """
 
@@ -95,7 +96,8 @@ _SortKey = tuple[float, int, bytes]
 class _Demand:
     """How often a prefill was retrieved and missed.
 
-    Decayed sums and seconds are log2 values. The sums are as of time 0, so they need no updates as time goes by.
+    Decayed sums and seconds are log2 values. The sums are as of time 0, so they need no updates as
+    time goes by.
 
     Attributes:
         uses: Decayed retrievals.

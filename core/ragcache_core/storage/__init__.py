@@ -1,1 +1,1 @@
-"""TODO."""
+"""Allocation of space in the tiers of a cache store."""

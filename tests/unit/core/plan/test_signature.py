@@ -140,7 +140,7 @@ def test_a_plan_is_not_changed_by_sealing_it() -> None:
 def test_it_is_the_hmac_that_its_description_says() -> None:
     said = json.dumps(plan(), sort_keys=True, separators=(",", ":")).encode()
     tokens = b"".join(token.to_bytes(8, "little") for token in TOKENS)
-    message = b"ragcache-plan-seal-1\0" + len(said).to_bytes(8, "little") + said + tokens
+    message = b"ragcache-plan-signature-1\0" + len(said).to_bytes(8, "little") + said + tokens
     assert sign(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
 
 
