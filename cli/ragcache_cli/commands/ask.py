@@ -111,8 +111,8 @@ def _notes(timing_ms: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, 
             loaded += f", {cache['loaded_bytes'] / 1e6:.1f} MB from the store"
         if cache.get("blended_tokens"):
             loaded += f"; {cache['blended_tokens']:,} blended"
-            loaded += f", {cache.get('recomputed_tokens') or 0:,} of them repaired"
-            loaded += f" in {timing_ms.get('repair') or 0.0:.1f} ms"
+            loaded += f", {cache.get('recomputed_tokens') or 0:,} of them recomputed"
+            loaded += f" in {timing_ms.get('recompute') or 0.0:.1f} ms"
         notes["load"] = loaded
         reused = cache["loaded_tokens"] + (cache.get("local_tokens") or 0)
         computed = (cache.get("prompt_tokens") or 0) - reused

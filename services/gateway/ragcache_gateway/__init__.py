@@ -1,1 +1,1 @@
-"""The gateway: an OpenAI-compatible front of the retriever and the engine."""
+"""The gateway: an OpenAI-compatible REST interface in front of the retriever and the engines."""

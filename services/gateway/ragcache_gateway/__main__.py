@@ -1,4 +1,4 @@
-"""``python -m ragcache_gateway``: serve until stopped."""
+"""``python -m ragcache_gateway``: serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from ragcache_wire.settings.field_types import split_address
 
 
 def main() -> int:
-    """Run the gateway; the exit status says whether its configuration was good."""
+    """Run the gateway. The exit status is 2 if its settings are wrong."""
     try:
-        config = GatewaySettings()
-        _log_to_stderr(config.log_level)
-        server = build_server(config)
+        settings = GatewaySettings()
+        _log_to_stderr(settings.log_level)
+        server = build_server(settings)
     except InvalidInput as error:
         print(f"ragcache_gateway: {error}", file=sys.stderr)
         return 2
-    # After its clean stop uvicorn raises the signal again; by then it has done its work.
+    # After a clean stop uvicorn raises the signal again, which would end the process with an error.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     server.run()
     return 0 if server.started else 1
 
 
-def build_server(config: GatewaySettings) -> uvicorn.Server:
-    """A server that is ready to run. Raises InvalidInput for a model that cannot be served."""
-    folder = load_model_folder(config.model)
+def build_server(settings: GatewaySettings) -> uvicorn.Server:
+    """Build a server that is ready to run. Raises InvalidInput for a model it cannot serve."""
+    folder = load_model_folder(settings.model)
     prompts = PromptBuilder(
         load_tokenizer(folder.path),
-        max_model_len=config.max_model_len,
-        default_max_tokens=config.default_max_tokens,
-        cache_bytes=config.token_cache_bytes,
+        max_model_len=settings.max_model_len,
+        default_max_tokens=settings.default_max_tokens,
+        cache_bytes=settings.token_cache_bytes,
     )
     try:
         prompts.frame(Conversation("x", (), "x"))
     except InvalidInput as error:
-        # Found out now, and not by the first question.
+        # The first question must not be the one to find this out.
         raise InvalidInput(
             "RAGCACHE_MODEL",
             f"cannot hold documents: {error.problem}",
             "name a model whose chat template takes a system message",
         ) from error
-    app = create_app(config, folder.space(config.model_dtype), prompts)
-    host, port = split_address(config.listen)
+    app = create_app(settings, folder.space(settings.model_dtype), prompts)
+    host, port = split_address(settings.listen)
     return uvicorn.Server(
         uvicorn.Config(
             app,
             host=host,
             port=port,
-            # gRPC's asyncio and what an environment happens to hold must not decide the loop.
+            # Neither gRPC nor an installed package may choose the event loop.
             loop="asyncio",
             http="h11",
             ws="none",
@@ -67,7 +67,7 @@ def build_server(config: GatewaySettings) -> uvicorn.Server:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=config.stop_grace_s,
+            timeout_graceful_shutdown=settings.stop_grace_s,
         )
     )
 
@@ -78,7 +78,7 @@ def _log_to_stderr(level: str) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # One line for every request to the engine says nothing that ours do not.
+    # The gateway logs requests itself.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

@@ -1,4 +1,4 @@
-"""The application: routes, bounds and the translation of errors, put together."""
+"""The application: routes, middleware and the translation of errors."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from starlette.exceptions import HTTPException
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import KVSpace
-from ragcache_gateway.documents.retriever_errors import in_rest_terms
+from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http import chat_routes, document_routes, status_routes
 from ragcache_gateway.http.errors import error_body, from_status, from_validation
-from ragcache_gateway.http.limits import BodyLimit, InFlightLimit, Observed, response_to
+from ragcache_gateway.http.limits import AccessLog, BodyLimit, InFlightLimit, response_to
 from ragcache_gateway.http.openapi import describe
-from ragcache_gateway.http.request_span import Traced, note_refusal
+from ragcache_gateway.http.request_span import RequestSpans, record_refusal
 from ragcache_gateway.prompts.builder import PromptBuilder
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_gateway.wiring import connected
+from ragcache_gateway.wiring import connect_services
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import tracer
 
 
-def create_app(config: GatewaySettings, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
-    """The gateway of one model. It connects to the other parts when it starts."""
+def create_app(settings: GatewaySettings, space: KVSpace, prompts: PromptBuilder) -> FastAPI:
+    """Create the gateway of one model. It connects to the other components when it starts."""
     metrics = Metrics()
-    spans = tracer(config.otlp_endpoint, "gateway", platform.node())
+    spans = tracer(settings.otlp_endpoint, "gateway", platform.node())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         try:
-            async with connected(config, space, prompts, metrics, spans) as parts:
-                app.state.parts = parts
+            async with connect_services(settings, space, prompts, metrics, spans) as services:
+                app.state.services = services
                 yield
         finally:
             await asyncio.to_thread(spans.close)
@@ -46,26 +46,26 @@ def create_app(config: GatewaySettings, space: KVSpace, prompts: PromptBuilder) 
     app = FastAPI(
         title="RagCache",
         version=version("ragcache"),
-        summary="Answers from documents, with the KV cache of what was retrieved reused.",
+        summary="Answers from documents, with reuse of the KV cache of retrieved chunks.",
         lifespan=lifespan,
-        # The stock pages load their code from other hosts; /openapi.json serves any viewer.
+        # FastAPI's pages load code from other hosts; any viewer can read /openapi.json.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's own way
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
     for router in (chat_routes.router, document_routes.router, status_routes.router):
         app.include_router(router)
-    # The last one added is the outermost.
+    # The middleware added last is the outermost.
     app.add_middleware(
         BodyLimit,
-        max_bytes=config.body_max_bytes,
-        total_bytes=config.bodies_max_bytes,
-        timeout_s=config.body_timeout_s,
+        max_bytes=settings.body_max_bytes,
+        total_bytes=settings.bodies_max_bytes,
+        timeout_s=settings.body_timeout_s,
     )
-    app.add_middleware(InFlightLimit, most=config.max_in_flight, metrics=metrics)
-    app.add_middleware(Traced, tracer=spans)
-    app.add_middleware(Observed, metrics=metrics)
+    app.add_middleware(InFlightLimit, max_in_flight=settings.max_in_flight, metrics=metrics)
+    app.add_middleware(RequestSpans, tracer=spans)
+    app.add_middleware(AccessLog, metrics=metrics)
     _translate_errors(app, metrics)
     return app
 
@@ -74,9 +74,9 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
     async def known(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RagCacheError)
         if isinstance(error, Unavailable):
-            metrics.upstream_failures.labels(error.part).inc()
-        note_refusal(error)
-        return response_to(in_rest_terms(error))
+            metrics.upstream_failures.labels(error.component).inc()
+        record_refusal(error)
+        return response_to(to_rest_error(error))
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -84,9 +84,9 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        # FastAPI wraps whatever reading a body raises, our bounds on it included.
+        # FastAPI wraps every error of reading a body, those of BodyLimit included.
         if isinstance(error.__cause__, RagCacheError):
-            note_refusal(error.__cause__)
+            record_refusal(error.__cause__)
             return response_to(error.__cause__)
         http = from_status(error.status_code, request.method, request.url.path, str(error.detail))
         return JSONResponse(http.body, http.status, error.headers)

@@ -1,29 +1,30 @@
-"""What request handlers work with, built once per process."""
+"""Builds the gateway's services and connects them to each other."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated
-
-from fastapi import Depends, Request
 
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import DEFAULT_SYSTEM_PROMPT
-from ragcache_gateway.background.idle import IdleTime
-from ragcache_gateway.background.precompute import Precompute, Target
+from ragcache_gateway.background.idle import IdleWindows
+from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.chat.pipeline import DOMAIN, Answerer
-from ragcache_gateway.documents.deletions import Deletions
-from ragcache_gateway.documents.invalidation import StoredVariants
+from ragcache_gateway.chat.pipeline import ChatServices
+from ragcache_gateway.documents.deletions import DeletionDelivery
+from ragcache_gateway.documents.events import DocumentEvents
+from ragcache_gateway.documents.invalidation import RemovedChunkKeys, VariantInvalidation
+from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
-from ragcache_gateway.engines.pool import Engines
+from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.readiness import Readiness
-from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.http.services import GatewayServices
+from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.reuse_mode import Reuse
+from ragcache_gateway.prompts.reuse_mode import ReuseMode
+from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
@@ -33,122 +34,158 @@ from ragcache_wire.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The gateway's inside."""
+class _Tools:
+    """What every service is built with. The stack closes the services at the end."""
 
-    config: GatewaySettings
+    settings: GatewaySettings
+    model: ServedModel
+    prompts: PromptBuilder
+    tokenizing: Executor
     metrics: Metrics
+    tracer: Tracer
+    stack: AsyncExitStack
+
+
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    """Connections to the other components, apart from the engines."""
+
     retriever: RetrieverClient
+    retriever_health: HealthClient
     store: AsyncShardedStore
-    answerer: Answerer
-    variants: StoredVariants
-    precompute: Precompute | None
-    trials: QualityTrials | None
-    readiness: Readiness
 
 
 @asynccontextmanager
-async def connected(
-    config: GatewaySettings,
+async def connect_services(
+    settings: GatewaySettings,
     space: KVSpace,
     prompts: PromptBuilder,
     metrics: Metrics,
     tracer: Tracer,
-) -> AsyncGenerator[Parts, None]:
-    """Parts with their clients, which are closed at the end, and engines watched meanwhile."""
+) -> AsyncGenerator[GatewayServices, None]:
+    """Build and start every service; stop them at the end."""
     async with AsyncExitStack() as stack:
-        retriever = RetrieverClient(config.retriever)
-        stack.push_async_callback(retriever.close)
-        health = HealthClient("retriever", config.retriever)
-        stack.push_async_callback(health.close)
-        store = AsyncShardedStore(config.cachestore)
-        stack.push_async_callback(store.close)
-        deletions = Deletions(store, metrics)
-        deletions.start()
-        stack.push_async_callback(deletions.close)
+        model = ServedModel(
+            name=settings.model_name,
+            max_model_len=settings.max_model_len,
+            space=space,
+            plan_keys=settings.signing_key_file,
+        )
+        clients = _connect_clients(settings, stack)
+        deletions = _start_deletions(clients.store, metrics, stack)
         tokenizing = ThreadPoolExecutor(1, "tokenizing")
         stack.callback(tokenizing.shutdown, wait=False, cancel_futures=True)
-
-        # The head of every prompt: the probe warms what all answers begin with.
-        frame = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?"))
-        probe = probe_body(config.model_name, frame.head or [0])
-        engines = Engines(config, probe, metrics, tracer)
-        stack.push_async_callback(engines.close)
-        await engines.start()
-        idle = IdleTime(engines)
-        precompute = None
-        if config.precompute:
-            precompute = Precompute(
-                Target(
-                    model=config.model_name,
-                    max_model_len=config.max_model_len,
-                    space=space,
-                    domain=DOMAIN,
-                    template=frame,
-                    reuse=config.reuse,
-                ),
-                prompts=prompts,
-                tokenizing=tokenizing,
-                engines=engines,
-                idle=idle,
-                store=store,
-                metrics=metrics,
-                plan_keys=config.signing_key_file,
-            )
-            precompute.start()
-            stack.push_async_callback(precompute.close)
-        trials = None
-        if config.quality is not None:
-            trials = QualityTrials(
-                quality=config.quality,
-                budget=config.max_recompute_share,
-                model=config.model_name,
-                max_model_len=config.max_model_len,
-                space=space,
-                domain=DOMAIN,
-                engines=engines,
-                idle=idle,
-                metrics=metrics,
-                plan_keys=config.signing_key_file,
-            )
-            trials.start()
-            stack.push_async_callback(trials.close)
-
-        yield Parts(
-            config=config,
+        tools = _Tools(settings, model, prompts, tokenizing, metrics, tracer, stack)
+        template = prompts.frame(Conversation(DEFAULT_SYSTEM_PROMPT, (), "?"))
+        engines = await _start_engines(tools, template)
+        idle = IdleWindows(engines)
+        precomputer = _start_precomputer(tools, template, engines, idle, clients.store)
+        trials = _start_trials(tools, engines, idle)
+        yield GatewayServices(
+            settings=settings,
             metrics=metrics,
-            retriever=retriever,
-            store=store,
-            answerer=Answerer(
-                model=config.model_name,
-                space=space,
-                reuse=Reuse(config.reuse, config.max_recompute_share),
+            chat=ChatServices(
+                model=model,
+                default_reuse=ReuseMode(settings.reuse, settings.max_recompute_share),
                 prompts=prompts,
                 tokenizing=tokenizing,
-                retriever=retriever,
+                retriever=clients.retriever,
                 engines=engines,
                 trials=trials,
+                precomputer=precomputer,
                 metrics=metrics,
                 tracer=tracer,
-                plan_keys=config.signing_key_file,
-                answered=precompute.answered if precompute is not None else None,
             ),
-            variants=StoredVariants(
-                deletions=deletions,
-                prompts=prompts,
-                tokenizing=tokenizing,
-                space=space,
-                domain=DOMAIN,
-            ),
-            precompute=precompute,
-            trials=trials,
-            readiness=Readiness(engines, health),
+            documents=_document_writer(tools, clients, deletions, precomputer, trials),
+            retriever=clients.retriever,
+            store=clients.store,
+            readiness=Readiness(engines, clients.retriever_health),
         )
 
 
-def _parts_of(request: Request) -> Parts:
-    parts: Parts = request.app.state.parts
-    return parts
+def _connect_clients(settings: GatewaySettings, stack: AsyncExitStack) -> _Clients:
+    retriever = RetrieverClient(settings.retriever)
+    stack.push_async_callback(retriever.close)
+    health = HealthClient("retriever", settings.retriever)
+    stack.push_async_callback(health.close)
+    store = AsyncShardedStore(settings.cachestore)
+    stack.push_async_callback(store.close)
+    return _Clients(retriever, health, store)
 
 
-PartsOf = Annotated[Parts, Depends(_parts_of)]
+def _start_deletions(
+    store: AsyncShardedStore, metrics: Metrics, stack: AsyncExitStack
+) -> DeletionDelivery:
+    deletions = DeletionDelivery(store, metrics)
+    deletions.start()
+    stack.push_async_callback(deletions.close)
+    return deletions
+
+
+async def _start_engines(tools: _Tools, template: TemplateFrame) -> EnginePool:
+    # Most prompts begin with the template's head, so the probe caches it in the engine.
+    probe = probe_body(tools.model.name, template.head or [0])
+    engines = EnginePool(tools.settings, probe, tools.metrics, tools.tracer)
+    tools.stack.push_async_callback(engines.close)
+    await engines.start()
+    return engines
+
+
+def _start_precomputer(
+    tools: _Tools,
+    template: TemplateFrame,
+    engines: EnginePool,
+    idle: IdleWindows,
+    store: AsyncShardedStore,
+) -> Precomputer | None:
+    if not tools.settings.precompute:
+        return None
+    precomputer = Precomputer(
+        tools.model,
+        template,
+        tools.settings.reuse,
+        prompts=tools.prompts,
+        tokenizing=tools.tokenizing,
+        engines=engines,
+        idle=idle,
+        store=store,
+        metrics=tools.metrics,
+    )
+    precomputer.start()
+    tools.stack.push_async_callback(precomputer.close)
+    return precomputer
+
+
+def _start_trials(tools: _Tools, engines: EnginePool, idle: IdleWindows) -> QualityTrials | None:
+    if tools.settings.quality is None:
+        return None
+    trials = QualityTrials(
+        tools.model,
+        quality=tools.settings.quality,
+        max_recompute_share=tools.settings.max_recompute_share,
+        engines=engines,
+        idle=idle,
+        metrics=tools.metrics,
+    )
+    trials.start()
+    tools.stack.push_async_callback(trials.close)
+    return trials
+
+
+def _document_writer(
+    tools: _Tools,
+    clients: _Clients,
+    deletions: DeletionDelivery,
+    precomputer: Precomputer | None,
+    trials: QualityTrials | None,
+) -> DocumentWriter:
+    """Build the writer, and subscribe what a changed document concerns."""
+    events = DocumentEvents()
+    if trials is not None:
+        events.subscribe(trials.document_changed)
+    if precomputer is not None:
+        events.subscribe(precomputer.document_changed)
+    events.subscribe(VariantInvalidation(deletions).invalidate)
+    model = tools.model
+    keys = RemovedChunkKeys(tools.prompts, tools.tokenizing, model.space, model.domain)
+    return DocumentWriter(clients.retriever, events, keys, model.domain)

@@ -20,7 +20,7 @@ from ragcache_core.identity.keys import chunk_key
 from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_gateway.chat.pipeline import DOMAIN
+from ragcache_gateway.prompts.served_model import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.server import GrpcServer

@@ -61,7 +61,7 @@ async def test_a_whole_answer_has_text_citations_timing_and_cache(gateway: World
     timing = answer["ragcache"]["timing_ms"]
     assert (timing["stages"], timing["embed"], timing["search"]) == (2, 9.5, 0.25)
     assert (timing["queue"], timing["load"], timing["prefill"]) == (1, 2, 3)
-    assert timing["repair"] == 1.5
+    assert timing["recompute"] == 1.5
     assert 0 < timing["retrieve"] <= timing["first_token"] <= timing["total"]
     assert gateway.records.asked == [answer["id"]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_gateway.engines.pool import MAX_LOST
+from ragcache_gateway.engines.pool import MAX_LOST_ENGINES
 from ragcache_gateway.engines.resolver import host_and_port, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
@@ -203,7 +203,7 @@ async def test_a_request_that_ends_engines_does_not_end_all(
         for engine in four.engines.values():
             engine.drop_after = 0
         assert (await four.ask()).status_code == 503
-        assert sum(four.asked()) == MAX_LOST
+        assert sum(four.asked()) == MAX_LOST_ENGINES
 
 
 async def test_a_slow_engine_is_not_asked_twice_through_another(

@@ -17,7 +17,7 @@ from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import precompute
-from ragcache_gateway.chat.pipeline import DOMAIN
+from ragcache_gateway.prompts.served_model import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -373,7 +373,7 @@ async def test_what_was_given_up_once_is_tried_as_often_again(
                 assert time.monotonic() < deadline
                 outcomes = await counted(gateway, "precomputed_chunks_total")
                 failed = [count for labels, count in outcomes.items() if "failed" in labels]
-            assert len(gateway.engine.requests) == times * precompute.MAX_LOST
+            assert len(gateway.engine.requests) == times * precompute.MAX_LOST_ENGINES
 
 
 async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
@@ -458,19 +458,24 @@ LONG = "A long text. " * 30
 
 def test_pieces_go_on_behind_a_template_that_is_no_longer_than_they_are() -> None:
     prompt = assemble(range(10), [range(25), range(10)], range(3))
-    assert [len(piece.token_ids) for piece in precompute.pieces(prompt, 10)] == [20, 30, 40, 48]
-    assert [piece.chunk_ends for piece in precompute.pieces(prompt, 10)] == [
+    assert [len(piece.token_ids) for piece in precompute.prompt_beginnings(prompt, 10)] == [
+        20,
+        30,
+        40,
+        48,
+    ]
+    assert [piece.chunk_ends for piece in precompute.prompt_beginnings(prompt, 10)] == [
         (),
         (),
         (35,),
         (35, 45),
     ]
-    assert [piece.head for piece in precompute.pieces(prompt, 10)] == [10] * 4
+    assert [piece.head for piece in precompute.prompt_beginnings(prompt, 10)] == [10] * 4
 
 
 def test_a_longer_template_is_cut_and_no_segment_before_it_is_whole() -> None:
     prompt = assemble(range(25), [range(10)], range(3))
-    found = precompute.pieces(prompt, 10)
+    found = precompute.prompt_beginnings(prompt, 10)
     assert [(len(piece.token_ids), piece.head) for piece in found] == [
         (10, 0),
         (20, 0),
@@ -595,7 +600,7 @@ async def test_an_engine_that_is_busy_is_not_lost(
         await until(lambda: gateway.engine.probes > 0)
         waiting = gateway.engine.prefill = asyncio.Event()
         await put(gateway, "a.md")
-        await until(lambda: len(precomputed(gateway)) > precompute.MAX_LOST + 1)
+        await until(lambda: len(precomputed(gateway)) > precompute.MAX_LOST_ENGINES + 1)
         assert await counted(gateway, "precomputed_chunks_total") == {}
         gateway.engine.prefill = None
         waiting.set()

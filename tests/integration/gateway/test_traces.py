@@ -173,7 +173,9 @@ async def test_a_refusal_says_why(tiny_model: Path, traces: Traces) -> None:
         await ask(gateway, TRACED, temperature="hot")
         missing = await gateway.client.get("/v1/documents/x", headers=TRACED)
         assert missing.status_code == 404
-    spans = {attributes_of(s)["http.response.status_code"]: s for s in traces.of("gateway") if _is_top(s)}
+    spans = {
+        attributes_of(s)["http.response.status_code"]: s for s in traces.of("gateway") if _is_top(s)
+    }
     assert spans[503].status.code == ERROR
     assert spans[503].status.message == "engine unavailable"
     # The caller's mistakes are no failures of the server.

@@ -1,14 +1,15 @@
-"""What an answered question says about chunks: which it had, and what it computed of them.
+"""What an answered question says about chunks: which ones it lacked and had to compute.
 
-Under ``blend`` a chunk that was computed right behind the template serves behind any prefix, so
-that each is asked for by itself; and so is the whole context in its order, to be reused exactly:
-what is put together again and again need not be repaired each time. Under ``exact`` a chunk serves
-in its own place only; what follows the template most often is one document's chunks, best hit
-first, and what follows those seldom comes again. So there the chunks of the first document are
-asked for, as one.
+Under ``blend`` a chunk that was computed right after the template serves after any prefix, so each
+chunk is requested by itself. The whole context is requested too, in its order, for exact reuse: a
+context that questions combine repeatedly then needs no recomputation.
 
-A blend repairs what it lacks between what it has (a *hole*): that was computed as much as what
-came behind, only in the repair's time.
+Under ``exact`` a chunk serves after one prefix only. What follows the template most often is the
+best hit's document, and what follows its chunks seldom repeats. So the chunks of the first document
+are requested, as one prefill.
+
+A blend recomputes the missing chunks between those that it has. That costs as much as computing the
+chunks after them, and counts in the record's recompute time.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from ragcache_core.plan.prompt import Prompt
 from ragcache_core.scheduling.precompute_queue import Prefill
 from ragcache_wire.v1 import engine_pb2
 
+Mode = Literal["exact", "blend"]
+
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt as it was asked: its chunks' texts and documents, in order.
+class AnsweredQuestion:
+    """A prompt that an engine has answered.
 
-    mode: how it reused stored KV. asked_at_ms: Unix time before its chunks were searched.
+    Args:
+        mode: How the question reused stored KV.
+        texts: Text of each chunk, in order.
+        documents: Name of each chunk's document.
+        asked_at_ms: Unix time before the chunks were searched for.
     """
 
-    mode: Literal["exact", "blend"]
+    mode: Mode
     prompt: Prompt
     texts: Sequence[str]
     documents: Sequence[str]
@@ -37,10 +44,12 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PrefillDemand:
     """A prefill that would have served a question.
 
-    num_tokens: of its chunks. saved_s: what the question spent on computing some of them.
+    Args:
+        num_tokens: Tokens of the prefill's chunks.
+        saved_s: Seconds that the question spent on computing some of them.
     """
 
     prefill: Prefill
@@ -48,46 +57,81 @@ class Ask:
     saved_s: float
 
 
-def asks(
-    question: Question, record: engine_pb2.RequestRecord, template: Sequence[int]
-) -> list[Ask]:
-    """What would have served a question, by the engine's record of it.
+class _Costs:
+    """What an answered question spent on computing its chunks, by the engine's record.
 
-    template: token ids that a prefill's chunks stand behind.
+    Chunks are counted from 0, and chunk i lies between boundaries i and i + 1.
     """
-    prompt, count = question.prompt, len(question.texts)
-    at_hand = record.local_tokens + record.loaded_tokens
-    token_s = record.prefill_s / max(1, record.prompt_tokens - at_hand)
-    repaired_s = record.recompute_s / max(1, record.recomputed_tokens)
-    starts = (prompt.head, *prompt.chunk_ends)
-    template_segments = 1 if prompt.head else 0  # of the plan, before the chunks'
-    holes = {place - template_segments for place in record.missing_chunks}
 
-    def prefill(first: int, end: int, mode: Literal["exact", "blend"]) -> Prefill:
-        texts, documents = question.texts[first:end], question.documents[first:end]
-        return Prefill(tuple(texts), tuple(documents), question.asked_at_ms, mode)
+    def __init__(self, question: AnsweredQuestion, record: engine_pb2.RequestRecord) -> None:
+        prompt = question.prompt
+        self.question = question
+        self.boundaries = (prompt.head, *prompt.chunk_ends)
+        self._local_tokens = record.local_tokens
+        self._cached_tokens = record.local_tokens + record.loaded_tokens
+        computed_tokens = max(1, record.prompt_tokens - self._cached_tokens)
+        self._prefill_s_per_token = record.prefill_s / computed_tokens
+        self._recompute_s = record.recompute_s
+        self._recompute_s_per_token = record.recompute_s / max(1, record.recomputed_tokens)
+        template_segments = 1 if prompt.head else 0  # the plan counts the template, too
+        self._missing_chunks = {index - template_segments for index in record.missing_chunks}
 
-    def ask(first: int, end: int, mode: Literal["exact", "blend"]) -> Ask:
-        start, stop = starts[first], starts[end]
-        missing = max(0, stop - max(start, at_hand))
-        repaired = sum(
-            max(0, min(starts[place + 1], at_hand) - max(starts[place], record.local_tokens))
-            for place in range(first, end)
-            if place in holes
+    def demand(self, first: int, end: int, mode: Mode) -> PrefillDemand:
+        """Make the demand for the chunks from first to end, as one prefill."""
+        recomputed_tokens = sum(
+            self._recomputed_tokens(index)
+            for index in range(first, end)
+            if index in self._missing_chunks
         )
-        saved_s = missing * token_s + repaired * repaired_s
-        return Ask(prefill(first, end, mode), stop - start, saved_s)
+        computed_tokens = self._tokens_after_cached(first, end)
+        saved_s = (
+            computed_tokens * self._prefill_s_per_token
+            + recomputed_tokens * self._recompute_s_per_token
+        )
+        return self._with_saving(first, end, mode, saved_s)
 
-    # Else it is the client's own system prompt, behind which nothing is computed ahead.
-    is_ours = prompt.token_ids[: prompt.head] == tuple(template)
-    found = []
+    def demand_for_context(self) -> PrefillDemand:
+        """Make the demand for all chunks in their order, which blends recompute in part."""
+        end = len(self.question.texts)
+        computed_tokens = max(0, self.boundaries[end] - self._cached_tokens)
+        saved_s = self._recompute_s + computed_tokens * self._prefill_s_per_token
+        return self._with_saving(0, end, "exact", saved_s)
+
+    def _tokens_after_cached(self, first: int, end: int) -> int:
+        start, stop = self.boundaries[first], self.boundaries[end]
+        return max(0, stop - max(start, self._cached_tokens))
+
+    def _recomputed_tokens(self, index: int) -> int:
+        start = max(self.boundaries[index], self._local_tokens)
+        return max(0, min(self.boundaries[index + 1], self._cached_tokens) - start)
+
+    def _with_saving(self, first: int, end: int, mode: Mode, saved_s: float) -> PrefillDemand:
+        question = self.question
+        texts, documents = question.texts[first:end], question.documents[first:end]
+        prefill = Prefill(tuple(texts), tuple(documents), question.asked_at_ms, mode)
+        num_tokens = self.boundaries[end] - self.boundaries[first]
+        return PrefillDemand(prefill, num_tokens, saved_s)
+
+
+def prefill_demands(
+    question: AnsweredQuestion, record: engine_pb2.RequestRecord, template: Sequence[int]
+) -> list[PrefillDemand]:
+    """List the prefills that would have served a question, by the engine's record of it.
+
+    Args:
+        template: Token ids before the chunks of a prefill.
+    """
+    prompt, num_chunks = question.prompt, len(question.texts)
+    costs = _Costs(question, record)
+    # Nothing is precomputed after a client's own system prompt.
+    has_our_template = prompt.token_ids[: prompt.head] == tuple(template)
     if question.mode == "blend":
-        found = [ask(place, place + 1, "blend") for place in range(count)]
-        if is_ours and record.recomputed_tokens:
-            missing = max(0, starts[count] - at_hand)
-            saved_s = record.recompute_s + missing * token_s
-            found.append(Ask(prefill(0, count, "exact"), starts[count] - starts[0], saved_s))
-    elif is_ours and count:
-        others = (n for n in range(count) if question.documents[n] != question.documents[0])
-        found.append(ask(0, next(others, count), "exact"))
-    return found
+        demands = [costs.demand(index, index + 1, "blend") for index in range(num_chunks)]
+        if has_our_template and record.recomputed_tokens:
+            demands.append(costs.demand_for_context())
+        return demands
+    if has_our_template and num_chunks:
+        first = question.documents[0]
+        others = (i for i in range(num_chunks) if question.documents[i] != first)
+        return [costs.demand(0, next(others, num_chunks), "exact")]
+    return []

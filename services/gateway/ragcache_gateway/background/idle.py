@@ -1,7 +1,8 @@
-"""Idle time: when engines may work at what nobody waits for.
+"""Idle windows: times in which engines may work on what no client waits for.
 
-While no engine answers a question of this gateway, and one thing at a time. What other gateways ask
-is not known here; for their sake it has the lowest priority.
+A window opens while no engine answers a question of this gateway, for one request at a time. The
+gateway does not know what other gateways ask; work in a window has the lowest priority, so that
+their questions come first.
 """
 
 from __future__ import annotations
@@ -10,34 +11,31 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from ragcache_gateway.engines.pool import Engines
+from ragcache_gateway.engines.pool import EnginePool
 
 IDLE_POLL_S = 0.05
 
 LOWEST_PRIORITY = (1 << 31) - 1
-"""Of what is asked in idle time. For vLLM, where less is earlier and a question has 0; it counts
-where the engine schedules by priority."""
+"""Priority of requests in an idle window. In vLLM a lower number comes first and a question has 0.
+The priority has an effect where the engine schedules by priority."""
 
 
-class IdleTime:
-    """Hands it out in turns. For one event loop."""
+class IdleWindows:
+    """Gives idle windows to callers, one at a time and in order of arrival. For one event loop."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
-        self._turn = asyncio.Lock()
+        self._taken = asyncio.Lock()
 
     @asynccontextmanager
-    async def turn(self) -> AsyncGenerator[None, None]:
-        """Wait until an engine can answer and none does. For one request; whoever came first."""
-        async with self._turn:
-            while self._engines.problem or self._in_flight() > 0:  # noqa: ASYNC110  many counts
+    async def window(self) -> AsyncGenerator[None, None]:
+        """Wait until an engine can answer and none does; use the window for one request."""
+        async with self._taken:
+            while self._engines.problem or self._engines.in_flight > 0:  # noqa: ASYNC110  polls
                 await asyncio.sleep(IDLE_POLL_S)
             yield
 
     @property
-    def is_over(self) -> bool:
-        """Whether a question has come beside the request of the turn that is taken."""
-        return self._in_flight() > 1
-
-    def _in_flight(self) -> int:
-        return sum(engine.in_flight for engine in self._engines.known)
+    def has_ended(self) -> bool:
+        """Whether a question has arrived beside the request of the open window."""
+        return self._engines.in_flight > 1

@@ -7,7 +7,7 @@ at a time, in idle windows.
 The gateway does not know what other gateways ask. Two measures keep their questions fast:
 
 - A prefill has the lowest priority, where vLLM schedules by priority.
-- A prefill is cut into steps. vLLM schedules running requests before waiting ones, so a long prefill
+- A prefill is cut. vLLM schedules running requests before waiting ones, so a long prefill
   would use all tokens of every engine step until it ends. Each request asks for a longer beginning
   of the prompt, by half an engine step more than vLLM's own prefix cache has from the one before.
   A question that arrives shares the next engine step, and comes first in the one after it.
@@ -108,7 +108,7 @@ class Precomputer:
         self._idle = idle
         self._store = store
         self._metrics = metrics
-        self._queue = PrecomputeQueue(most_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
+        self._queue = PrecomputeQueue(max_bytes=MAX_WAITING_BYTES, half_life_s=HALF_LIFE_S)
         self._lost_engines: Counter[bytes] = Counter()  # by the name of the prefill
         self._consecutive_failures = 0
         self._has_work = asyncio.Event()
@@ -290,9 +290,11 @@ class Precomputer:
         segments = checked_segments(plan, prompt.token_ids, self._model.space)
         if prefill.mode == "blend":
             [found] = await self._store.lookup([LookupKey(segments[-1].segment.chunk)])
-            return bool(found.held)
-        answers = await self._store.lookup([LookupKey.of(named.variant) for named in segments])
-        infos = {stored.key: stored.info for answer in answers for stored in answer.held}
+            return bool(found.stored)
+        answers = await self._store.lookup(
+            [LookupKey.for_variant(named.variant) for named in segments]
+        )
+        infos = {stored.key: stored.info for answer in answers for stored in answer.stored}
         return len(longest_exact_chain(segments, infos)) == len(segments)
 
 

@@ -1,4 +1,15 @@
-"""One answer: retrieve, build the prompt, plan, run the engine, account for it."""
+"""The way of a question through the gateway, as functions in order.
+
+    read_question   check the request
+    retrieve        search for chunks
+    build_prompt    tokenize the conversation and the chunks that fit
+    plan            decide which stored KV the engine may load
+    generate        have an engine answer; returns at the first token
+    account         after the last token: ask the engine what the answer cost
+
+Each step takes the value that the step before has returned. ``start_answer`` runs the steps up to
+the first token. Then the client gets ``text_deltas`` as a stream, or ``complete`` in one piece.
+"""
 
 from __future__ import annotations
 
@@ -6,323 +17,338 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Any
 
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
-from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.quality.reservoir import AskedQuestion
+from ragcache_gateway.background.demand import AnsweredQuestion
+from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_trials import QualityTrials
-from ragcache_gateway.prompts.passages import Passage, citations
-from ragcache_gateway.prompts.conversation import read_conversation
-from ragcache_gateway.background.demand import Question
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.chat.search import Retrieved, retrieve
-from ragcache_gateway.prompts.reuse_mode import Reuse, plan_reuse, wanted_reuse
+from ragcache_gateway.chat.accounting import (
+    AnswerAccount,
+    answer_cache_use,
+    answer_timing,
+    observe_account,
+    trace_account,
+)
+from ragcache_gateway.chat.citations import cite
+from ragcache_gateway.chat.messages import read_conversation
 from ragcache_gateway.chat.schema import (
     AnswerMessage,
-    CacheUse,
     ChatCompletion,
     ChatRequest,
     Choice,
     Citation,
     RagCacheAnswer,
-    Timing,
-    Usage,
 )
-from ragcache_gateway.documents.retriever_errors import in_rest_terms
-from ragcache_gateway.engines.client import Completion, Engine
-from ragcache_gateway.engines.completion import PART, Piece, completion_body
-from ragcache_gateway.engines.pool import Engines
-from ragcache_gateway.http.request_span import note_refusal
+from ragcache_gateway.chat.search import SearchResult, search_to_final_stage
+from ragcache_gateway.documents.retriever_errors import to_rest_error
+from ragcache_gateway.engines.client import Engine
+from ragcache_gateway.engines.completion import PART, TextDelta, completion_body
+from ragcache_gateway.engines.completion_stream import Completion
+from ragcache_gateway.engines.pool import EnginePool
+from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder
+from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, plan_reuse, requested_reuse
+from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.status.metrics import Metrics
+from ragcache_gateway.status.spans import record_unavailable
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.tracing import Tracer, current_span
 from ragcache_wire.v1 import engine_pb2
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
-DOMAIN = "public"
-"""Access domain of every document: there are no tenants yet. A client can never set it."""
 
+@dataclass(frozen=True, slots=True)
+class ChatServices:
+    """What the steps work with.
 
-Answered = Callable[[Question, engine_pb2.RequestRecord], None]
-"""Told what became of a question."""
+    Args:
+        default_reuse: For requests that do not say how to reuse KV.
+        tokenizing: Runs the prompt builder, which one thread may use at a time.
+        trials: Choose how questions are blended; None: no quality target is set.
+        precomputer: Learns which chunks questions lacked; None: precomputing is off.
+    """
+
+    model: ServedModel
+    default_reuse: ReuseMode
+    prompts: PromptBuilder
+    tokenizing: Executor
+    retriever: RetrieverClient
+    engines: EnginePool
+    trials: QualityTrials | None
+    precomputer: Precomputer | None
+    metrics: Metrics
+    tracer: Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What an answer took. usage: None if the engine did not say."""
+class Question:
+    """A checked request. ``started`` is on the clock of time.perf_counter."""
 
-    usage: Usage | None
-    timing: Timing
-    cache: CacheUse
+    request: ChatRequest
+    conversation: Conversation
+    reuse: ReuseMode
+    started: float
 
 
+@dataclass(frozen=True, slots=True)
+class RetrievedQuestion:
+    """A question with the chunks that the retriever found for it."""
+
+    question: Question
+    search: SearchResult
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedQuestion:
+    """A question with its prompt. ``started`` is when the gateway began to build the prompt."""
+
+    question: Question
+    search: SearchResult
+    prompt: AnswerPrompt
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedQuestion:
+    """A question with the request for the engine.
+
+    Args:
+        request_id: Id of the answer, and of the engine's record of it.
+        documents: Name of the document of each chunk in the prompt.
+        body: Body of the engine's completion, with the plan.
+        tokenize_s: Time for prompt and plan.
+    """
+
+    question: Question
+    search: SearchResult
+    prompt: AnswerPrompt
+    request_id: str
+    documents: tuple[str, ...]
+    body: dict[str, Any]
+    tokenize_s: float
+
+    def sizes(self) -> dict[str, int]:
+        """Return the prompt's sizes, for traces."""
+        return {
+            "chunks": len(self.prompt.passages),
+            "prompt_tokens": len(self.prompt.prompt.token_ids),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer whose first token has come. started: on the clock of time.perf_counter.
+    """An answer whose first token has come. ``created`` is its Unix time in seconds."""
 
-    on_record: told the engine's record of it.
+    planned: PlannedQuestion
+    model: str
+    engine: Engine
+    completion: Completion
+    first_token_s: float
+    citations: list[Citation]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        """Id of the answer."""
+        return self.planned.request_id
+
+
+async def start_answer(
+    services: ChatServices, request: ChatRequest, stack: AsyncExitStack
+) -> Answer:
+    """Run every step up to the first token. When the stack closes, the engine stops.
+
+    Raises:
+        InvalidInput: The request is refused.
+        NotFound: The model or the collection does not exist.
+        Unavailable: The retriever or the engines failed.
     """
-
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        model: str,
-        started: float,
-        first_token_s: float,
-        retrieved: Retrieved,
-        tokenize_s: float,
-        passages: Sequence[Passage],
-        completion: Completion,
-        engine: Engine,
-        metrics: Metrics,
-        on_record: Sequence[Callable[[engine_pb2.RequestRecord], None]],
-    ) -> None:
-        self.id = request_id
-        self.model = model
-        self.created = int(time.time())
-        self.citations: list[Citation] = citations(passages)
-        self._started = started
-        self._first_token_s = first_token_s
-        self._retrieved = retrieved
-        self._tokenize_s = tokenize_s
-        self._completion = completion
-        self._engine = engine
-        self._metrics = metrics
-        self._on_record = on_record
-
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces of the answer as they come. Raises Unavailable."""
-        async with aclosing(self._completion.pieces()) as pieces:
-            try:
-                async for piece in pieces:
-                    yield piece
-            except Unavailable as error:
-                self._engine.note_failure(error)
-                self._metrics.upstream_failures.labels(PART).inc()
-                self._completion.span.fail(f"{type(error).__name__}: {error.part}")
-                note_refusal(error)
-                raise
-
-    async def account(self) -> Account:
-        """What the answer took; for after the last piece. Never raises."""
-        total_s = time.perf_counter() - self._started
-        try:
-            record = await self._engine.request_record(self.id)
-        except RagCacheError as error:
-            log.info("no record of %s: %s", self.id, error)
-            if isinstance(error, Unavailable):
-                self._metrics.upstream_failures.labels("engine records").inc()
-            record = None
-        if record is not None:
-            for tell in self._on_record:
-                tell(record)
-        timing = self._timing(total_s, record)
-        account = Account(self._completion.usage, timing, cache_use(record))
-        self._metrics.observe(account.timing, account.cache)
-        _note_account(account)
-        return account
-
-    async def whole(self) -> ChatCompletion:
-        """The answer in one piece. Raises Unavailable."""
-        text = []
-        finish_reason = ""
-        async for piece in self.pieces():
-            text.append(piece.text)
-            finish_reason = piece.finish_reason or finish_reason
-        account = await self.account()
-        message = AnswerMessage(content="".join(text))
-        return ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=[Choice(message=message, finish_reason=finish_reason)],
-            usage=account.usage,
-            ragcache=RagCacheAnswer(
-                citations=self.citations, timing_ms=account.timing, cache=account.cache
-            ),
-        )
-
-    def _timing(self, total_s: float, record: engine_pb2.RequestRecord | None) -> Timing:
-        return Timing(
-            retrieve=to_ms(self._retrieved.retrieve_s),
-            stages=self._retrieved.stages,
-            embed=to_ms(self._retrieved.embed_s),
-            search=to_ms(self._retrieved.search_s),
-            tokenize=to_ms(self._tokenize_s),
-            queue=to_ms(record.queue_s) if record else None,
-            load=to_ms(record.load_s) if record else None,
-            repair=to_ms(record.recompute_s) if record else None,
-            prefill=to_ms(record.prefill_s) if record else None,
-            first_token=to_ms(self._first_token_s),
-            total=to_ms(total_s),
-        )
+    question = read_question(services, request)
+    retrieved = await retrieve(services, question)
+    with services.tracer.start_child("tokenize") as span:
+        prompted = await build_prompt(services, retrieved)
+        planned = plan(services, prompted)
+        span.set(**planned.sizes())
+    current_span().set(answer=planned.request_id, reuse=question.reuse.mode, **planned.sizes())
+    return await generate(services, planned, stack)
 
 
-class Answerer:
-    """Answers questions.
+def read_question(services: ChatServices, request: ChatRequest) -> Question:
+    """Check a request and decide how its answer may reuse KV. Raises NotFound or InvalidInput."""
+    started = time.perf_counter()
+    model = services.model.name
+    if request.model not in (None, model):
+        raise NotFound("model", str(request.model), f"ask for {model!r}")
+    conversation = read_conversation(request.messages)
+    options = request.ragcache
+    reuse = requested_reuse(options.reuse, options.max_recompute, services.default_reuse)
+    if services.trials is not None:
+        reuse = services.trials.apply_decision(reuse)
+    return Question(request, conversation, reuse, started)
 
-    tokenizing: one thread, because the prompt builder takes no more. reuse: for requests that do
-    not ask for another. trials: hold what is blended to a quality; None: nothing does. answered:
-    told of every question that may reuse stored KV.
-    """
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        space: KVSpace,
-        reuse: Reuse,
-        prompts: PromptBuilder,
-        tokenizing: Executor,
-        retriever: RetrieverClient,
-        engines: Engines,
-        trials: QualityTrials | None,
-        metrics: Metrics,
-        tracer: Tracer,
-        plan_keys: SigningKeys | None,
-        answered: Answered | None,
-    ) -> None:
-        self._model = model
-        self._space = space
-        self._reuse = reuse
-        self._prompts = prompts
-        self._tokenizing = tokenizing
-        self._retriever = retriever
-        self._engines = engines
-        self._trials = trials
-        self._plan_keys = plan_keys
-        self._metrics = metrics
-        self._tracer = tracer
-        self._answered = answered
-
-    async def start(self, request: ChatRequest, stack: AsyncExitStack) -> Answer:
-        """Work up to the first token. Leaving the stack stops what still runs.
-
-        Raises InvalidInput, NotFound or Unavailable.
-        """
-        started = time.perf_counter()
-        if request.model not in (None, self._model):
-            raise NotFound("model", str(request.model), f"ask for {self._model!r}")
-        conversation = read_conversation(request.messages)
-        options = request.ragcache
-        reuse = wanted_reuse(options, self._reuse)
-        if self._trials is not None:
-            reuse = self._trials.settle(reuse)
-        try:
-            with self._tracer.start_child("retrieve") as span, span.current():
-                retrieved = await retrieve(
-                    self._retriever, options.collection, conversation.question, options.top_k
-                )
-                span.set(stages=retrieved.stages, hits=len(retrieved.hits))
-        except RagCacheError as error:
-            raise in_rest_terms(error, _field_names(request)) from error
-
-        before = time.perf_counter()
-        with self._tracer.start_child("tokenize") as span:
-            prompt = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizing,
-                self._prompts.build,
-                conversation,
-                retrieved.hits,
-                request.answer_tokens(),
+async def retrieve(services: ChatServices, question: Question) -> RetrievedQuestion:
+    """Search the collection for the question. Raises errors that name fields of the request."""
+    options = question.request.ragcache
+    try:
+        with services.tracer.start_child("retrieve") as span, span.current():
+            search = await search_to_final_stage(
+                services.retriever,
+                options.collection,
+                question.conversation.question,
+                options.top_k,
             )
-            request_id = f"chatcmpl-{uuid.uuid4().hex}"
-            documents = [
-                document_name(options.collection, passage.chunk.document_id)
-                for passage in prompt.passages
-            ]
-            body = completion_body(
-                request,
-                model=self._model,
-                token_ids=prompt.prompt.token_ids,
-                max_tokens=prompt.max_tokens,
-                plan=plan_reuse(
-                    reuse,
-                    prompt.prompt,
-                    self._space,
-                    DOMAIN,
-                    request_id,
-                    documents,
-                    retrieved.asked_at_ms,
-                ),
-                plan_keys=self._plan_keys,
-                # Nothing else has this salt, so the engine's own prefix cache cannot hit either.
-                cache_salt=request_id if reuse.mode == "off" else None,
-            )
-            size = {
-                "chunks": len(prompt.passages),
-                "prompt_tokens": len(prompt.prompt.token_ids),
-            }
-            span.set(**size)
-        current_span().set(answer=request_id, reuse=reuse.mode, **size)
-        tokenize_s = time.perf_counter() - before
-
-        on_record: list[Callable[[engine_pb2.RequestRecord], None]] = []
-        if self._trials is not None:
-            asked = AskedQuestion(prompt.prompt, tuple(documents), retrieved.asked_at_ms)
-            on_record.append(partial(self._trials.offer, asked, reuse))
-        if self._answered is not None and reuse.mode != "off":
-            texts = [passage.chunk.text for passage in prompt.passages]
-            question = Question(reuse.mode, prompt.prompt, texts, documents, retrieved.asked_at_ms)
-            on_record.append(partial(self._answered, question))
-
-        engine, completion = await self._engines.complete(body, stack)
-        first_token_s = time.perf_counter() - started
-        self._metrics.first_token.observe(first_token_s)
-        return Answer(
-            request_id=request_id,
-            model=self._model,
-            started=started,
-            first_token_s=first_token_s,
-            retrieved=retrieved,
-            tokenize_s=tokenize_s,
-            passages=prompt.passages,
-            completion=completion,
-            engine=engine,
-            metrics=self._metrics,
-            on_record=on_record,
-        )
+            span.set(stages=search.stages, hits=len(search.hits))
+    except RagCacheError as error:
+        raise to_rest_error(error, _rest_fields(question.request)) from error
+    return RetrievedQuestion(question, search)
 
 
-def cache_use(record: engine_pb2.RequestRecord | None) -> CacheUse:
-    """The engine's account of a prompt's KV; all null without one."""
-    if record is None:
-        return CacheUse()
-    return CacheUse(
-        prompt_tokens=record.prompt_tokens,
-        local_tokens=record.local_tokens,
-        loaded_tokens=record.loaded_tokens,
-        loaded_bytes=record.loaded_bytes,
-        blended_tokens=record.blended_tokens,
-        recomputed_tokens=record.recomputed_tokens,
-        miss=record.miss,
+async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> PromptedQuestion:
+    """Build the prompt with as many chunks as fit. Raises InvalidInput if the question does not."""
+    started = time.perf_counter()
+    question = retrieved.question
+    prompt = await asyncio.get_running_loop().run_in_executor(
+        services.tokenizing,
+        services.prompts.build,
+        question.conversation,
+        retrieved.search.hits,
+        question.request.answer_tokens(),
+    )
+    return PromptedQuestion(question, retrieved.search, prompt, started)
+
+
+def plan(services: ChatServices, prompted: PromptedQuestion) -> PlannedQuestion:
+    """Plan which stored KV the engine may load, and make the engine's request."""
+    question, search, prompt = prompted.question, prompted.search, prompted.prompt
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    collection = question.request.ragcache.collection
+    documents = tuple(
+        document_name(collection, passage.chunk.document_id) for passage in prompt.passages
+    )
+    reuse_plan = plan_reuse(
+        question.reuse, prompt.prompt, services.model, request_id, documents, search.asked_at_ms
+    )
+    body = completion_body(
+        question.request.sampling(),
+        model=services.model.name,
+        token_ids=prompt.prompt.token_ids,
+        max_tokens=prompt.max_tokens,
+        plan=reuse_plan,
+        plan_keys=services.model.plan_keys,
+        # No other request has this salt, so the engine's own prefix cache cannot hit either.
+        cache_salt=request_id if question.reuse.mode == "off" else None,
+    )
+    tokenize_s = time.perf_counter() - prompted.started
+    return PlannedQuestion(question, search, prompt, request_id, documents, body, tokenize_s)
+
+
+async def generate(
+    services: ChatServices, planned: PlannedQuestion, stack: AsyncExitStack
+) -> Answer:
+    """Have an engine answer, and return at the first token. Raises Unavailable or InvalidInput."""
+    engine, completion = await services.engines.complete(planned.body, stack)
+    first_token_s = time.perf_counter() - planned.question.started
+    services.metrics.first_token.observe(first_token_s)
+    return Answer(
+        planned=planned,
+        model=services.model.name,
+        engine=engine,
+        completion=completion,
+        first_token_s=first_token_s,
+        citations=cite(planned.prompt.passages),
     )
 
 
-def _note_account(account: Account) -> None:
-    """Say on the request's span where its KV came from, as far as that is known."""
-    span = current_span()
-    if not span.is_recording:
-        return
-    cache, usage = account.cache, account.usage
-    known = cache.model_dump(exclude={"prompt_tokens"}, exclude_none=True)
-    span.set(**known, **({"completion_tokens": usage.completion_tokens} if usage else {}))
+async def text_deltas(services: ChatServices, answer: Answer) -> AsyncGenerator[TextDelta, None]:
+    """Yield the text of an answer as it arrives. Raises Unavailable."""
+    async with aclosing(answer.completion.deltas()) as deltas:
+        try:
+            async for delta in deltas:
+                yield delta
+        except Unavailable as error:
+            answer.engine.record_failure(error)
+            services.metrics.upstream_failures.labels(PART).inc()
+            answer.completion.span.fail(f"{type(error).__name__}: {error.component}")
+            record_unavailable(error)
+            raise
 
 
-def to_ms(seconds: float) -> float:
-    """Milliseconds to the microsecond."""
-    return round(1e3 * seconds, 3)
+async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
+    """Find out what an answer cost; call it after the last token. Never raises."""
+    planned = answer.planned
+    total_s = time.perf_counter() - planned.question.started
+    record = await _fetch_record(services, answer)
+    if record is not None:
+        _report_record(services, planned, record)
+    result = AnswerAccount(
+        usage=answer.completion.usage,
+        timing=answer_timing(
+            planned.search, planned.tokenize_s, answer.first_token_s, total_s, record
+        ),
+        cache=answer_cache_use(record),
+    )
+    observe_account(result, services.metrics)
+    trace_account(result)
+    return result
 
 
-def _field_names(request: ChatRequest) -> dict[str, str]:
+async def complete(services: ChatServices, answer: Answer) -> ChatCompletion:
+    """Return the answer in one piece. Raises Unavailable."""
+    texts = []
+    finish_reason = ""
+    async for delta in text_deltas(services, answer):
+        texts.append(delta.text)
+        finish_reason = delta.finish_reason or finish_reason
+    costs = await account(services, answer)
+    message = AnswerMessage(content="".join(texts))
+    return ChatCompletion(
+        id=answer.id,
+        created=answer.created,
+        model=answer.model,
+        choices=[Choice(message=message, finish_reason=finish_reason)],
+        usage=costs.usage,
+        ragcache=RagCacheAnswer(
+            citations=answer.citations, timing_ms=costs.timing, cache=costs.cache
+        ),
+    )
+
+
+async def _fetch_record(services: ChatServices, answer: Answer) -> engine_pb2.RequestRecord | None:
+    try:
+        return await answer.engine.request_record(answer.id)
+    except RagCacheError as error:
+        log.info("pipeline: no record request=%s error=%s", answer.id, error)
+        if isinstance(error, Unavailable):
+            services.metrics.upstream_failures.labels("engine records").inc()
+        return None
+
+
+def _report_record(
+    services: ChatServices, planned: PlannedQuestion, record: engine_pb2.RequestRecord
+) -> None:
+    """Tell the background work what the engine loaded and computed for a question."""
+    prompt, asked_at_ms = planned.prompt.prompt, planned.search.asked_at_ms
+    reuse = planned.question.reuse
+    if services.trials is not None:
+        asked = AskedQuestion(prompt, planned.documents, asked_at_ms)
+        services.trials.question_answered(asked, reuse, record)
+    mode = reuse.mode
+    if services.precomputer is not None and mode != "off":
+        texts = [passage.chunk.text for passage in planned.prompt.passages]
+        question = AnsweredQuestion(mode, prompt, texts, planned.documents, asked_at_ms)
+        services.precomputer.question_answered(question, record)
+
+
+def _rest_fields(request: ChatRequest) -> dict[str, str]:
     return {
         "query": f"messages[{len(request.messages) - 1}].content",
         "collection": "ragcache.collection",

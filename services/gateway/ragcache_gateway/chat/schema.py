@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as the gateway takes and gives them, with the ragcache extension."""
+"""OpenAI's chat completions in the REST API, with the ragcache extension."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragcache_core.errors import InvalidInput
+from ragcache_gateway.documents.schema import MAX_TOP_K
 from ragcache_gateway.documents.text_type import Text
+from ragcache_gateway.engines.completion import Usage
 
-MAX_TOP_K = 50
 MAX_MESSAGES = 1024
 MAX_STOPS = 4
 _INT64 = 2**63
 
-DROPPED = frozenset(
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
+)  # fmt: skip
+
+IGNORED_FIELDS = frozenset(
     {
-        # Where KV comes from and who shares it is the gateway's to say, never a client's.
+        # The gateway decides which KV is reused and shared, never a client.
         "cache_salt", "ec_transfer_params", "kv_transfer_params", "priority", "prompt_cache_key",
         "prompt_cache_retention", "prompt_embeds", "prompt_token_ids", "request_id", "session_id",
         "vllm_xargs",
-        # Bookkeeping of OpenAI's own platform.
+        # Fields for OpenAI's own platform.
         "metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user",
     }
 )  # fmt: skip
-"""Fields that are taken and forgotten."""
+"""Fields that the gateway accepts and ignores."""
 
-REFUSED: dict[str, tuple[object, ...]] = {
+REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -42,12 +47,12 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""OpenAI's fields that would change the answer and are not served, with the values that ask for
-nothing; null asks for nothing anywhere."""
+"""OpenAI's fields that would change the answer and that the gateway does not support, with the
+values that have no effect. Null has no effect in any field."""
 
 
 class TextPart(BaseModel):
-    """A part of a message's content; only text is served."""
+    """A part of a message's content; only text is supported."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,45 +82,45 @@ Stop = Annotated[
 class ChatMessage(BaseModel):
     """One turn of the conversation.
 
-    System (or developer) messages come first and then stand in the place of the built-in system
-    prompt; the last message is the user's question.
+    System (or developer) messages come first and replace the built-in system prompt. The last
+    message is the user's question.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    name: Text | None = Field(default=None, description="Taken and forgotten.")
+    name: Text | None = Field(default=None, description="Accepted and ignored.")
 
     @model_validator(mode="before")
     @classmethod
     def _screen(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        # An answer sent back as history brings its empty fields along (refusal, tool_calls, ...).
+        # An answer that a client sends back as history has empty fields (refusal, tool_calls, ...).
         known = cls.model_fields
         return {k: v for k, v in value.items() if k in known or v not in (None, [], {})}
 
     def text(self) -> str:
-        """The content as one text."""
+        """Return the content as one text."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides the answer."""
+    """What a stream contains besides the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = Field(
         default=None, description="End the stream with a chunk that has no choices but the usage."
     )
-    include_obfuscation: bool | None = Field(default=None, description="Taken and forgotten.")
+    include_obfuscation: bool | None = Field(default=None, description="Accepted and ignored.")
 
 
 class RagCacheOptions(BaseModel):
-    """Which documents the answer comes from, and whether stored KV may be used for it."""
+    """Which documents the answer comes from, and which stored KV it may use."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -127,9 +132,9 @@ class RagCacheOptions(BaseModel):
         default=None,
         description=(
             "exact: load stored KV that is bit-equal to computed KV. blend: also load KV that was "
-            "computed behind other chunks, and compute a share of it anew; the answer may differ "
-            "from that of a full computation. off: compute it all. Without it, what the platform "
-            "is set to."
+            "computed after other chunks, and recompute a share of it; the answer may differ "
+            "from that of a full computation. off: compute everything. Default: the platform's "
+            "setting."
         ),
     )
     max_recompute: float | None = Field(
@@ -139,8 +144,8 @@ class RagCacheOptions(BaseModel):
         allow_inf_nan=False,
         strict=True,
         description=(
-            "Most that blend computes anew, as a share of the tokens taken from behind other "
-            "chunks; only with blend. Without it, what the platform is set to."
+            "Most that blend recomputes, as a share of the tokens taken from after other chunks; "
+            "only with blend. Default: the platform's setting."
         ),
     )
 
@@ -148,9 +153,8 @@ class RagCacheOptions(BaseModel):
 class ChatRequest(BaseModel):
     """A question to answer from documents.
 
-    Fields of OpenAI that are not listed are refused if they would change the answer, and so are
-    unknown ones. Those that steer an engine's cache (kv_transfer_params, cache_salt and the like)
-    are taken and dropped.
+    The gateway refuses unknown fields, and OpenAI's fields that would change the answer and are not
+    listed. It ignores fields that control an engine's cache, such as kv_transfer_params.
     """
 
     model_config = ConfigDict(
@@ -180,7 +184,7 @@ class ChatRequest(BaseModel):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64, strict=True)
     stop: Stop | None = None
-    n: Literal[1] | None = Field(default=None, description="One answer is given.")
+    n: Literal[1] | None = Field(default=None, description="The gateway gives one answer.")
     ragcache: RagCacheOptions = Field(default_factory=RagCacheOptions)
 
     @model_validator(mode="before")
@@ -189,31 +193,36 @@ class ChatRequest(BaseModel):
         return screen_fields(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
-    def _consistent(self) -> ChatRequest:
+    def _check_consistency(self) -> ChatRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidInput(
                 "stream_options", "is only for streams", "set stream to true or leave it out"
             )
-        longest, newer = self.max_tokens, self.max_completion_tokens
-        if longest is not None and newer is not None and longest != newer:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
             raise InvalidInput(
-                "max_completion_tokens", f"differs from max_tokens {longest}", "send one of the two"
+                "max_completion_tokens", f"differs from max_tokens {old}", "send one of the two"
             )
         return self
 
     def answer_tokens(self) -> int | None:
-        """Most tokens the answer may have; None if the client sets no bound."""
+        """Return the most tokens the answer may have; None if the client sets no limit."""
         return self.max_completion_tokens or self.max_tokens
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields that the engine gets as they are."""
+        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def screen_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without what is dropped. Raises InvalidInput for what is refused."""
+    """Return the body without ignored fields. Raises InvalidInput for a refused field."""
     kept = {}
     for name, value in body.items():
-        if value is None or name in DROPPED:
+        if value is None or name in IGNORED_FIELDS:
             continue
-        if name in REFUSED:
-            if value not in REFUSED[name]:
+        if name in REFUSED_FIELDS:
+            if value not in REFUSED_FIELDS[name]:
                 raise InvalidInput(name, "is not supported", "leave it out")
             continue
         kept[name] = value
@@ -221,36 +230,40 @@ def screen_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Citation(BaseModel):
-    """A retrieved chunk that the prompt holds, best first."""
+    """A retrieved chunk that is in the prompt."""
 
     document_id: str
     title: str
-    chunk: str = Field(description="Id of the chunk: document id, '#', place in the document.")
+    chunk: str = Field(description="Id of the chunk: document id, '#', position in the document.")
     heading_path: list[str]
     score: float = Field(description="Cosine similarity of question and chunk.")
     text_preview: str
 
 
-class Timing(BaseModel):
-    """Where the time went, in milliseconds; null where a part gave no record."""
+class AnswerTiming(BaseModel):
+    """Time of each step, in milliseconds; null where the engine gave no record."""
 
-    retrieve: float = Field(description="The search as the gateway saw it, embedding included.")
+    retrieve: float = Field(
+        description="The whole search as the gateway measures it, embedding included."
+    )
     stages: int = Field(description="How many stages the search streamed (a count, no time).")
     embed: float = Field(description="Embedding the question.")
-    search: float = Field(description="In the index.")
+    search: float = Field(description="Searching the index.")
     tokenize: float = Field(description="Assembling the prompt, token ids included.")
     queue: float | None = Field(default=None, description="Waiting in the engine.")
-    load: float | None = Field(default=None, description="Loading stored KV, repair included.")
-    repair: float | None = Field(
-        default=None, description="Of load, computing a share of what was blended anew."
+    load: float | None = Field(
+        default=None, description="Loading stored KV, recomputation of blended tokens included."
+    )
+    recompute: float | None = Field(
+        default=None, description="The part of load that recomputed blended tokens."
     )
     prefill: float | None = Field(default=None, description="Computing the rest of the prompt.")
     first_token: float = Field(description="From the request to the first token.")
     total: float
 
 
-class CacheUse(BaseModel):
-    """How much of the prompt's KV was there already; null where the engine gave no record."""
+class AnswerCacheUse(BaseModel):
+    """How much of the prompt's KV was reused; null where the engine gave no record."""
 
     prompt_tokens: int | None = None
     local_tokens: int | None = Field(
@@ -258,44 +271,29 @@ class CacheUse(BaseModel):
     )
     loaded_tokens: int | None = Field(
         default=None,
-        description="Loaded from the cache store, and what was repaired between or among them.",
+        description="Loaded from the cache store, and recomputed between or among the loaded ones.",
     )
     loaded_bytes: int | None = None
     blended_tokens: int | None = Field(
         default=None,
-        description="Of loaded_tokens, those that are not exact: computed behind other chunks.",
+        description="Of loaded_tokens, those that are approximate: computed after other chunks.",
     )
     recomputed_tokens: int | None = Field(
         default=None,
-        description="Of blended_tokens, those that were computed anew: the share that blend "
-        "recomputes, and chunks between others of which nothing was held.",
+        description="Of blended_tokens, those that the engine recomputed: the share that blend "
+        "recomputes, and missing chunks between others.",
     )
     miss: str | None = Field(
-        default=None, description="Why no more was loaded; empty when all that was planned was."
+        default=None, description="Why no more was loaded; empty if everything planned was loaded."
     )
 
 
 class RagCacheAnswer(BaseModel):
-    """Where an answer comes from, and what it took."""
+    """Where an answer comes from, and what it cost."""
 
     citations: list[Citation]
-    timing_ms: Timing
-    cache: CacheUse
-
-
-class PromptTokensDetails(BaseModel):
-    """Share of the prompt that was not computed."""
-
-    cached_tokens: int | None = None
-
-
-class Usage(BaseModel):
-    """Tokens as the engine counted them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    timing_ms: AnswerTiming
+    cache: AnswerCacheUse
 
 
 class AnswerMessage(BaseModel):
@@ -315,19 +313,19 @@ class Choice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """A whole answer."""
+    """A complete answer."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage | None = Field(description="Null if the engine did not say.")
+    usage: Usage | None = Field(description="Null if the engine did not report it.")
     ragcache: RagCacheAnswer
 
 
 class Delta(BaseModel):
-    """What a chunk adds to the answer."""
+    """The next text of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -343,11 +341,11 @@ class ChunkChoice(BaseModel):
 
 
 class RagCacheChunk(BaseModel):
-    """Citations come with the first chunk of a stream, the rest with the last one."""
+    """The ragcache extension: citations in the first chunk of a stream, the rest in the last."""
 
     citations: list[Citation] | None = None
-    timing_ms: Timing | None = None
-    cache: CacheUse | None = None
+    timing_ms: AnswerTiming | None = None
+    cache: AnswerCacheUse | None = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -1,4 +1,4 @@
-"""One staged search, consumed to its end."""
+"""One staged search of the retriever, read to its final stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieved:
-    """Hits of the final stage, best first. stages: how many there were, this one included.
+class SearchResult:
+    """Hits of the final stage, best first.
 
-    asked_at_ms: Unix time before the search began. What is deleted after it may be among the hits.
+    Args:
+        stages: How many stages the search streamed, the final one included.
+        asked_at_ms: Unix time before the search began. The hits may contain text of a document
+            that was deleted after it.
+        retrieve_s: Time of the whole search as the gateway measures it.
+        embed_s: The retriever's time for embedding the question.
+        search_s: The retriever's time for searching the index.
     """
 
     hits: Sequence[pb.Hit]
@@ -27,10 +33,14 @@ class Retrieved:
     search_s: float
 
 
-async def retrieve(
+async def search_to_final_stage(
     retriever: RetrieverClient, collection: str, query: str, top_k: int
-) -> Retrieved:
-    """Search and take the final stage; cancelling cancels the search. Raises core errors."""
+) -> SearchResult:
+    """Search and wait for the final stage. Cancelling this cancels the search.
+
+    Raises:
+        RagCacheError: The retriever refused the search or failed.
+    """
     asked_at_ms = time.time_ns() // 1_000_000
     start = time.perf_counter()
     stages = 0
@@ -43,7 +53,7 @@ async def retrieve(
                 break
     if final is None:
         raise Unavailable("retriever", "the search ended before its final stage")
-    return Retrieved(
+    return SearchResult(
         hits=final.hits,
         stages=stages,
         asked_at_ms=asked_at_ms,

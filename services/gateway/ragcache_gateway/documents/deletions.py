@@ -1,4 +1,4 @@
-"""Deletes for the cache store, told to every shard until it acknowledges them."""
+"""Delivers deletes to every shard of the cache store until each has acknowledged them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.store_api import ID_BYTES, Deletion
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_kv.store_client.client import PART
+from ragcache_kv.store_client.client import SERVICE
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096
-"""Deletes that are kept at most, which bounds their memory to about 8 MiB."""
+MAX_UNDELIVERED = 4096
+"""Most deletes in the queue, which bounds their memory to about 8 MiB."""
 
 RETRY_S = 2.0
-"""Pause after a shard's first silence; it doubles with each that follows, up to MOST_RETRY_S."""
+"""Wait after a shard's first failure. It doubles with each failure that follows."""
 
-MOST_RETRY_S = 30.0
+MAX_RETRY_S = 30.0
 
-PATIENCE_S = 1.0
-"""How long a caller waits for the other shards when one has acknowledged."""
+ANSWER_WAIT_S = 1.0
+"""How long a caller waits for the other shards after one has acknowledged."""
 
-FORGOTTEN_AFTER_MS = 24 * 3600 * 1000
-"""A shard that was away for longer starts empty, so that it need not be told."""
+SHARD_RESET_AFTER_MS = 24 * 3600 * 1000
+"""A shard that was away for longer starts empty, so that it needs no deletes from before."""
 
 
 def _unix_ms() -> int:
@@ -39,51 +39,63 @@ def _unix_ms() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
-    """A delete that somebody has not acknowledged.
+class _UndeliveredDelete:
+    """A delete that a shard has not acknowledged.
 
-    owed: shards that are still to be told. hoped: those of them that may answer at once, for whom
-    the caller waits. told: those that need not be told any more.
+    Args:
+        undelivered: Shards that still have to acknowledge it.
+        awaited: Those of them that may answer at once; the caller waits for them.
+        delivered: Shards that need it no more.
+        acknowledged: Whether a shard has acknowledged it.
+        removed: How many variants the shards have removed.
+        changed: Set when the caller should check again.
     """
 
     deletion: Deletion
-    owed: set[str] = field(default_factory=set)
-    hoped: set[str] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    undelivered: set[str] = field(default_factory=set)
+    awaited: set[str] = field(default_factory=set)
+    delivered: set[str] = field(default_factory=set)
     acknowledged: bool = False
     removed: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def hope_no_more(self, address: str) -> None:
-        """The caller need not wait for this shard."""
-        self.hoped.discard(address)
+    def stop_awaiting(self, address: str) -> None:
+        """End the caller's wait for this shard."""
+        self.awaited.discard(address)
         self.changed.set()
 
-    def settle(self, address: str) -> None:
-        """This shard need not be told any more."""
-        self.owed.discard(address)
-        self.told.add(address)
-        self.hope_no_more(address)
+    def mark_delivered(self, address: str) -> None:
+        """Record that this shard needs the delete no more."""
+        self.undelivered.discard(address)
+        self.delivered.add(address)
+        self.stop_awaiting(address)
 
 
-class _Line:
-    """Deletes that one shard is to be told, oldest first, and the task that tells it."""
+class _ShardQueue:
+    """Deletes for one shard, oldest first, and the task that sends them."""
 
     def __init__(self) -> None:
-        self.waiting: deque[_Pending] = deque()
-        self.came = asyncio.Event()
-        self.silent = False
+        self.waiting: deque[_UndeliveredDelete] = deque()
+        self.added = asyncio.Event()
+        self.failing = False
         self.task: asyncio.Task[None] | None = None
 
 
-class Deletions:
-    """Makes deletes and sees them through, in the order in which they were made.
+class DeletionDelivery:
+    """Makes deletes and sends them to each shard, in the order in which they were made.
 
-    A caller is answered when every shard has acknowledged, or one of them and PATIENCE_S are over,
-    or none can. Who was silent is told in the background, under the same id, until it acknowledges
-    or is no member any more. Should the gateway end before one shard has acknowledged, what a
-    delete names stays stored until it is evicted; no prompt names it again, because the retriever
-    has forgotten its text. Shards tell each other, too, of what one has acknowledged.
+    A caller gets its answer when every shard has acknowledged, when one has and ANSWER_WAIT_S is
+    over, or when none can answer. A background task sends the delete to the other shards, under the
+    same id, until they acknowledge it or are members no more. Shards also tell each other of
+    deletes that one of them has acknowledged.
+
+    If the gateway stops before one shard has acknowledged, the named variants stay stored until
+    the store evicts them. No prompt can name them, because the retriever has deleted their text.
+
+    Args:
+        max_undelivered: Most deletes in the queue.
+        answer_wait_s: How long a caller waits for the other shards after one has acknowledged.
+        now_ms: Returns the Unix time.
     """
 
     def __init__(
@@ -91,49 +103,50 @@ class Deletions:
         store: AsyncShardedStore,
         metrics: Metrics,
         *,
-        most: int = MAX_WAITING,
+        max_undelivered: int = MAX_UNDELIVERED,
         retry_s: float = RETRY_S,
-        patience_s: float = PATIENCE_S,
+        answer_wait_s: float = ANSWER_WAIT_S,
         now_ms: Callable[[], int] = _unix_ms,
     ) -> None:
         self._store = store
         self._metrics = metrics
-        self._most = most
+        self._max_undelivered = max_undelivered
         self._retry_s = retry_s
-        self._patience_s = patience_s
+        self._answer_wait_s = answer_wait_s
         self._now_ms = now_ms
-        self._pending: dict[bytes, _Pending] = {}
-        self._lines: dict[str, _Line] = {}
-        self._came = asyncio.Event()
+        self._undelivered: dict[bytes, _UndeliveredDelete] = {}
+        self._queues: dict[str, _ShardQueue] = {}
+        self._added = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Follow the members of the store, from now on."""
-        self._task = asyncio.create_task(self._follow(), name="deletions")
+        """Follow the members of the store from now on."""
+        self._task = asyncio.create_task(self._follow_members(), name="deletions")
 
     async def close(self) -> None:
-        """Try no more."""
-        tasks = [line.task for line in self._lines.values() if line.task is not None]
+        """Stop every task; what is not delivered is lost."""
+        tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
         tasks += [self._task] if self._task is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.owed:
+        if self.num_undelivered:
             log.warning(
-                "%d deletes were not acknowledged by every shard, %d of them by none",
-                self.owed,
-                self.waiting,
+                "deletes: stopped before every shard had acknowledged undelivered=%d "
+                "unacknowledged=%d",
+                self.num_undelivered,
+                self.num_unacknowledged,
             )
 
     @property
-    def waiting(self) -> int:
+    def num_unacknowledged(self) -> int:
         """How many deletes no shard has acknowledged."""
-        return sum([not pending.acknowledged for pending in self._pending.values()])
+        return sum([not delete.acknowledged for delete in self._undelivered.values()])
 
     @property
-    def owed(self) -> int:
-        """How many deletes a shard has not acknowledged."""
-        return len(self._pending)
+    def num_undelivered(self) -> int:
+        """How many deletes at least one shard has not acknowledged."""
+        return len(self._undelivered)
 
     async def delete(
         self,
@@ -142,9 +155,14 @@ class Deletions:
         documents: Sequence[str] = (),
         domain: str = "",
     ) -> int | None:
-        """Delete now; returns how many variants there were, None if it has to wait.
+        """Delete now.
 
-        domain: of documents; a domain without documents would delete all that is in it.
+        Args:
+            domain: Access domain of the documents. A domain without documents would delete
+                everything in it.
+
+        Returns:
+            How many variants the store had; None if no shard has acknowledged yet.
         """
         assert bool(documents) == bool(domain)
         deletion = Deletion(
@@ -153,143 +171,149 @@ class Deletions:
             documents=tuple(documents),
             domain=domain,
         )
-        pending = _Pending(deletion)
+        delete = _UndeliveredDelete(deletion)
         self._make_room()
-        self._pending[deletion.id] = pending
-        self._tell(pending)
-        await self._first_answers(pending)
-        self._note(pending)
-        self._came.set()
-        if not pending.acknowledged:
-            log.warning("a delete waits until a shard acknowledges it")
+        self._undelivered[deletion.id] = delete
+        self._enqueue(delete)
+        await self._wait_for_answers(delete)
+        self._drop_if_delivered(delete)
+        self._added.set()
+        if not delete.acknowledged:
+            log.warning("deletes: no shard has acknowledged yet chunks=%d", len(deletion.chunks))
             return None
-        return pending.removed
+        return delete.removed
 
-    async def _first_answers(self, pending: _Pending) -> None:
-        """Return when every shard that may answer at once has, or one and patience is over."""
+    async def _wait_for_answers(self, delete: _UndeliveredDelete) -> None:
+        """Wait until each awaited shard has answered, or one has and the wait is over."""
         loop = asyncio.get_running_loop()
-        patient_until = loop.time() + self._patience_s
-        while pending.hoped:
-            left_s = patient_until - loop.time()
-            if pending.acknowledged and left_s <= 0:
+        deadline = loop.time() + self._answer_wait_s
+        while delete.awaited:
+            left_s = deadline - loop.time()
+            if delete.acknowledged and left_s <= 0:
                 return
-            pending.changed.clear()
+            delete.changed.clear()
             try:
-                async with asyncio.timeout(left_s if pending.acknowledged else None):
-                    await pending.changed.wait()
+                async with asyncio.timeout(left_s if delete.acknowledged else None):
+                    await delete.changed.wait()
             except TimeoutError:
                 return
 
-    def _tell(self, pending: _Pending) -> None:
-        """Have every shard told that has not been."""
+    def _enqueue(self, delete: _UndeliveredDelete) -> None:
+        """Add the delete to the queue of each shard that does not have it."""
         for address in self._store.addresses():
-            if address in pending.owed or address in pending.told:
+            if address in delete.undelivered or address in delete.delivered:
                 continue
-            line = self._lines.get(address)
-            if line is None:
-                line = self._lines[address] = _Line()
-                line.task = asyncio.create_task(self._serve(address, line), name=address)
-            pending.owed.add(address)
-            if not line.silent:
-                pending.hoped.add(address)
-            line.waiting.append(pending)
-            line.came.set()
+            queue = self._queues.get(address)
+            if queue is None:
+                queue = self._queues[address] = _ShardQueue()
+                queue.task = asyncio.create_task(self._deliver(address, queue), name=address)
+            delete.undelivered.add(address)
+            if not queue.failing:
+                delete.awaited.add(address)
+            queue.waiting.append(delete)
+            queue.added.set()
 
-    async def _serve(self, address: str, line: _Line) -> None:
-        """Tell one shard, and leave it alone for a while whenever it is silent."""
-        pause_s = 0.0
+    async def _deliver(self, address: str, queue: _ShardQueue) -> None:
+        """Send deletes to one shard, with a wait after each failure."""
+        wait_s = 0.0
         while True:
-            if not line.waiting:
-                line.came.clear()
-                await line.came.wait()
-            pending = line.waiting[0]
+            if not queue.waiting:
+                queue.added.clear()
+                await queue.added.wait()
+            delete = queue.waiting[0]
             try:
-                await self._try(address, pending)
+                await self._send(address, delete)
             except Exception as error:
-                self._metrics.upstream_failures.labels(PART).inc()
-                if not line.silent:
-                    log.warning(
-                        "shard %s has not acknowledged a delete: %s",
-                        address,
-                        error,
-                        exc_info=None if isinstance(error, RagCacheError) else error,
-                    )
-                line.silent = True
-                for one in line.waiting:  # it is asked again before they are
-                    one.hope_no_more(address)
-                pause_s = min(max(2 * pause_s, self._retry_s), MOST_RETRY_S)
-                await asyncio.sleep(pause_s)
+                self._record_failure(address, queue, error)
+                wait_s = min(max(2 * wait_s, self._retry_s), MAX_RETRY_S)
+                await asyncio.sleep(wait_s)
                 continue
-            line.silent, pause_s = False, 0.0
-            if line.waiting and line.waiting[0] is pending:  # else it was given up meanwhile
-                line.waiting.popleft()
-            self._note(pending)
+            queue.failing, wait_s = False, 0.0
+            if queue.waiting and queue.waiting[0] is delete:  # else _make_room has dropped it
+                queue.waiting.popleft()
+            self._drop_if_delivered(delete)
 
-    async def _try(self, address: str, pending: _Pending) -> None:
+    def _record_failure(self, address: str, queue: _ShardQueue, error: Exception) -> None:
+        self._metrics.upstream_failures.labels(SERVICE).inc()
+        if not queue.failing:
+            log.warning(
+                "deletes: shard has not acknowledged shard=%s error=%s",
+                address,
+                error,
+                exc_info=None if isinstance(error, RagCacheError) else error,
+            )
+        queue.failing = True
+        for delete in queue.waiting:  # the first one is sent again before they are
+            delete.stop_awaiting(address)
+
+    async def _send(self, address: str, delete: _UndeliveredDelete) -> None:
         now_ms = self._now_ms()
-        if pending.acknowledged:
-            if now_ms - pending.deletion.made_at_ms > FORGOTTEN_AFTER_MS:
-                pending.settle(address)
+        if delete.acknowledged:
+            if now_ms - delete.deletion.made_at_ms > SHARD_RESET_AFTER_MS:
+                delete.mark_delivered(address)
                 return
         else:
-            # It counts from when a shard first hears of it.
-            pending.deletion = replace(pending.deletion, made_at_ms=now_ms)
+            # The time of a delete is the one when it first reaches a shard.
+            delete.deletion = replace(delete.deletion, made_at_ms=now_ms)
         try:
-            removed = await self._store.delete_on(address, pending.deletion)
+            removed = await self._store.delete_on(address, delete.deletion)
         except InvalidInput as error:
-            log.error("shard %s refuses a delete: %s", address, error)  # noqa: TRY400
+            log.error("deletes: shard refused shard=%s error=%s", address, error)  # noqa: TRY400
         else:
-            pending.acknowledged = True
-            pending.removed += removed
-        pending.settle(address)
+            delete.acknowledged = True
+            delete.removed += removed
+        delete.mark_delivered(address)
 
-    def _note(self, pending: _Pending) -> None:
-        """Forget a delete that nobody is owed any more."""
-        if not pending.owed and pending.told:
-            known = self._pending.pop(pending.deletion.id, None)
-            if known is not None and not pending.acknowledged:
-                self._lose(pending, "the store refuses it")
-        self._metrics.deletes_waiting.set(self.waiting)
+    def _drop_if_delivered(self, delete: _UndeliveredDelete) -> None:
+        """Drop a delete once every shard has acknowledged it or left."""
+        if not delete.undelivered and delete.delivered:
+            known = self._undelivered.pop(delete.deletion.id, None)
+            if known is not None and not delete.acknowledged:
+                self._record_loss(delete, "the store refused it")
+        self._metrics.deletes_waiting.set(self.num_unacknowledged)
 
     def _make_room(self) -> None:
-        while len(self._pending) >= self._most:
-            # Of one that a shard has acknowledged the others hear from that one.
-            heard = (pending for pending in self._pending.values() if pending.acknowledged)
-            oldest = next(heard, None) or next(iter(self._pending.values()))
-            del self._pending[oldest.deletion.id]
-            for address in tuple(oldest.owed):
-                self._lines[address].waiting.remove(oldest)
-                oldest.settle(address)
+        while len(self._undelivered) >= self._max_undelivered:
+            # The other shards learn of an acknowledged delete from the shard that has it.
+            acknowledged = (d for d in self._undelivered.values() if d.acknowledged)
+            oldest = next(acknowledged, None) or next(iter(self._undelivered.values()))
+            del self._undelivered[oldest.deletion.id]
+            for address in tuple(oldest.undelivered):
+                self._queues[address].waiting.remove(oldest)
+                oldest.mark_delivered(address)
             if not oldest.acknowledged:
-                self._lose(oldest, "too many wait")
+                self._record_loss(oldest, "the queue is full")
 
-    def _lose(self, pending: _Pending, reason: str) -> None:
+    def _record_loss(self, delete: _UndeliveredDelete, reason: str) -> None:
         self._metrics.deletes_lost.inc()
         log.error(
-            "a delete of %d chunks and %d documents is given up (%s): the store evicts them "
-            "when nobody asks for them",
-            len(pending.deletion.chunks),
-            len(pending.deletion.documents),
+            "deletes: delete abandoned, the store evicts the variants instead chunks=%d "
+            "documents=%d reason=%s",
+            len(delete.deletion.chunks),
+            len(delete.deletion.documents),
             reason,
         )
 
-    async def _follow(self) -> None:
-        """Forget shards that left, and tell new ones what nobody has acknowledged."""
+    async def _follow_members(self) -> None:
+        """Forget shards that have left; send unacknowledged deletes to new ones."""
         while True:
-            await self._came.wait()
+            await self._added.wait()
             await asyncio.sleep(self._retry_s)
             addresses = self._store.addresses()
-            for address in self._lines.keys() - set(addresses):
-                line = self._lines.pop(address)
-                if line.task is not None:
-                    line.task.cancel()
-                for pending in line.waiting:
-                    pending.owed.discard(address)
-                    pending.hope_no_more(address)
-                    if pending.acknowledged:
-                        self._note(pending)
-            for pending in tuple(self._pending.values()):
-                if not pending.acknowledged:
-                    self._tell(pending)
-            if not self._pending:
-                self._came.clear()
+            for address in self._queues.keys() - set(addresses):
+                self._remove_shard(address)
+            for delete in tuple(self._undelivered.values()):
+                if not delete.acknowledged:
+                    self._enqueue(delete)
+            if not self._undelivered:
+                self._added.clear()
+
+    def _remove_shard(self, address: str) -> None:
+        queue = self._queues.pop(address)
+        if queue.task is not None:
+            queue.task.cancel()
+        for delete in queue.waiting:
+            delete.undelivered.discard(address)
+            delete.stop_awaiting(address)
+            if delete.acknowledged:
+                self._drop_if_delivered(delete)

@@ -1,4 +1,4 @@
-"""Stored KV of chunks that no document has any more."""
+"""Invalidates stored KV of chunks that no document has any more."""
 
 from __future__ import annotations
 
@@ -7,62 +7,69 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from ragcache_core.identity.keys import ChunkKey, KVSpace, chunk_key
-from ragcache_core.plan.reuse_plan import document_name
+from ragcache_gateway.documents.deletions import DeletionDelivery
+from ragcache_gateway.documents.events import DocumentChanged
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.documents.deletions import Deletions
 
-BATCH = 64
-"""Chunks per call: between two batches of a large document, questions get their turn at the
-tokenizer."""
+BATCH_CHUNKS = 64
+"""Chunks of one delete."""
 
 
-class StoredVariants:
-    """Tells the cache store which chunks and documents are gone."""
+class VariantInvalidation:
+    """Deletes the variants of removed chunks and of deleted documents from the cache store."""
+
+    def __init__(self, deletions: DeletionDelivery) -> None:
+        self._deletions = deletions
+
+    async def invalidate(self, change: DocumentChanged) -> int | None:
+        """Delete what the change makes useless.
+
+        A deleted document also loses what is stored in its name, such as chunks that it was split
+        into with earlier settings.
+
+        Returns:
+            How many variants were deleted; None if no shard has acknowledged all deletes yet. The
+            gateway then sends them again in the background.
+        """
+        removed: int | None = 0
+        chunks = list(change.removed_chunks)
+        documents = [change.document_name] if change.is_deletion else []
+        while chunks or documents:
+            batch, chunks = chunks[:BATCH_CHUNKS], chunks[BATCH_CHUNKS:]
+            deleted = await self._deletions.delete(
+                chunks=batch, documents=documents, domain=change.domain if documents else ""
+            )
+            removed = None if removed is None or deleted is None else removed + deleted
+            documents = []
+        return removed
+
+
+class RemovedChunkKeys:
+    """Computes the keys of removed chunks from their texts.
+
+    Args:
+        tokenizing: Runs the prompt builder, which one thread may use at a time.
+    """
 
     def __init__(
-        self,
-        *,
-        deletions: Deletions,
-        prompts: PromptBuilder,
-        tokenizing: Executor,
-        space: KVSpace,
-        domain: str,
+        self, prompts: PromptBuilder, tokenizing: Executor, space: KVSpace, domain: str
     ) -> None:
-        self._deletions = deletions
         self._prompts = prompts
         self._tokenizing = tokenizing
         self._space = space
         self._domain = domain
 
-    async def drop(self, chunk_texts: Sequence[str]) -> int | None:
-        """Drop every variant of the chunks; returns how many there were.
+    async def compute(self, chunk_texts: Sequence[str]) -> tuple[ChunkKey, ...]:
+        """Tokenize chunks and compute their keys.
 
-        None if no shard has acknowledged all of it yet: it is tried again in the background.
+        Questions get their turn at the tokenizer between two batches of a large document.
         """
-        return await self._drop(chunk_texts, ())
-
-    async def drop_document(
-        self, collection: str, document: str, chunk_texts: Sequence[str]
-    ) -> int | None:
-        """Drop a document that is gone: its chunks, as ``drop`` does, and all that was stored in
-        its name, such as chunks that it was cut into before."""
-        return await self._drop(chunk_texts, [document_name(collection, document)])
-
-    async def _drop(self, chunk_texts: Sequence[str], documents: Sequence[str]) -> int | None:
         loop = asyncio.get_running_loop()
-        removed: int | None = 0
-        left, documents_left = list(chunk_texts), list(documents)
-        while left or documents_left:
-            texts, left = left[:BATCH], left[BATCH:]
-            keys = await loop.run_in_executor(self._tokenizing, self._keys, texts)
-            dropped = await self._deletions.delete(
-                chunks=keys,
-                documents=documents_left,
-                domain=self._domain if documents_left else "",
-            )
-            removed = None if removed is None or dropped is None else removed + dropped
-            documents_left = []
-        return removed
+        keys: list[ChunkKey] = []
+        for start in range(0, len(chunk_texts), BATCH_CHUNKS):
+            batch = chunk_texts[start : start + BATCH_CHUNKS]
+            keys += await loop.run_in_executor(self._tokenizing, self._keys, batch)
+        return tuple(keys)
 
     def _keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         return [

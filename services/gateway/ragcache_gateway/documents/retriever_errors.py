@@ -1,6 +1,6 @@
-"""The retriever's errors in the words of this API.
+"""Translates the retriever's errors into the names of the REST API.
 
-It names fields and fixes as its own callers, gRPC clients, know them.
+The retriever names fields and fixes as its gRPC clients know them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 
-_FIELDS = {"page_size": "limit", "page_token": "after"}
+_REST_FIELDS = {"page_size": "limit", "page_token": "after"}
 
 _FIXES = {
     "collection": "create it with PUT /v1/collections/NAME, or see GET /v1/collections",
@@ -17,24 +17,27 @@ _FIXES = {
 }
 
 
-def in_rest_terms(error: RagCacheError, names: Mapping[str, str] = _FIELDS) -> RagCacheError:
-    """The error with its field, or the way out of it, called what the client calls it.
+def to_rest_error(
+    error: RagCacheError, rest_fields: Mapping[str, str] = _REST_FIELDS
+) -> RagCacheError:
+    """Return the error with the field and the fix as a REST client knows them.
 
-    names: what a field is called here, if not what it is called there.
+    Args:
+        rest_fields: REST name of each field that gRPC calls otherwise.
     """
     match error:
         case TooLarge():
-            return TooLarge(_field(error.field, names), error.problem, error.fix)
+            return TooLarge(_rest_field(error.field, rest_fields), error.problem, error.fix)
         case InvalidInput():
-            return InvalidInput(_field(error.field, names), error.problem, error.fix)
+            return InvalidInput(_rest_field(error.field, rest_fields), error.problem, error.fix)
         case NotFound():
             return NotFound(error.kind, error.name, _FIXES.get(error.kind, error.fix))
         case _:
             return error
 
 
-def _field(field: str, names: Mapping[str, str]) -> str:
+def _rest_field(field: str, rest_fields: Mapping[str, str]) -> str:
     message, dot, inner = field.partition(".")
     if dot and message in ("collection", "document"):
         field = inner
-    return names.get(field, field)
+    return rest_fields.get(field, field)

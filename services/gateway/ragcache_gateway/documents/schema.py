@@ -1,7 +1,7 @@
-"""Documents, collections and searches as the gateway takes and gives them.
+"""Documents, collections and searches in the REST API.
 
-The retriever owns the rules of names and sizes; here only what its messages could not carry, or
-could not say, is refused.
+The retriever owns the rules of names and sizes. The gateway only refuses what the retriever's
+messages cannot carry.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache_gateway.chat.schema import MAX_TOP_K
 from ragcache_gateway.documents.text_type import Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 MAX_PAGE = 1000
+MAX_TOP_K = 50
 
 MARKDOWN_SUFFIXES = (".md", ".markdown")
 TEXT_SUFFIXES = (".txt", *MARKDOWN_SUFFIXES)
 
-_PRINTED_TYPE: dict[int, Literal["text", "markdown"]] = {
+_CONTENT_TYPES: dict[int, Literal["text", "markdown"]] = {
     pb.CONTENT_TYPE_UNSPECIFIED: "text",
     pb.CONTENT_TYPE_TEXT: "text",
     pb.CONTENT_TYPE_MARKDOWN: "markdown",
@@ -28,7 +28,7 @@ _PRINTED_TYPE: dict[int, Literal["text", "markdown"]] = {
 
 
 class DocumentIn(BaseModel):
-    """A document to insert, or to put in the place of the one with its id."""
+    """A document to insert, or to replace the one with its id."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -47,7 +47,7 @@ class DocumentIn(BaseModel):
     metadata: dict[Text, Text] = Field(default_factory=dict)
 
     def to_message(self) -> pb.Document:
-        """What the retriever takes."""
+        """Convert to the retriever's message."""
         markdown = (
             self.content_type in ("markdown", "text/markdown")
             if self.content_type
@@ -78,29 +78,29 @@ class DocumentInfo(BaseModel):
 
 
 class DocumentOut(DocumentInfo):
-    """A document."""
+    """A document with its text."""
 
     text: str
 
 
 class DocumentWritten(DocumentInfo):
-    """A document that is durable and searchable now."""
+    """A document after a write: durable and searchable."""
 
-    changed: bool = Field(description="False: it was there already, just like this.")
+    changed: bool = Field(description="False: the same document was stored already.")
     removed_variants: int | None = Field(
-        description="Stored KV dropped with its old chunks; null: later, the cache store is away."
+        description="Variants deleted with its old chunks; null: later, the cache store is away."
     )
 
 
 class DocumentDeleted(BaseModel):
-    """A document that is gone."""
+    """A document after its deletion."""
 
     object: Literal["document.deleted"] = "document.deleted"
     collection: str
     id: str
     deleted: Literal[True] = True
     removed_variants: int | None = Field(
-        description="Stored KV dropped with its chunks; null: later, the cache store is away."
+        description="Variants deleted with its chunks; null: later, the cache store is away."
     )
 
 
@@ -113,8 +113,8 @@ class DocumentList(BaseModel):
     next: str | None = Field(description="Send it as after for the next page.")
 
 
-class Chunking(BaseModel):
-    """How documents are cut, in the serving model's tokens."""
+class ChunkSizes(BaseModel):
+    """How documents are split into chunks, in tokens of the serving model."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -129,7 +129,7 @@ class CollectionOut(BaseModel):
 
     object: Literal["collection"] = "collection"
     name: str
-    chunking: Chunking
+    chunking: ChunkSizes
     window: int
     documents: int
     chunks: int
@@ -161,7 +161,7 @@ class ChunkOut(BaseModel):
     document_id: str
     title: str
     heading_path: list[str]
-    ordinal: int = Field(description="Place in the document, from 0.")
+    ordinal: int = Field(description="Position in the document, from 0.")
     text: str
 
 
@@ -174,9 +174,11 @@ class HitOut(ChunkOut):
 
 
 class SearchTiming(BaseModel):
-    """Where the time went, in milliseconds."""
+    """Time of each step, in milliseconds."""
 
-    retrieve: float = Field(description="The search as the gateway saw it, embedding included.")
+    retrieve: float = Field(
+        description="The whole search as the gateway measures it, embedding included."
+    )
     stages: int = Field(description="How many stages the search streamed (a count, no time).")
     embed: float
     search: float
@@ -191,17 +193,17 @@ class SearchAnswer(BaseModel):
 
 
 def is_markdown(name: str) -> bool:
-    """Whether a name ends like a Markdown file's."""
+    """Whether a file of this name is Markdown."""
     return PurePosixPath(name).suffix.lower() in MARKDOWN_SUFFIXES
 
 
 def document_info(document: pb.Document) -> DocumentInfo:
-    """A document without its text."""
+    """Convert a document, without its text."""
     return DocumentInfo(
         collection=document.collection,
         id=document.id,
         title=document.title,
-        content_type=_PRINTED_TYPE.get(document.content_type, "text"),
+        content_type=_CONTENT_TYPES.get(document.content_type, "text"),
         metadata=dict(document.metadata),
         chunks=document.num_chunks,
         content_hash=document.content_hash,
@@ -210,11 +212,11 @@ def document_info(document: pb.Document) -> DocumentInfo:
 
 
 def collection_out(collection: pb.Collection) -> CollectionOut:
-    """A collection as it is printed."""
+    """Convert a collection."""
     return CollectionOut(
         name=collection.name,
-        # No checks on what the retriever says of itself.
-        chunking=Chunking.model_construct(
+        # The retriever's own values need no validation.
+        chunking=ChunkSizes.model_construct(
             size_tokens=collection.chunking.size_tokens,
             overlap_tokens=collection.chunking.overlap_tokens,
         ),
@@ -225,7 +227,7 @@ def collection_out(collection: pb.Collection) -> CollectionOut:
 
 
 def hit_out(hit: pb.Hit) -> HitOut:
-    """A hit as it is printed."""
+    """Convert a hit."""
     return HitOut(
         **chunk_out(hit.chunk).model_dump(),
         score=round(hit.score, 6),
@@ -235,7 +237,7 @@ def hit_out(hit: pb.Hit) -> HitOut:
 
 
 def chunk_out(chunk: pb.Chunk) -> ChunkOut:
-    """A chunk as it is printed."""
+    """Convert a chunk."""
     return ChunkOut(
         chunk=chunk.id,
         document_id=chunk.document_id,

@@ -1,4 +1,4 @@
-"""Text that every part behind the gateway can take."""
+"""The type of texts in requests: whole Unicode without NUL."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 
-def clean(value: str) -> str:
-    """The value, if it is whole Unicode without NUL.
+def check_text(value: str) -> str:
+    """Return the value if every part behind the gateway can take it.
 
-    NUL marks the place of the chunks in a rendered chat template, and no document in text has it.
+    The prompt builder marks the position of the chunks with NUL, and no text document contains it.
     """
     if "\0" in value:
-        raise problem("holds a NUL character", "send text, not binary data")
+        raise validation_error("holds a NUL character", "send text, not binary data")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise problem("holds half of a surrogate pair", "send whole characters") from None
+        raise validation_error("holds half of a surrogate pair", "send whole characters") from None
     return value
 
 
-def problem(problem: str, fix: str) -> PydanticCustomError:
-    """A validation error that says the fix."""
+def validation_error(problem: str, fix: str) -> PydanticCustomError:
+    """Make a validation error that says how to fix the value."""
     return PydanticCustomError("ragcache", "{problem}; {fix}", {"problem": problem, "fix": fix})
 
 
-Text = Annotated[str, AfterValidator(clean)]
+Text = Annotated[str, AfterValidator(check_text)]

@@ -27,7 +27,7 @@ class FirstTokenTimeout(Unavailable):
 
 def is_engine_loss(error: Exception) -> bool:
     """Whether an engine failed while it had the request."""
-    failed = isinstance(error, Unavailable) and error.part == PART
+    failed = isinstance(error, Unavailable) and error.component == PART
     return failed and not isinstance(error, (RequestNotSent, FirstTokenTimeout))
 
 

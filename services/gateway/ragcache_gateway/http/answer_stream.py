@@ -1,64 +1,75 @@
-"""An answer as a stream of OpenAI's chunks (``chat.ChatCompletionChunk``)."""
+"""An answer as a stream of server-sent events, each one a ``ChatCompletionChunk``."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from ragcache_core.errors import RagCacheError
-from ragcache_gateway.chat.pipeline import Account, Answer
+from ragcache_gateway.chat.accounting import AnswerAccount
+from ragcache_gateway.chat.pipeline import Answer, ChatServices, account, text_deltas
 from ragcache_gateway.http.errors import to_http
-from ragcache_gateway.http.sse import DONE, frame
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream, as OpenAI marks it."""
 
 
-async def events(answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    """Framed chunks: citations with the first, timing and cache with the last before the end.
+async def answer_events(
+    services: ChatServices, answer: Answer, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of an answer: citations in the first, timing and cache use in the last.
 
     Without include_usage the last chunk is the one with the finish reason, because a client that
-    did not ask for it expects no chunk without choices. A failure becomes the last event.
+    did not request usage expects no chunk without choices. A failure becomes the last event.
     """
     sources = {"citations": [citation.model_dump() for citation in answer.citations]}
-    yield _delta(answer, {"role": "assistant", "content": ""}, ragcache=sources)
+    yield _delta_event(answer, {"role": "assistant", "content": ""}, ragcache=sources)
     finish_reason = None
     try:
-        async with aclosing(answer.pieces()) as pieces:
-            async for piece in pieces:
-                finish_reason = piece.finish_reason or finish_reason
-                if piece.text:
-                    yield _delta(answer, {"content": piece.text})
+        async with aclosing(text_deltas(services, answer)) as deltas:
+            async for delta in deltas:
+                finish_reason = delta.finish_reason or finish_reason
+                if delta.text:
+                    yield _delta_event(answer, {"content": delta.text})
     except RagCacheError as error:
-        yield frame(to_http(error).body)
+        yield encode_event(to_http(error).body)
         return
-    account = await answer.account()
+    costs = await account(services, answer)
     if include_usage:
-        yield _delta(answer, {}, finish_reason)
-        usage = account.usage and account.usage.model_dump()
-        yield _chunk(answer, [], usage=usage, ragcache=_costs(account))
+        yield _delta_event(answer, {}, finish_reason)
+        usage = costs.usage and costs.usage.model_dump()
+        yield _chunk_event(answer, [], usage=usage, ragcache=_ragcache_fields(costs))
     else:
-        yield _delta(answer, {}, finish_reason, ragcache=_costs(account))
+        yield _delta_event(answer, {}, finish_reason, ragcache=_ragcache_fields(costs))
     yield DONE
 
 
-def _costs(account: Account) -> dict[str, Any]:
-    return {"timing_ms": account.timing.model_dump(), "cache": account.cache.model_dump()}
+def encode_event(value: Mapping[str, Any]) -> bytes:
+    """Encode a JSON object as one event, in ASCII for clients that split text into lines."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _delta(
-    answer: Answer, delta: dict[str, str], finish_reason: str | None = None, **more: object
+def _ragcache_fields(costs: AnswerAccount) -> dict[str, Any]:
+    return {"timing_ms": costs.timing.model_dump(), "cache": costs.cache.model_dump()}
+
+
+def _delta_event(
+    answer: Answer, delta: dict[str, str], finish_reason: str | None = None, **fields: object
 ) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    return _chunk(answer, [choice], **more)
+    return _chunk_event(answer, [choice], **fields)
 
 
-def _chunk(answer: Answer, choices: list[dict[str, Any]], **more: object) -> bytes:
-    return frame(
+def _chunk_event(answer: Answer, choices: list[dict[str, Any]], **fields: object) -> bytes:
+    return encode_event(
         {
             "id": answer.id,
             "object": "chat.completion.chunk",
             "created": answer.created,
             "model": answer.model,
             "choices": choices,
-            **more,
+            **fields,
         }
     )

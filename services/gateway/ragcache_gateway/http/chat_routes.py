@@ -1,4 +1,4 @@
-"""Answers and models."""
+"""Routes of answers and models."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from ragcache_gateway.chat.pipeline import complete, start_answer
 from ragcache_gateway.chat.schema import ChatCompletion, ChatRequest
-from ragcache_gateway.http.answer_stream import events
-from ragcache_gateway.http.disconnect import EventStream, unless_gone
+from ragcache_gateway.http.answer_stream import answer_events
+from ragcache_gateway.http.disconnect import EventStream, cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.wiring import PartsOf
+from ragcache_gateway.http.services import Services
 
 router = APIRouter(tags=["answers"], responses=ERRORS)
 
 
 class Model(BaseModel):
-    """A model to ask for."""
+    """A model that clients can request."""
 
     id: str
     object: Literal["model"] = "model"
@@ -51,20 +52,24 @@ class ModelList(BaseModel):
         **UPSTREAM_ERRORS,
     },
 )
-async def chat(request: Request, body: ChatRequest, parts: PartsOf) -> Response | ChatCompletion:
-    """Retrieve, and let the model answer from what was found, with citations."""
+async def chat(
+    request: Request, body: ChatRequest, services: Services
+) -> Response | ChatCompletion:
+    """Retrieve chunks and have the model answer from them, with citations."""
     async with AsyncExitStack() as stack:
-        answer = await unless_gone(request.receive, parts.answerer.start(body, stack))
+        answer = await cancel_on_disconnect(
+            request.receive, start_answer(services.chat, body, stack)
+        )
         if not body.stream:
-            return await unless_gone(request.receive, answer.whole())
+            return await cancel_on_disconnect(request.receive, complete(services.chat, answer))
         options = body.stream_options
-        stream = events(answer, include_usage=bool(options and options.include_usage))
-        return EventStream(stream, stack.pop_all(), parts.config.send_timeout_s)
+        include_usage = bool(options and options.include_usage)
+        events = answer_events(services.chat, answer, include_usage=include_usage)
+        return EventStream(events, stack.pop_all(), services.settings.send_timeout_s)
 
 
 @router.get("/v1/models", summary="List the served model")
-async def models(parts: PartsOf) -> ModelList:
-    """The one model that answers."""
-    return ModelList(
-        data=[Model(id=parts.config.model_name, max_model_len=parts.config.max_model_len)]
-    )
+async def models(services: Services) -> ModelList:
+    """Return the one model that answers."""
+    model = services.chat.model
+    return ModelList(data=[Model(id=model.name, max_model_len=model.max_model_len)])

@@ -1,4 +1,4 @@
-"""Work for a client that may leave: racing it, streaming to it."""
+"""Work for a client that may disconnect: cancel it, or stream to the client."""
 
 from __future__ import annotations
 
@@ -13,39 +13,44 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
-    """The client left before its answer was whole; nobody is there to tell."""
+class ClientDisconnected(Exception):
+    """The client disconnected before its answer was complete."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Result of work, which is cancelled as soon as the client leaves; then raises ClientGone.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work; cancel it as soon as the client disconnects.
 
-    Only after the request's body has been read: from then on the one message to come is that the
-    client has left. What work acquires must belong to somebody outside, since it may be cancelled
-    after its last line.
+    Call it after the request's body has been read: from then on the only message to come is the
+    disconnect. The caller owns what the work acquires, because a cancel may come after its last
+    line.
+
+    Raises:
+        ClientDisconnected: The client disconnected first.
     """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
+    waiting = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return await working
-        raise ClientGone
+        raise ClientDisconnected
     finally:
-        for task in (working, leaving):
+        for task in (working, waiting):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, waiting, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Sends framed events until they end or the client leaves, then closes the stack.
+    """Sends events until they end or the client disconnects, then closes the stack.
 
-    send_timeout_s: for the client to take one event. The stack owns what the events come from.
+    Args:
+        stack: Owns what the events come from.
+        send_timeout_s: Time for the client to take one event.
     """
 
     media_type = "text/event-stream"
@@ -59,13 +64,13 @@ class EventStream(Response):
         self._send_timeout_s = send_timeout_s
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        # Else proxies of the nginx family hold events back until their buffer is full.
+        # Without it, nginx and similar proxies buffer events.
         self.headers["x-accel-buffering"] = "no"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See starlette.responses.Response. Raises ClientGone."""
+        """Send the response. Raises ClientDisconnected."""
         async with self._stack:
-            await unless_gone(receive, self._stream(send))
+            await cancel_on_disconnect(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
         await send(
@@ -85,4 +90,4 @@ class EventStream(Response):
             async with asyncio.timeout(self._send_timeout_s):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError:
-            raise ClientGone from None
+            raise ClientDisconnected from None

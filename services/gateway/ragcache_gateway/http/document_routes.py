@@ -1,18 +1,17 @@
-"""Documents, collections and searches."""
+"""Routes of documents, collections and searches."""
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache_gateway.chat.pipeline import to_ms
-from ragcache_gateway.chat.search import retrieve
+from ragcache_gateway.chat.accounting import to_ms
+from ragcache_gateway.chat.search import search_to_final_stage
 from ragcache_gateway.documents.schema import (
     MAX_PAGE,
-    Chunking,
+    ChunkSizes,
     CollectionList,
     CollectionOut,
     DocumentDeleted,
@@ -28,10 +27,10 @@ from ragcache_gateway.documents.schema import (
     hit_out,
 )
 from ragcache_gateway.documents.text_type import Text
-from ragcache_gateway.http.disconnect import unless_gone
+from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
+from ragcache_gateway.http.services import Services
 from ragcache_gateway.http.upload import read_document
-from ragcache_gateway.wiring import PartsOf
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 router = APIRouter(tags=["documents"], responses={**ERRORS, **UPSTREAM_ERRORS})
@@ -56,17 +55,17 @@ _FORM: dict[str, Any] = {
 }
 
 
-class CollectionSettings(BaseModel):
-    """Settings of a collection; what is left out follows the retriever's defaults."""
+class CollectionIn(BaseModel):
+    """Settings of a collection; the retriever has defaults for those left out."""
 
     model_config = ConfigDict(extra="forbid")
 
-    chunking: Chunking | None = None
+    chunking: ChunkSizes | None = None
     window: int | None = Field(
         default=None,
         ge=0,
         strict=True,
-        description="Neighbouring chunks that a hit brings along, on each side.",
+        description="Neighbouring chunks that are returned with a hit, on each side.",
     )
 
 
@@ -83,29 +82,23 @@ class CollectionSettings(BaseModel):
         }
     },
 )
-async def put_document(request: Request, parts: PartsOf) -> DocumentWritten:
-    """Durable and searchable when this answers; an unchanged document is left alone."""
+async def put_document(request: Request, services: Services) -> DocumentWritten:
+    """The document is durable and searchable when this answers. An unchanged one is kept as is."""
     document: DocumentIn = await read_document(request)
-    written_at_ms = time.time_ns() // 1_000_000
-    reply = await parts.retriever.upsert_document(document.to_message())
-    if parts.trials is not None and reply.removed_chunks:
-        parts.trials.delete(document.collection, document.id)
-    removed = await parts.variants.drop(reply.removed_chunks)
-    if parts.precompute is not None and reply.changed:
-        parts.precompute.write(document.collection, document.id, reply.chunks, written_at_ms)
+    reply, removed = await services.documents.write(document.to_message())
     info = document_info(reply.document)
     return DocumentWritten(**info.model_dump(), changed=reply.changed, removed_variants=removed)
 
 
 @router.get("/v1/documents", summary="List documents")
 async def list_documents(
-    parts: PartsOf,
+    services: Services,
     collection: CollectionName = "default",
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
-    after: Annotated[Text, Query(description="`next` of the page before.")] = "",
+    after: Annotated[Text, Query(description="`next` of the previous page.")] = "",
 ) -> DocumentList:
-    """One page of documents without their text, by id."""
-    reply = await parts.retriever.list_documents(collection, limit, after)
+    """Return one page of documents without their text, by id."""
+    reply = await services.retriever.list_documents(collection, limit, after)
     return DocumentList(
         data=[document_info(document) for document in reply.documents],
         has_more=bool(reply.next_page_token),
@@ -115,61 +108,57 @@ async def list_documents(
 
 @router.get("/v1/documents/{id:path}", summary="Get a document")
 async def get_document(
-    id: Text,  # noqa: A002  the field's name in every other place
-    parts: PartsOf,
+    id: Text,  # noqa: A002  the field's name in the REST API
+    services: Services,
     collection: CollectionName = "default",
 ) -> DocumentOut:
-    """A document with its text."""
-    document = await parts.retriever.get_document(collection, id)
+    """Return a document with its text."""
+    document = await services.retriever.get_document(collection, id)
     return DocumentOut(**document_info(document).model_dump(), text=document.text)
 
 
 @router.delete("/v1/documents/{id:path}", summary="Delete a document")
 async def delete_document(
-    id: Text,  # noqa: A002  the field's name in every other place
-    parts: PartsOf,
+    id: Text,  # noqa: A002  the field's name in the REST API
+    services: Services,
     collection: CollectionName = "default",
 ) -> DocumentDeleted:
     """Delete a document and the stored KV of its chunks."""
-    reply = await parts.retriever.delete_document(collection, id)
-    if parts.trials is not None:
-        parts.trials.delete(collection, id)
-    if parts.precompute is not None:
-        parts.precompute.forget(collection, id)
-    removed = await parts.variants.drop_document(collection, id, reply.removed_chunks)
+    removed = await services.documents.delete(collection, id)
     return DocumentDeleted(collection=collection, id=id, removed_variants=removed)
 
 
 @router.get("/v1/collections", summary="List collections")
-async def list_collections(parts: PartsOf) -> CollectionList:
-    """All collections, by name."""
-    collections = await parts.retriever.list_collections()
+async def list_collections(services: Services) -> CollectionList:
+    """Return all collections, by name."""
+    collections = await services.retriever.list_collections()
     return CollectionList(data=[collection_out(collection) for collection in collections])
 
 
 @router.get("/v1/collections/{name}", summary="Get a collection")
-async def get_collection(name: Text, parts: PartsOf) -> CollectionOut:
-    """Settings and counts of a collection."""
-    return collection_out(await parts.retriever.get_collection(name))
+async def get_collection(name: Text, services: Services) -> CollectionOut:
+    """Return settings and counts of a collection."""
+    return collection_out(await services.retriever.get_collection(name))
 
 
 @router.put("/v1/collections/{name}", summary="Create a collection or change its settings")
-async def put_collection(name: Text, body: CollectionSettings, parts: PartsOf) -> CollectionOut:
-    """Changed chunking cuts every document of the collection anew."""
+async def put_collection(name: Text, body: CollectionIn, services: Services) -> CollectionOut:
+    """New chunk sizes split every document of the collection again."""
     collection = pb.Collection(name=name)
     if body.chunking is not None:
         collection.chunking.size_tokens = body.chunking.size_tokens
         collection.chunking.overlap_tokens = body.chunking.overlap_tokens
     if body.window is not None:
         collection.window = body.window
-    return collection_out(await parts.retriever.put_collection(collection))
+    return collection_out(await services.retriever.put_collection(collection))
 
 
 @router.post("/v1/search", summary="Search without an answer")
-async def search(request: Request, body: SearchRequest, parts: PartsOf) -> SearchAnswer:
-    """The hits that an answer would be drawn from."""
-    found = await unless_gone(
-        request.receive, retrieve(parts.retriever, body.collection, body.query, body.top_k)
+async def search(request: Request, body: SearchRequest, services: Services) -> SearchAnswer:
+    """Return the hits that an answer would use."""
+    found = await cancel_on_disconnect(
+        request.receive,
+        search_to_final_stage(services.retriever, body.collection, body.query, body.top_k),
     )
     return SearchAnswer(
         data=[hit_out(hit) for hit in found.hits],

@@ -1,4 +1,4 @@
-"""Errors as OpenAI shapes them; the one place where they are translated."""
+"""Translates errors to HTTP responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pydantic import BaseModel, Field
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 
 UNION_TAG = "~"
-"""First character of our union tags, which pydantic puts into a value's path; no field has it."""
+"""First character of the schema's union tags, which pydantic adds to paths. No field has it."""
 
 _SHOWN_CHARS = 60
 
-_FINDINGS = {
+_PROBLEMS = {
     "missing": ("is missing", "add it"),
     "extra_forbidden": ("is no field of this request", "remove it or correct it"),
     "model_attributes_type": ("is not a JSON object", "send a JSON object"),
@@ -27,7 +27,7 @@ _FINDINGS = {
     "union_tag_not_found": ("is neither a string nor a list", "send one of these"),
     "string_unicode": ("is not valid Unicode", "send whole characters"),
 }
-"""Problem and fix for pydantic's types of findings whose own message lacks one."""
+"""Problem and fix for the types of pydantic errors whose message has no fix."""
 
 _FIXES = {
     "greater_than": "send more than {gt}",
@@ -40,31 +40,31 @@ _FIXES = {
     "too_short": "send at least {min_length} of them",
     "value_error": "send another value",
 }
-"""The fix for what is out of bounds."""
+"""The fix for values out of range."""
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: the message names the field and the fix."""
+    """An error: the message names the field and the fix."""
 
     message: str
     type: str = Field(description="Class of the error, as OpenAI names it.")
-    param: str | None = Field(description="Path of the offending value, if one is to blame.")
+    param: str | None = Field(description="Path of the wrong value, if there is one.")
     code: str | None
 
 
 class ErrorBody(BaseModel):
-    """Body of every answer that is an error, and of an error in the middle of a stream."""
+    """Body of an error response, and of an error event in a stream."""
 
     error: ErrorDetail
 
 
 class TooBusy(RagCacheError):
-    """More requests are in flight than the gateway takes on."""
+    """More requests are in flight than the gateway accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error as an HTTP answer."""
+    """An error as an HTTP response."""
 
     status: int
     body: dict[str, Any]
@@ -74,12 +74,12 @@ class HttpError:
 def error_body(
     message: str, kind: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Make OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def to_http(error: RagCacheError) -> HttpError:
-    """Status, body and headers of an error."""
+    """Return status, body and headers for an error."""
     match error:
         case TooLarge():
             body = error_body(str(error), "invalid_request_error", error.field, "too_large")
@@ -92,7 +92,9 @@ def to_http(error: RagCacheError) -> HttpError:
             return HttpError(404, error_body(str(error), "not_found_error", error.kind, code))
         case Unavailable():
             body = error_body(
-                f"{error}; try again", "service_unavailable_error", code=f"{error.part}_unavailable"
+                f"{error}; try again",
+                "service_unavailable_error",
+                code=f"{error.component}_unavailable",
             )
             return HttpError(503, body, _retry_after(error.retry_after_s))
         case TooBusy():
@@ -103,7 +105,7 @@ def to_http(error: RagCacheError) -> HttpError:
 
 
 def from_status(status: int, method: str, path: str, detail: str) -> HttpError:
-    """The error for an answer that routing or parsing refused before any handler saw it."""
+    """Return the error for a request that routing or parsing refused before any handler."""
     match status:
         case 404:
             message = f"path: {path} does not exist; see /openapi.json for the paths there are"
@@ -124,7 +126,7 @@ def from_status(status: int, method: str, path: str, detail: str) -> HttpError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
-    """The first of pydantic's findings as our error, with the fix for it."""
+    """Convert the first of pydantic's errors, and add the fix."""
     error = errors[0]
     path = value_path(error["loc"]) or "body"
     kind, message, context = str(error["type"]), str(error["msg"]), error.get("ctx") or {}
@@ -133,8 +135,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
     if kind == "json_invalid":
         problem = f"is not valid JSON ({context.get('error', message)})"
         return InvalidInput("body", problem, "send a JSON object")
-    if kind in _FINDINGS:
-        problem, fix = _FINDINGS[kind]
+    if kind in _PROBLEMS:
+        problem, fix = _PROBLEMS[kind]
         if path == "body":
             fix = "send a JSON object as application/json"
         return InvalidInput(path, problem, fix)
@@ -146,7 +148,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
 
 
 def value_path(location: Sequence[int | str]) -> str:
-    """Path of a value as its sender would write it: ``messages[0].content``."""
+    """Return the path of a value as a client writes it: ``messages[0].content``."""
     path = ""
     parts = list(location)
     if parts and parts[0] in ("body", "query", "path"):

@@ -1,4 +1,4 @@
-"""ASGI middleware that keeps every request within its bounds and counts it."""
+"""ASGI middleware that limits, counts and logs requests."""
 
 from __future__ import annotations
 
@@ -11,101 +11,108 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
-from ragcache_gateway.http.disconnect import ClientGone
+from ragcache_gateway.http.disconnect import ClientDisconnected
 from ragcache_gateway.http.errors import TooBusy, to_http
-from ragcache_gateway.http.request_span import note_refusal
+from ragcache_gateway.http.request_span import record_refusal
 from ragcache_gateway.status.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-GONE_STATUS = 499
-"""What is counted for a client that left before its answer began (nginx's number)."""
+CLIENT_CLOSED_STATUS = 499
+"""Status counted for a client that disconnected before its answer began, as nginx does."""
 
 DRAIN_MAX_BYTES = 128 << 20
-"""How much of a refused body is read and thrown away, so that its sender gets to read why."""
+"""Most of a refused body that the gateway reads and drops, so that the client gets the error."""
 
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 def response_to(error: RagCacheError) -> JSONResponse:
-    """An error as a response."""
+    """Convert an error to a response."""
     http = to_http(error)
     return JSONResponse(http.body, http.status, dict(http.headers))
 
 
-class Observed:
-    """Counts and logs every request; ends quietly those whose client has left."""
+class AccessLog:
+    """Counts and logs every request, and ends those whose client has disconnected."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
         status = 500
 
-        async def noting(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
-        except ClientGone:
+            await self._app(scope, receive, record_status)
+        except ClientDisconnected:
             self._metrics.disconnects.inc()
             if status == 500:
-                status = GONE_STATUS
+                status = CLIENT_CLOSED_STATUS
         except asyncio.CancelledError:
-            # Only the server cancels, when the time for stopping is over. Its connection is closed
-            # either way; raised further, every answer cut short would be a traceback in the log.
-            log.warning("cut short by the stop: %s %s", scope["method"], repr(scope["path"]))
+            # The server cancels requests when its grace period is over, and closes the connection.
+            # Raising the error further would only log a traceback for each request.
+            log.warning(
+                "access log: request cancelled by shutdown method=%s path=%r",
+                scope["method"],
+                scope["path"],
+            )
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.requests.labels(route, status).inc()
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             elapsed_ms = 1e3 * (time.perf_counter() - start)
-            # repr: a path may hold line breaks, and a log line must stay one line.
+            # repr: a path may contain line breaks, and a log line must stay one line.
             path = repr(scope["path"])
             log.log(level, "%s %s %s %.0f ms", scope["method"], path, status, elapsed_ms)
 
 
 class InFlightLimit:
-    """Answers 429 when more than most requests under /v1 are in flight."""
+    """Answers 429 to requests under /v1 above a maximum in flight."""
 
-    def __init__(self, app: ASGIApp, most: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, max_in_flight: int, metrics: Metrics) -> None:
         self._app = app
-        self._most = most
+        self._max_in_flight = max_in_flight
         self._metrics = metrics
-        self._now = 0
+        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        if self._now >= self._most:
-            error = TooBusy(f"{self._most} requests are in flight already; try again")
-            note_refusal(error)
+        if self._in_flight >= self._max_in_flight:
+            error = TooBusy(f"{self._max_in_flight} requests are in flight already; try again")
+            record_refusal(error)
             await response_to(error)(scope, receive, send)
             return
-        self._now += 1
-        self._metrics.in_flight.set(self._now)
+        self._in_flight += 1
+        self._metrics.in_flight.set(self._in_flight)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._now -= 1
-            self._metrics.in_flight.set(self._now)
+            self._in_flight -= 1
+            self._metrics.in_flight.set(self._in_flight)
 
 
 class BodyLimit:
-    """Bounds what bodies take in memory and time, while they arrive.
+    """Limits the memory and time that request bodies take while they arrive.
 
-    max_bytes: of one body. total_bytes: of all bodies held at once. timeout_s: for one to arrive.
+    Args:
+        max_bytes: Largest body.
+        total_bytes: Most bytes of all bodies in memory at once.
+        timeout_s: Time for one body to arrive.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, total_bytes: int, timeout_s: float) -> None:
@@ -115,7 +122,7 @@ class BodyLimit:
         self.free_bytes = total_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -133,28 +140,28 @@ class BodyLimit:
 
 
 class _BoundedBody:
-    """One request's body; takes what it holds from its limit's free bytes."""
+    """One request's body. Its bytes count against the free bytes of the limit."""
 
     def __init__(self, limit: BodyLimit, receive: Receive) -> None:
         self._limit = limit
         self._receive = receive
         self._deadline: float | None = None
-        self._seen = 0
-        self._held = 0
-        self._more = True
+        self._received_bytes = 0
+        self._taken_bytes = 0
+        self._has_more = True
 
     async def receive(self) -> Message:
-        """The next message. Raises TooLarge, TooBusy or InvalidInput."""
-        if not self._more:
+        """Receive the next message. Raises TooLarge, TooBusy or InvalidInput."""
+        if not self._has_more:
             return await self._receive()
         try:
             message = await self._next()
         except TimeoutError:
-            self._more = False
+            self._has_more = False
             raise InvalidInput(
                 "body", f"did not arrive within {self._limit.timeout_s:g} s", "send it faster"
             ) from None
-        if self._seen > self._limit.max_bytes:
+        if self._received_bytes > self._limit.max_bytes:
             await self.drain()
             raise self.too_large()
         size = len(message.get("body", b""))
@@ -162,22 +169,22 @@ class _BoundedBody:
             await self.drain()
             raise TooBusy("too many large requests are in flight already; try again")
         self._limit.free_bytes -= size
-        self._held += size
+        self._taken_bytes += size
         return message
 
     async def drain(self) -> None:
-        """Read what is left, up to a bound, and throw it away."""
+        """Read the rest of the body, up to DRAIN_MAX_BYTES, and drop it."""
         with contextlib.suppress(TimeoutError):
-            while self._more and self._seen <= DRAIN_MAX_BYTES:
+            while self._has_more and self._received_bytes <= DRAIN_MAX_BYTES:
                 await self._next()
 
     def release(self) -> None:
-        """Give back what was taken from the limit."""
-        self._limit.free_bytes += self._held
-        self._held = 0
+        """Return the body's bytes to the limit."""
+        self._limit.free_bytes += self._taken_bytes
+        self._taken_bytes = 0
 
     def too_large(self) -> TooLarge:
-        """The error for a body over the bound."""
+        """Make the error for a body over the limit."""
         return TooLarge(
             "body", f"is over {self._limit.max_bytes >> 20} MiB", "send less, or split the document"
         )
@@ -188,8 +195,8 @@ class _BoundedBody:
             self._deadline = now + self._limit.timeout_s
         async with asyncio.timeout_at(self._deadline):
             message = await self._receive()
-        self._more = message["type"] == "http.request" and message.get("more_body", False)
-        self._seen += len(message.get("body", b""))
+        self._has_more = message["type"] == "http.request" and message.get("more_body", False)
+        self._received_bytes += len(message.get("body", b""))
         return message
 
 

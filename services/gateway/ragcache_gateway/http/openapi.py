@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI cannot see of the routes is added here."""
+"""The OpenAPI document, with the models that FastAPI cannot find in the routes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from ragcache_gateway.http.errors import ErrorBody
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The message names the field and the fix."},
-    404: {"model": ErrorBody, "description": "Something named does not exist."},
+    404: {"model": ErrorBody, "description": "A named object does not exist."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     429: {"model": ErrorBody, "description": "Too many requests are in flight."},
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
 UPSTREAM_ERRORS: dict[int | str, dict[str, Any]] = {
-    503: {"model": ErrorBody, "description": "A part is away; Retry-After says when to try again."},
+    503: {
+        "model": ErrorBody,
+        "description": "A part is unavailable; Retry-After says when to try again.",
+    },
 }
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The document, built once."""
+    """Return the document, which is built once."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title, version=app.version, summary=app.summary, routes=app.routes
         )
-        # Models that no route takes or gives as FastAPI knows it: a stream's, a body read by hand.
+        # FastAPI does not see the chunks of a stream, nor a body that a route reads itself.
         _, extra = models_json_schema(
             [(ChatCompletionChunk, "serialization"), (DocumentIn, "validation")],
             ref_template="#/components/schemas/{model}",

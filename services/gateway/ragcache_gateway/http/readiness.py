@@ -1,4 +1,4 @@
-"""Whether a question could be answered now, and which part is in the way."""
+"""Whether the gateway could answer a question now, and which part prevents it."""
 
 from __future__ import annotations
 
@@ -8,66 +8,69 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from ragcache_core.errors import RagCacheError
-from ragcache_gateway.engines.pool import Engines
+from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_wire.clients.health_client import HealthClient
 
 
-class PartState(BaseModel):
-    """One part the gateway depends on."""
+class PartReadiness(BaseModel):
+    """Whether one part that the gateway depends on is ready."""
 
     ready: bool
     problem: str | None = None
 
 
-class EngineState(PartState):
+class EngineReadiness(PartReadiness):
     """One engine, by the address of its server."""
 
     address: str
-    in_flight: int = Field(description="Requests of this gateway that it is answering.")
+    in_flight: int = Field(description="Requests of this gateway that the engine is answering.")
 
 
-class EnginesState(PartState):
+class EnginePoolReadiness(PartReadiness):
     """All engines: ready if one of them is."""
 
-    endpoints: list[EngineState]
+    endpoints: list[EngineReadiness]
 
 
-class States(BaseModel):
-    """The parts that answers need."""
+class AllReadiness(BaseModel):
+    """The parts that an answer needs."""
 
-    retriever: PartState
-    engine: EnginesState
+    retriever: PartReadiness
+    engine: EnginePoolReadiness
 
 
 class Ready(BaseModel):
-    """Every part that answers need is ready."""
+    """Every part that an answer needs is ready."""
 
     status: Literal["ready"] = "ready"
-    parts: States
+    parts: AllReadiness
 
 
 class NotReady(BaseModel):
-    """A part that answers need is not ready."""
+    """A part that an answer needs is not ready."""
 
     error: ErrorDetail = Field(description="The message names the part.")
-    parts: States
+    parts: AllReadiness
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Looks at the retriever when asked, and at what the engines did last."""
+    """Asks the retriever for its health, and the pool which engines have failed."""
 
-    engines: Engines
+    engines: EnginePool
     retriever: HealthClient
 
-    async def parts(self) -> States:
-        """State of every part that answers need."""
-        return States(retriever=await _state(self.retriever), engine=_engines_state(self.engines))
+    async def check(self) -> AllReadiness:
+        """Return the state of every part that an answer needs."""
+        return AllReadiness(
+            retriever=await _retriever_readiness(self.retriever),
+            engine=_engine_pool_readiness(self.engines),
+        )
 
 
-def problem_of(parts: States) -> str | None:
-    """One line that names the parts which are not ready; None if all are."""
+def not_ready_message(parts: AllReadiness) -> str | None:
+    """Return one line that names the parts that are not ready; None if all are."""
     return (
         "; ".join(
             f"the {name} is not ready: {state.problem}"
@@ -78,12 +81,12 @@ def problem_of(parts: States) -> str | None:
     )
 
 
-def _engines_state(engines: Engines) -> EnginesState:
-    return EnginesState(
+def _engine_pool_readiness(engines: EnginePool) -> EnginePoolReadiness:
+    return EnginePoolReadiness(
         ready=engines.problem is None,
         problem=engines.problem,
         endpoints=[
-            EngineState(
+            EngineReadiness(
                 ready=engine.failure is None,
                 problem=engine.failure,
                 address=engine.address,
@@ -94,9 +97,9 @@ def _engines_state(engines: Engines) -> EnginesState:
     )
 
 
-async def _state(client: HealthClient) -> PartState:
+async def _retriever_readiness(client: HealthClient) -> PartReadiness:
     try:
         serving = await client.serving()
     except RagCacheError as error:
-        return PartState(ready=False, problem=str(error))
-    return PartState(ready=serving, problem=None if serving else "it is not serving yet")
+        return PartReadiness(ready=False, problem=str(error))
+    return PartReadiness(ready=serving, problem=None if serving else "it is not serving yet")

@@ -1,4 +1,4 @@
-"""A span for every request, by OpenTelemetry's conventions for HTTP servers."""
+"""A trace span for every request, by OpenTelemetry's conventions for HTTP servers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_gateway.http.disconnect import ClientGone
+from ragcache_gateway.http.disconnect import ClientDisconnected
 from ragcache_gateway.http.errors import TooBusy
+from ragcache_gateway.status.spans import record_unavailable
 from ragcache_wire.tracing import Span, Tracer, current_span
 
 _PREFIX: Final = "/v1/"
-"""Health and metrics are asked for all the time, and nobody looks into that."""
+"""Requests for health and metrics are frequent and not traced."""
 
 
-class Traced:
-    """Has every request under /v1 be part of its caller's trace, or begin one.
+class RequestSpans:
+    """Middleware that adds each request under /v1 to its caller's trace, or begins a trace.
 
-    A span lasts as long as its answer: of a stream, until its last byte or until its client left.
+    A span lasts as long as the answer. For a stream that is until the last byte, or until the
+    client disconnects.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
@@ -27,7 +29,7 @@ class Traced:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
             await self._app(scope, receive, send)
             return
@@ -37,17 +39,17 @@ class Traced:
             await self._app(scope, receive, send)
             return
 
-        async def noting(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _note_status(span, message["status"])
+                _set_status(span, message["status"])
             await send(message)
 
         span.set(**_attributes(scope))
         error: BaseException | None = None
         try:
             with span.current():
-                await self._app(scope, receive, noting)
-        except ClientGone:
+                await self._app(scope, receive, record_status)
+        except ClientDisconnected:
             span.set(cancelled=True)
             raise
         except BaseException as raised:
@@ -61,19 +63,19 @@ class Traced:
             span.end(error)
 
 
-def note_refusal(error: RagCacheError) -> None:
-    """Say on the request's span why it is not served now; of other errors its status says enough.
+def record_refusal(error: RagCacheError) -> None:
+    """Record on the request's span why the gateway cannot serve it now.
 
-    What they say may quote a prompt.
+    For other errors the status is enough, and their text may quote a prompt.
     """
     match error:
         case Unavailable():
-            current_span().fail(f"{error.part} unavailable")
+            record_unavailable(error)
         case TooBusy():
             current_span().fail(str(error))
 
 
-def _note_status(span: Span, status: int) -> None:
+def _set_status(span: Span, status: int) -> None:
     span.set(**{"http.response.status_code": status})
     if status >= 500:
         span.set(**{"error.type": str(status)})

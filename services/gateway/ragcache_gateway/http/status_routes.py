@@ -1,4 +1,4 @@
-"""Whether the gateway lives and could answer, and what it counted."""
+"""Routes of health, readiness, the cache store's status and metrics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from ragcache_core.errors import Unavailable
 from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
-from ragcache_gateway.wiring import PartsOf
-from ragcache_gateway.status.cache import CacheStatus, cache_status
-from ragcache_gateway.http.readiness import NotReady, Ready, problem_of
+from ragcache_gateway.http.readiness import NotReady, Ready, not_ready_message
+from ragcache_gateway.http.services import Services
+from ragcache_gateway.status.cache import CacheStoreStatus, cache_store_status
 
 router = APIRouter(tags=["status"])
 
@@ -25,47 +25,47 @@ class Alive(BaseModel):
     status: Literal["alive"] = "alive"
 
 
-@router.get("/healthz", summary="Whether the process lives")
+@router.get("/healthz", summary="Whether the process answers")
 async def healthz() -> Alive:
-    """Says nothing of other parts; see /readyz."""
+    """Report that the process answers; /readyz also checks other parts."""
     return Alive()
 
 
 @router.get(
     "/readyz",
-    summary="Whether a question could be answered",
+    summary="Whether the gateway could answer a question",
     response_model=Ready,
     responses={503: {"model": NotReady, "description": "The message names the part."}},
 )
-async def readyz(parts: PartsOf) -> Response | Ready:
-    """Ready: the retriever serves, and an engine has answered since it last failed."""
-    states = await parts.readiness.parts()
-    problem = problem_of(states)
+async def readyz(services: Services) -> Response | Ready:
+    """Ready means: the retriever serves, and an engine has answered since it last failed."""
+    parts = await services.readiness.check()
+    problem = not_ready_message(parts)
     if problem is None:
-        return Ready(parts=states)
+        return Ready(parts=parts)
     error = ErrorDetail(
         message=problem, type="service_unavailable_error", param=None, code="not_ready"
     )
-    body = NotReady(error=error, parts=states)
+    body = NotReady(error=error, parts=parts)
     return JSONResponse(body.model_dump(), 503, {"Retry-After": "1"})
 
 
 @router.get(
     "/v1/cache",
-    summary="What the cache store holds, and how often it had what was asked for",
+    summary="What the cache store has, and its hits and misses",
     responses={**ERRORS, **UPSTREAM_ERRORS},
 )
-async def cache(parts: PartsOf) -> CacheStatus:
-    """Sums over the shards that answer; 503 if none does."""
-    stats = await parts.store.stats()
+async def cache(services: Services) -> CacheStoreStatus:
+    """Return sums over the shards that answer; 503 if none does."""
+    stats = await services.store.stats()
     if not any(stats.values()):
         raise Unavailable("cachestore", "no shard answers")
-    return cache_status(stats)
+    return cache_store_status(stats)
 
 
-@router.get("/metrics", summary="Counters for Prometheus", response_class=PlainTextResponse)
-async def metrics(parts: PartsOf) -> Response:
-    """Prometheus' text format."""
+@router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+async def metrics(services: Services) -> Response:
+    """Return the metrics in Prometheus' text format."""
     return Response(
-        generate_latest(parts.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
+        generate_latest(services.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
     )

@@ -1,4 +1,4 @@
-"""A document from the body of a request: JSON, or a file in a form."""
+"""Reads a document from the body of a request: JSON, or a file in a form."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FIELDS = ("file", "collection", "id", "title", "content_type", "metadata")
 
 
 async def read_document(request: Request) -> DocumentIn:
-    """The document that a request brings. Raises InvalidInput naming the field."""
+    """Read the document of a request. Raises InvalidInput naming the field."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return document(form_fields(*await _read_form(request)))
+        return validate_document(form_fields(*await _read_form(request)))
     if kind == "application/json":
-        return document(json_object(await request.body()))
+        return validate_document(json_object(await request.body()))
     raise InvalidInput(
         "Content-Type",
         f"is {kind!r}" if kind else "is missing",
@@ -32,8 +32,8 @@ async def read_document(request: Request) -> DocumentIn:
     )
 
 
-def document(fields: dict[str, Any]) -> DocumentIn:
-    """A checked document. Raises InvalidInput naming the field."""
+def validate_document(fields: dict[str, Any]) -> DocumentIn:
+    """Validate the fields of a document. Raises InvalidInput naming the field."""
     try:
         return DocumentIn.model_validate(fields)
     except ValidationError as error:
@@ -41,12 +41,12 @@ def document(fields: dict[str, Any]) -> DocumentIn:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises InvalidInput for anything else."""
+    """Parse a JSON object. Raises InvalidInput for anything else."""
     try:
         value = json.loads(body.decode())
     except UnicodeDecodeError as error:
         raise InvalidInput("body", "is not UTF-8", "send JSON in UTF-8") from error
-    # Deeply nested JSON ends in a RecursionError, which is no ValueError.
+    # Deeply nested JSON raises a RecursionError, which is not a ValueError.
     except (ValueError, RecursionError) as error:
         raise InvalidInput("body", f"is not valid JSON ({error})", "send a JSON object") from error
     if not isinstance(value, dict):
@@ -55,7 +55,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def form_fields(texts: dict[str, str], file_name: str, content: bytes) -> dict[str, Any]:
-    """Fields of a document from those of a form. Raises InvalidInput naming the field."""
+    """Convert the fields of a form to those of a document. Raises InvalidInput naming the field."""
     for name in texts:
         if name not in _FIELDS:
             raise InvalidInput(name, "is no field of this form", f"send {', '.join(_FIELDS)}")
@@ -63,17 +63,17 @@ def form_fields(texts: dict[str, str], file_name: str, content: bytes) -> dict[s
         raise InvalidInput(
             "file", f"is named {file_name!r}", f"send a file of {', '.join(TEXT_SUFFIXES)}"
         )
-    # A form sends an empty text for what was left out.
+    # A form sends an empty text for a field that is left out.
     fields: dict[str, Any] = {name: text for name, text in texts.items() if text}
     if "metadata" in fields:
         fields["metadata"] = _metadata(fields["metadata"])
-    # The id names the type where the client does not, and it may have no suffix of its own.
+    # Without a type from the client the id decides it, and the id may have no suffix.
     fields.setdefault("content_type", _type_of(file_name))
     return {"id": file_name, **fields, "text": decode(content)}
 
 
 def decode(content: bytes) -> str:
-    """Text of a file. Raises InvalidInput for what is not text."""
+    """Decode the text of a file. Raises InvalidInput if it is not text."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -83,7 +83,9 @@ def decode(content: bytes) -> str:
             "send plain text or Markdown in UTF-8; convert other formats before",
         ) from error
     if "\0" in text:
-        raise InvalidInput("file", "is binary (it holds NUL bytes)", "send plain text or Markdown")
+        raise InvalidInput(
+            "file", "is binary (it contains NUL bytes)", "send plain text or Markdown"
+        )
     if not text.strip():
         raise InvalidInput("file", "is empty", "send a file with text")
     return text
@@ -104,9 +106,9 @@ def _metadata(text: str) -> dict[str, Any]:
 
 
 class _MemoryParser(MultiPartParser):
-    """Keeps files in memory: a body is bounded anyway, and the root may be read-only."""
+    """Keeps files in memory: bodies are limited, and the file system may be read-only."""
 
-    spool_max_size = 0  # of a spooled file: no bound
+    spool_max_size = 0  # no file is written to disk
 
 
 async def _read_form(request: Request) -> tuple[dict[str, str], str, bytes]:
@@ -118,12 +120,12 @@ async def _read_form(request: Request) -> tuple[dict[str, str], str, bytes]:
             "body", f"is no usable form ({error.message})", "send one file and its fields"
         ) from error
     try:
-        return await _take_apart(form)
+        return await _split_form(form)
     finally:
         await form.close()
 
 
-async def _take_apart(form: FormData) -> tuple[dict[str, str], str, bytes]:
+async def _split_form(form: FormData) -> tuple[dict[str, str], str, bytes]:
     texts = {}
     upload = None
     for name, value in form.multi_items():

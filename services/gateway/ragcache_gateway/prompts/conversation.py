@@ -27,6 +27,4 @@ class Conversation:
 
     def num_chars(self) -> int:
         """Length of all texts together."""
-        return sum(
-            map(len, (self.system, *(turn.content for turn in self.history), self.question))
-        )
+        return sum(map(len, (self.system, *(turn.content for turn in self.history), self.question)))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace
 from ragcache_wire.watched.signing_keys import SigningKeys
 
-DOMAIN = "public"
-"""Access domain of every document: there are no tenants yet. A client can never set it."""
+DOMAIN = PUBLIC_DOMAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,10 @@ def test_steps_add_up_to_the_first_token(timing: dict[str, Any]) -> None:
 
 
 def test_a_load_says_what_was_blended() -> None:
-    timing = {"load": 20.0, "repair": 4.5}
+    timing = {"load": 20.0, "recompute": 4.5}
     cache = {"prompt_tokens": 2000, "loaded_tokens": 1700, "blended_tokens": 1500}
     [load] = steps(timing, cache | {"recomputed_tokens": 300})
-    assert load.note == "1,700 tokens; 1,500 blended, 300 of them repaired in 4.5 ms"
+    assert load.note == "1,700 tokens; 1,500 blended, 300 of them recomputed in 4.5 ms"
     # Of an exact load, and of a gateway that knows no blend, there is nothing to say.
     for exact in ({**cache, "blended_tokens": 0}, {"loaded_tokens": 1700}):
         [load] = steps(timing, exact)

@@ -1,4 +1,4 @@
-"""What is taken of a request, what is refused, and what reaches the engine."""
+"""What the gateway accepts and refuses of a request, and what reaches the engine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pydantic import ValidationError
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.signature import is_signed
-from ragcache_gateway.chat.schema import DROPPED, REFUSED, ChatRequest, Usage
-from ragcache_gateway.documents.retriever_errors import in_rest_terms
+from ragcache_gateway.chat.messages import read_conversation
+from ragcache_gateway.chat.schema import IGNORED_FIELDS, REFUSED_FIELDS, ChatRequest, Usage
+from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.engines.completion import (
-    Piece,
+    TextDelta,
     completion_body,
-    read_event,
-    refusal,
+    error_from_response,
+    parse_event,
     transfer_params,
 )
 from ragcache_gateway.http.errors import TooBusy, from_status, from_validation, to_http, value_path
-from ragcache_gateway.prompts.conversation import read_conversation
-from ragcache_gateway.prompts.reuse_mode import Reuse, wanted_reuse
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
@@ -47,7 +47,7 @@ def read(**changes: Any) -> ChatRequest:
 
 def body_of(request: ChatRequest, cache_salt: str | None = None) -> dict[str, Any]:
     return completion_body(
-        request,
+        request.sampling(),
         model="m",
         token_ids=(1, 2),
         max_tokens=3,
@@ -105,16 +105,16 @@ def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
 def test_what_would_change_the_answer_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    for neutral in REFUSED[name]:
+    for neutral in REFUSED_FIELDS[name]:
         assert body_of(read(**{name: neutral})) == body_of(read())
     with pytest.raises(InvalidInput) as caught:
         read(**{name: {"some": "wish"}})
     assert caught.value.field == name
 
 
-@given(name=st.sampled_from(sorted(DROPPED)), value=json_values)
+@given(name=st.sampled_from(sorted(IGNORED_FIELDS)), value=json_values)
 def test_what_steers_a_cache_is_dropped_whatever_it_holds(name: str, value: object) -> None:
     assert body_of(read(**{name: value})) == body_of(read())
 
@@ -141,7 +141,7 @@ def test_sampling_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) ->
 
 def test_null_means_left_out() -> None:
     names = (
-        *REFUSED,
+        *REFUSED_FIELDS,
         "temperature",
         "stop",
         "seed",
@@ -158,28 +158,26 @@ def test_a_salt_is_only_the_gateways() -> None:
     assert body_of(read(), cache_salt="ours")["cache_salt"] == "ours"
 
 
-@pytest.mark.parametrize("default", [Reuse("exact", 0.2), Reuse("blend", 0.3)])
-def test_a_request_reuses_as_the_platform_does_unless_it_says(default: Reuse) -> None:
-    def wanted(**options: Any) -> Reuse:
-        return wanted_reuse(read(ragcache=options).ragcache, default)
+@pytest.mark.parametrize("default", [ReuseMode("exact", 0.2), ReuseMode("blend", 0.3)])
+def test_a_request_reuses_kv_as_the_platform_is_set_unless_it_chooses(default: ReuseMode) -> None:
+    def wanted(**options: Any) -> ReuseMode:
+        asked = read(ragcache=options).ragcache
+        return requested_reuse(asked.reuse, asked.max_recompute, default)
 
     assert wanted() == wanted(reuse=None, max_recompute=None) == default
     for mode in ("exact", "blend", "off"):
         assert wanted(reuse=mode).mode == mode
-    assert wanted(reuse="blend") == Reuse("blend", default.max_recompute)
-    assert wanted(reuse="blend", max_recompute=1) == Reuse("blend", 1.0)
+    assert wanted(reuse="blend") == ReuseMode("blend", default.max_recompute_share)
+    assert wanted(reuse="blend", max_recompute=1) == ReuseMode("blend", 1.0)
 
 
-def test_what_blend_recomputes_means_nothing_without_it() -> None:
-    options = read(ragcache={"max_recompute": 0.1}).ragcache
-    assert wanted_reuse(options, Reuse("blend", 0.3)) == Reuse("blend", 0.1)
+def test_a_recompute_share_is_refused_without_blend() -> None:
+    assert requested_reuse(None, 0.1, ReuseMode("blend", 0.3)) == ReuseMode("blend", 0.1)
     with pytest.raises(InvalidInput) as caught:
-        wanted_reuse(options, Reuse("exact", 0.3))
+        requested_reuse(None, 0.1, ReuseMode("exact", 0.3))
     assert caught.value.field == "ragcache.max_recompute"
     with pytest.raises(InvalidInput):
-        wanted_reuse(
-            read(ragcache={"reuse": "off", "max_recompute": 0}).ragcache, Reuse("blend", 1)
-        )
+        requested_reuse("off", 0.0, ReuseMode("blend", 1))
 
 
 def test_a_conversation_comes_apart() -> None:
@@ -202,7 +200,7 @@ def test_a_conversation_comes_apart() -> None:
 
 
 def test_an_answer_can_be_sent_back_as_history() -> None:
-    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    empty = {"error_from_response": None, "annotations": [], "audio": None, "tool_calls": None}
     answer = {"role": "assistant", "content": "eu-north", **empty}
     ask = {"role": "user", "content": "Why?"}
     assert len(read(messages=[ask, answer, ask]).messages) == 3
@@ -232,12 +230,12 @@ def test_an_empty_question_is_refused() -> None:
 
 def test_events_of_the_engine_are_read() -> None:
     event = b'{"choices":[{"text":"a","finish_reason":null}],"usage":null}'
-    assert read_event(event) == [Piece("a", None)]
+    assert parse_event(event) == [TextDelta("a", None)]
     event = (
         b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4,'
         b'"prompt_tokens_details":{"cached_tokens":2}}}'
     )
-    (usage,) = read_event(event)
+    (usage,) = parse_event(event)
     assert isinstance(usage, Usage)
     assert usage.model_dump()["prompt_tokens_details"] == {"cached_tokens": 2}
 
@@ -245,14 +243,14 @@ def test_events_of_the_engine_are_read() -> None:
 @given(data=st.binary(max_size=40) | json_values.map(lambda v: repr(v).encode()))
 def test_an_event_that_cannot_be_read_is_an_outage(data: bytes) -> None:
     with contextlib.suppress(Unavailable):
-        assert all(isinstance(found, Piece | Usage) for found in read_event(data))
+        assert all(isinstance(found, TextDelta | Usage) for found in parse_event(data))
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'"x"', b'{"error": "x"}', b"\xff"])
 def test_any_refusal_is_an_error(body: bytes) -> None:
-    assert isinstance(refusal(500, body), Unavailable)
-    assert isinstance(refusal(404, body), Unavailable)
-    assert isinstance(refusal(400, body), InvalidInput)
+    assert isinstance(error_from_response(500, body), Unavailable)
+    assert isinstance(error_from_response(404, body), Unavailable)
+    assert isinstance(error_from_response(400, body), InvalidInput)
 
 
 @pytest.mark.parametrize(
@@ -291,15 +289,15 @@ def test_paths_are_written_as_their_sender_would() -> None:
 
 
 def test_the_retrievers_errors_are_put_in_words_of_this_api() -> None:
-    error = in_rest_terms(InvalidInput("collection.chunking.size_tokens", "is odd", "fix it"))
+    error = to_rest_error(InvalidInput("collection.chunking.size_tokens", "is odd", "fix it"))
     assert str(error) == "chunking.size_tokens: is odd; fix it"
-    assert in_rest_terms(TooLarge("document.text", "x", "y")).field == "text"  # type: ignore[attr-defined]
-    assert in_rest_terms(InvalidInput("page_token", "x", "y")).field == "after"  # type: ignore[attr-defined]
+    assert to_rest_error(TooLarge("document.text", "x", "y")).field == "text"  # type: ignore[attr-defined]
+    assert to_rest_error(InvalidInput("page_token", "x", "y")).field == "after"  # type: ignore[attr-defined]
     assert "PUT /v1/collections/" in str(
-        in_rest_terms(NotFound("collection", "x", "PutCollection"))
+        to_rest_error(NotFound("collection", "x", "PutCollection"))
     )
     away = Unavailable("retriever", "x")
-    assert in_rest_terms(away) is away
+    assert to_rest_error(away) is away
 
 
 def test_plans_are_signed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Deletes that no shard acknowledges: kept, bounded, and tried again until one does."""
+"""Deletes are sent again until each shard acknowledges them, and their number is limited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.store_api import Deletion
-from ragcache_gateway.documents.deletions import FORGOTTEN_AFTER_MS, Deletions
+from ragcache_gateway.documents.deletions import SHARD_RESET_AFTER_MS, DeletionDelivery
 from ragcache_gateway.status.metrics import Metrics
 from ragcache_kv.store_client.sharded import AsyncShardedStore
 
@@ -45,16 +45,16 @@ class FakeStore:
 
 
 class World:
-    """Deletions over a fake store, with a clock that a test moves."""
+    """DeletionDelivery over a fake store, with a clock that a test moves."""
 
     def __init__(self, most: int = 3) -> None:
         self.store, self.metrics, self.now_ms = FakeStore(), Metrics(), 1000
-        self.deletions = Deletions(
+        self.deletions = DeletionDelivery(
             cast("AsyncShardedStore", self.store),
             self.metrics,
-            most=most,
+            max_undelivered=most,
             retry_s=0.001,
-            patience_s=0.02,
+            answer_wait_s=0.02,
             now_ms=lambda: self.now_ms,
         )
 
@@ -67,7 +67,7 @@ async def until(claim: Callable[[], bool]) -> None:
         if claim():
             return
         await asyncio.sleep(0.002)
-    pytest.fail("it did not come about")
+    pytest.fail("the claim did not become true in time")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def chunk(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-async def test_a_delete_says_what_it_removed(world: World) -> None:
+async def test_a_delete_returns_how_many_variants_it_removed(world: World) -> None:
     removed = await world.deletions.delete(
         chunks=[chunk(1)], documents=["default/a"], domain="public"
     )
@@ -90,80 +90,82 @@ async def test_a_delete_says_what_it_removed(world: World) -> None:
 
 
 async def test_a_domain_alone_is_never_deleted(world: World) -> None:
-    """It would be everything that there is."""
+    """A delete of a domain alone would remove everything."""
     with pytest.raises(AssertionError):
         await world.deletions.delete(chunks=[chunk(1)], domain="public")
 
 
-async def test_what_no_shard_acknowledges_waits_and_is_tried_again(world: World) -> None:
+async def test_an_unacknowledged_delete_waits_and_is_sent_again(world: World) -> None:
     world.store.problem = AWAY
     world.deletions.start()
     assert await world.deletions.delete(chunks=[chunk(1)]) is None
     assert await world.deletions.delete(chunks=[chunk(2)]) is None
-    assert (world.deletions.waiting, world.metric("deletes_waiting")) == (2, 2)
+    assert (world.deletions.num_unacknowledged, world.metric("deletes_waiting")) == (2, 2)
     await asyncio.sleep(0.02)
     world.now_ms, world.store.problem = 9000, None
-    await until(lambda: not world.deletions.waiting)
+    await until(lambda: not world.deletions.num_unacknowledged)
     assert [sent.chunks for sent in world.store.deletions] == [(chunk(1),), (chunk(2),)]
-    # Peers ask each other for recent deletes, and of this one they hear now.
+    # Shards ask each other for recent deletes, so the time is the one of the delivery.
     assert {sent.made_at_ms for sent in world.store.deletions} == {9000}
     assert world.metric("deletes_waiting") == 0
     await world.deletions.close()
 
 
-async def test_more_than_fit_lose_the_oldest(world: World) -> None:
+async def test_a_full_queue_loses_the_oldest_delete(world: World) -> None:
     world.store.problem = AWAY
     for number in range(5):
         await world.deletions.delete(chunks=[chunk(number)])
-    assert (world.deletions.waiting, world.metric("deletes_lost_total")) == (3, 2)
+    assert (world.deletions.num_unacknowledged, world.metric("deletes_lost_total")) == (3, 2)
     world.store.problem = None
     world.deletions.start()
     await world.deletions.delete(chunks=[chunk(9)])
-    await until(lambda: not world.deletions.waiting)
+    await until(lambda: not world.deletions.num_unacknowledged)
     assert {sent.chunks[0] for sent in world.store.deletions} == set(map(chunk, (3, 4, 9)))
     await world.deletions.close()
 
 
-async def test_one_that_a_shard_has_heard_of_goes_first(world: World) -> None:
+async def test_a_full_queue_drops_acknowledged_deletes_first(world: World) -> None:
     world.store.members = ["a:1", "b:1"]
     world.store.problems = {"b:1": AWAY}
     assert await world.deletions.delete(chunks=[chunk(0)]) == 3
     world.store.problems["a:1"] = AWAY
     assert await world.deletions.delete(chunks=[chunk(1)]) is None
     world.store.problems = {"b:1": AWAY}
-    await until(lambda: not world.deletions.waiting)
+    await until(lambda: not world.deletions.num_unacknowledged)
     for number in range(2, 6):
         assert await world.deletions.delete(chunks=[chunk(number)]) == 3
-    assert (world.deletions.owed, world.metric("deletes_lost_total")) == (3, 0)
+    assert (world.deletions.num_undelivered, world.metric("deletes_lost_total")) == (3, 0)
     world.store.problems = {}
-    await until(lambda: not world.deletions.owed)
+    await until(lambda: not world.deletions.num_undelivered)
     await world.deletions.close()
 
 
-async def test_one_that_the_store_refuses_holds_up_no_other(world: World) -> None:
+async def test_a_refused_delete_does_not_block_the_next(world: World) -> None:
     world.store.problem = AWAY
     world.deletions.start()
     await world.deletions.delete(chunks=[chunk(1)])
     world.store.problem = InvalidInput("deletion.chunks", "is odd", "send others")
-    await until(lambda: not world.deletions.waiting)
+    await until(lambda: not world.deletions.num_unacknowledged)
     assert world.metric("deletes_lost_total") == 1
     world.store.problem = None
     assert await world.deletions.delete(chunks=[chunk(2)]) == 3
     await world.deletions.close()
 
 
-async def test_a_silent_shard_is_told_in_the_background_under_the_same_id(world: World) -> None:
+async def test_a_failing_shard_gets_the_delete_in_the_background_under_the_same_id(
+    world: World,
+) -> None:
     world.store.members = ["a:1", "b:1"]
     world.store.problems = {"b:1": AWAY}
     assert await world.deletions.delete(chunks=[chunk(1)]) == 3
-    assert (world.deletions.waiting, world.deletions.owed) == (0, 1)
+    assert (world.deletions.num_unacknowledged, world.deletions.num_undelivered) == (0, 1)
     world.now_ms = 9000
     await until(lambda: world.store.tries.count("b:1") > 2)
     assert world.store.tries.count("a:1") == 1
     del world.store.problems["b:1"]
-    await until(lambda: not world.deletions.owed)
+    await until(lambda: not world.deletions.num_undelivered)
     assert world.store.told["a:1"] == world.store.told["b:1"]
-    # One has acknowledged it, and it is of that time everywhere.
+    # One shard has acknowledged it, so it has that time on every shard.
     assert [sent.made_at_ms for sent in world.store.deletions] == [1000, 1000]
     name = "ragcache_gateway_upstream_failures_total"
     assert world.metrics.registry.get_sample_value(name, {"part": "cachestore"}) == (
@@ -172,20 +174,20 @@ async def test_a_silent_shard_is_told_in_the_background_under_the_same_id(world:
     await world.deletions.close()
 
 
-async def test_a_hanging_shard_holds_a_caller_up_for_a_moment_only(world: World) -> None:
+async def test_a_hanging_shard_delays_a_caller_only_briefly(world: World) -> None:
     world.store.members = ["a:1", "b:1"]
     world.store.gates["b:1"] = asyncio.Event()
     async with asyncio.timeout(5):
         assert await world.deletions.delete(chunks=[chunk(1)]) == 3
         assert await world.deletions.delete(chunks=[chunk(2)]) == 3
-    assert (world.deletions.waiting, world.deletions.owed) == (0, 2)
+    assert (world.deletions.num_unacknowledged, world.deletions.num_undelivered) == (0, 2)
     world.store.gates["b:1"].set()
-    await until(lambda: not world.deletions.owed)
+    await until(lambda: not world.deletions.num_undelivered)
     assert world.store.told["a:1"] == world.store.told["b:1"]
     await world.deletions.close()
 
 
-async def test_shards_that_leave_are_owed_nothing_and_new_ones_hear_what_waits(
+async def test_a_shard_that_leaves_needs_no_delete_and_a_new_one_gets_the_unacknowledged(
     world: World,
 ) -> None:
     world.deletions.start()
@@ -193,11 +195,11 @@ async def test_shards_that_leave_are_owed_nothing_and_new_ones_hear_what_waits(
     world.store.problems = {"a:1": AWAY, "b:1": AWAY}
     assert await world.deletions.delete(chunks=[chunk(1)]) is None
     world.store.members = ["c:1", "b:1"]
-    await until(lambda: not world.deletions.waiting)
+    await until(lambda: not world.deletions.num_unacknowledged)
     assert world.store.told.keys() == {"c:1"}
-    assert world.deletions.owed == 1
+    assert world.deletions.num_undelivered == 1
     world.store.members = ["c:1"]
-    await until(lambda: not world.deletions.owed)
+    await until(lambda: not world.deletions.num_undelivered)
     await world.deletions.close()
 
 
@@ -206,16 +208,16 @@ async def test_without_any_shard_a_delete_waits_for_one(world: World) -> None:
     world.store.members = []
     assert await world.deletions.delete(chunks=[chunk(1)]) is None
     world.store.members = ["a:1"]
-    await until(lambda: not world.deletions.waiting)
+    await until(lambda: not world.deletions.num_unacknowledged)
     assert world.metric("deletes_waiting") == 0
     await world.deletions.close()
 
 
-async def test_a_shard_that_was_away_for_a_day_is_not_told_any_more(world: World) -> None:
+async def test_a_shard_that_was_away_for_a_day_needs_no_delete(world: World) -> None:
     world.store.members = ["a:1", "b:1"]
     world.store.problems = {"b:1": AWAY}
     assert await world.deletions.delete(chunks=[chunk(1)]) == 3
-    world.now_ms += FORGOTTEN_AFTER_MS + 1
-    await until(lambda: not world.deletions.owed)
+    world.now_ms += SHARD_RESET_AFTER_MS + 1
+    await until(lambda: not world.deletions.num_undelivered)
     assert "b:1" not in world.store.told
     await world.deletions.close()

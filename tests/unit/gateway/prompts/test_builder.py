@@ -141,7 +141,7 @@ def test_the_token_cache_is_bounded_and_changes_nothing(texts: list[str], capaci
     cache = TokenCache(lambda text: list(text.encode()), capacity)
     for text in texts:
         assert list(cache.get(text)) == list(text.encode())
-        assert sum(4 * len(t) + 4 * len(ids) for t, ids in cache._ids.items()) <= capacity
+        assert sum(4 * len(t) + 4 * len(ids) for t, ids in cache._ids_by_text.items()) <= capacity
 
 
 def test_token_ids_used_last_are_forgotten_last() -> None:

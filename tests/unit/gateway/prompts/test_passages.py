@@ -1,4 +1,4 @@
-"""Which chunks a prompt holds, and in what order."""
+"""Which chunks a prompt contains, and in what order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.prompts.passages import (
-    PREVIEW_CHARS,
     Passage,
-    by_document,
-    citations,
-    fit,
-    preview,
+    fit_to_budget,
+    group_by_document,
 )
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -53,8 +50,8 @@ hits_lists = st.lists(
 
 
 @given(hits=hits_lists)
-def test_every_chunk_is_there_once_and_documents_stay_together(hits: list[pb.Hit]) -> None:
-    passages = [p for document in by_document(hits) for p in document]
+def test_each_chunk_appears_once_and_documents_stay_together(hits: list[pb.Hit]) -> None:
+    passages = [p for document in group_by_document(hits) for p in document]
     wanted = {c.id for h in hits for c in (h.chunk, *h.before, *h.after)}
     assert sorted(names(passages)) == sorted(wanted)
     documents = [key for key, _ in groupby(passages, lambda p: p.chunk.document_id)]
@@ -66,10 +63,10 @@ def test_every_chunk_is_there_once_and_documents_stay_together(hits: list[pb.Hit
 
 
 @given(hits=hits_lists, budget=st.integers(0, 60))
-def test_what_is_kept_fits_and_is_what_ranks_best(hits: list[pb.Hit], budget: int) -> None:
-    documents = by_document(hits)
+def test_the_best_ranked_passages_that_fit_are_selected(hits: list[pb.Hit], budget: int) -> None:
+    documents = group_by_document(hits)
     try:
-        kept = fit(documents, num_tokens, budget)
+        kept = fit_to_budget(documents, num_tokens, budget)
     except InvalidInput:
         best = min((p for p in documents[0] if p.score is not None), key=lambda p: p.rank)
         assert num_tokens(best.chunk.text) > budget
@@ -84,28 +81,15 @@ def test_what_is_kept_fits_and_is_what_ranks_best(hits: list[pb.Hit], budget: in
 
 
 def test_the_lowest_ranked_document_goes_first() -> None:
-    documents = by_document([hit("b", 0), hit("a", 0), hit("a", 3)])
-    assert names(fit(documents, num_tokens, 100)) == ["b#0", "a#0", "a#3"]
-    assert names(fit(documents, num_tokens, 2)) == ["b#0"]
+    documents = group_by_document([hit("b", 0), hit("a", 0), hit("a", 3)])
+    assert names(fit_to_budget(documents, num_tokens, 100)) == ["b#0", "a#0", "a#3"]
+    assert names(fit_to_budget(documents, num_tokens, 2)) == ["b#0"]
 
 
-def test_a_document_left_alone_loses_its_window_before_its_hits() -> None:
-    documents = by_document([hit("a", 3, 0.9, window=1), hit("a", 0, 0.8)])
+def test_a_single_document_loses_its_window_before_its_hits() -> None:
+    documents = group_by_document([hit("a", 3, 0.9, window=1), hit("a", 0, 0.8)])
     assert names(documents[0]) == ["a#0", "a#2", "a#3", "a#4"]
-    assert names(fit(documents, num_tokens, 2)) == ["a#0", "a#3"]
-    assert names(fit(documents, num_tokens, 1)) == ["a#3"]
+    assert names(fit_to_budget(documents, num_tokens, 2)) == ["a#0", "a#3"]
+    assert names(fit_to_budget(documents, num_tokens, 1)) == ["a#3"]
     with pytest.raises(InvalidInput, match="leaves 0 tokens for documents"):
-        fit(documents, num_tokens, 0)
-
-
-def test_a_hit_that_also_is_a_neighbour_is_cited_with_its_own_score() -> None:
-    (document,) = by_document([hit("a", 1, 0.9, window=1), hit("a", 2, 0.4)])
-    cited = citations(document)
-    assert [(c.chunk, c.score) for c in cited] == [("a#1", 0.9), ("a#2", 0.4)]
-
-
-@given(text=st.text(max_size=600))
-def test_a_preview_is_one_short_line(text: str) -> None:
-    shown = preview(text)
-    assert len(shown) <= PREVIEW_CHARS
-    assert shown.split() == shown.split(" ") or not shown
+        fit_to_budget(documents, num_tokens, 0)

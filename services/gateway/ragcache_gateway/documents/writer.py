@@ -1,0 +1,77 @@
+"""Writes and deletes documents, and publishes each change."""
+
+from __future__ import annotations
+
+import time
+
+from ragcache_gateway.documents.events import DocumentChanged, DocumentEvents
+from ragcache_gateway.documents.invalidation import RemovedChunkKeys
+from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.v1 import retriever_pb2 as pb
+
+
+class DocumentWriter:
+    """Has the retriever change documents, and tells the subscribers of the events.
+
+    Args:
+        domain: Access domain of the documents.
+    """
+
+    def __init__(
+        self,
+        retriever: RetrieverClient,
+        events: DocumentEvents,
+        removed_chunk_keys: RemovedChunkKeys,
+        domain: str,
+    ) -> None:
+        self._retriever = retriever
+        self._events = events
+        self._removed_chunk_keys = removed_chunk_keys
+        self._domain = domain
+
+    async def write(self, document: pb.Document) -> tuple[pb.UpsertDocumentReply, int | None]:
+        """Insert or replace a document.
+
+        Returns:
+            The retriever's reply, and how many stored variants the change removed; None if they
+            are removed later.
+        """
+        requested_at_ms = _now_ms()
+        reply = await self._retriever.upsert_document(document)
+        applied_at_ms = _now_ms()
+        if not reply.changed:
+            return reply, 0
+        change = DocumentChanged(
+            collection=document.collection,
+            domain=self._domain,
+            document_id=document.id,
+            removed_chunks=await self._removed_chunk_keys.compute(reply.removed_chunks),
+            written_chunks=tuple(reply.chunks),
+            requested_at_ms=requested_at_ms,
+            applied_at_ms=applied_at_ms,
+        )
+        return reply, await self._events.publish(change)
+
+    async def delete(self, collection: str, document_id: str) -> int | None:
+        """Delete a document.
+
+        Returns:
+            How many stored variants the change removed; None if they are removed later.
+        """
+        requested_at_ms = _now_ms()
+        reply = await self._retriever.delete_document(collection, document_id)
+        applied_at_ms = _now_ms()
+        change = DocumentChanged(
+            collection=collection,
+            domain=self._domain,
+            document_id=document_id,
+            removed_chunks=await self._removed_chunk_keys.compute(reply.removed_chunks),
+            written_chunks=None,
+            requested_at_ms=requested_at_ms,
+            applied_at_ms=applied_at_ms,
+        )
+        return await self._events.publish(change)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
