@@ -120,7 +120,7 @@ class LookupExecutor:
                 self._tracer.start_child_of("lookup", parent, SpanKind.INTERNAL) as span,
                 span.current(),
             ):
-                result = self._look_up(make_segments(), plan)
+                result = self._query_store(make_segments(), plan)
                 num_held = sum(1 for variants in result.answer.variants if variants.stored)
                 span.set(
                     segments=len(result.segments),
@@ -136,7 +136,7 @@ class LookupExecutor:
             failed.set_exception(error)
             return failed
 
-    def _look_up(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> LookupResult:
+    def _query_store(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> LookupResult:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = self._timeout_s
         if not (plan.blends and self.blending_enabled):

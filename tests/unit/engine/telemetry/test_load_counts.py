@@ -22,7 +22,7 @@ outcomes = st.builds(
 )
 
 
-refused = st.dictionaries(st.sampled_from(["forged", "unsealed"]), st.integers(1, 9)).map(Counter)
+refused = st.dictionaries(st.sampled_from(["forged", "unsigned"]), st.integers(1, 9)).map(Counter)
 
 
 def counts_of(some: list[LoadOutcome]) -> LoadCounts:
