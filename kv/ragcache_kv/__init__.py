@@ -1,1 +1,1 @@
-"""KV values outside the engine: their layout as bytes, their checksum."""
+"""KV values outside the engine: layout, codecs, key rotation, and clients of the cache store."""

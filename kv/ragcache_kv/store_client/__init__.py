@@ -1,1 +1,1 @@
-"""Clients of the cache store, and what both ends of its data transports share."""
+"""Clients of the cache store: one store or all shards, blocking or async."""

@@ -27,7 +27,7 @@ from ragcache_core.store_api import (
 from ragcache_kv.store_client.client import (
     DELETE_TIMEOUT_S,
     LOOKUP_TIMEOUT_S,
-    PART,
+    SERVICE,
     TRANSPORTS,
     StoreClient,
 )
@@ -48,7 +48,7 @@ class AsyncStoreClient:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._address = address
-        self._lanes = transports
+        self._transports = transports
         self._blocking: StoreClient | None = None
 
     @property
@@ -119,7 +119,7 @@ class AsyncStoreClient:
             async for message in call:
                 yield from_event(message)
         except grpc.RpcError as error:
-            raise from_rpc_error(PART, error) from error
+            raise from_rpc_error(SERVICE, error) from error
         finally:
             call.cancel()
 
@@ -133,9 +133,9 @@ class AsyncStoreClient:
             parent = metadata(traceparent())
             return await method(request, timeout=timeout_s, metadata=parent)
         except grpc.RpcError as error:
-            raise from_rpc_error(PART, error) from error
+            raise from_rpc_error(SERVICE, error) from error
 
     def _values(self) -> StoreClient:
         if self._blocking is None:
-            self._blocking = StoreClient(self._address, self._lanes)
+            self._blocking = StoreClient(self._address, self._transports)
         return self._blocking

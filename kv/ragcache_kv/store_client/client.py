@@ -39,7 +39,7 @@ from ragcache_kv.transport.framing import ConnectionBroken, TimedOut
 from ragcache_kv.transport.grpc_transport import GrpcTransport
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
 from ragcache_kv.transport.tcp_transport import TcpTransport
-from ragcache_kv.transport.transport import PART, Transport, ValueRequest, to_unavailable
+from ragcache_kv.transport.transport import SERVICE, Transport, ValueRequest, to_unavailable
 from ragcache_kv.values.conversions import (
     from_deletion,
     from_event,
@@ -59,9 +59,9 @@ from ragcache_wire.v1 import cachestore_pb2_grpc
 
 __all__ = [
     "DELETE_TIMEOUT_S",
-    "TRANSPORTS",
     "LOOKUP_TIMEOUT_S",
-    "PART",
+    "SERVICE",
+    "TRANSPORTS",
     "StoreClient",
     "StoredValue",
 ]
@@ -95,11 +95,11 @@ class StoreClient:
                 raise InvalidInput("transports", f"has {name!r}", f"name some of {TRANSPORTS}")
         self.address = address
         self.hello: Hello | None = None
-        self._lanes = tuple(transports)
+        self._transports = tuple(transports)
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
-        self._lane: Transport | None = None
+        self._transport: Transport | None = None
         self._doubted = False
         self._better_at = float("inf")
         self._pid = os.getpid()
@@ -107,14 +107,14 @@ class StoreClient:
     @property
     def transport(self) -> str:
         """Name of the transport in use; "" before the first call."""
-        return "" if self._lane is None else self._lane.name
+        return "" if self._transport is None else self._transport.name
 
     def close(self) -> None:
         """Close every connection; calls in flight end."""
         if os.getpid() != self._pid:
             return
-        if self._lane is not None:
-            self._lane.close()
+        if self._transport is not None:
+            self._transport.close()
         self._channel.close()
 
     def connect(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
@@ -156,8 +156,8 @@ class StoreClient:
         if not keys:
             return iter(())
         deadline = time.monotonic() + timeout_s
-        asking = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
-        answers = self._carry(asking.deadline, lambda transport: transport.get(asking))
+        request = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
+        answers = self._carry(request.deadline, lambda transport: transport.get(request))
         return self._noting(zip(keys, answers, strict=True))
 
     def get_layers(
@@ -173,8 +173,8 @@ class StoreClient:
         if not keys:
             return LayeredValues([], iter(()))
         deadline = time.monotonic() + timeout_s
-        asking = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
-        return self._carry(asking.deadline, lambda transport: transport.get_layers(asking))
+        request = ValueRequest(keys, deadline, exact, domain, allocate, traceparent())
+        return self._carry(request.deadline, lambda transport: transport.get_layers(request))
 
     def put(
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
@@ -244,11 +244,11 @@ class StoreClient:
         try:
             return method(request, timeout=max(0.0, timeout_s), metadata=metadata(traceparent()))
         except grpc.RpcError as error:
-            failure = from_rpc_error(PART, error)
+            failure = from_rpc_error(SERVICE, error)
             self._doubted |= isinstance(failure, NoAnswer)
             raise failure from error
         except ValueError as error:  # grpc's, of a channel that was closed meanwhile
-            raise Unavailable(PART, "its client was closed") from error
+            raise Unavailable(SERVICE, "its client was closed") from error
 
     def _carry(self, deadline: float, call: Callable[[Transport], R]) -> R:
         """Call with a transport, and if that breaks once more with a fresh connection."""
@@ -284,29 +284,29 @@ class StoreClient:
     def _connected(self, deadline: float) -> tuple[Hello, Transport]:
         """What the store said of itself and the transport to it, asked anew where in doubt."""
         self._require_own()
-        hello, transport = self.hello, self._lane
+        hello, transport = self.hello, self._transport
         if hello is not None and transport is not None and not self._doubted:
             if time.monotonic() >= self._better_at:
                 transport = self._better(hello, transport, deadline)
             return hello, transport
         left_s = deadline - time.monotonic()
         if not self._lock.acquire(timeout=max(0.0, left_s)):
-            raise NoAnswer(PART, f"{self.address} does not say who it is")
+            raise NoAnswer(SERVICE, f"{self.address} does not say who it is")
         try:
-            if self.hello is None or self._lane is None or self._doubted:
+            if self.hello is None or self._transport is None or self._doubted:
                 said = self._call(self._stub.Hello, pb.HelloRequest(), deadline - time.monotonic())
                 hello = _read(lambda: from_hello(said))
-                if hello != self.hello or self._lane is None:
-                    if self._lane is not None:
-                        self._lane.close()
-                        self._lane = None
-                    self._lane = self._pick(hello, deadline, self._lanes)
+                if hello != self.hello or self._transport is None:
+                    if self._transport is not None:
+                        self._transport.close()
+                        self._transport = None
+                    self._transport = self._pick(hello, deadline, self._transports)
                     self.hello = hello
                     log.info(
                         "values from %s come over the %s transport", self.address, self.transport
                     )
                 self._doubted = False
-            return self.hello, self._lane
+            return self.hello, self._transport
         finally:
             self._lock.release()
 
@@ -315,9 +315,9 @@ class StoreClient:
         if not self._lock.acquire(blocking=False):
             return transport
         try:
-            if self._lane is not transport:
-                return self._lane or transport
-            faster = self._lanes[: self._lanes.index(transport.name)]
+            if self._transport is not transport:
+                return self._transport or transport
+            faster = self._transports[: self._transports.index(transport.name)]
             try:
                 found = self._pick(
                     hello, min(deadline, time.monotonic() + FASTER_TRANSPORT_TIMEOUT_S), faster
@@ -325,7 +325,7 @@ class StoreClient:
             except Unavailable:
                 self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
                 return transport
-            self._lane = found
+            self._transport = found
             if isinstance(transport, FramedTransport):
                 transport.pool.retire()
                 transport.pool.drop_idle()
@@ -360,7 +360,7 @@ class StoreClient:
             else:
                 return transport
         problem = f"no transport to {self.address} ({'; '.join(reasons)})"
-        raise Unavailable(PART, problem) if refused else NoAnswer(PART, problem)
+        raise Unavailable(SERVICE, problem) if refused else NoAnswer(SERVICE, problem)
 
     def _make(self, name: str, hello: Hello) -> Transport | None:
         if name == "shared":
@@ -374,7 +374,9 @@ class StoreClient:
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
-            raise Unavailable(PART, "this client belongs to the process that forked; make another")
+            raise Unavailable(
+                SERVICE, "this client belongs to the process that forked; make another"
+            )
 
 
 def _events(call: Any) -> Iterator[Event]:
@@ -382,7 +384,7 @@ def _events(call: Any) -> Iterator[Event]:
         for message in call:
             yield _read(partial(from_event, message))
     except grpc.RpcError as error:
-        raise from_rpc_error(PART, error) from error
+        raise from_rpc_error(SERVICE, error) from error
     finally:
         call.cancel()
 
@@ -404,7 +406,7 @@ def _read_deletions(call: Any, idle_s: float) -> Iterator[Deletion]:
             yield _read(partial(from_deletion, "deletion", message))
             waiting_since.append(time.monotonic())
     except grpc.RpcError as error:
-        raise from_rpc_error(PART, error) from error
+        raise from_rpc_error(SERVICE, error) from error
     finally:
         ended.set()
         call.cancel()
@@ -415,4 +417,4 @@ def _read(read: Callable[[], R]) -> R:
     try:
         return read()
     except InvalidInput as error:
-        raise RagCacheError(f"the {PART} sent what makes no sense: {error}") from error
+        raise RagCacheError(f"the {SERVICE} sent what makes no sense: {error}") from error

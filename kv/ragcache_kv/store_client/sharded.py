@@ -44,7 +44,7 @@ from ragcache_kv.store_client.async_client import AsyncStoreClient
 from ragcache_kv.store_client.client import (
     DELETE_TIMEOUT_S,
     LOOKUP_TIMEOUT_S,
-    PART,
+    SERVICE,
     StoreClient,
     StoredValue,
 )
@@ -86,7 +86,7 @@ class ShardedLookup:
 
     def held(self) -> dict[VariantKey, StoredVariant]:
         """Everything that is held, by its key."""
-        return {held.key: held for variants in self.variants for held in variants.held}
+        return {held.key: held for variants in self.variants for held in variants.stored}
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ class ShardedStore:
         """
         with self._holders([variant.key.chunk]) as holders:
             if not holders:
-                raise Unavailable(PART, "it has no shards")
+                raise Unavailable(SERVICE, "it has no shards")
             shard = holders[0].owner
             if not shard.answers():
                 raise _lost(holders)
@@ -611,7 +611,7 @@ class _Reading:
             # The call ends by itself then, unless it never began: the store is being closed.
             found = self._ahead.get(timeout=max(0.0, ends - time.monotonic()) + RETRY_S)
         except queue.Empty as error:
-            raise NoAnswer(PART, "it was not asked") from error
+            raise NoAnswer(SERVICE, "it was not asked") from error
         if isinstance(found, BaseException):
             raise found
         return found
@@ -627,7 +627,7 @@ class _Reading:
                         return
             finally:
                 _close(values)
-            self._hand_over(NoAnswer(PART, "it ended early"))
+            self._hand_over(NoAnswer(SERVICE, "it ended early"))
         except BaseException as error:
             self._hand_over(error)
 
@@ -664,7 +664,7 @@ class AsyncShardedStore:
         """Delete on one shard; how many variants went. Raises Unavailable, InvalidInput."""
         client = self._current().get(address)
         if client is None:
-            raise Unavailable(PART, f"shard {address} is no member")
+            raise Unavailable(SERVICE, f"shard {address} is no member")
         return await client.delete(deletion, DELETE_TIMEOUT_S)
 
     async def stats(self) -> dict[str, pb.StatsReply | None]:
@@ -680,7 +680,7 @@ class AsyncShardedStore:
         """What the owners of the chunks hold of each want. Raises Unavailable if one is silent."""
         clients = self._current()
         if not clients:
-            raise Unavailable(PART, "it has no shards")
+            raise Unavailable(SERVICE, "it has no shards")
         parts: dict[str, list[int]] = {}
         for place, owner in enumerate(RendezvousHash(clients).owners([one.chunk for one in wants])):
             parts.setdefault(owner, []).append(place)
@@ -738,7 +738,7 @@ async def _all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R | RagCacheErro
 def _delete_result(answers: Mapping[str, int | RagCacheError]) -> DeleteResult:
     """What became of a delete. Raises Unavailable, InvalidInput."""
     if not answers:
-        raise Unavailable(PART, "it has no shards")
+        raise Unavailable(SERVICE, "it has no shards")
     errors = {name: error for name, error in answers.items() if isinstance(error, RagCacheError)}
     for error in errors.values():
         # The caller's mistake is the same on every shard.
@@ -757,7 +757,7 @@ def _first_that_answers(who: _Holders) -> _Shard | None:
 
 def _as_known(variants: ChunkVariants, who: _Holders, asked: _Shard) -> ChunkVariants:
     """An answer as good as who gave it: only its owner can say that something is nowhere."""
-    if variants.held or asked is who.owner:
+    if variants.stored or asked is who.owner:
         return variants
     return ChunkVariants(miss=Miss.LOST)
 
@@ -773,7 +773,7 @@ def _parts(items: Sequence[R], asked: Sequence[_Shard | None]) -> dict[_Shard, l
 
 def _lost(holders: Iterable[_Holders]) -> Unavailable:
     names = {shard.address for who in holders for shard in who.all()}
-    return Unavailable(PART, f"shard {', '.join(sorted(names))} is lost", RETRY_S)
+    return Unavailable(SERVICE, f"shard {', '.join(sorted(names))} is lost", RETRY_S)
 
 
 def _begun_by_the_first(begin: Callable[[], Iterator[Found]]) -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""Where values lie in the memory that a store shares, as a client on its machine remembers it."""
+"""A client's cache of the extents of values in the memory tier that a store shares."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ragcache_kv.values.stored_value import Allocate, StoredValue, allocate_buff
 
 @dataclass(frozen=True, slots=True)
 class CachedExtents:
-    """Where a value was read from, whole and verified, and what it is.
+    """The memory from which a complete, verified value was read, and what the value is.
 
-    withdrawals: the store's count before it was asked for this place.
+    withdrawals: The store's count before the client asked for the extents.
     """
 
     info: VariantInfo
@@ -29,63 +29,65 @@ class CachedExtents:
     withdrawals: int
 
     @classmethod
-    def of(cls, value: StoredValue, views: Sequence[memoryview], withdrawals: int) -> CachedExtents:
-        """The place of a value that was read from views."""
+    def from_value(
+        cls, value: StoredValue, views: Sequence[memoryview], withdrawals: int
+    ) -> CachedExtents:
+        """Return the extents of a value that was read from views."""
         return cls(value.info, value.parts, value.shape, value.value_format, views, withdrawals)
 
     def is_valid(self, withdrawals: int) -> bool:
-        """Whether nothing was withdrawn, by the store's count now, that could be this value."""
+        """Whether the store has withdrawn nothing, by its current count."""
         return withdrawals == self.withdrawals
 
     def allocate_value(self, allocate: Allocate | None) -> StoredValue:
-        """The value, with memory that its bytes are to be read into. Raises InvalidInput."""
-        room = allocate_buffer(self.info, allocate)
-        return StoredValue(self.info, self.parts, self.shape, self.value_format, room, Tier.MEMORY)
+        """Return the value with memory for its bytes. Raises InvalidInput."""
+        buffer = allocate_buffer(self.info, allocate)
+        return StoredValue(
+            self.info, self.parts, self.shape, self.value_format, buffer, Tier.MEMORY
+        )
 
     def copy(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
-        """Copy parts, which begin at start, to memory of their size; whether all were good."""
-        views = (
-            self.views
-            if len(parts) == len(self.parts)
-            else slice_views(self.views, start, len(target))
-        )
+        """Copy the parts that begin at byte start of the value. Return whether all are valid."""
+        is_whole = len(parts) == len(self.parts)
+        views = self.views if is_whole else slice_views(self.views, start, len(target))
         return copy_verified(target, views, parts)
 
 
 class ExtentCache:
-    """The places of at most capacity values, those used last. Safe for threads.
+    """The extents of the last capacity values that a client read. Safe for threads.
 
-    What a key is answered with depends on what else was asked, so that is part of what is known.
+    The value of a key depends on ``exact`` and ``domain`` of the request, so both are in the
+    cache's key.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._places: OrderedDict[tuple[VariantKey, bool, str], CachedExtents] = OrderedDict()
+        self._extents: OrderedDict[tuple[VariantKey, bool, str], CachedExtents] = OrderedDict()
 
-    def get(self, asking: ValueRequest, key: VariantKey, withdrawals: int) -> CachedExtents | None:
-        """Where a key's value was; None if that is not known, or not valid by the count now."""
-        name = key, asking.exact, asking.domain
+    def get(self, request: ValueRequest, key: VariantKey, withdrawals: int) -> CachedExtents | None:
+        """Return a key's extents; None if they are unknown or invalid by the current count."""
+        name = key, request.exact, request.domain
         with self._lock:
-            place = self._places.get(name)
-            if place is None:
+            extents = self._extents.get(name)
+            if extents is None:
                 return None
-            if not place.is_valid(withdrawals):
-                del self._places[name]
+            if not extents.is_valid(withdrawals):
+                del self._extents[name]
                 return None
-            self._places.move_to_end(name)
-            return place
+            self._extents.move_to_end(name)
+            return extents
 
-    def remember(self, asking: ValueRequest, key: VariantKey, place: CachedExtents) -> None:
-        """A key's value was read from place."""
-        name = key, asking.exact, asking.domain
+    def put(self, request: ValueRequest, key: VariantKey, extents: CachedExtents) -> None:
+        """Keep a key's extents, and evict the least recently used ones beyond the capacity."""
+        name = key, request.exact, request.domain
         with self._lock:
-            self._places[name] = place
-            self._places.move_to_end(name)
-            if len(self._places) > self._capacity:
-                self._places.popitem(last=False)
+            self._extents[name] = extents
+            self._extents.move_to_end(name)
+            if len(self._extents) > self._capacity:
+                self._extents.popitem(last=False)
 
-    def forget(self, asking: ValueRequest, key: VariantKey) -> None:
-        """A key's value is not where it was."""
+    def remove(self, request: ValueRequest, key: VariantKey) -> None:
+        """Drop a key's extents, which do not hold its value any more."""
         with self._lock:
-            self._places.pop((key, asking.exact, asking.domain), None)
+            self._extents.pop((key, request.exact, request.domain), None)

@@ -1,4 +1,4 @@
-"""What the transports with frames of their own share: connections, and asking over one of them."""
+"""What the transports with frames share: a pool of connections, and calls over one of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ragcache_kv.transport.framing import (
     from_error,
     parse,
 )
-from ragcache_kv.transport.transport import PART, Transport
+from ragcache_kv.transport.transport import SERVICE, Transport
 from ragcache_kv.values.conversions import from_outcome, to_put_header
 from ragcache_wire.trace_context import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_CONNECTIONS = 8
-"""Connections of one client to one store; further calls wait for one, within their deadlines."""
+"""Connections of one client to one store. Further calls wait for one, within their deadlines."""
 
-DEFER_S = 0.05
-"""How long what is owed to a store waits for a call that it can go with."""
+DEFERRED_SEND_S = 0.05
+"""How long a deferred message waits for a call that it can go out with."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound=FramedConnection)
@@ -40,23 +40,32 @@ class ConnectionPool(Generic[C]):
     """At most MAX_CONNECTIONS connections, each for one call at a time. Safe for threads."""
 
     def __init__(self, connect: Callable[[float], C]) -> None:
-        """connect: makes a connection by a deadline. Raises ConnectionBroken."""
+        """Keep how to connect.
+
+        Args:
+            connect: Connects by a deadline; raises ConnectionBroken.
+        """
         self._connect = connect
-        # Reentrant, because a call that is let go of ends wherever Python frees it.
+        # Reentrant: an abandoned call ends on any thread on which Python frees it.
         self._changed = threading.Condition(threading.RLock())
         self._idle: list[C] = []
         self._used: set[C] = set()
         self._connecting = 0
         self._closed = False
-        self._owing = threading.Event()
-        self._payer: threading.Thread | None = None
+        self._has_deferred = threading.Event()
+        self._sender: threading.Thread | None = None
 
     def take(self, deadline: float) -> C:
-        """A connection for one call, to be given back or dropped. Raises ConnectionBroken, TooManyCalls."""
+        """Return a connection for one call, which gives or drops it.
+
+        Raises:
+            ConnectionBroken: No connection can be made.
+            TooManyCalls: No connection became free by the deadline.
+        """
         with self._changed:
             while len(self._used) + self._connecting >= MAX_CONNECTIONS and not self._closed:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise TooManyCalls(f"{MAX_CONNECTIONS} calls are being made already")
+                    raise TooManyCalls(f"this client already makes {MAX_CONNECTIONS} calls")
             if self._closed:
                 raise ConnectionBroken("the transport is closed")
             if self._idle:
@@ -77,69 +86,71 @@ class ConnectionPool(Generic[C]):
         return connection
 
     def give(self, connection: C) -> None:
-        """Nothing more is to come on connection: another call may use it."""
+        """Take back a connection whose call is complete."""
         with self._changed:
             self._used.discard(connection)
             if self._closed:
                 connection.close()
             else:
                 self._idle.append(connection)
-                if connection.owed:
-                    self._owe()
+                if connection.deferred:
+                    self._schedule_deferred()
             self._changed.notify()
 
     def drop(self, connection: C) -> None:
-        """End a connection whose call did not end well."""
+        """Close a connection whose call is not complete."""
         connection.close()
         with self._changed:
             self._used.discard(connection)
             self._changed.notify()
 
     def drop_idle(self) -> None:
-        """End every connection that no call uses: when one broke they probably have too."""
+        """Close every idle connection: after one broke, the others probably did too."""
         with self._changed:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def retire(self) -> None:
-        """Let calls in flight end, and their connections with them; none can begin."""
+        """Let running calls finish, then close their connections. New calls are refused."""
         self._end(interrupt=False)
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         self._end(interrupt=True)
 
     def _end(self, *, interrupt: bool) -> None:
         with self._changed:
             self._closed = True
             for connection in self._used if interrupt else ():
-                connection.interrupt()  # whoever uses it closes it
+                connection.interrupt()  # the thread that uses it closes it
             self._changed.notify_all()
-            self._owing.set()
+            self._has_deferred.set()
         self.drop_idle()
 
-    def _owe(self) -> None:
-        """See to it that what idle connections owe is sent soon. Under the lock."""
-        if not self._owing.is_set():
-            self._owing.set()
-        if self._payer is None:
-            self._payer = threading.Thread(target=self._pay, name="store releases", daemon=True)
-            self._payer.start()
+    def _schedule_deferred(self) -> None:
+        """Have the deferred messages of idle connections sent soon. Called under the lock."""
+        if not self._has_deferred.is_set():
+            self._has_deferred.set()
+        if self._sender is None:
+            self._sender = threading.Thread(
+                target=self._send_deferred, name="store releases", daemon=True
+            )
+            self._sender.start()
 
-    def _pay(self) -> None:
+    def _send_deferred(self) -> None:
         while True:
-            self._owing.wait()
-            self._owing.clear()
-            time.sleep(DEFER_S)
+            self._has_deferred.wait()
+            self._has_deferred.clear()
+            time.sleep(DEFERRED_SEND_S)
             with self._changed:
                 if self._closed:
                     return
-                owing = [connection for connection in self._idle if connection.owed]
-                self._idle = [connection for connection in self._idle if not connection.owed]
-                self._used.update(owing)
-            for connection in owing:
-                connection.deadline = time.monotonic() + DEFER_S
+                waiting = [connection for connection in self._idle if connection.deferred]
+                self._idle = [connection for connection in self._idle if not connection.deferred]
+                self._used.update(waiting)
+            for connection in waiting:
+                connection.deadline = time.monotonic() + DEFERRED_SEND_S
                 try:
                     connection.send_deferred()
                 except ConnectionBroken:
@@ -149,12 +160,17 @@ class ConnectionPool(Generic[C]):
 
 
 class OpenCall(Generic[C, M]):
-    """A call that was answered but is not over: its connection is nobody else's.
+    """A call with a reply that still uses its connection.
 
-    As a context it ends with whoever asked: left without ``done``, by an exception say, the
-    connection is ended, and with it the call's leases.
-    asked_at: no lease of the reply was granted before. seconds: what the call has taken so far; to
-    be added to while values are read, and not while they wait to be asked for.
+    If the caller leaves the ``with`` block before ``done``, the connection closes. The store then
+    drops the call's leases.
+
+    Attributes:
+        connection: The connection of the call.
+        reply: The first reply.
+        asked_at: A time before the store granted the leases of the reply.
+        seconds: Time that the call has taken. Callers add the time of reading the values, but not
+            the time in which a value waits to be read.
     """
 
     def __init__(self, pool: ConnectionPool[C], connection: C, reply: M, asked_at: float) -> None:
@@ -165,38 +181,43 @@ class OpenCall(Generic[C, M]):
         self._pool: ConnectionPool[C] | None = pool
 
     def done(self) -> None:
-        """Everything has come."""
+        """Give the connection back after everything has arrived."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.give(self.connection)
 
     def release(self, leases: Sequence[int], corrupt: Sequence[int]) -> None:
-        """Everything has come: let go of leases, and say which of them had corrupt bytes."""
-        said = pb.LeaseRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
+        """Release the leases after everything has arrived.
+
+        Args:
+            leases: All leases of the reply.
+            corrupt: The leases whose bytes did not match their checksums.
+        """
+        release = pb.LeaseRelease(leases=leases, corrupt=corrupt, seconds=self.seconds)
         if corrupt:
-            # Not owed: whoever hears of it puts the value anew, which must not find it held still.
+            # Not deferred: the caller may put the value again, so the store must have dropped it.
             try:
-                self.connection.send(FrameKind.RELEASE, said)
+                self.connection.send(FrameKind.RELEASE, release)
                 kind, _ = self.connection.receive(MAX_REPLY_BYTES)
                 if kind != FrameKind.RELEASED:
-                    raise ConnectionBroken(f"a frame of kind {kind} where RELEASED was due")
+                    raise ConnectionBroken(f"a frame of kind {kind} arrived instead of RELEASED")
             except ConnectionBroken:
                 self.drop()  # and with it the leases
                 return
         elif leases:
-            self.connection.owed.append((FrameKind.RELEASE, said))
+            self.connection.deferred.append((FrameKind.RELEASE, release))
         self.done()
 
-    def keep(self, made: Callable[[], T]) -> T:
-        """What is made of the reply, for whoever goes on reading; an exception ends the call."""
+    def keep(self, read: Callable[[], T]) -> T:
+        """Return the result of read, and keep the call open. An exception drops the call."""
         try:
-            return made()
+            return read()
         except BaseException:
             self.drop()
             raise
 
     def drop(self) -> None:
-        """End the connection, unless done."""
+        """Close the connection, unless the call is done."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.drop(self.connection)
@@ -208,17 +229,22 @@ class OpenCall(Generic[C, M]):
         self.drop()
 
     def __del__(self) -> None:
-        self.drop()  # of a call whose answers nobody has begun to read
+        self.drop()  # the caller never read the values
 
 
 class FramedTransport(Transport, Generic[C]):
-    """A transport over connections of its own. connect: makes one by a deadline; raises ConnectionBroken."""
+    """A transport over its own pool of connections."""
 
     def __init__(self, connect: Callable[[float], C]) -> None:
+        """Make the pool.
+
+        Args:
+            connect: Connects by a deadline; raises ConnectionBroken.
+        """
         self.pool = ConnectionPool(connect)
 
     def close(self) -> None:
-        """End every connection; calls in flight end too."""
+        """See Transport."""
         self.pool.close()
 
     def begin_put(
@@ -228,35 +254,47 @@ class FramedTransport(Transport, Generic[C]):
         deadline: float,
         early: Sequence[bytes | memoryview] = (),
     ) -> OpenCall[C, pb.PutGrant]:
-        """Ask for room for a value. Raises as ask."""
+        """Ask the store to accept a value. Raises as call."""
         header = to_put_header(variant, ack, traceparent())
-        return self.ask(FrameKind.PUT, header, FrameKind.GRANT, pb.PutGrant, deadline, early)
+        return self.call(FrameKind.PUT, header, FrameKind.GRANT, pb.PutGrant, deadline, early)
 
-    def end_put(self, asked: OpenCall[C, pb.PutGrant]) -> PutOutcome:
-        """Wait for what becomes of a put, after its COMMIT.
+    def end_put(self, call: OpenCall[C, pb.PutGrant]) -> PutOutcome:
+        """Wait for the outcome of a put, after its COMMIT.
 
-        Raises ConnectionBroken; and what the store has raised.
+        Raises:
+            ConnectionBroken: The connection ended.
+            RagCacheError: The store's error.
         """
         try:
-            reply = answer(asked.connection, FrameKind.PUT_DONE, pb.PutReply)
+            reply = receive_reply(call.connection, FrameKind.PUT_DONE, pb.PutReply)
         except RagCacheError:
-            asked.done()
+            call.done()
             raise
-        asked.done()
+        call.done()
         return from_outcome(reply.outcome)
 
-    def ask(
+    def call(
         self,
         kind: FrameKind,
         message: Message,
-        wanted: FrameKind,
+        reply_kind: FrameKind,
         reply_type: type[M],
         deadline: float,
         early: Sequence[bytes | memoryview] = (),
     ) -> OpenCall[C, M]:
-        """Send a message and wait for the answer. early: bytes for the store, if it wants them.
+        """Send a message and wait for the reply.
 
-        Raises ConnectionBroken; and what the store has raised, after which the connection goes on.
+        Args:
+            kind: Kind of the frame to send.
+            message: Its message.
+            reply_kind: Kind of the reply.
+            reply_type: Type of the reply's message.
+            deadline: On the clock of time.monotonic.
+            early: Bytes that follow the frame, which the store may skip.
+
+        Raises:
+            ConnectionBroken: The connection ended.
+            RagCacheError: The store's error. The connection stays usable.
         """
         connection = self.pool.take(deadline)
         asked_at = time.monotonic()
@@ -264,7 +302,7 @@ class FramedTransport(Transport, Generic[C]):
             connection.deadline = deadline
             connection.send(kind, message, early, skippable=True)
             connection.spin_wait()
-            reply = answer(connection, wanted, reply_type)
+            reply = receive_reply(connection, reply_kind, reply_type)
         except RagCacheError:
             self.pool.give(connection)
             raise
@@ -274,14 +312,14 @@ class FramedTransport(Transport, Generic[C]):
         return OpenCall(self.pool, connection, reply, asked_at)
 
 
-def answer(connection: FramedConnection, wanted: FrameKind, reply_type: type[M]) -> M:
-    """The next frame, of kind wanted. Raises ConnectionBroken; and what the store has raised."""
+def receive_reply(connection: FramedConnection, reply_kind: FrameKind, reply_type: type[M]) -> M:
+    """Receive a frame of reply_kind. Raises ConnectionBroken, and the store's error."""
     kind, payload = connection.receive(MAX_REPLY_BYTES)
-    if kind == wanted:
+    if kind == reply_kind:
         return _parse(reply_type, payload)
     if kind == FrameKind.ERROR:
-        raise from_error(PART, _parse(pb.DataError, payload))
-    raise ConnectionBroken(f"a frame of kind {kind} where {wanted.name} was due")
+        raise from_error(SERVICE, _parse(pb.DataError, payload))
+    raise ConnectionBroken(f"a frame of kind {kind} arrived instead of {reply_kind.name}")
 
 
 def _parse(message_type: type[M], payload: memoryview) -> M:

@@ -1,32 +1,33 @@
-"""Frames of the data transports: small messages over a Unix or a TCP socket, for both ends.
+"""Frames of the shared memory and TCP transports, for both ends.
 
-A frame is a header (``HEADER``), a protobuf message, and bytes that may be skipped. A connection
-carries one call at a time, so an answer needs no number to be told from another; hardly any release
-is answered.
+A frame is a header (``HEADER``), a protobuf message, and bytes that the receiver may skip. A
+connection carries one call at a time, so replies need no number. Most releases get no reply.
 
+```
     client                            server
-                                      WELCOME (HelloReply); on a Unix socket with three fds, the
-                                      memory tier (read and write), the file of values (read) and
-                                      the board (read)
-    GET (GetRequest)                  GOT (DataGetReply); on the socket transport then the values, in
-                                      the order asked, or layer by layer if that was asked
-    RELEASE (LeaseRelease)             nothing; RELEASED if it names corrupt values, once they are
-                                      dropped, so that a put that follows finds room
-    READS (ReadReport)                 nothing; shared: what was read again without asking
-    PUT (PutHeader); on the socket    GRANT (PutGrant)
-    transport with the first bytes
-      shared: WRITTEN (PutProgress)   nothing
-      when some of it is, more follows
-      socket: the value's other bytes
+                                      WELCOME (HelloReply); a Unix socket also passes three
+                                      descriptors: the memory tier (read and write), the file of
+                                      values (read) and the status page (read)
+    GET (GetRequest)                  GOT (DataGetReply); over TCP the values follow, in the
+                                      order asked, or layer by layer if the client asked for that
+    RELEASE (LeaseRelease)            no reply; if it names corrupt values, RELEASED after the
+                                      store has dropped them, so that a put can store them again
+    READS (ReadReport)                no reply; shared memory: reads without a request
+    PUT (PutHeader); over TCP         GRANT (PutGrant)
+    with the first bytes
+      shared: WRITTEN (PutProgress)   no reply
+      after a part, if more follows
+      TCP: the value's other bytes
     COMMIT (PutCompletion)            PUT_DONE (PutReply)
-      shared: or ABORT                nothing
-                                      ERROR (DataError) instead of any answer
+      shared: or ABORT                no reply
+                                      ERROR (DataError) instead of any reply
+```
 
-A put goes out while its value is still computed: what is only known of a whole one, the checksums
-of its parts, comes last. Short values are put whole in one go, COMMIT among the first bytes.
+A client may put a value while it computes it. The checksums of the parts are known only at the end,
+so they come last. A short value goes out in one piece, with COMMIT among the first bytes.
 
-What one end has not heard of for too long it lets go: a call that breaks off in the middle ends the
-connection, and with it go its leases and its arrivals.
+A call that breaks off ends its connection. The store then drops the connection's leases and its
+incomplete puts.
 """
 
 from __future__ import annotations
@@ -47,39 +48,40 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 HEADER = struct.Struct("<IBxxxI")
-"""Bytes of the message that follows, its kind, and bytes after it, to be skipped if not taken."""
+"""Size of the message that follows, its kind, and the number of skippable bytes after it."""
 
 MAX_REQUEST_BYTES = 1 << 20
-"""Bound of a client's message: MAX_KEYS keys, or the header of a put with all it may name."""
+"""Bound of a client's message: MAX_KEYS keys, or the largest header of a put."""
 
 MAX_REPLY_BYTES = 64 << 20
-"""Bound of a store's message: MAX_KEYS values of MAX_PARTS parts would just fit."""
+"""Bound of a store's message: MAX_KEYS values of MAX_PARTS parts just fit."""
 
 FILE_STEP_BYTES = 1 << 20
-"""How much of a file is sent before the deadline is looked at."""
+"""Bytes of a file that are sent between two checks of the deadline."""
 
 READ_BYTES = 16 << 10
-"""How much is read ahead, which makes most frames one system call."""
+"""Size of the read buffer, with which most frames take one system call."""
 
 PIECE_BYTES = 128 << 10
-"""How much is received before it is verified: still in the cache, and worth a system call."""
+"""Bytes that are received before they are verified, while they are still in the CPU cache."""
 
 EARLY_BYTES = 512 << 10
-"""How much of a value is put before the store has agreed to take it: what it reads meanwhile."""
+"""Bytes of a value that a client sends before the store has granted the put."""
 
-AWAKE_S = 300e-6
-NAPS = 64
-"""How long to stay awake for an answer, and how many answers are slept for after that was in
-vain."""
+SPIN_S = 300e-6
+"""How long to poll for a reply before the thread sleeps."""
+
+SKIPPED_SPINS = 64
+"""Replies that are waited for without polling after a poll without success."""
 
 SOCKET_BUFFER_BYTES = 2 << 20
-"""What the kernel may hold of a TCP connection, so that verifying and sending overlap."""
+"""Kernel buffer of a TCP connection, with which verifying and sending overlap."""
 
 M = TypeVar("M", bound=Message)
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     GET = 1
     RELEASE = 2
@@ -97,49 +99,51 @@ class FrameKind(IntEnum):
 
 
 class ConnectionBroken(Exception):
-    """The connection ended, or what came over it makes no sense; nothing can follow on it."""
+    """The connection ended or carried an invalid frame. It cannot be used any more."""
 
 
 class TimedOut(ConnectionBroken):
-    """The other end let too much time pass."""
+    """The deadline passed before the other end answered."""
 
 
 class TooManyCalls(TimedOut):
-    """This end has too many calls going on, which says nothing about the other one."""
+    """This client already has its maximum of concurrent calls. The other end may be fine."""
 
 
 class FramedConnection:
-    """One end of a connection. Not for two threads at once.
+    """One end of a connection. Only one thread may use it at a time.
 
-    Every call has its deadline (on time.monotonic's clock) as the kernel's own time limit of the
-    socket, which costs nothing while bytes flow: a transfer is one system call however long.
+    The kernel enforces the deadline of a call as a timeout of the socket. That costs nothing while
+    bytes flow, and a transfer stays one system call.
 
-    owed: messages without an answer, which go with the next one: by themselves they would wake the
-    other end for nothing that anybody waits for.
+    Attributes:
+        deadline: Deadline of the current call, on the clock of time.monotonic.
+        deferred: Messages without a reply. They go out with the next frame, since on their own they
+            would wake the other end for no caller.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.deadline = 0.0
-        self.owed: list[tuple[FrameKind, Message]] = []
+        self.deferred: list[tuple[FrameKind, Message]] = []
         self._ahead = bytearray(READ_BYTES)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
         self._skippable = 0
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._naps = 0
+        self._spins_to_skip = 0
         self._limits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.socket.close()
 
     def interrupt(self) -> None:
-        """End the connection while another thread uses it: that one notices, and closes it."""
+        """Shut the connection down while another thread uses it. That thread then closes it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -150,29 +154,36 @@ class FramedConnection:
         data: Sequence[bytes | memoryview] = (),
         skippable: bool = False,
     ) -> None:
-        """Send a frame, with the bytes that begin what follows it, and what is owed.
+        """Send a frame and the deferred messages.
 
-        skippable: whether the other end may do without the bytes. Raises ConnectionBroken.
+        Args:
+            kind: Kind of the frame.
+            message: Its message; None for an empty one.
+            data: Bytes that follow the frame.
+            skippable: Whether the other end may skip data.
+
+        Raises:
+            ConnectionBroken: The connection ended.
         """
-        if kind == FrameKind.PUT:  # nothing may come between it and its value
+        if kind == FrameKind.PUT:  # its value must follow it directly
             self.send_deferred()
         early = sum([len(piece) for piece in data]) if skippable else 0
         self.send_raw(frame(kind, message, early), *data)
-        if self.owed:  # while the other end is busy with what was sent
+        if self.deferred:  # while the other end works on the frame
             self.send_deferred()
 
     def send_deferred(self) -> None:
-        """Send what is owed. Raises ConnectionBroken."""
-        owed, self.owed = self.owed, []
-        if owed:
-            self.send_raw(*[frame(kind, message) for kind, message in owed])
+        """Send the deferred messages. Raises ConnectionBroken."""
+        deferred, self.deferred = self.deferred, []
+        if deferred:
+            self.send_raw(*[frame(kind, message) for kind, message in deferred])
 
     @property
     def is_open(self) -> bool:
-        """Whether the other end still is there, and nothing has come that nobody waits for."""
+        """Whether the other end is still connected and has sent nothing unexpected."""
         if self._start < self._end:
             return False
-        poll = select.poll()  # one of its own: the channel's is not for two threads at once
+        poll = select.poll()  # its own poll object: another thread may use self._poll
         try:
             poll.register(self.socket, select.POLLIN)
             return not poll.poll(0)
@@ -180,7 +191,7 @@ class FramedConnection:
             return False
 
     def send_raw(self, *data: bytes | memoryview) -> None:
-        """Send bytes as they are, as one packet where it can be: the other end wakes once.
+        """Send raw bytes, if possible as one packet, so that the other end wakes once.
 
         Raises ConnectionBroken.
         """
@@ -198,7 +209,7 @@ class FramedConnection:
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
         """Send bytes of a file. Raises ConnectionBroken."""
-        # The kernel's own limit counts anew for every few pages, as long as some bytes go.
+        # The kernel's timeout would restart with every few pages that are sent.
         self.socket.setblocking(False)
         try:
             while num_bytes:
@@ -224,27 +235,34 @@ class FramedConnection:
         poll.poll(max(0.0, self.deadline - time.monotonic()) * 1e3 + 1)
 
     def spin_wait(self) -> None:
-        """Wait a moment for what is to come, without sleeping; it may still be to come after that.
+        """Poll for the next frame for at most SPIN_S.
 
-        To fall asleep and be woken takes longer than a store in reach takes to answer. Where it did
-        not pay it is not tried for a while: the store may be far, or share this processor.
+        A sleep and a wake-up take longer than a nearby store takes to reply. After a poll without
+        success the next SKIPPED_SPINS calls return at once, since the store may be remote or share
+        this processor.
         """
         if self._start < self._end:
             return
-        if self._naps:
-            self._naps -= 1
+        if self._spins_to_skip:
+            self._spins_to_skip -= 1
             return
-        give_up = time.monotonic() + AWAKE_S
+        polls_until = time.monotonic() + SPIN_S
         while not self._poll.poll(0):
-            if time.monotonic() > give_up:
-                self._naps = NAPS
+            if time.monotonic() > polls_until:
+                self._spins_to_skip = SKIPPED_SPINS
                 return
 
     def receive(self, most: int) -> tuple[int, memoryview]:
-        """FrameKind and message of the next frame; the message is valid until the next call.
+        """Receive the next frame. It first skips the skippable bytes of the last one.
 
-        Skips what may be skipped of the last one, if nobody took it. Raises ConnectionBroken, also for a
-        message of more than most bytes.
+        Args:
+            most: Bound of the message's size in bytes.
+
+        Returns:
+            Kind and message of the frame. The message is valid until the next call.
+
+        Raises:
+            ConnectionBroken: The connection ended, or the message is larger than most.
         """
         if self._skippable:
             self._skip()
@@ -252,7 +270,7 @@ class FramedConnection:
             self._read_ahead()
         size, kind, self._skippable = HEADER.unpack_from(self._ahead, self._start)
         if size > most:
-            raise ConnectionBroken(f"a frame of {size} bytes")
+            raise ConnectionBroken(f"the frame has {size} bytes, more than {most}")
         self._start += HEADER.size
         if size <= READ_BYTES:
             while self._end - self._start < size:
@@ -264,19 +282,19 @@ class FramedConnection:
         self.receive_into(message)
         return kind, message
 
-    def take_early(self) -> None:
-        """What could be skipped of the last frame is wanted: it comes next."""
+    def accept_early_bytes(self) -> None:
+        """Keep the skippable bytes of the last frame: the caller receives them next."""
         self._skippable = 0
 
     def _skip(self) -> None:
-        waste = memoryview(bytearray(PIECE_BYTES))
+        skipped = memoryview(bytearray(PIECE_BYTES))
         while self._skippable:
-            piece = waste[: self._skippable]
+            piece = skipped[: self._skippable]
             self.receive_into(piece)
             self._skippable -= len(piece)
 
     def receive_into(self, target: memoryview) -> None:
-        """Fill target with bytes that are no frame. Raises ConnectionBroken."""
+        """Fill target with raw bytes. Raises ConnectionBroken."""
         done = min(self._end - self._start, len(target))
         if done:
             target[:done] = self._view[self._start : self._start + done]
@@ -304,11 +322,11 @@ class FramedConnection:
         return count
 
     def _limit(self, option: int) -> None:
-        """Let the next system call wait no longer than until the deadline. Raises TimedOut."""
+        """Set the timeout of the next system call to the deadline. Raises TimedOut."""
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TimedOut("the deadline has passed")
-        # Most calls have as long as those before: setting it anew would cost more than slack does.
+        # Most calls have the same timeout as those before, so a little slack saves a system call.
         if not left_s <= self._limits_s[option] <= left_s * 1.1:
             self._limits_s[option] = limit_s = left_s * 1.05
             value = struct.pack("ll", *divmod(int(limit_s * 1e6) + 1, 1_000_000))
@@ -319,7 +337,7 @@ class FramedConnection:
 
 
 def frame(kind: FrameKind, message: Message | None = None, skippable: int = 0) -> bytes:
-    """A frame as bytes, without the skippable ones."""
+    """Encode a frame without its skippable bytes."""
     if message is None:
         return HEADER.pack(0, kind, skippable)
     payload = message.SerializeToString()
@@ -327,17 +345,19 @@ def frame(kind: FrameKind, message: Message | None = None, skippable: int = 0) -
 
 
 def parse(message_type: type[M], payload: memoryview) -> M:
-    """A message. Raises InvalidInput if payload is none."""
+    """Decode a message. Raises InvalidInput."""
     try:
         return message_type.FromString(payload)  # type: ignore[arg-type]
     except DecodeError as error:
         raise InvalidInput(
-            "message", f"is no {message_type.DESCRIPTOR.name}", "send what the proto says"
+            "message",
+            f"is no {message_type.DESCRIPTOR.name}",
+            "send the message that the proto defines",
         ) from error
 
 
 def to_error(error: RagCacheError) -> pb.DataError:
-    """An error as it crosses a transport."""
+    """Convert an error to a message."""
     match error:
         case TooLarge() | InvalidInput():
             kind = "too_large" if isinstance(error, TooLarge) else "invalid"
@@ -354,8 +374,8 @@ def to_error(error: RagCacheError) -> pb.DataError:
             return pb.DataError(type="internal", problem=str(error))
 
 
-def from_error(part: str, message: pb.DataError) -> RagCacheError:
-    """The core error that part sent."""
+def from_error(service: str, message: pb.DataError) -> RagCacheError:
+    """Return the core error that a service sent."""
     match message.type:
         case "too_large":
             return TooLarge(message.field, message.problem, message.fix)
@@ -364,9 +384,9 @@ def from_error(part: str, message: pb.DataError) -> RagCacheError:
         case "not_found":
             return NotFound(message.field, message.problem, message.fix)
         case "unavailable":
-            return Unavailable(part, message.problem, message.retry_after_s)
+            return Unavailable(service, message.problem, message.retry_after_s)
         case _:
-            return RagCacheError(f"the {part} failed: {message.problem}")
+            return RagCacheError(f"the {service} failed: {message.problem}")
 
 
 def _broken(error: OSError) -> ConnectionBroken:

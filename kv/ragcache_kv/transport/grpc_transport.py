@@ -1,8 +1,8 @@
-"""The last transport: values inside the store's own gRPC calls, where nothing else gets through.
+"""The fallback transport: values in gRPC calls, for clients that can use no other transport.
 
-gRPC for Python copies every byte several times and moves well under 1 GB/s; the other transports are
-there for a reason. A message that carries a piece bypasses the generated code, which would copy
-it four times more (``ragcache_wire.value_part``).
+gRPC for Python copies every byte several times and moves well under 1 GB/s. Messages with a piece
+of a value bypass the generated code, which would copy the piece four more times
+(``ragcache_wire.value_part``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.transport import PART, Transport, ValueRequest
+from ragcache_kv.transport.transport import SERVICE, Transport, ValueRequest
 from ragcache_kv.values.buffers import Verifier, copy
 from ragcache_kv.values.conversions import (
     from_outcome,
@@ -42,7 +42,7 @@ from ragcache_wire.value_part import data_of, encode_data
 
 
 class GrpcTransport(Transport):
-    """Values over channel, which is whoever made it's to close."""
+    """Carries values over a channel, which its owner closes."""
 
     name = "grpc"
 
@@ -54,16 +54,16 @@ class GrpcTransport(Transport):
             "/ragcache.v1.CacheStore/Put", None, pb.PutReply.FromString
         )
 
-    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
+    def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
-        request = to_get_request(asking.keys, asking.exact, asking.domain)
-        timeout_s = max(0.0, asking.deadline - time.monotonic())
-        call = self._get(request, timeout=timeout_s, metadata=metadata(asking.traceparent))
-        return _values(asking, call)
+        message = to_get_request(request.keys, request.exact, request.domain)
+        timeout_s = max(0.0, request.deadline - time.monotonic())
+        call = self._get(message, timeout=timeout_s, metadata=metadata(request.traceparent))
+        return _values(request, call)
 
-    def get_layers(self, asking: ValueRequest) -> LayeredValues:
-        """See Transport. Here the first layer comes when every value has come."""
-        values = list(self.get(asking))
+    def get_layers(self, request: ValueRequest) -> LayeredValues:
+        """See Transport. The first layer is returned when all values have arrived."""
+        values = list(self.get(request))
         return LayeredValues(values, _layers(values))
 
     def put(
@@ -74,14 +74,14 @@ class GrpcTransport(Transport):
         first = next(runs)
         failures: list[Exception] = []
 
-        def messages() -> Iterator[bytes]:  # gRPC asks for them on a thread of its own
+        def messages() -> Iterator[bytes]:  # gRPC runs this on its own thread
             yield pb.PutPart(header=to_put_header(variant, ack)).SerializeToString()
             try:
                 for run in chain([first], runs):
                     for start in range(0, len(run), PART_BYTES):
                         yield encode_data(run[start : start + PART_BYTES])
                 completion = to_completion(runs.completion())
-            except Exception as error:  # without a completion the store keeps nothing
+            except Exception as error:  # without a completion the store drops the value
                 failures.append(error)
             else:
                 yield pb.PutPart(completion=completion).SerializeToString()
@@ -95,35 +95,35 @@ class GrpcTransport(Transport):
         except grpc.RpcError as error:
             if failures:
                 raise failures[0] from error
-            raise from_rpc_error(PART, error) from error
+            raise from_rpc_error(SERVICE, error) from error
         return from_outcome(reply.outcome)
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """Do nothing: the channel's owner closes it."""
 
 
-def _values(asking: ValueRequest, call: Any) -> Iterator[ValueOrMiss]:
+def _values(request: ValueRequest, call: Any) -> Iterator[ValueOrMiss]:
     try:
         messages = iter(call)
-        for index in range(len(asking.keys)):
+        for index in range(len(request.keys)):
             header = pb.GetPart.FromString(next(messages, b"")).header
             if header.index != index:
-                raise RagCacheError(f"the {PART} sent value {header.index} for {index}")
-            value = allocate_value(header, asking.allocate)
+                raise RagCacheError(f"the {SERVICE} sent value {header.index} for {index}")
+            value = allocate_value(header, request.allocate)
             if isinstance(value, StoredValue) and not _receive(messages, value):
                 yield Miss.CORRUPT
             else:
                 yield value
         with contextlib.suppress(grpc.RpcError):
-            next(messages, None)  # ends the call well, where to cancel it looks like giving up
+            next(messages, None)  # finish the call; a cancel would look like an abort
     except grpc.RpcError as error:
-        raise from_rpc_error(PART, error) from error
+        raise from_rpc_error(SERVICE, error) from error
     finally:
         call.cancel()
 
 
 def _receive(messages: Iterator[bytes], value: StoredValue) -> bool:
-    """Fill a value; whether its checksums hold."""
+    """Fill a value. Return whether its checksums hold."""
     verifier, received = Verifier(value.parts), 0
     while received < len(value.value):
         message = next(messages, b"")
@@ -131,7 +131,7 @@ def _receive(messages: Iterator[bytes], value: StoredValue) -> bool:
         if data is None:
             data = memoryview(pb.GetPart.FromString(message).data)
         if not data or received + len(data) > len(value.value):
-            raise RagCacheError(f"the {PART} sent another number of bytes than it allocate_value")
+            raise RagCacheError(f"the {SERVICE} sent more or fewer bytes than it announced")
         piece = value.value[received : received + len(data)]
         copy(piece, data)
         verifier.add(piece)

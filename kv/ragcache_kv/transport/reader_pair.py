@@ -1,8 +1,8 @@
 """Two threads that read one large value.
 
-One thread gets less of a machine's memory than there is, of the kernel's copies of files less than
-half, and a disk likes to be asked for much at once. The second thread is there for all calls of a
-client: where it is busy or slow to wake, the caller reads alone.
+One thread cannot use the whole bandwidth of memory, and uses less than half of it when the kernel
+copies files. A disk is also faster with several requests. All calls of a client share the second
+thread. If it is busy or slow to wake up, the caller reads alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from ragcache_core.identity.variant import ValuePart
 
 MIN_PAIRED_BYTES = 4 << 20
-"""From this size on it pays to wake somebody."""
+"""Smallest value that two threads read faster than one."""
 
 PIECE_BYTES = 1 << 20
-"""How much is taken at once, in whole parts. Less would not be copied past the caches."""
+"""Least bytes that a thread takes at once, in whole parts. A smaller copy would not bypass the CPU
+caches."""
 
 Read = Callable[[memoryview, int, Sequence[ValuePart]], bool]
-"""Reads some parts to memory of their size, from their place in the value on; whether they were
-good. Called by both threads."""
+"""Reads parts that begin at a byte of the value, and returns whether all are valid.
+
+Both threads call it.
+"""
 
 
 class ReaderPair:
@@ -30,44 +33,44 @@ class ReaderPair:
         self._second = ThreadPoolExecutor(1, "store reader")
 
     def close(self) -> None:
-        """End the second thread when it has done what it is at; callers then read alone."""
+        """End the second thread after its current work. Callers then read alone."""
         self._second.shutdown(wait=False)
 
     def read(self, target: memoryview, start: int, parts: Sequence[ValuePart], read: Read) -> bool:
-        """Read parts, which begin at start of the value, to target; whether all were good."""
+        """Read the parts that begin at byte start of the value. Return whether all are valid."""
         if len(target) < MIN_PAIRED_BYTES or len(parts) == 1:
             return read(target, start, parts)
-        # A list's iterator, unlike a generator, can be drawn from by several threads.
+        # Several threads can draw from the iterator of a list, but not from a generator.
         pieces = iter(_pieces(parts))
 
         def work() -> bool:
-            good = True
-            for offset, num_bytes, some in pieces:
-                good &= read(target[offset : offset + num_bytes], start + offset, some)
-            return good
+            all_valid = True
+            for offset, num_bytes, piece in pieces:
+                all_valid &= read(target[offset : offset + num_bytes], start + offset, piece)
+            return all_valid
 
         try:
             second = self._second.submit(work)
         except RuntimeError:  # closed
             return work()
         try:
-            first_good = work()
+            first_valid = work()
         finally:
-            # Nobody writes to the caller's memory after this.
-            second_good = second.cancel() or second.result()
-        return first_good and second_good
+            # After this, no thread writes to the caller's memory.
+            second_valid = second.cancel() or second.result()
+        return first_valid and second_valid
 
 
 def _pieces(parts: Sequence[ValuePart]) -> list[tuple[int, int, list[ValuePart]]]:
-    """(start, number of bytes, parts) of pieces of PIECE_BYTES or more; the last may be less."""
+    """Group parts to pieces (start, bytes, parts) of at least PIECE_BYTES; the last may be less."""
     pieces: list[tuple[int, int, list[ValuePart]]] = []
-    start, num_bytes, some = 0, 0, []
+    start, num_bytes, piece = 0, 0, []
     for part in parts:
-        some.append(part)
+        piece.append(part)
         num_bytes += part.num_bytes
         if num_bytes >= PIECE_BYTES:
-            pieces.append((start, num_bytes, some))
-            start, num_bytes, some = start + num_bytes, 0, []
-    if some:
-        pieces.append((start, num_bytes, some))
+            pieces.append((start, num_bytes, piece))
+            start, num_bytes, piece = start + num_bytes, 0, []
+    if piece:
+        pieces.append((start, num_bytes, piece))
     return pieces

@@ -1,9 +1,9 @@
-"""Memory that a store and its clients map, such that its huge pages are mapped as huge pages.
+"""Memory that a store and its clients map at an address that huge pages can have.
 
-Copying to memory for the first time costs several times as much as copying, page fault by page
-fault: 2,048 of them for 8 MiB, against four where pages are huge. Python's own ``mmap`` neither
-chooses an address that huge pages can have, nor knows the call that makes them of a memfd whatever
-the system's setting for shared memory (MADV_COLLAPSE, Linux 6.1; containers seldom may change it).
+The first copy to memory costs several times as much as a later one, because of page faults: 2,048
+of them for 8 MiB, against four with huge pages. Python's ``mmap`` cannot choose the address. It
+also lacks MADV_COLLAPSE (Linux 6.1), which makes huge pages of a memfd under every system
+setting for shared memory. Containers can seldom change that setting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from typing import Final
 
 HUGE_BYTES: Final = 2 << 20
-"""A huge page, where base pages are 4 KiB; elsewhere none is made."""
+"""Size of a huge page. Without base pages of 4 KiB none is made."""
 
 _BASE_PAGE_BYTES: Final = 4096
 _MADV_COLLAPSE: Final = 25
@@ -35,25 +35,25 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class SharedMemory:
     """The first num_bytes (whole pages) of a file, mapped for reading and writing.
 
-    view: its bytes. The mapping ends with the last view of it, whoever has that.
+    view: The bytes. The mapping lasts until the last view of it is gone.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """fd stays the caller's. Raises OSError if there is no address space for it."""
+        """Map the file. fd stays the caller's. Raises OSError without enough address space."""
         self._fd = fd
         self._num_bytes = num_bytes
         self._address = 0
         self.view = memoryview(b"")
         if not num_bytes:
             return
-        room_bytes = num_bytes + HUGE_BYTES
-        room = _map(0, room_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        self._address = -(-room // HUGE_BYTES) * HUGE_BYTES
+        reserved_bytes = num_bytes + HUGE_BYTES
+        reserved = _map(0, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
         try:
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             _map(self._address, num_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
         except OSError:
-            _libc.munmap(room, room_bytes)
+            _libc.munmap(reserved, reserved_bytes)
             raise
         length = num_bytes
 
@@ -62,19 +62,20 @@ class SharedMemory:
             _length_ = length
 
         mapping = Mapping.from_address(self._address)
-        # All of the room: what lies around the mapping is part of it.
-        weakref.finalize(mapping, _libc.munmap, room, room_bytes).atexit = False
+        # Unmap the whole reservation, including what surrounds the mapping.
+        weakref.finalize(mapping, _libc.munmap, reserved, reserved_bytes).atexit = False
         self.view = memoryview(mapping).cast("B")
 
     def make_huge(self, offset: int) -> bool:
-        """Have the page at offset, a multiple of HUGE_BYTES, be a huge one, whatever it holds.
+        """Turn the page at offset, a multiple of HUGE_BYTES, into a huge page. It keeps its bytes.
 
-        False if the system does not do that, or has no such page left.
+        Returns:
+            Whether it is a huge page now. The system may lack the call or have no huge page left.
         """
         if offset + HUGE_BYTES > self._num_bytes or mmap.PAGESIZE != _BASE_PAGE_BYTES:
             return False
         try:
-            # Of nothing at all the kernel makes none.
+            # The kernel makes no huge page of memory that was never written.
             os.posix_fallocate(self._fd, offset, mmap.PAGESIZE)
         except OSError:
             return False

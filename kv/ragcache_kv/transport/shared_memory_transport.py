@@ -1,13 +1,13 @@
-"""The transport through shared memory: the store says where a value is, the client copies it itself.
+"""The shared memory transport: the store says where a value is, and the client copies it.
 
-At connect the store passes its memory tier, which is mapped here once for each start of the store,
-and its file of values, of which values on disk are read straight. A lease keeps a value where it is
-meanwhile; should a client outstay it, the checksums tell.
+At connect the store passes its memory tier and its file of values. The client maps the memory tier
+once for each boot of the store, and reads values on disk straight from the file. A lease keeps a
+value at its address. If a client outlives its lease, the checksums show it.
 
-What was read once from memory is read again without asking (``places``): no store need be waited
-for, nor take its time. The checksums tell whether the bytes are still those, and the store's board
-whether anything was withdrawn since, as by a delete, and that the store does not stand still.
-Should it be gone, its connection is closed. It is told afterwards what was read.
+The client reads a value again without asking the store (``extent_cache``). The checksums show
+whether the bytes are still those of the value. The store's status page shows that the store runs,
+and whether it withdrew a value since, for example by a delete. The connection closes when the store
+stops. The client reports such reads to the store afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, ValuePart
 from ragcache_core.store_api import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.extent_cache import CachedExtents, ExtentCache
-from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, answer
+from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, receive_reply
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, TimedOut
 from ragcache_kv.transport.liveness import LivenessConnection
 from ragcache_kv.transport.reader_pair import ReaderPair
@@ -62,79 +62,84 @@ from ragcache_kv.values.stored_value import (
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 MAX_CACHED_EXTENTS = 4096
-"""Values whose places are remembered."""
+"""Values whose extents a client remembers."""
 
 KEYS_PER_CALL = 64
-"""Values that one call holds leases of. More are asked for when these have been copied."""
+"""Values of which one call holds leases. The client asks for more when it has copied these."""
 
 ABORT_S = 0.1
-"""How long it may take to tell a store that a put is given up, whose own time may be over."""
+"""Time to tell a store that a put is aborted, even if the put's deadline has passed."""
 
 
 class MappedStore:
-    """What a store shares, from one of its starts.
+    """What a store shares in one of its boots.
 
-    memory: its memory tier. file: of values. board: what it says unasked.
+    Attributes:
+        memory: Its memory tier.
+        file: Descriptor of its file of values.
+        status_page: Its status page.
     """
 
-    def __init__(self, memory_fd: int, file_fd: int, board_fd: int) -> None:
-        """Takes the descriptors."""
+    def __init__(self, memory_fd: int, file_fd: int, status_fd: int) -> None:
+        """Take over the descriptors."""
         self.file = file_fd
         self._memory_fd = memory_fd
         weakref.finalize(self, os.close, file_fd)
         weakref.finalize(self, os.close, memory_fd)
-        weakref.finalize(self, os.close, board_fd)
+        weakref.finalize(self, os.close, status_fd)
         self.memory = SharedMemory(memory_fd, os.fstat(memory_fd).st_size).view
-        self.board = StatusPageView(board_fd)
+        self.status_page = StatusPageView(status_fd)
 
     def views(self, extents: Sequence[pb.DataExtent]) -> list[memoryview]:
-        """The memory of extents. Raises ConnectionBroken for what is not in it."""
+        """Return the memory of extents. Raises ConnectionBroken for extents outside of it."""
         views = []
         for extent in extents:
             view = self.memory[extent.offset : extent.offset + extent.num_bytes]
             if extent.disk or len(view) != extent.num_bytes:
-                raise ConnectionBroken("an extent that is not in the shared memory")
+                raise ConnectionBroken("an extent is not in the shared memory")
             views.append(view)
         return views
 
     def write(self, extents: Sequence[pb.DataExtent], run: memoryview, start: int) -> None:
-        """Copy what follows the first start bytes of a value to its extents. Raises ConnectionBroken."""
-        self.views(extents)  # which are the store's word
+        """Copy the bytes of a value from start on to its extents. Raises ConnectionBroken."""
+        self.views(extents)  # check them: they come from the store
         done = 0
-        for offset, num_bytes in _cut_places(extents, start, len(run)):
+        for offset, num_bytes in _slice_extents(extents, start, len(run)):
             piece = run[done : done + num_bytes]
             try:
-                # The run before may have written to the page that this one begins in.
+                # The run before may have written to the page in which this one begins.
                 if self._was_written(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE):
                     scatter(piece, [self.memory[offset : offset + num_bytes]])
-                else:  # so the kernel need not fill pages with zeros before
+                else:  # a system call, so that the kernel does not fill pages with zeros first
                     write_from(piece, self._memory_fd, offset)
             except OSError as error:
-                raise ConnectionBroken(
-                    f"the shared memory cannot be written to: {error}"
-                ) from error
+                raise ConnectionBroken(f"cannot write to the shared memory: {error}") from error
             done += num_bytes
         if done < len(run):
-            raise ConnectionBroken("extents that are shorter than the value")
+            raise ConnectionBroken("the extents are shorter than the value")
 
     def _was_written(self, offset: int) -> bool:
-        """Whether the page at offset has memory. Raises OSError."""
-        # Not by the next hole, before which every page of a full tier would be looked at.
+        """Return whether the page at offset has memory. Raises OSError."""
+        # SEEK_HOLE instead would walk over every page of a full tier.
         try:
             return os.lseek(self._memory_fd, offset, os.SEEK_DATA) == offset
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing was written from here on
+            if error.errno == errno.ENXIO:  # no data from here on
                 return False
             raise
 
 
 class SharedMemoryConnection(FramedConnection):
-    """A connection over which mapped was passed."""
+    """A connection over which the store has passed its memory."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         super().__init__(sock)
         self.deadline = deadline
         self.mapped: MappedStore
+
+
+GetCall = OpenCall[SharedMemoryConnection, pb.DataGetReply]
+PutCall = OpenCall[SharedMemoryConnection, pb.PutGrant]
 
 
 class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
@@ -143,44 +148,45 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
     name = "shared"
 
     def __init__(self, path: str, boot: bytes) -> None:
-        """boot: what the store has said; another one at path is ConnectionBroken."""
+        """Connect at the first call. A store with another boot id is refused."""
         super().__init__(self._open)
         self._path = path
         self._boot = boot
         self._lock = threading.Lock()
         self._mapped: MappedStore | None = None
-        self._places = ExtentCache(MAX_CACHED_EXTENTS)
-        self._witness = LivenessConnection(self._open)
-        self._pair = ReaderPair()
+        self._extents = ExtentCache(MAX_CACHED_EXTENTS)
+        self._liveness = LivenessConnection(self._open)
+        self._reader_pair = ReaderPair()
 
     def close(self) -> None:
         """See Transport."""
-        self._witness.close()
-        self._pair.close()
+        self._liveness.close()
+        self._reader_pair.close()
         super().close()
 
-    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
+    def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
         withdrawals = self._withdrawals
-        places = [self._places.get(asking, key, withdrawals) for key in asking.keys]
-        # The first one now: a store that was restarted is noticed while it can still be asked anew.
-        if len(places) == 1 and places[0] is not None:
-            return iter((self._reread_or_ask(asking, asking.keys[0], places[0]),))
-        fresh = [key for key, place in zip(asking.keys, places, strict=True) if place is None]
-        if len(fresh) == len(places):
-            return self._ask_and_read(asking)
-        if fresh:
-            rest = replace(asking, keys=fresh)
-            return self._in_order(asking, places, self._ask_and_read(rest))
-        first = self._reread_or_ask(asking, asking.keys[0], places[0])
-        rest = replace(asking, keys=asking.keys[1:])
-        return chain([first], self._in_order(rest, places[1:], iter(())))
+        cached = [self._extents.get(request, key, withdrawals) for key in request.keys]
+        if len(cached) == 1 and cached[0] is not None:
+            return iter((self._reread_or_fetch(request, request.keys[0], cached[0]),))
+        unknown = [key for key, one in zip(request.keys, cached, strict=True) if one is None]
+        if len(unknown) == len(cached):
+            return self._fetch(request)
+        if unknown:
+            fetched = self._fetch(replace(request, keys=unknown))
+            return self._in_order(request, cached, fetched)
+        # Read the first value now, so that a restarted store shows while the call can be repeated.
+        first = self._reread_or_fetch(request, request.keys[0], cached[0])
+        rest = replace(request, keys=request.keys[1:])
+        return chain([first], self._in_order(rest, cached[1:], iter(())))
 
-    def get_layers(self, asking: ValueRequest) -> LayeredValues:
-        """See Transport. Holds leases of all values until the last layer."""
-        asked = self._ask(asking, 0, len(asking.keys))
-        copies = asked.keep(lambda: _copies(asking, asked, self._pair))
-        return LayeredValues([c.answer for c in copies], self._layers(asking, asked, copies))
+    def get_layers(self, request: ValueRequest) -> LayeredValues:
+        """See Transport. It holds the leases of all values until the last layer."""
+        call = self._call(request, 0, len(request.keys))
+        copies = call.keep(lambda: _leased_copies(request, call, self._reader_pair))
+        values = [copied.value for copied in copies]
+        return LayeredValues(values, self._layers(request, call, copies))
 
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
@@ -188,152 +194,152 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
         """See Transport."""
         runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
-        with self.begin_put(variant, ack, deadline) as asked:
-            if not asked.reply.granted:
-                asked.done()
-                return from_outcome(asked.reply.outcome)
+        with self.begin_put(variant, ack, deadline) as call:
+            if not call.reply.granted:
+                call.done()
+                return from_outcome(call.reply.outcome)
             try:
-                self._write(asked, first, runs)
+                self._write(call, first, runs)
             except RagCacheError:
-                _abort(asked)
+                _abort(call)
                 raise
-            return self.end_put(asked)
+            return self.end_put(call)
 
     @staticmethod
-    def _write(
-        asked: OpenCall[SharedMemoryConnection, pb.PutGrant], first: memoryview, runs: OutgoingRuns
-    ) -> None:
-        """Write a value to where it was granted room, and commit it. Raises ConnectionBroken, IncompleteValue."""
+    def _write(call: PutCall, first: memoryview, runs: OutgoingRuns) -> None:
+        """Write a value to the granted extents, and commit it.
+
+        Raises ConnectionBroken, IncompleteValue.
+        """
         written = 0
         for run in chain([first], runs):
-            asked.connection.mapped.write(asked.reply.extents, run, written)
+            call.connection.mapped.write(call.reply.extents, run, written)
             written += len(run)
-            if not runs.are_complete:  # the store can verify it while the rest is computed
-                asked.connection.send(FrameKind.WRITTEN, pb.PutProgress(num_bytes=written))
-        asked.connection.send(FrameKind.COMMIT, to_completion(runs.completion()))
+            if not runs.are_complete:  # the store verifies these bytes meanwhile
+                call.connection.send(FrameKind.WRITTEN, pb.PutProgress(num_bytes=written))
+        call.connection.send(FrameKind.COMMIT, to_completion(runs.completion()))
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:
         """See Transport."""
-        self._witness.require(deadline)
+        self._liveness.require(deadline)
         for key in keys:
-            self._witness.note_read(key, 0.0)
+            self._liveness.note_read(key, 0.0)
 
-    def _ask(
-        self, asking: ValueRequest, start: int, count: int
-    ) -> OpenCall[SharedMemoryConnection, pb.DataGetReply]:
-        keys = asking.keys[start : start + count]
-        request = to_get_request(keys, asking.exact, asking.domain, traceparent=asking.traceparent)
-        asked = self.ask(FrameKind.GET, request, FrameKind.GOT, pb.DataGetReply, asking.deadline)
-        if len(asked.reply.values) != len(keys):
-            raise ConnectionBroken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
-        return asked
+    def _call(self, request: ValueRequest, start: int, count: int) -> GetCall:
+        keys = request.keys[start : start + count]
+        message = to_get_request(
+            keys, request.exact, request.domain, traceparent=request.traceparent
+        )
+        call = self.call(FrameKind.GET, message, FrameKind.GOT, pb.DataGetReply, request.deadline)
+        if len(call.reply.values) != len(keys):
+            raise ConnectionBroken(f"{len(call.reply.values)} values arrived for {len(keys)} keys")
+        return call
 
-    def _ask_and_read(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
+    def _fetch(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
+        """Ask the store now, and return the values in order."""
         withdrawals = self._withdrawals
-        return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL), withdrawals)
+        return self._values(request, self._call(request, 0, KEYS_PER_CALL), withdrawals)
 
     @property
     def _withdrawals(self) -> int:
-        """The store's count; -1, which it never is, before the first connection."""
-        return -1 if self._mapped is None else self._mapped.board.withdrawals
+        """The store's count; before the first connection -1, which no store has."""
+        return -1 if self._mapped is None else self._mapped.status_page.withdrawals
 
     def _values(
-        self,
-        asking: ValueRequest,
-        asked: OpenCall[SharedMemoryConnection, pb.DataGetReply],
-        withdrawals: int,
+        self, request: ValueRequest, call: GetCall, withdrawals: int
     ) -> Iterator[ValueOrMiss]:
         start = 0
         while True:
-            with asked:
-                copies = _copies(asking, asked, self._pair)
-                for place, copied in enumerate(copies, start):
-                    _check(asking.deadline)
+            with call:
+                copies = _leased_copies(request, call, self._reader_pair)
+                for index, copied in enumerate(copies, start):
+                    _check(request.deadline)
                     began = time.monotonic()
                     copied.copy()
-                    asked.seconds += time.monotonic() - began
-                    if copied.views is not None and isinstance(copied.answer, StoredValue):
-                        known = CachedExtents.of(copied.answer, copied.views, withdrawals)
-                        self._places.remember(asking, asking.keys[place], known)
-                    if copied is copies[-1]:  # before whoever asked takes its time
-                        _release(asked, copies)
-                    yield copied.answer
+                    call.seconds += time.monotonic() - began
+                    if copied.views is not None and isinstance(copied.value, StoredValue):
+                        extents = CachedExtents.from_value(copied.value, copied.views, withdrawals)
+                        self._extents.put(request, request.keys[index], extents)
+                    if copied is copies[-1]:  # before the caller works on the last value
+                        _release(call, copies)
+                    yield copied.value
             start += KEYS_PER_CALL
-            if start >= len(asking.keys):
+            if start >= len(request.keys):
                 return
             try:
                 withdrawals = self._withdrawals
-                asked = self._ask(asking, start, KEYS_PER_CALL)
+                call = self._call(request, start, KEYS_PER_CALL)
             except ConnectionBroken as error:
                 raise to_unavailable(error) from error
 
     def _layers(
-        self,
-        asking: ValueRequest,
-        asked: OpenCall[SharedMemoryConnection, pb.DataGetReply],
-        copies: list[_Copied],
+        self, request: ValueRequest, call: GetCall, copies: list[_LeasedCopy]
     ) -> Iterator[list[memoryview | Miss]]:
-        with asked:
-            last = num_layers([copied.answer for copied in copies]) - 1
+        with call:
+            last = num_layers([copied.value for copied in copies]) - 1
             if last < 0:
-                _release(asked, copies)
+                _release(call, copies)
             for layer in range(last + 1):
-                _check(asking.deadline)
+                _check(request.deadline)
                 began = time.monotonic()
                 parts = [copied.copy_layer(layer) for copied in copies]
-                asked.seconds += time.monotonic() - began
+                call.seconds += time.monotonic() - began
                 if layer == last:
-                    _release(asked, copies)
+                    _release(call, copies)
                 yield parts
 
     def _in_order(
         self,
-        asking: ValueRequest,
-        places: Sequence[CachedExtents | None],
-        fresh: Iterator[ValueOrMiss],
+        request: ValueRequest,
+        cached: Sequence[CachedExtents | None],
+        fetched: Iterator[ValueOrMiss],
     ) -> Iterator[ValueOrMiss]:
-        """What is remembered, read again, between what was asked for."""
-        for key, place in zip(asking.keys, places, strict=True):
-            if place is None:
-                yield next(fresh)
+        """Yield reread values and fetched ones in the order of the keys."""
+        for key, extents in zip(request.keys, cached, strict=True):
+            if extents is None:
+                yield next(fetched)
                 continue
-            _check(asking.deadline)
+            _check(request.deadline)
             try:
-                answer = self._reread_or_ask(asking, key, place)
+                value = self._reread_or_fetch(request, key, extents)
             except ConnectionBroken as error:
                 raise to_unavailable(error) from error
-            yield answer
+            yield value
 
-    def _reread_or_ask(
-        self, asking: ValueRequest, key: VariantKey, place: CachedExtents | None
+    def _reread_or_fetch(
+        self, request: ValueRequest, key: VariantKey, extents: CachedExtents | None
     ) -> ValueOrMiss:
-        """The value from where it was, else from the store. Raises ConnectionBroken."""
-        allocate = asking.allocate
-        if place is not None:
-            value = place.allocate_value(allocate)
-            if self._reread(asking, key, place, value.value):
+        """Read a value from its cached extents, else ask the store. Raises ConnectionBroken."""
+        allocate = request.allocate
+        if extents is not None:
+            value = extents.allocate_value(allocate)
+            if self._reread(request, key, extents, value.value):
                 return value
-            self._places.forget(asking, key)
-            allocate = _again(asking, value)
-        (answer,) = self._ask_and_read(replace(asking, keys=[key], allocate=allocate))
-        return answer
+            self._extents.remove(request, key)
+            allocate = _reuse_buffer(request, value)
+        (fetched,) = self._fetch(replace(request, keys=[key], allocate=allocate))
+        return fetched
 
     def _reread(
-        self, asking: ValueRequest, key: VariantKey, place: CachedExtents, target: memoryview
+        self, request: ValueRequest, key: VariantKey, extents: CachedExtents, target: memoryview
     ) -> bool:
-        """Copy a value from its place; whether it still was there. Raises ConnectionBroken."""
+        """Copy a value from its extents. Return whether it was still there."""
         began = time.monotonic()
-        if not self._pair.read(target, 0, place.parts, place.copy):
+        if not self._reader_pair.read(target, 0, extents.parts, extents.copy):
             return False
         try:
-            self._witness.require(asking.deadline)
+            self._liveness.require(request.deadline)
         except RagCacheError:
             return False
-        # Last: what was withdrawn until here is not served.
+        # Check this last: a value that was withdrawn before now is not served.
         mapped = self._mapped
-        if mapped is None or mapped.board.is_silent or not place.is_valid(self._withdrawals):
+        if (
+            mapped is None
+            or mapped.status_page.is_silent
+            or not extents.is_valid(self._withdrawals)
+        ):
             return False
-        self._witness.note_read(key, time.monotonic() - began)
+        self._liveness.note_read(key, time.monotonic() - began)
         return True
 
     def _open(self, deadline: float) -> SharedMemoryConnection:
@@ -354,54 +360,58 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
         return connection
 
     def _welcome(self, connection: SharedMemoryConnection, fds: list[int]) -> None:
+        """Read the store's identity and map its memory, unless it is mapped. Closes other fds."""
         try:
-            hello = from_hello(answer(connection, FrameKind.WELCOME, pb.HelloReply))
+            hello = from_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
-                raise ConnectionBroken(f"another store is at {self._path}")
+                raise ConnectionBroken(f"another store listens on {self._path}")
             if len(fds) != 3:
                 raise ConnectionBroken("the store passed no memory")
             with self._lock:
                 if self._mapped is None:
-                    memory_fd, file_fd, board_fd = fds
+                    memory_fd, file_fd, status_fd = fds
                     fds.clear()
-                    self._mapped = MappedStore(memory_fd, file_fd, board_fd)
+                    self._mapped = MappedStore(memory_fd, file_fd, status_fd)
                 connection.mapped = self._mapped
         finally:
             for fd in fds:
                 os.close(fd)
 
 
-class _Copied:
-    """One value of a reply, while it is copied to where it was asked for.
+class _LeasedCopy:
+    """One value of a reply, which the client copies to its own memory.
 
-    lease: 0 for a miss. corrupt: whether the store is to be told that its bytes are not right.
-    views: where it is in shared memory; None for what is on disk, and for a miss.
+    Attributes:
+        value: The value or the miss.
+        lease: Its lease; 0 for a miss.
+        corrupt: Whether its bytes do not match its checksums, which the client reports.
+        views: Its extents in shared memory; None for a value on disk and for a miss.
     """
 
     def __init__(
         self,
-        found: pb.LeasedValue,
-        asking: ValueRequest,
+        leased: pb.LeasedValue,
+        request: ValueRequest,
         mapped: MappedStore,
         leased_until: float,
-        pair: ReaderPair,
+        reader_pair: ReaderPair,
     ) -> None:
-        self.answer: ValueOrMiss = allocate_value(found.header, asking.allocate)
-        self.lease = found.lease
+        self.value: ValueOrMiss = allocate_value(leased.header, request.allocate)
+        self.lease = leased.lease
         self.corrupt = False
         self._leased_until = leased_until
-        self._pair = pair
+        self._reader_pair = reader_pair
         self._file = mapped.file
-        self._extents = found.extents
+        self._extents = leased.extents
         self.views: list[memoryview] | None = None
-        if not isinstance(self.answer, StoredValue):
+        if not isinstance(self.value, StoredValue):
             return
-        if sum([e.num_bytes for e in self._extents]) != self.answer.info.num_bytes:
-            raise ConnectionBroken("extents that are not the value's")
+        if sum([e.num_bytes for e in self._extents]) != self.value.info.num_bytes:
+            raise ConnectionBroken("the extents have another size than the value")
         if not self._extents[0].disk:
             self.views = mapped.views(self._extents)
             return
-        for extent in self._extents:  # the disk starts on all of them now
+        for extent in self._extents:  # have the disk read all of them now
             if not _is_cached(self._file, extent.offset + extent.num_bytes - 1):
                 os.posix_fadvise(
                     self._file, extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED
@@ -409,52 +419,53 @@ class _Copied:
 
     def copy(self) -> None:
         """Copy and verify the whole value."""
-        value = self.answer
-        if isinstance(value, StoredValue) and not self._copied(value.value, 0, value.parts):
+        value = self.value
+        if isinstance(value, StoredValue) and not self._read(value.value, 0, value.parts):
             self._reject()
 
     def copy_layer(self, layer: int) -> memoryview | Miss:
-        """Copy and verify one part; empty beyond the last."""
-        value = self.answer
+        """Copy and verify one part. It is empty after the last one."""
+        value = self.value
         if not isinstance(value, StoredValue):
             return value
         target = value.part(layer)
         if not target:
             return target
-        if self._copied(target, value.start_of(layer), value.parts[layer : layer + 1]):
+        if self._read(target, value.start_of(layer), value.parts[layer : layer + 1]):
             return target
         return self._reject()
 
     def _reject(self) -> Miss:
-        # What outstayed its lease may have been overwritten rightly.
-        late = time.monotonic() > self._leased_until
-        self.corrupt = not late
-        self.answer = miss = Miss.TIMED_OUT if late else Miss.CORRUPT
+        # After the end of the lease the store may have overwritten the value.
+        timed_out = time.monotonic() > self._leased_until
+        self.corrupt = not timed_out
+        self.value = miss = Miss.TIMED_OUT if timed_out else Miss.CORRUPT
         return miss
 
-    def _copied(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
-        return self._pair.read(target, start, parts, self._read)
-
     def _read(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
+        return self._reader_pair.read(target, start, parts, self._read_part)
+
+    def _read_part(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         if self.views is not None:
             return copy_verified(target, slice_views(self.views, start, len(target)), parts)
-        places = _cut_places(self._extents, start, len(target))
+        extents = _slice_extents(self._extents, start, len(target))
         try:
-            return read_verified(target, self._file, places, parts)
+            return read_verified(target, self._file, extents, parts)
         except OSError:
             return False
 
 
 def _is_cached(fd: int, offset: int) -> bool:
-    """Whether a byte of a file can be had without the disk, as far as the kernel says."""
+    """Return whether the kernel has a byte of a file in memory."""
     with suppress(OSError):
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     return False
 
 
-def _cut_places(
+def _slice_extents(
     extents: Sequence[pb.DataExtent], start: int, num_bytes: int
 ) -> Iterator[tuple[int, int]]:
+    """Yield (offset, number of bytes) of the extents' bytes from start on."""
     for extent in extents:
         step = min(extent.num_bytes - start, num_bytes)
         if step > 0:
@@ -463,39 +474,40 @@ def _cut_places(
         start = max(0, start - extent.num_bytes)
 
 
-def _copies(
-    asking: ValueRequest, asked: OpenCall[SharedMemoryConnection, pb.DataGetReply], pair: ReaderPair
-) -> list[_Copied]:
-    mapped, leased_until = asked.connection.mapped, asked.asked_at + LEASE_S
+def _leased_copies(
+    request: ValueRequest, call: GetCall, reader_pair: ReaderPair
+) -> list[_LeasedCopy]:
+    mapped, leased_until = call.connection.mapped, call.asked_at + LEASE_S
     try:
-        return [_Copied(found, asking, mapped, leased_until, pair) for found in asked.reply.values]
+        return [
+            _LeasedCopy(leased, request, mapped, leased_until, reader_pair)
+            for leased in call.reply.values
+        ]
     except ConnectionBroken as error:
         raise to_unavailable(error) from error
 
 
-def _release(
-    asked: OpenCall[SharedMemoryConnection, pb.DataGetReply], copies: Sequence[_Copied]
-) -> None:
-    """Let go of all leases, and of the connection."""
+def _release(call: GetCall, copies: Sequence[_LeasedCopy]) -> None:
+    """Release all leases and the connection."""
     leases = [copied.lease for copied in copies if copied.lease]
-    asked.release(leases, [copied.lease for copied in copies if copied.corrupt])
+    call.release(leases, [copied.lease for copied in copies if copied.corrupt])
 
 
-def _abort(asked: OpenCall[SharedMemoryConnection, pb.PutGrant]) -> None:
-    """Give a put's room back at once, where the store has to wait for that otherwise."""
-    asked.connection.deadline = time.monotonic() + ABORT_S
+def _abort(call: PutCall) -> None:
+    """Free the memory of a put now. Without this message the store would wait for its timeout."""
+    call.connection.deadline = time.monotonic() + ABORT_S
     try:
-        asked.connection.send(FrameKind.ABORT)
+        call.connection.send(FrameKind.ABORT)
     except ConnectionBroken:
-        asked.drop()
+        call.drop()
     else:
-        asked.done()
+        call.done()
 
 
-def _again(asking: ValueRequest, value: StoredValue) -> Allocate:
-    """Allocate as asked, but for a value that there is memory for."""
+def _reuse_buffer(request: ValueRequest, value: StoredValue) -> Allocate:
+    """Allocate as requested, but reuse the buffer of value for a value of the same kind."""
     return lambda info: (
-        value.value if info == value.info else allocate_buffer(info, asking.allocate)
+        value.value if info == value.info else allocate_buffer(info, request.allocate)
     )
 
 

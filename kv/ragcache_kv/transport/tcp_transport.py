@@ -1,7 +1,7 @@
-"""The transport over TCP: values as plain bytes behind a small frame, received where they will stay.
+"""The TCP transport: values as plain bytes after a small frame, received into the caller's memory.
 
-The store sends straight from its memory or its file, and while later bytes are on their way those
-that have come are verified here.
+The store sends straight from its memory or its file. The client verifies the bytes that have
+arrived while later ones are on their way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, answer
+from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, receive_reply
 from ragcache_kv.transport.framing import (
     EARLY_BYTES,
     PIECE_BYTES,
@@ -43,29 +43,31 @@ from ragcache_kv.values.stored_value import (
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 KEYS_PER_CALL = 64
-"""Values that one call holds leases of. More are asked for when these have come."""
+"""Values of which one call holds leases. The client asks for more when these have arrived."""
+
+GetCall = OpenCall[FramedConnection, pb.DataGetReply]
 
 
 class TcpTransport(FramedTransport[FramedConnection]):
-    """Receives from the store whose transport listens on host and port."""
+    """Receives values from the store that listens on host and port."""
 
     name = "socket"
 
     def __init__(self, host: str, port: int, boot: bytes) -> None:
-        """boot: what the store has said; another one at the port is ConnectionBroken."""
+        """Connect at the first call. A store with another boot id is refused."""
         super().__init__(self._open)
         self._address = (host, port)
         self._boot = boot
 
-    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
+    def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
         """See Transport."""
-        return self._values(asking, self._ask(asking, 0, KEYS_PER_CALL, by_layer=False))
+        return self._values(request, self._call(request, 0, KEYS_PER_CALL, by_layer=False))
 
-    def get_layers(self, asking: ValueRequest) -> LayeredValues:
-        """See Transport. Holds leases of all values until the last layer."""
-        asked = self._ask(asking, 0, len(asking.keys), by_layer=True)
-        values = asked.keep(lambda: _announced(asking, asked))
-        return LayeredValues(list(values), _layers(asked, values))
+    def get_layers(self, request: ValueRequest) -> LayeredValues:
+        """See Transport. It holds the leases of all values until the last layer."""
+        call = self._call(request, 0, len(request.keys), by_layer=True)
+        values = call.keep(lambda: _allocate(request, call))
+        return LayeredValues(list(values), _layers(call, values))
 
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
@@ -74,50 +76,46 @@ class TcpTransport(FramedTransport[FramedConnection]):
         runs = OutgoingRuns(variant, value, deadline)
         first = next(runs)
         early: list[bytes | memoryview] = [first[:EARLY_BYTES]]
-        whole = runs.are_complete and len(first) <= EARLY_BYTES
-        if whole:
+        is_sent_whole = runs.are_complete and len(first) <= EARLY_BYTES
+        if is_sent_whole:
             early.append(_commit(runs))
-        with self.begin_put(variant, ack, deadline, early) as asked:
-            if not asked.reply.granted:
-                asked.done()
-                return from_outcome(asked.reply.outcome)
-            if not whole:
+        with self.begin_put(variant, ack, deadline, early) as call:
+            if not call.reply.granted:
+                call.done()
+                return from_outcome(call.reply.outcome)
+            if not is_sent_whole:
                 for run in chain([first[EARLY_BYTES:]], runs):
-                    asked.connection.send_raw(run)
-                asked.connection.send_raw(_commit(runs))
-            return self.end_put(asked)
+                    call.connection.send_raw(run)
+                call.connection.send_raw(_commit(runs))
+            return self.end_put(call)
 
-    def _ask(
-        self, asking: ValueRequest, start: int, count: int, by_layer: bool
-    ) -> OpenCall[FramedConnection, pb.DataGetReply]:
-        keys = asking.keys[start : start + count]
-        request = to_get_request(keys, asking.exact, asking.domain, by_layer, asking.traceparent)
-        asked = self.ask(FrameKind.GET, request, FrameKind.GOT, pb.DataGetReply, asking.deadline)
-        if len(asked.reply.values) != len(keys):
-            raise ConnectionBroken(f"{len(asked.reply.values)} answers for {len(keys)} keys")
-        return asked
+    def _call(self, request: ValueRequest, start: int, count: int, by_layer: bool) -> GetCall:
+        keys = request.keys[start : start + count]
+        message = to_get_request(keys, request.exact, request.domain, by_layer, request.traceparent)
+        call = self.call(FrameKind.GET, message, FrameKind.GOT, pb.DataGetReply, request.deadline)
+        if len(call.reply.values) != len(keys):
+            raise ConnectionBroken(f"{len(call.reply.values)} values arrived for {len(keys)} keys")
+        return call
 
-    def _values(
-        self, asking: ValueRequest, asked: OpenCall[FramedConnection, pb.DataGetReply]
-    ) -> Iterator[ValueOrMiss]:
+    def _values(self, request: ValueRequest, call: GetCall) -> Iterator[ValueOrMiss]:
         start = 0
         while True:
-            with asked:
-                values = _announced(asking, asked)
+            with call:
+                values = _allocate(request, call)
                 for index, value in enumerate(values):
                     if isinstance(value, StoredValue):
                         verifier = Verifier(value.parts)
-                        _receive(asked, value.value, verifier)
+                        _receive(call, value.value, verifier)
                         if not verifier.good:
                             values[index] = Miss.CORRUPT
-                    if index == len(values) - 1:  # before whoever asked takes its time
-                        _release(asked, values)
+                    if index == len(values) - 1:  # before the caller works on the last value
+                        _release(call, values)
                     yield values[index]
             start += KEYS_PER_CALL
-            if start >= len(asking.keys):
+            if start >= len(request.keys):
                 return
             try:
-                asked = self._ask(asking, start, KEYS_PER_CALL, by_layer=False)
+                call = self._call(request, start, KEYS_PER_CALL, by_layer=False)
             except ConnectionBroken as error:
                 raise to_unavailable(error) from error
 
@@ -132,9 +130,10 @@ class TcpTransport(FramedTransport[FramedConnection]):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             connection = FramedConnection(sock)
             connection.deadline = deadline
-            hello = from_hello(answer(connection, FrameKind.WELCOME, pb.HelloReply))
+            hello = from_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
-                raise ConnectionBroken(f"another store is at {self._address[0]}:{self._address[1]}")
+                address = f"{self._address[0]}:{self._address[1]}"
+                raise ConnectionBroken(f"another store listens on {address}")
         except (OSError, InvalidInput) as error:
             sock.close()
             raise ConnectionBroken(str(error)) from error
@@ -144,62 +143,56 @@ class TcpTransport(FramedTransport[FramedConnection]):
         return connection
 
 
-def _layers(
-    asked: OpenCall[FramedConnection, pb.DataGetReply], values: list[ValueOrMiss]
-) -> Iterator[list[memoryview | Miss]]:
-    with asked:
+def _layers(call: GetCall, values: list[ValueOrMiss]) -> Iterator[list[memoryview | Miss]]:
+    with call:
         last = num_layers(values) - 1
         if last < 0:
-            _release(asked, values)
-        sent = list(values)  # what is corrupt comes all the same
+            _release(call, values)
+        announced = list(values)  # the store sends the layers of corrupt values, too
         for layer in range(last + 1):
-            given: list[memoryview | Miss] = []
-            for index, value in enumerate(sent):
+            parts: list[memoryview | Miss] = []
+            for index, value in enumerate(announced):
                 if isinstance(value, Miss):
-                    given.append(value)
+                    parts.append(value)
                     continue
                 part = value.part(layer)
                 if part:
                     verifier = Verifier(value.parts[layer : layer + 1])
-                    _receive(asked, part, verifier)
+                    _receive(call, part, verifier)
                     if not verifier.good:
                         values[index] = Miss.CORRUPT
-                given.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
+                parts.append(Miss.CORRUPT if values[index] is Miss.CORRUPT else part)
             if layer == last:
-                _release(asked, values)
-            yield given
+                _release(call, values)
+            yield parts
 
 
 def _commit(runs: OutgoingRuns) -> bytes:
     return frame(FrameKind.COMMIT, to_completion(runs.completion()))
 
 
-def _announced(
-    asking: ValueRequest, asked: OpenCall[FramedConnection, pb.DataGetReply]
-) -> list[ValueOrMiss]:
-    return [allocate_value(found.header, asking.allocate) for found in asked.reply.values]
+def _allocate(request: ValueRequest, call: GetCall) -> list[ValueOrMiss]:
+    return [allocate_value(leased.header, request.allocate) for leased in call.reply.values]
 
 
-def _receive(
-    asked: OpenCall[FramedConnection, pb.DataGetReply], target: memoryview, verifier: Verifier
-) -> None:
+def _receive(call: GetCall, target: memoryview, verifier: Verifier) -> None:
     began = time.monotonic()
     try:
         for start in range(0, len(target), PIECE_BYTES):
             piece = target[start : start + PIECE_BYTES]
-            asked.connection.receive_into(piece)
+            call.connection.receive_into(piece)
             verifier.add(piece)
     except ConnectionBroken as error:
         raise to_unavailable(error) from error
-    asked.seconds += time.monotonic() - began
+    call.seconds += time.monotonic() - began
 
 
-def _release(asked: OpenCall[FramedConnection, pb.DataGetReply], values: list[ValueOrMiss]) -> None:
-    """Let go of all leases, and of the connection."""
+def _release(call: GetCall, values: list[ValueOrMiss]) -> None:
+    """Release all leases and the connection."""
     leases, corrupt = [], []
-    for one, value in zip(asked.reply.values, values, strict=True):
-        if one.lease:
-            leases.append(one.lease)
+    for leased, value in zip(call.reply.values, values, strict=True):
+        if leased.lease:
+            leases.append(leased.lease)
             if value is Miss.CORRUPT:
-                corrupt.append(one.lease)
-    asked.release(leases, corrupt)
+                corrupt.append(leased.lease)
+    call.release(leases, corrupt)

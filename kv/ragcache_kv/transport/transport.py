@@ -1,4 +1,4 @@
-"""A way for values between a client and a store: what all ways have in common."""
+"""Transports carry values between a client and a cache store. This is their common interface."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, LayeredValues, ValueOrMiss
 from ragcache_wire.status import NoAnswer
 
-PART = "cachestore"
+SERVICE = "cachestore"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRequest:
-    """Which values are asked for, and by when. deadline: on time.monotonic's clock.
+    """A call that reads values.
 
-    exact: only what may stand for a computation. domain: only variants of it; "" for any.
-    allocate: gives the memory for each; None for new memory. traceparent: the span that asks, which
-    need not be the current one any more when the last values are asked for.
+    Attributes:
+        keys: The variants.
+        deadline: On the clock of time.monotonic.
+        exact: Whether to read only variants that equal a full computation.
+        domain: Read only variants of this domain; "" for any.
+        allocate: Returns the memory of each value; None for new memory.
+        traceparent: The calling span. It may have ended when the last values are requested.
     """
 
     keys: Sequence[VariantKey]
@@ -35,40 +39,40 @@ class ValueRequest:
 
 
 class Transport(ABC):
-    """Carries values. Safe to share between threads.
+    """Carries values. Safe for threads.
 
-    Raises ConnectionBroken when the connection breaks before the store has answered, in which case the same
-    call may be made again; NoAnswer for what breaks later, or does not come in time.
+    A call raises ConnectionBroken if the connection breaks before the store has answered. The
+    client may then repeat it. It raises NoAnswer if the connection breaks later, or at the deadline.
     """
 
     name: str
 
     @abstractmethod
-    def get(self, asking: ValueRequest) -> Iterator[ValueOrMiss]:
-        """Ask now; gives answers in the order of the keys."""
+    def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
+        """Send the request now, and return the values in the order of the keys."""
 
     @abstractmethod
-    def get_layers(self, asking: ValueRequest) -> LayeredValues:
-        """Ask now; gives values layer by layer."""
+    def get_layers(self, request: ValueRequest) -> LayeredValues:
+        """Send the request now, and return the values layer by layer."""
 
     @abstractmethod
     def put(
         self, variant: NewVariant, value: OutgoingValue, ack: Ack, deadline: float
     ) -> PutOutcome:
-        """Store a value, each part of it as soon as that is there. Raises IncompleteValue."""
+        """Store a value. Each part goes out as soon as it is ready. Raises IncompleteValue."""
 
     def note_reads(self, keys: Sequence[VariantKey], deadline: float) -> None:  # noqa: B027
-        """Tell the store of reads of copies that the client keeps, where it would believe that."""
+        """Report reads of the client's own copies, which a store on the same machine accepts."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every connection; calls in flight end too."""
+        """Close every connection and end running calls."""
 
 
 def to_unavailable(error: ConnectionBroken | OSError) -> Unavailable:
-    """What a caller is told when a connection broke."""
+    """Return the error that a caller gets for a broken connection."""
     return (
-        Unavailable(PART, str(error))
+        Unavailable(SERVICE, str(error))
         if isinstance(error, TooManyCalls)
-        else NoAnswer(PART, str(error))
+        else NoAnswer(SERVICE, str(error))
     )

@@ -1,7 +1,7 @@
-"""Move values between the caller's memory and a store's, and verify every byte on its way.
+"""Moves values between the caller's memory and a store's, and verifies every byte.
 
-A value is one run of bytes here; ``parts`` cut it into layers with a checksum each, ``sources``
-or ``targets`` into the places that it comes from or goes to. The two cuts need not agree.
+A value is one run of bytes. ``parts`` divide it into layers with a checksum each. ``sources`` or
+``targets`` divide it into the buffers that it comes from or goes to. The two may differ.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import xxhash
 from ragcache_core.identity.variant import ValuePart
 
 BLOCK_BYTES = 1 << 20
-"""How much is copied before it is verified.
+"""Bytes that are copied before they are verified.
 
-From about this size on libc's memcpy writes past the caches, which doubles its speed on values that
-do not fit them. Smaller blocks would be read back sooner, and gain less by it than they lose.
+From about this size on, libc's memcpy bypasses the CPU caches. That doubles its speed for values
+larger than the caches, which gains more than verifying smaller blocks from the cache.
 """
 
 Buffer = bytes | bytearray | memoryview
-"""Memory of whole bytes, contiguous. Where it is written to, it must be writable."""
+"""Contiguous bytes. A target must be writable."""
 
 
 def checksum_of(data: Buffer) -> int:
-    """XXH3-64; without the GIL."""
+    """Return the XXH3-64 of data. It releases the GIL."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def checksummed_parts(value: memoryview, sizes: Sequence[int]) -> tuple[ValuePart, ...]:
-    """The parts of a value whose sizes are given, with their checksums."""
+    """Return the parts of a value with their checksums."""
     parts, start = [], 0
     for size in sizes:
         parts.append(ValuePart(size, checksum_of(value[start : start + size])))
@@ -40,9 +40,10 @@ def checksummed_parts(value: memoryview, sizes: Sequence[int]) -> tuple[ValuePar
 
 
 class Verifier:
-    """Compares the bytes of a value, as they come in order, with the checksums of its parts.
+    """Compares the bytes of a value, which arrive in order, with the checksums of its parts.
 
-    good: whether every part that is complete matched. complete: whether all are.
+    Attributes:
+        good: Whether every complete part matches its checksum.
     """
 
     def __init__(self, parts: Sequence[ValuePart]) -> None:
@@ -50,32 +51,32 @@ class Verifier:
         self._parts = iter(parts)
         self._hasher = xxhash.xxh3_64()
         self._part: ValuePart | None = None
-        self._wanted = 0
+        self._missing_bytes = 0
         self._next()
 
     @property
     def complete(self) -> bool:
-        """Whether the last byte has come."""
+        """Whether the last byte has arrived."""
         return self._part is None
 
     def add(self, data: memoryview) -> None:
-        """Take the bytes that follow those before; what is beyond the last part is not good."""
+        """Add the next bytes. Bytes after the last part make the value invalid."""
         start, end = 0, len(data)
         while start < end:
-            part, wanted = self._part, self._wanted
+            part, missing = self._part, self._missing_bytes
             if part is None:
                 self.good = False
                 return
-            if wanted == part.num_bytes <= end - start:  # whole: no state to keep
-                self._check(checksum_of(data[start : start + wanted]))
-                start += wanted
+            if missing == part.num_bytes <= end - start:  # a whole part needs no state
+                self._check(checksum_of(data[start : start + missing]))
+                start += missing
                 self._next()
                 continue
-            step = min(wanted, end - start)
+            step = min(missing, end - start)
             self._hasher.update(data[start : start + step])
             start += step
-            self._wanted -= step
-            if not self._wanted:
+            self._missing_bytes -= step
+            if not self._missing_bytes:
                 self._check(self._hasher.intdigest())
                 self._hasher.reset()
                 self._next()
@@ -89,16 +90,16 @@ class Verifier:
         while self._part is not None and not self._part.num_bytes:
             self._check(checksum_of(b""))
             self._part = next(self._parts, None)
-        self._wanted = 0 if self._part is None else self._part.num_bytes
+        self._missing_bytes = 0 if self._part is None else self._part.num_bytes
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as target has; without the GIL, which a slice assignment would hold."""
+    """Copy as many bytes as target has. It releases the GIL, unlike a slice assignment."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of blocks of BLOCK_BYTES; the last takes the rest, up to twice as much."""
+    """Yield (start, end) of blocks of BLOCK_BYTES. The last one has up to twice as much."""
     start = 0
     while num_bytes - start >= 2 * BLOCK_BYTES:
         yield start, start + BLOCK_BYTES
@@ -110,13 +111,15 @@ def blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
 def copy_verified(
     target: memoryview, sources: Iterable[memoryview], parts: Sequence[ValuePart]
 ) -> bool:
-    """Copy sources, one after another, to target; whether every part there has its checksum.
+    """Copy sources, one after another, to target. Return whether every part matches.
 
-    Each block is read back from target right after it was written: what is verified is what the
-    caller has, whatever happened to the source meanwhile.
+    Each block is verified in target right after the copy. The result therefore holds for the bytes
+    that the caller has, even if the source changes meanwhile.
     """
     sources = list(sources)
-    if len(sources) == len(parts) == 1 and len(sources[0]) < 2 * BLOCK_BYTES:  # one block, no state
+    if (
+        len(sources) == len(parts) == 1 and len(sources[0]) < 2 * BLOCK_BYTES
+    ):  # one block needs no state
         block = target[: len(sources[0])]
         copy(block, sources[0])
         return len(block) == parts[0].num_bytes and checksum_of(block) == parts[0].checksum
@@ -134,12 +137,12 @@ def copy_verified(
 
 
 def read_verified(
-    target: memoryview, fd: int, places: Iterable[tuple[int, int]], parts: Sequence[ValuePart]
+    target: memoryview, fd: int, extents: Iterable[tuple[int, int]], parts: Sequence[ValuePart]
 ) -> bool:
-    """As copy_verified, from places (offset, number of bytes) of a file. Raises OSError."""
+    """Copy extents (offset, number of bytes) of a file as copy_verified. Raises OSError."""
     verifier = Verifier(parts)
     position = 0
-    for offset, num_bytes in places:
+    for offset, num_bytes in extents:
         for start, end in blocks(num_bytes):
             block = target[position : position + end - start]
             if not read_into(block, fd, offset + start):
@@ -152,7 +155,7 @@ def read_verified(
 
 
 def read_into(target: memoryview, fd: int, offset: int) -> bool:
-    """Fill target from a file; False where the file ends before. Raises OSError."""
+    """Fill target from a file. Return False if the file ends too early. Raises OSError."""
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
@@ -179,7 +182,7 @@ def scatter(value: memoryview, targets: Iterable[memoryview]) -> None:
 
 
 def matches_checksums(sources: Iterable[memoryview], parts: Sequence[ValuePart]) -> bool:
-    """Whether sources, one after another, have the checksums of parts. Copies nothing."""
+    """Return whether sources, one after another, match the checksums of parts."""
     verifier = Verifier(parts)
     for source in sources:
         verifier.add(source)
@@ -189,7 +192,7 @@ def matches_checksums(sources: Iterable[memoryview], parts: Sequence[ValuePart])
 
 
 def slice_views(views: Sequence[memoryview], start: int, num_bytes: int) -> list[memoryview]:
-    """num_bytes of the run that views make, from its byte start on."""
+    """Return num_bytes from start on, of the bytes that views form together."""
     pieces = []
     for view in views:
         if not num_bytes:

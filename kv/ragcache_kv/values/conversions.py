@@ -1,7 +1,7 @@
-"""Protobuf messages of the cache store as core values and back, for both ends of every transport.
+"""Converts core values to protobuf messages of the cache store and back, for both ends.
 
-Functions ``from_*`` check what they read: they raise InvalidInput that names the field (its path
-starts with the argument ``field``) and how to put it right, on every face of the store alike.
+The functions ``from_*`` validate messages. They raise InvalidInput with the fix and the path of the
+field, which begins with the argument ``field``.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ _PRECISIONS: Final = {"": Precision(), str(Precision()): Precision()}
 
 
 def to_key(key: VariantKey) -> pb.VariantKey:
-    """A variant key."""
+    """Convert a variant key."""
     return pb.VariantKey(chunk=key.chunk, prefix=key.prefix)
 
 
 def from_key(field: str, message: pb.VariantKey) -> VariantKey:
-    """A variant key. Raises InvalidInput."""
+    """Read a variant key. Raises InvalidInput."""
     chunk, prefix = message.chunk, message.prefix
     if len(chunk) != KEY_BYTES or len(prefix) != KEY_BYTES:
         from_chunk(f"{field}.chunk", chunk)
@@ -94,42 +94,42 @@ def from_key(field: str, message: pb.VariantKey) -> VariantKey:
 
 
 def from_keys(field: str, messages: Sequence[pb.VariantKey]) -> list[VariantKey]:
-    """At most MAX_KEYS variant keys. Raises InvalidInput, TooLarge."""
+    """Read at most MAX_KEYS variant keys. Raises InvalidInput, TooLarge."""
     check_count(field, len(messages))
     try:
         return [VariantKey(message.chunk, message.prefix) for message in messages]
-    except ValueError:  # again, to name it
+    except ValueError:  # find the invalid one
         return [from_key(f"{field}[{i}]", message) for i, message in enumerate(messages)]
 
 
 def from_chunk(field: str, key: bytes) -> ChunkKey:
-    """A chunk's or a prefix's key. Raises InvalidInput."""
+    """Read the key of a chunk or a prefix. Raises InvalidInput."""
     if len(key) != KEY_BYTES:
         raise InvalidInput(field, f"has {len(key)} bytes", f"send {KEY_BYTES}")
     return key
 
 
 def from_chunks(field: str, keys: Sequence[bytes], most: int = MAX_KEYS) -> tuple[ChunkKey, ...]:
-    """At most most chunk keys. Raises InvalidInput, TooLarge."""
+    """Read at most ``most`` chunk keys. Raises InvalidInput, TooLarge."""
     check_count(field, len(keys), most)
     return tuple(from_chunk(f"{field}[{i}]", key) for i, key in enumerate(keys))
 
 
 def check_count(field: str, number: int, most: int = MAX_KEYS) -> None:
-    """Raises TooLarge for more than most entries."""
+    """Raise TooLarge for more than ``most`` entries."""
     if number > most:
         raise TooLarge(field, f"has {number} entries", f"send at most {most}")
 
 
 def from_name(field: str, name: str) -> str:
-    """Name of a domain or a document; "" for none. Raises TooLarge."""
+    """Read the name of a domain or a document; "" for none. Raises TooLarge."""
     if len(name) > MAX_NAME_CHARS:
         raise TooLarge(field, f"has {len(name)} characters", f"send at most {MAX_NAME_CHARS}")
     return name
 
 
 def to_info(info: VariantInfo, value_format: int) -> pb.VariantInfo:
-    """What is said of a variant."""
+    """Convert the description of a variant."""
     precision = info.precision
     return pb.VariantInfo(
         num_tokens=info.num_tokens,
@@ -142,7 +142,7 @@ def to_info(info: VariantInfo, value_format: int) -> pb.VariantInfo:
 
 
 def from_info(field: str, message: pb.VariantInfo, max_value_bytes: int) -> VariantInfo:
-    """What is said of a variant; its format beside it is message.format. Raises InvalidInput."""
+    """Read the description of a variant, but not its format. Raises InvalidInput, TooLarge."""
     num_tokens, num_bytes = message.num_tokens, message.num_bytes
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise InvalidInput(f"{field}.num_tokens", f"is {num_tokens}", f"send 1 to {MAX_TOKENS}")
@@ -169,7 +169,7 @@ def from_info(field: str, message: pb.VariantInfo, max_value_bytes: int) -> Vari
 
 
 def from_precision(field: str, text: str) -> Precision:
-    """How a value is held; "" for native. Raises InvalidInput."""
+    """Read the precision of a value; "" for native. Raises InvalidInput."""
     try:
         return Precision.parse(text or str(Precision()))
     except ValueError as error:
@@ -177,20 +177,20 @@ def from_precision(field: str, text: str) -> Precision:
 
 
 def to_parts(parts: Iterable[ValuePart]) -> list[pb.ValuePart]:
-    """The parts of a value."""
+    """Convert the parts of a value."""
     return [pb.ValuePart(num_bytes=part.num_bytes, checksum=part.checksum) for part in parts]
 
 
 def from_parts(
     field: str, messages: Sequence[pb.ValuePart], num_bytes: int
 ) -> tuple[ValuePart, ...]:
-    """The parts of a value of num_bytes. Raises InvalidInput, TooLarge."""
+    """Read the parts of a value of num_bytes. Raises InvalidInput, TooLarge."""
     _check_sum(field, [message.num_bytes for message in messages], num_bytes)
     return tuple([ValuePart(message.num_bytes, message.checksum) for message in messages])
 
 
 def _check_sum(field: str, sizes: Sequence[int], num_bytes: int) -> None:
-    """Raises InvalidInput, TooLarge, for sizes that cannot be those of a value's parts."""
+    """Check that the sizes of parts add up to num_bytes. Raises InvalidInput, TooLarge."""
     if not sizes:
         raise InvalidInput(field, "is missing", "send the size of each part")
     check_count(field, len(sizes), MAX_PARTS)
@@ -202,7 +202,7 @@ def _check_sum(field: str, sizes: Sequence[int], num_bytes: int) -> None:
 
 
 def to_shape(shape: ValueShape | None) -> pb.ValueShape | None:
-    """Shape of a value's numbers; None for opaque bytes."""
+    """Convert the shape of a value; None for opaque bytes."""
     if shape is None:
         return None
     return pb.ValueShape(
@@ -214,7 +214,7 @@ def to_shape(shape: ValueShape | None) -> pb.ValueShape | None:
 
 
 def from_shape(field: str, message: pb.ValueShape) -> ValueShape:
-    """Shape of a value's numbers. Raises InvalidInput."""
+    """Read the shape of a value. Raises InvalidInput."""
     sizes = (message.num_layers, message.num_kv_heads, message.head_dim)
     for name, size in zip(("num_layers", "num_kv_heads", "head_dim"), sizes, strict=True):
         if not 1 <= size <= MAX_TOKENS:
@@ -225,7 +225,7 @@ def from_shape(field: str, message: pb.ValueShape) -> ValueShape:
 
 
 def to_origin(origin: Origin) -> pb.Origin:
-    """Where a variant comes from, but for its cost, which goes with the completion."""
+    """Convert the origin of a variant, without its cost, which is in the completion."""
     return pb.Origin(
         prefix_chunks=origin.prefix_chunks,
         parent=None if origin.parent is None else to_key(origin.parent),
@@ -235,7 +235,7 @@ def to_origin(origin: Origin) -> pb.Origin:
 
 
 def from_origin(field: str, message: pb.Origin) -> Origin:
-    """Where a variant comes from. Raises InvalidInput, TooLarge."""
+    """Read the origin of a variant. Raises InvalidInput, TooLarge."""
     if not message.domain:
         raise InvalidInput(f"{field}.domain", "is missing", 'send the access domain ("public")')
     return Origin(
@@ -249,12 +249,12 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
 
 
 def to_as_of(as_of: AsOf) -> pb.AsOf:
-    """The deletes that a put may have missed."""
+    """Convert the deletes that a put may have missed."""
     return pb.AsOf(store=as_of.store, sequence=as_of.sequence, planned_at_ms=as_of.planned_at_ms)
 
 
 def from_as_of(field: str, message: pb.AsOf) -> AsOf:
-    """The deletes that a put may have missed. Raises InvalidInput."""
+    """Read the deletes that a put may have missed. Raises InvalidInput."""
     return AsOf(_from_id(f"{field}.store", message.store), message.sequence, message.planned_at_ms)
 
 
@@ -265,7 +265,7 @@ def _from_id(field: str, raw: bytes) -> bytes:
 
 
 def to_put_header(variant: NewVariant, ack: Ack, traceparent: str = "") -> pb.PutHeader:
-    """A variant that is to be put, when to answer, and the span that puts it."""
+    """Convert the header of a put: variant, acknowledgement and calling span."""
     return pb.PutHeader(
         key=to_key(variant.key),
         info=to_info(variant.info, variant.value_format),
@@ -281,7 +281,7 @@ def to_put_header(variant: NewVariant, ack: Ack, traceparent: str = "") -> pb.Pu
 def from_put_header(
     field: str, message: pb.PutHeader, max_value_bytes: int
 ) -> tuple[NewVariant, Ack]:
-    """A variant that is to be put, and when to answer. Raises InvalidInput, TooLarge."""
+    """Read the header of a put. Raises InvalidInput, TooLarge."""
     info = from_info(f"{field}.info", message.info, max_value_bytes)
     sizes = tuple(message.part_bytes)
     _check_sum(f"{field}.part_bytes", sizes, info.num_bytes)
@@ -309,12 +309,12 @@ def from_put_header(
 
 
 def to_completion(completion: PutCompletion) -> pb.PutCompletion:
-    """What is said of a value after its last byte."""
+    """Convert the completion of a put."""
     return pb.PutCompletion(checksums=completion.checksums, cost_s=completion.cost_s)
 
 
 def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> PutCompletion:
-    """What is said of a value of num_parts after its last byte. Raises InvalidInput."""
+    """Read the completion of a put of num_parts parts. Raises InvalidInput."""
     if len(message.checksums) != num_parts:
         raise InvalidInput(
             f"{field}.checksums",
@@ -327,9 +327,9 @@ def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Pu
 
 
 def _check_sizes(field: str, sizes: Sequence[int], shape: ValueShape, info: VariantInfo) -> None:
-    """Raises InvalidInput for parts that cannot be layers of shape, held as info says."""
+    """Check that the parts can be layers of shape in info's precision. Raises InvalidInput."""
     if Codec.PACKED in {info.precision.key, info.precision.value}:
-        return  # as long as its numbers make it
+        return  # its size depends on the numbers
     num_bytes = encoded_part_bytes(shape, info.num_tokens, info.precision)
     for i, size in enumerate(sizes):
         if size != num_bytes:
@@ -342,37 +342,37 @@ def _check_sizes(field: str, sizes: Sequence[int], shape: ValueShape, info: Vari
 
 
 def to_outcome(outcome: PutOutcome) -> pb.PutReply.Outcome.ValueType:
-    """What became of a put."""
+    """Convert the outcome of a put."""
     return _OUTCOMES[outcome]
 
 
 def from_outcome(number: pb.PutReply.Outcome.ValueType) -> PutOutcome:
-    """What became of a put; what is not known is as good as not stored."""
+    """Read the outcome of a put. An unknown one counts as not stored."""
     return _OUTCOMES_BACK.get(number, PutOutcome.DELETED)
 
 
 def to_miss(miss: Miss) -> pb.Miss.ValueType:
-    """Why a variant is not served."""
+    """Convert the reason of a miss."""
     return _MISSES.get(miss, pb.MISS_NEVER_STORED)
 
 
 def from_miss(number: pb.Miss.ValueType) -> Miss | None:
-    """Why a variant is not served; None where it is."""
+    """Read the reason of a miss; None for a hit."""
     if number == pb.MISS_UNSPECIFIED:
         return None
     return _MISSES_BACK.get(number, Miss.NEVER_STORED)
 
 
 def to_reads(reads: Iterable[tuple[VariantKey, float]]) -> pb.ReadReport:
-    """Reads that the store was not asked for, with the seconds that each took."""
-    together: dict[VariantKey, tuple[int, float]] = {}
+    """Convert reads without a request, with the seconds that each took."""
+    reads_by_key: dict[VariantKey, tuple[int, float]] = {}
     for key, seconds in reads:
-        times, before = together.get(key, (0, 0.0))
-        together[key] = times + 1, before + seconds
+        times, before = reads_by_key.get(key, (0, 0.0))
+        reads_by_key[key] = times + 1, before + seconds
     return pb.ReadReport(
         reads=[
             pb.ReadReport.Read(key=to_key(key), times=times, seconds=seconds)
-            for key, (times, seconds) in together.items()
+            for key, (times, seconds) in reads_by_key.items()
         ]
     )
 
@@ -384,7 +384,7 @@ def to_get_request(
     by_layer: bool = False,
     traceparent: str = "",
 ) -> pb.GetRequest:
-    """Variants whose values are asked for, and the span that asks."""
+    """Convert the arguments of a get."""
     return pb.GetRequest(
         keys=[pb.VariantKey(chunk=key.chunk, prefix=key.prefix) for key in keys],
         exact=exact,
@@ -395,12 +395,12 @@ def to_get_request(
 
 
 def from_get_request(message: pb.GetRequest) -> tuple[list[VariantKey], bool, str]:
-    """Keys, exact, domain. Raises InvalidInput, TooLarge."""
+    """Read keys, exact and domain. Raises InvalidInput, TooLarge."""
     return from_keys("keys", message.keys), message.exact, from_name("domain", message.domain)
 
 
 def to_miss_header(index: int, miss: Miss) -> pb.GetHeader:
-    """There is no value for the key at index of the request."""
+    """Convert a miss of the key at index of the request."""
     return pb.GetHeader(index=index, miss=to_miss(miss))
 
 
@@ -412,7 +412,7 @@ def to_value_header(
     value_format: int,
     tier: Tier,
 ) -> pb.GetHeader:
-    """The value of the key at index of the request follows."""
+    """Convert the header of a value, for the key at index of the request."""
     return pb.GetHeader(
         index=index,
         info=to_info(info, value_format),
@@ -425,7 +425,7 @@ def to_value_header(
 def from_value_header(
     field: str, message: pb.GetHeader
 ) -> tuple[VariantInfo, tuple[ValuePart, ...], ValueShape | None, int, Tier]:
-    """Info, parts, shape, value format and tier of a value that follows. Raises InvalidInput."""
+    """Read info, parts, shape, format and tier from a value's header. Raises InvalidInput."""
     info = from_info(f"{field}.info", message.info, message.info.num_bytes)
     return (
         info,
@@ -487,7 +487,7 @@ def from_stored_variant(field: str, message: pb.StoredVariant) -> StoredVariant:
 
 
 def from_tier(field: str, text: str) -> Tier:
-    """Where a variant is. Raises InvalidInput."""
+    """Read a tier. Raises InvalidInput."""
     try:
         return Tier(text)
     except ValueError as error:
@@ -497,7 +497,7 @@ def from_tier(field: str, text: str) -> Tier:
 def to_variants(variants: ChunkVariants, value_format: int) -> pb.ChunkVariants:
     """Convert the answer to one key of a lookup."""
     return pb.ChunkVariants(
-        stored=[to_stored_variant(one, value_format) for one in variants.held],
+        stored=[to_stored_variant(one, value_format) for one in variants.stored],
         miss=pb.MISS_UNSPECIFIED if variants.miss is None else to_miss(variants.miss),
     )
 
@@ -511,7 +511,7 @@ def from_variants(field: str, message: pb.ChunkVariants) -> ChunkVariants:
 
 
 def to_lookup_reply(answer: LookupAnswer, value_format: int) -> pb.LookupReply:
-    """One Variants for each want; the store's id is told by Hello."""
+    """Convert the answer of a lookup. Hello has the store's id."""
     return pb.LookupReply(
         variants=[to_variants(variants, value_format) for variants in answer.variants],
         delete_sequence=answer.as_of.sequence,
@@ -519,13 +519,18 @@ def to_lookup_reply(answer: LookupAnswer, value_format: int) -> pb.LookupReply:
 
 
 def from_lookup_reply(message: pb.LookupReply, store: bytes) -> LookupAnswer:
-    """One Variants for each want. store: its id, as Hello told it. Raises InvalidInput."""
+    """Read the answer of a lookup. Raises InvalidInput.
+
+    Args:
+        message: The reply.
+        store: The store's id, from Hello.
+    """
     variants = [from_variants(f"variants[{i}]", one) for i, one in enumerate(message.variants)]
     return LookupAnswer(tuple(variants), AsOf(store, message.delete_sequence))
 
 
 def to_deletion(deletion: Deletion) -> pb.Deletion:
-    """What one delete names."""
+    """Convert a deletion."""
     return pb.Deletion(
         id=deletion.id,
         chunks=deletion.chunks,
@@ -537,9 +542,9 @@ def to_deletion(deletion: Deletion) -> pb.Deletion:
 
 
 def from_deletion(field: str, message: pb.Deletion) -> Deletion:
-    """What one delete names; its id may be empty. Raises InvalidInput, TooLarge.
+    """Read a deletion, whose id may be empty. Raises InvalidInput, TooLarge.
 
-    A domain goes as a whole only where nothing else is named: who names chunks of it means those.
+    A domain without documents means all of the domain, so it must not come with chunks or variants.
     """
     check_count(f"{field}.documents", len(message.documents))
     documents = [
@@ -553,7 +558,7 @@ def from_deletion(field: str, message: pb.Deletion) -> Deletion:
         raise InvalidInput(
             f"{field}.domain",
             "comes with chunks or variants and without documents",
-            "leave it out, or send it alone to delete all that is in it",
+            "leave it out, or send it alone to delete the whole domain",
         )
     if not (message.chunks or message.variants or message.domain):
         raise InvalidInput(field, "names nothing", "send chunks, variants, documents or a domain")
@@ -568,7 +573,7 @@ def from_deletion(field: str, message: pb.Deletion) -> Deletion:
 
 
 def to_event(event: Event) -> pb.Event:
-    """What happened to one variant."""
+    """Convert an event."""
     return pb.Event(
         boot=event.boot,
         sequence=event.sequence,
@@ -580,7 +585,7 @@ def to_event(event: Event) -> pb.Event:
 
 
 def from_event(message: pb.Event) -> Event:
-    """What happened to one variant. Raises InvalidInput."""
+    """Read an event. Raises InvalidInput."""
     info = message.info
     return Event(
         boot=message.boot,
@@ -593,7 +598,7 @@ def from_event(message: pb.Event) -> Event:
 
 
 def to_hello(hello: Hello) -> pb.HelloReply:
-    """Who a store is."""
+    """Convert the identity of a store."""
     return pb.HelloReply(
         boot=hello.boot,
         store=hello.store,
@@ -604,7 +609,7 @@ def to_hello(hello: Hello) -> pb.HelloReply:
 
 
 def from_hello(message: pb.HelloReply) -> Hello:
-    """Who a store is. Raises InvalidInput."""
+    """Read the identity of a store. Raises InvalidInput."""
     return Hello(
         boot=_from_id("boot", message.boot),
         store=_from_id("store", message.store),

@@ -1,4 +1,4 @@
-"""Values on their way to a store, of which the last bytes need not be there when the first go."""
+"""Values on their way to a store. The first bytes can go out before the last ones are computed."""
 
 from __future__ import annotations
 
@@ -13,39 +13,60 @@ from ragcache_kv.values.buffers import checksummed_parts
 
 ANSWER_S = 1.0
 ANSWER_SHARE = 0.2
-"""What a store has for its answers of a put's time: so many seconds, or this share of little."""
+"""Time of a put that is left for the store's replies: seconds, or a share of a short timeout."""
 
 T = TypeVar("T")
 
 
 class IncompleteValue(RagCacheError):
-    """A value did not become whole, or not in time; nothing of it is stored."""
+    """A value was not completed, or not in time. The store keeps nothing of it."""
 
 
 class OutgoingValue(ABC):
-    """A value that is put. raw: all of it, one part after another; one byte each, contiguous."""
+    """A value that a client puts.
+
+    Attributes:
+        raw: Its bytes, one part after another. They may still be computed.
+    """
 
     def __init__(self, raw: memoryview) -> None:
         self.raw = raw if raw.ndim == 1 and raw.format == "B" else raw.cast("B")
 
     @abstractmethod
     def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
-        """XXH3-64 of parts that are there, from part done on: one at least, else it waits for that.
+        """Wait until part ``done`` is ready.
 
-        deadline: on time.monotonic's clock. May be asked anew from the begin. Raises IncompleteValue.
+        A caller may start again at the first part.
+
+        Args:
+            done: Number of parts that the caller already has.
+            deadline: On the clock of time.monotonic.
+
+        Returns:
+            XXH3-64 of the ready parts, from part ``done`` on.
+
+        Raises:
+            IncompleteValue: The part is not ready in time, or the computation was aborted.
         """
 
     @abstractmethod
     def wait_until_final(self, deadline: float) -> float:
-        """Seconds that computing it took, 0 where unknown, when it is known to be right.
+        """Wait until the value is known to be right, which may be after its last part.
 
-        Every part may be there before that. Raises IncompleteValue.
+        Args:
+            deadline: On the clock of time.monotonic.
+
+        Returns:
+            Seconds that computing the value took; 0 if unknown.
+
+        Raises:
+            IncompleteValue: The value is not known to be right in time.
         """
 
 
 @final
 class ReadyValue(OutgoingValue):
-    """A value all of which is there. checksums: of its parts. cost_s: that computing it took."""
+    """A value whose bytes are all ready."""
 
     def __init__(self, raw: memoryview, checksums: Sequence[int], cost_s: float = 0.0) -> None:
         super().__init__(raw)
@@ -56,7 +77,7 @@ class ReadyValue(OutgoingValue):
     def with_checksums(
         cls, raw: memoryview, part_bytes: Sequence[int], cost_s: float = 0.0
     ) -> ReadyValue:
-        """A value with the checksums that parts of these sizes have."""
+        """Return a value, and compute the checksums of parts of these sizes."""
         return cls(raw, [part.checksum for part in checksummed_parts(raw, part_bytes)], cost_s)
 
     def wait_for_parts(self, done: int, deadline: float) -> Sequence[int]:
@@ -69,15 +90,17 @@ class ReadyValue(OutgoingValue):
 
 
 class OutgoingRuns(Iterator[memoryview]):
-    """The bytes of an outgoing value as they come, each time as many as are there by then.
+    """Iterates over the bytes of an outgoing value, each time over all parts that are ready.
 
-    A store keeps room for the rest no longer than LEASE_S from the first run on. Part of the time
-    is left for its answers, so that an engine's slowness is never taken for a store's.
-    checksums: of the parts that have come so far.
+    A store reserves memory for at most LEASE_S after the first run. Part of the time is left for
+    the store's replies, so that a slow engine is not mistaken for a slow store.
+
+    Attributes:
+        checksums: Of the parts so far.
     """
 
     def __init__(self, variant: NewVariant, value: OutgoingValue, deadline: float) -> None:
-        """Raises InvalidInput for a value of another size than its variant's."""
+        """Raises InvalidInput for a value of another size than its variant."""
         _check_size("value", len(value.raw), variant.info.num_bytes)
         _check_size("variant.part_bytes", sum(variant.part_bytes), variant.info.num_bytes)
         if not variant.part_bytes:
@@ -90,45 +113,43 @@ class OutgoingRuns(Iterator[memoryview]):
         self._start = 0
 
     def __next__(self) -> memoryview:
-        """Raises IncompleteValue; InvalidInput for a value of more or fewer parts than its variant's."""
+        """Wait for the next parts. Raises IncompleteValue, InvalidInput."""
         if self.are_complete:
             raise StopIteration
         done = len(self.checksums)
-        came = self._waited(lambda: self._value.wait_for_parts(done, self._deadline))
-        if not 1 <= len(came) <= len(self._sizes) - done:
+        ready = self._wait(lambda: self._value.wait_for_parts(done, self._deadline))
+        if not 1 <= len(ready) <= len(self._sizes) - done:
             raise InvalidInput(
                 "value",
-                f"has {done + len(came)} parts",
-                f"give {len(self._sizes)}, as allocate_value",
+                f"has {done + len(ready)} parts",
+                f"give {len(self._sizes)}, as announced",
             )
         if not done:
             self._deadline = min(self._deadline, time.monotonic() + LEASE_S - ANSWER_S)
-        self.checksums += came
+        self.checksums += ready
         start = self._start
-        self._start += sum(self._sizes[done : done + len(came)])
+        self._start += sum(self._sizes[done : done + len(ready)])
         return self._value.raw[start : self._start]
 
     @property
     def are_complete(self) -> bool:
-        """Whether the last run has come."""
+        """Whether the last run has been returned."""
         return len(self.checksums) == len(self._sizes)
 
     def completion(self) -> PutCompletion:
-        """What is said after the last one. Raises IncompleteValue."""
-        cost_s = self._waited(lambda: self._value.wait_until_final(self._deadline))
+        """Return the completion, which follows the last run. Raises IncompleteValue."""
+        cost_s = self._wait(lambda: self._value.wait_until_final(self._deadline))
         return PutCompletion(tuple(self.checksums), cost_s)
 
-    def _waited(self, wait: Callable[[], T]) -> T:
-        """What wait gives, unless it took what was left of the time. Raises IncompleteValue."""
+    def _wait(self, wait: Callable[[], T]) -> T:
+        """Return the result of wait. Raises IncompleteValue if it ran past the deadline."""
         was_in_time = time.monotonic() <= self._deadline
-        came = wait()
+        result = wait()
         if was_in_time and time.monotonic() > self._deadline:
-            raise IncompleteValue("a value did not come in time")
-        return came
+            raise IncompleteValue("the value was not ready in time")
+        return result
 
 
-def _check_size(field: str, num_bytes: int, allocate_value: int) -> None:
-    if num_bytes != allocate_value:
-        raise InvalidInput(
-            field, f"has {num_bytes} bytes", f"give {allocate_value}, as allocate_value"
-        )
+def _check_size(field: str, num_bytes: int, announced: int) -> None:
+    if num_bytes != announced:
+        raise InvalidInput(field, f"has {num_bytes} bytes", f"give {announced}, as announced")

@@ -33,8 +33,8 @@ async def test_values_come_and_go_on_the_fastest_lane(tmp_path: Path) -> None:
             RAW,
             Miss.NEVER_STORED,
         ]
-        answer = await client.lookup([LookupKey.of(key(1))])
-        assert answer.variants[0].held[0].info.num_bytes == len(RAW)
+        answer = await client.lookup([LookupKey.for_variant(key(1))])
+        assert answer.variants[0].stored[0].info.num_bytes == len(RAW)
         assert answer.as_of.store == served.store.store_id
         assert await client.prefetch([key(1)]) == 0, "it is in memory"
         deletion = Deletion(os.urandom(16), (key(1).chunk,), made_at_ms=time.time_ns() // 10**6)
@@ -66,7 +66,7 @@ async def test_a_watch_begins_with_what_is_held_and_goes_on(tmp_path: Path) -> N
 
 async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
     client = AsyncStoreClient("127.0.0.1:9")
-    for call in (client.stats(), client.lookup([LookupKey.of(key(1))]), client.get([key(1)], 1.0)):
+    for call in (client.stats(), client.lookup([LookupKey.for_variant(key(1))]), client.get([key(1)], 1.0)):
         with pytest.raises(Unavailable):
             await call
     with pytest.raises(Unavailable):
@@ -96,11 +96,11 @@ async def test_a_lookup_asks_the_owners_of_the_chunks(tmp_path: Path) -> None:
         for place, owner in enumerate(owners):
             if place % 3:
                 put_value(clients[owner], keys[place], value(1000, place))
-        found = await store.lookup([LookupKey.of(one) for one in keys])
-        assert [bool(variants.held) for variants in found] == [
+        found = await store.lookup([LookupKey.for_variant(one) for one in keys])
+        assert [bool(variants.stored) for variants in found] == [
             bool(place % 3) for place in range(16)
         ]
-        assert [variants.held[0].key for variants in found if variants.held] == [
+        assert [variants.stored[0].key for variants in found if variants.stored] == [
             one for place, one in enumerate(keys) if place % 3
         ]
         await store.close()
@@ -110,5 +110,5 @@ async def test_a_lookup_without_an_answer_is_an_exception() -> None:
     for addresses in ((), ("127.0.0.1:9",)):
         store = AsyncShardedStore(FixedMembers(addresses))
         with pytest.raises(Unavailable):
-            await store.lookup([LookupKey.of(key(1))])
+            await store.lookup([LookupKey.for_variant(key(1))])
         await store.close()

@@ -54,7 +54,7 @@ def key(number: int) -> VariantKey:
 
 
 KEYS = [key(number) for number in range(60)]
-WANTS = [LookupKey.of(wanted) for wanted in KEYS]
+WANTS = [LookupKey.for_variant(wanted) for wanted in KEYS]
 
 
 def put(
@@ -79,7 +79,7 @@ def values(
 
 def misses(answer: ShardedLookup) -> set[Miss | None]:
     """Why what is not held is not."""
-    return {variants.miss for variants in answer.variants if not variants.held}
+    return {variants.miss for variants in answer.variants if not variants.stored}
 
 
 def deletion(*chunks: bytes, **named: object) -> Deletion:
@@ -131,7 +131,7 @@ def test_every_shard_holds_its_chunks_and_together_they_hold_all(shards: list[Se
         assert {put(store, wanted, raw_of(wanted)) for wanted in KEYS} == {PutOutcome.STORED}
         assert put(store, KEYS[0], raw_of(KEYS[0])) is PutOutcome.ALREADY_STORED
         answer = store.lookup(WANTS)
-        assert [held.key for found in answer.variants for held in found.held] == KEYS
+        assert [held.key for found in answer.variants for held in found.stored] == KEYS
         assert answer.as_of.keys() == set(addresses)
         mixed = [KEYS[5], key(999), *reversed(KEYS), KEYS[5]]
         expected = [raw_of(k) if k in KEYS else Miss.NEVER_STORED for k in mixed]
@@ -140,7 +140,7 @@ def test_every_shard_holds_its_chunks_and_together_they_hold_all(shards: list[Se
     for shard in shards:
         own = {k for k, owner in zip(KEYS, owners, strict=True) if owner == shard.address}
         found = shard.client.lookup(WANTS).variants
-        assert {held.key for variants in found for held in variants.held} == own != set()
+        assert {held.key for variants in found for held in variants.stored} == own != set()
 
 
 def test_values_of_several_shards_land_where_the_caller_says(shards: list[Served]) -> None:
@@ -201,7 +201,7 @@ def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: s
         orphan = next(wanted for wanted in KEYS if wanted not in kept)
         with pytest.raises(Unavailable, match=lost):
             put(store, orphan, b"x")
-        assert store.lookup([LookupKey.of(orphan)]).variants[0].miss is Miss.LOST
+        assert store.lookup([LookupKey.for_variant(orphan)]).variants[0].miss is Miss.LOST
         assert values(store, [orphan]) == [Miss.LOST]
         assert time.monotonic() - began < TIMEOUT_S / 2
 
@@ -231,7 +231,7 @@ def test_a_lost_shard_that_comes_back_is_asked_again(
             # Nobody needs to ask it in vain for that.
             eventually(lambda: "is back" in caplog.text)
             assert put(store, orphan, raw_of(orphan)) is PutOutcome.STORED
-            assert late.client.lookup([LookupKey.of(orphan)]).variants[0].held
+            assert late.client.lookup([LookupKey.for_variant(orphan)]).variants[0].stored
 
 
 def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
@@ -274,7 +274,7 @@ def test_an_only_shard_is_asked_every_time() -> None:
 def test_without_shards_everything_is_a_miss() -> None:
     with opened() as store:
         store.connect(TIMEOUT_S)
-        assert [found.held for found in store.lookup(WANTS).variants] == [()] * len(WANTS)
+        assert [found.stored for found in store.lookup(WANTS).variants] == [()] * len(WANTS)
         assert values(store, KEYS) == [Miss.LOST] * len(KEYS)
         assert store.prefetch(KEYS) == 0
         with pytest.raises(Unavailable, match="no shards"):
@@ -528,13 +528,13 @@ def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
     client, give_up = StoreClient(address), time.monotonic() + TIMEOUT_S
     while True:
         try:
-            found = client.lookup([LookupKey.of(wanted) for wanted in keys], TIMEOUT_S).variants
+            found = client.lookup([LookupKey.for_variant(wanted) for wanted in keys], TIMEOUT_S).variants
         except Unavailable:  # this process' gRPC has not yet tried again to connect
             assert time.monotonic() < give_up
             time.sleep(0.05)
         else:
             client.close()
-            return {held.key for variants in found for held in variants.held}
+            return {held.key for variants in found for held in variants.stored}
 
 
 def all_on_disk(address: str, keys: list[VariantKey]) -> bool:
@@ -571,18 +571,18 @@ def test_what_is_hot_gets_a_replica_that_stands_in_for_its_owner(tmp_path: Path)
         assert put(store, hot, raw) is PutOutcome.STORED
         owner, second = RendezvousHash(shards.addresses).ranked([hot.chunk], 2)[0]
         give_up = time.monotonic() + 60
-        while not store.lookup([LookupKey.of(hot)]).held()[hot].replicas:
+        while not store.lookup([LookupKey.for_variant(hot)]).held()[hot].replicas:
             assert time.monotonic() < give_up, "it was not replicated"
             for _ in range(50):
                 assert values(store, [hot]) == [raw]
-        assert store.lookup([LookupKey.of(hot)]).held()[hot].replicas == (second,)
+        assert store.lookup([LookupKey.for_variant(hot)]).held()[hot].replicas == (second,)
         shards.kill(owner)
         eventually(lambda: values(store, [hot], 5.0) == [raw])
-        assert hot in store.lookup([LookupKey.of(hot)]).held()
+        assert hot in store.lookup([LookupKey.for_variant(hot)]).held()
         assert values(store, [hot]) == [raw]
         result = store.delete(deletion(hot.chunk))
         assert owner in result.silent
         assert values(store, [hot]) == [Miss.LOST]
         shards.restart(owner)
-        eventually(lambda: owner in store.lookup([LookupKey.of(hot)]).as_of)
+        eventually(lambda: owner in store.lookup([LookupKey.for_variant(hot)]).as_of)
         assert values(store, [hot]) == [Miss.DELETED]

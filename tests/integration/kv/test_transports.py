@@ -27,6 +27,7 @@ from bench.support.processes import free_port
 from ragcache_cachestore.api import data_server
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
@@ -83,7 +84,9 @@ class Served:
     def __init__(
         self, folder: Path, memory_bytes: int, disk_bytes: int, policy: str = DEFAULT_POLICY
     ) -> None:
-        self.store = Store(folder / "data", memory_bytes, disk_bytes, policy=policy)
+        self.store = Store(
+            folder / "data", StoreOptions(memory_bytes, disk_bytes, policy=policy)
+        )
         self.transports = DataServer(self.store, folder / "transport.sock", ("127.0.0.1", 0))
         self.transports.start()
         self._loop = asyncio.new_event_loop()
@@ -311,10 +314,10 @@ def test_whoever_reads_a_piece_verifies_it(
             byte = os.pread(fd, 1, extent.offset + rotten)
             os.pwrite(fd, bytes([byte[0] ^ 1]), extent.offset + rotten)
         served.store.release([lease.id])
-        transport = client._lane
+        transport = client._transport
         assert isinstance(transport, SharedMemoryTransport)
         if busy:
-            transport._pair._second.submit(free.wait)
+            transport._reader_pair._second.submit(free.wait)
         try:
             found = [only(client, number) for _ in range(1 if rotten is not None else 2)]
         finally:
@@ -551,12 +554,12 @@ def test_a_completion_of_another_value_is_refused(served: Served) -> None:
 
 def test_a_delete_in_between_overtakes_a_put(client: StoreClient) -> None:
     variant, value = new(1, [100])
-    as_of = client.lookup([LookupKey.of(key(1))]).as_of
+    as_of = client.lookup([LookupKey.for_variant(key(1))]).as_of
     client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,)))
     for seen in (as_of, AsOf()):
         planned = replace(variant, as_of=seen)
         assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.DELETED
-    planned = replace(variant, as_of=client.lookup([LookupKey.of(key(1))]).as_of)
+    planned = replace(variant, as_of=client.lookup([LookupKey.for_variant(key(1))]).as_of)
     assert client.put(planned, whole(planned, value), TIMEOUT_S) is PutOutcome.STORED
 
 
@@ -782,8 +785,8 @@ async def test_the_async_client_does_the_same(served: Served) -> None:
     assert isinstance(found, StoredValue)
     assert found.value == value
     assert missing is Miss.NEVER_STORED
-    answer = await client.lookup([LookupKey.of(key(1))])
-    assert answer.variants[0].held[0].info == variant.info
+    answer = await client.lookup([LookupKey.for_variant(key(1))])
+    assert answer.variants[0].stored[0].info == variant.info
     assert await client.prefetch([key(1)]) == 0
     assert (await client.stats()).variants == 1
     assert await client.delete(Deletion(bytes(range(16)), chunks=(key(1).chunk,))) == 1
@@ -972,7 +975,7 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
         with pytest.raises(RagCacheError, match="deadline"):
             client.put(big, whole(big, raw), 0.3)
         with pytest.raises(RagCacheError, match="deadline"):
-            client.lookup([LookupKey.of(key(1))], 0.3)
+            client.lookup([LookupKey.for_variant(key(1))], 0.3)
         assert time.monotonic() - started < TIMEOUT_S / 2
         running.send_signal(signal.SIGCONT)
         assert isinstance(only(client, 1), StoredValue)
@@ -1047,7 +1050,7 @@ def test_a_full_client_says_nothing_about_its_store(
 
 
 def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
-    store = Store(tmp_path / "data", MIB, MIB)
+    store = Store(tmp_path / "data", StoreOptions(MIB, MIB))
     with contextlib.closing(store):
         path = tmp_path / "transport.sock"
         path.write_text("precious")
@@ -1074,7 +1077,7 @@ def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator[StoreClient]:
-    """A client on the shared transport that has read values, with nothing owed any more."""
+    """A client on the shared transport that has read values, with nothing deferred any more."""
     with client_of(served.address, "shared") as client:
         for number in numbers:
             variant, value = new(number, [size // 2, size // 2])
@@ -1089,13 +1092,13 @@ def remembering(served: Served, numbers: list[int], size: int = MIB) -> Iterator
 def asked(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> list[FrameKind]:
     """The kinds of what client asks its store from now on."""
     kinds: list[FrameKind] = []
-    ask = framed_transport.FramedTransport.ask
+    ask = framed_transport.FramedTransport.call
 
     def listen(transport: Any, kind: FrameKind, *rest: Any) -> Any:
         kinds.append(kind)
         return ask(transport, kind, *rest)
 
-    monkeypatch.setattr(framed_transport.FramedTransport, "ask", listen)
+    monkeypatch.setattr(framed_transport.FramedTransport, "call", listen)
     return kinds
 
 
@@ -1365,7 +1368,7 @@ def test_no_time_that_is_said_of_a_reread_spoils_predictions(
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == before + 2)
         channel.close()
         [variants] = client.lookup([LookupKey(key(1).chunk, key(1).prefix)]).variants
-        assert 0 <= variants.held[0].load_s < TIMEOUT_S
+        assert 0 <= variants.stored[0].load_s < TIMEOUT_S
 
 
 def test_rereads_cannot_be_claimed_over_a_network(served: Served) -> None:
@@ -1398,6 +1401,6 @@ def test_a_store_that_goes_while_it_is_told_of_reads_is_gone(tmp_path: Path, por
             assert isinstance(only(client, 1), StoredValue)
         running.kill()
         running.wait()
-        time.sleep(2 * framed_transport.DEFER_S)  # it is told of them meanwhile, in vain
+        time.sleep(2 * framed_transport.DEFERRED_SEND_S)  # it is told of them meanwhile, in vain
         with pytest.raises(Unavailable):
             only(client, 1)

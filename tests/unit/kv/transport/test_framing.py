@@ -390,11 +390,11 @@ def test_a_deferred_frame_follows_the_next_frame(
     ends: tuple[FramedConnection, FramedConnection],
 ) -> None:
     one, other = ends
-    one.owed.append((FrameKind.RELEASE, pb.LeaseRelease(leases=[5])))
+    one.deferred.append((FrameKind.RELEASE, pb.LeaseRelease(leases=[5])))
     one.send(FrameKind.GET, pb.GetRequest())
     assert other.receive(100)[0] == FrameKind.GET
     assert other.receive(100)[0] == FrameKind.RELEASE
-    assert not one.owed
+    assert not one.deferred
 
 
 def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
@@ -406,10 +406,10 @@ def test_a_release_that_is_owed_goes_before_a_put_and_after_any_other_frame(
         (FrameKind.PUT, [FrameKind.RELEASE, FrameKind.PUT]),
         (FrameKind.GET, [FrameKind.GET, FrameKind.RELEASE]),
     ):
-        one.owed = [(FrameKind.RELEASE, pb.LeaseRelease())]
+        one.deferred = [(FrameKind.RELEASE, pb.LeaseRelease())]
         one.send(kind)
         assert [other.receive(0)[0] for _ in range(2)] == expected
-        assert not one.owed
+        assert not one.deferred
 
 
 @pytest.mark.parametrize("size", [0, 1, READ_BYTES, 3_000_000])
@@ -423,7 +423,7 @@ def test_bytes_after_a_message_may_be_taken_or_left(
 
     def send() -> None:
         for _ in range(2):
-            one.owed = [(FrameKind.RELEASE, pb.LeaseRelease())]
+            one.deferred = [(FrameKind.RELEASE, pb.LeaseRelease())]
             one.send(FrameKind.PUT, asked, [data, frame(FrameKind.COMMIT)], skippable=True)
         one.send(FrameKind.GET, asked, [data])  # not to be left
         one.send(FrameKind.ABORT)
@@ -437,7 +437,7 @@ def test_bytes_after_a_message_may_be_taken_or_left(
         assert kind == FrameKind.PUT
         assert parse(pb.PutHeader, payload) == asked
         if taken:
-            other.take_early()
+            other.accept_early_bytes()
             other.receive_into(target)
             assert target == data
             assert other.receive(100)[0] == FrameKind.COMMIT
