@@ -48,14 +48,6 @@ def load_model_folder(source: str) -> ModelFolder:
     return ModelFolder(path, config, fingerprint)
 
 
-def tokenizer_file(source: str) -> Path:
-    """The tokenizer.json of a model; of a Hugging Face name, nothing else is downloaded.
-
-    Raises InvalidInput as load_model_folder does.
-    """
-    return _tokenizer(_folder(source, ["tokenizer.json"]))
-
-
 def _folder(source: str, patterns: list[str]) -> Path:
     path = Path(source)
     return path if path.is_dir() else _snapshot(source, patterns)

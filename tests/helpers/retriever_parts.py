@@ -1,4 +1,4 @@
-"""Parts that the retriever's tests share: an embedder of a few lines, a server in process."""
+"""Parts that the retriever's tests share: a small embedder, and a server in the test's process."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
-from ragcache_retriever.documents.collection import Chunking, Defaults
+from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_retriever.documents.document_store import DocumentStore
-from ragcache_retriever.documents.tokenizer import TokenCounter, load_token_counter
+from ragcache_retriever.documents.tokenizer import ServingTokenizer, load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Vectors, normalised
-from ragcache_retriever.search.index import Probing
 from ragcache_retriever.knowledge_base import KnowledgeBase
+from ragcache_retriever.search.index import Probing
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
 
-DEFAULTS = Defaults(Chunking(size_tokens=64, overlap_tokens=16), window=1)
+DEFAULTS = CollectionDefaults(Chunking(size_tokens=64, overlap_tokens=16), window=1)
 
 
 @dataclass
 class WordEmbedder:
-    """Texts are near each other that share words. embedded: every text it was given."""
+    """Texts that share words have similar vectors. ``embedded`` holds all texts it embedded."""
 
     identity: str = "words"
     dimension: int = 64
@@ -53,17 +53,17 @@ class WordEmbedder:
 
 def make_knowledge_base(
     folder: Path,
-    counter: TokenCounter,
+    tokenizer: ServingTokenizer,
     *,
     embedder: WordEmbedder | None = None,
-    defaults: Defaults = DEFAULTS,
+    defaults: CollectionDefaults = DEFAULTS,
     probing: Probing | None = None,
     now: float = 1_700_000_000.0,
 ) -> KnowledgeBase:
     return KnowledgeBase(
         DocumentStore(folder),
         embedder or WordEmbedder(),
-        counter,
+        tokenizer,
         defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
         probing=probing,
@@ -73,7 +73,7 @@ def make_knowledge_base(
 
 @contextlib.asynccontextmanager
 async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClient]:
-    """A client of a real server, loaded and ready."""
+    """Yield a client of a real server that is ready."""
     service = RetrieverService(knowledge_base)
     server = GrpcServer(
         "127.0.0.1:0",
@@ -92,5 +92,5 @@ async def serving(knowledge_base: KnowledgeBase) -> AsyncIterator[RetrieverClien
         await knowledge_base.close()
 
 
-def counter_of(model: Path) -> TokenCounter:
-    return load_token_counter(str(model))
+def tokenizer_of(model: Path, dtype: str = "auto") -> ServingTokenizer:
+    return load_serving_tokenizer(str(model), dtype)

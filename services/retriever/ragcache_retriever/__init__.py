@@ -1,5 +1,4 @@
-"""Documents in, ranked chunks out: the service that owns documents.
+"""The retriever owns documents: it splits, stores and embeds them, and searches their chunks.
 
-documents (SQLite, the source of truth) → chunking → embedder → index (faiss, rebuilt at start);
-knowledge_base joins them, service speaks gRPC.
+SQLite holds documents, chunks and embeddings. The faiss index is rebuilt from it at each start.
 """

@@ -1,18 +1,21 @@
-"""Run the retriever: ``python -m ragcache_retriever``, told by RAGCACHE_* variables."""
+"""Runs the retriever: ``python -m ragcache_retriever``, with settings from RAGCACHE_* variables."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import platform
 import sys
 from collections.abc import Callable
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.config import Config, EmbedderConfig
+from ragcache_retriever.documents.collection import (
+    CollectionDefaults,
+    checked_chunking,
+    checked_window,
+)
 from ragcache_retriever.documents.document_store import DocumentStore
-from ragcache_retriever.documents.tokenizer import load_token_counter
+from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 from ragcache_retriever.embedding.minilm import MiniLM
@@ -20,6 +23,8 @@ from ragcache_retriever.knowledge_base import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.health_server import HealthServer
 from ragcache_wire.server import GrpcServer, until_stopped
+from ragcache_wire.settings import RetrieverSettings
+from ragcache_wire.settings.table import variable
 from ragcache_wire.tracing import Tracer, tracer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
@@ -30,11 +35,11 @@ EXIT_MISCONFIGURED = 2
 
 
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Run the service and return its exit status."""
     try:
-        config = Config.from_environment(os.environ)
-        start_logging(config.log_level)
-        asyncio.run(serve(config))
+        settings = RetrieverSettings()
+        start_logging(settings.log_level)
+        asyncio.run(serve(settings))
     except InvalidInput as error:
         print(f"ragcache_retriever: {error}", file=sys.stderr)
         return EXIT_MISCONFIGURED
@@ -42,46 +47,52 @@ def main() -> int:
 
 
 def start_logging(level: str) -> None:
-    """One plain line per event, to stderr."""
+    """Log to stderr, one line per event."""
     logging.basicConfig(
         level=level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # A line per request to an endpoint helps only whoever debugs.
+    # httpx logs a line for each request to an endpoint, which helps only in debugging.
     if level != "debug":
         logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-async def serve(config: Config) -> None:
-    """Serve until told to stop. Raises InvalidInput for what only its operator can mend."""
-    spans = tracer(config.otlp_endpoint, "retriever", platform.node())
+async def serve(settings: RetrieverSettings) -> None:
+    """Serve until a signal stops the process. Raises InvalidInput for unusable settings."""
+    spans = tracer(settings.otlp_endpoint, "retriever", platform.node())
     try:
-        async with HealthServer(config.health_listen) as health:
-            await _serve(config, health, spans)
+        async with HealthServer(settings.health_listen) as health:
+            await _serve(settings, health, spans)
     finally:
         await asyncio.to_thread(spans.close)
 
 
-async def _serve(config: Config, health: HealthServer, spans: Tracer) -> None:
+async def _serve(settings: RetrieverSettings, health: HealthServer, spans: Tracer) -> None:
+    defaults = collection_defaults(settings)
+    health.set_progress("loading the model's tokenizer")
+    # In a thread: the hub may have to send the model first.
+    tokenizer = await asyncio.to_thread(
+        load_serving_tokenizer, settings.model, settings.model_dtype
+    )
     knowledge_base = KnowledgeBase(
-        DocumentStore(config.data_dir),
-        make_embedder(config.embedder),
-        load_token_counter(config.model),
-        config.defaults,
+        DocumentStore(settings.data_dir),
+        make_embedder(settings),
+        tokenizer,
+        defaults,
         markdown=pb.CONTENT_TYPE_MARKDOWN,
     )
     service = RetrieverService(knowledge_base, spans)
     try:
         server = GrpcServer(
-            config.listen,
+            settings.listen,
             [SERVICE_NAME],
             lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
             health,
         )
     except RuntimeError as error:
         raise InvalidInput(
-            "RAGCACHE_LISTEN", f"{config.listen} cannot be used: {error}", "name a free port"
+            "RAGCACHE_LISTEN", f"{settings.listen} cannot be used: {error}", "name a free port"
         ) from error
     await server.start()
     log.info("listening on port %d", server.port)
@@ -104,19 +115,35 @@ async def _serve(config: Config, health: HealthServer, spans: Tracer) -> None:
 
 
 async def load(knowledge_base: KnowledgeBase, progress: Callable[[str], None]) -> None:
-    """Load, however long the embedder takes to answer."""
+    """Load the knowledge base, and retry until the embedder answers."""
     while True:
         try:
             return await knowledge_base.load(progress)
         except Unavailable as error:
-            log.warning("not ready: %s", error)
+            log.warning("knowledge base: not ready error=%s", error)
             progress(str(error))
             await asyncio.sleep(error.retry_after_s)
 
 
-def make_embedder(config: EmbedderConfig) -> Embedder:
-    """The embedder that was asked for."""
-    return EmbeddingEndpoint(config) if config.is_endpoint else MiniLM(config.threads)
+def make_embedder(settings: RetrieverSettings) -> Embedder:
+    """Return the embedder of the settings."""
+    if settings.has_bundled_embedder:
+        return MiniLM(settings.embedder_threads)
+    assert settings.embedder_model is not None, "settings check it"
+    return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
+
+
+def collection_defaults(settings: RetrieverSettings) -> CollectionDefaults:
+    """Return the defaults of collections. Raises InvalidInput for values out of range."""
+    return CollectionDefaults(
+        chunking=checked_chunking(
+            variable("chunk_tokens"),
+            variable("chunk_overlap_tokens"),
+            settings.chunk_tokens,
+            settings.chunk_overlap_tokens,
+        ),
+        window=checked_window(variable("window_chunks"), settings.window_chunks),
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Documents, chunks, embeddings and indexes kept in step.
+"""Keeps documents, chunks, embeddings and indexes consistent.
 
-What runs where: SQLite and index changes in one writer thread, searches and other reads in a few
-reader threads, cutting in a thread of its own, embedding wherever the embedder does it; the event
-loop only waits. A document is prepared (cut and embedded) before its transaction begins, so a long
-ingest holds up neither searches nor other writes. Its transaction commits and its index changes
-under the collection's lock: no search sees one without the other.
+One writer thread changes SQLite and the indexes. A few reader threads search and read. One thread
+splits documents, and the embedder embeds wherever it runs. The event loop only waits.
+
+A document is split and embedded before its transaction begins, so a long ingest delays neither
+searches nor other writes. The transaction commits and the index changes under the collection's
+lock, so no search sees one without the other.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
+from ragcache_core.identity.keys import ChunkKey
 from ragcache_retriever.concurrency.read_write_lock import ReadWriteLock
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.documents.collection import (
     DEFAULT_COLLECTION,
     Chunking,
+    CollectionDefaults,
     CollectionSettings,
-    Defaults,
 )
 from ragcache_retriever.documents.document_store import (
-    Change,
+    ChunkChange,
     Document,
     DocumentStore,
     Neighbourhood,
     Recipe,
     StoredDocument,
 )
-from ragcache_retriever.documents.preparer import Prepared, Preparer
-from ragcache_retriever.documents.tokenizer import TokenCounter
-from ragcache_retriever.embedding.embedder import Embedder, Vectors, embedded_text
-from ragcache_retriever.index import Probing, StagedIndex, use_one_thread
+from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_retriever.embedding.embedder import Embedder, Vectors
+from ragcache_retriever.preparer import DocumentPreparer, PreparedDocument, embedded_text
+from ragcache_retriever.search.index import Probing, StagedIndex, use_one_thread
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ NUM_READERS = 4
 
 @dataclass(frozen=True, slots=True)
 class CollectionInfo:
-    """A collection as it is now, defaults applied."""
+    """A collection and the settings that apply to it, defaults included."""
 
     name: str
     chunking: Chunking
@@ -62,17 +64,21 @@ class CollectionInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpsertResult:
-    """What an upsert did. stored: the document as it is now. texts: its chunks, if it changed."""
+    """Result of an upsert.
+
+    ``stored`` is the document after the upsert. ``removed_keys`` are the keys of chunks that are no
+    longer in the collection. ``texts`` are the document's chunks, if it changed.
+    """
 
     stored: StoredDocument
     changed: bool
-    removed_texts: tuple[str, ...]
+    removed_keys: tuple[ChunkKey, ...]
     texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankedChunk:
-    """A hit: a chunk with the window around it, and its cosine with the query."""
+    """A hit: a chunk with its neighbours, and its cosine similarity with the query."""
 
     neighbourhood: Neighbourhood
     score: float
@@ -80,7 +86,10 @@ class RankedChunk:
 
 @dataclass(frozen=True, slots=True)
 class SearchStage:
-    """Hits of one stage, best first. embed_s, search_s: time spent up to its end."""
+    """Hits of one stage, best first.
+
+    ``embed_s`` and ``search_s`` are the times until its end.
+    """
 
     hits: tuple[RankedChunk, ...]
     final: bool
@@ -90,8 +99,8 @@ class SearchStage:
 
 
 @dataclass(slots=True)
-class _Collection:
-    """A collection in memory. The lock guards index against changes during a search."""
+class _LoadedCollection:
+    """A collection in memory. The lock protects the index from changes during a search."""
 
     settings: CollectionSettings
     index: StagedIndex
@@ -100,17 +109,18 @@ class _Collection:
 
 
 class KnowledgeBase:
-    """Everything the service knows. Call ``load`` first; until it returned, calls are refused.
+    """All collections of the service. It refuses calls until ``load`` has returned.
 
-    markdown: the content type whose headings and code fences are seen.
+    Args:
+        markdown: The content type whose headings and code fences are recognized.
     """
 
     def __init__(
         self,
         store: DocumentStore,
         embedder: Embedder,
-        count_tokens: TokenCounter,
-        defaults: Defaults,
+        tokenizer: ServingTokenizer,
+        defaults: CollectionDefaults,
         *,
         markdown: int,
         probing: Probing | None = None,
@@ -118,12 +128,12 @@ class KnowledgeBase:
     ) -> None:
         self._store = store
         self._embedder = embedder
-        self._preparer = Preparer(embedder, count_tokens, markdown)
+        self._preparer = DocumentPreparer(embedder, tokenizer, markdown)
         self._defaults = defaults
         self._probing = probing or Probing()
         self._clock = clock
         self._loaded = False
-        self._collections: dict[str, _Collection] = {}
+        self._collections: dict[str, _LoadedCollection] = {}
         self._document_locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
@@ -131,10 +141,13 @@ class KnowledgeBase:
         self._readers = ThreadPoolExecutor(NUM_READERS, "reader", use_one_thread)
 
     async def load(self, progress: Callable[[str], None] = log.debug) -> None:
-        """Start the embedder, build the indexes, bring stale documents up to date.
+        """Start the embedder, build the indexes, and prepare stale documents again.
 
-        progress: told how far it has come. Raises Unavailable when the embedder does not answer:
-        call again.
+        Args:
+            progress: Receives the state of the load in words.
+
+        Raises:
+            Unavailable: The embedder does not answer. The caller may call again.
         """
         progress("loading the embedder")
         await self._embedder.start()
@@ -145,18 +158,18 @@ class KnowledgeBase:
             await run(self._writer, self._put_settings, DEFAULT_COLLECTION, settings)
             stored[DEFAULT_COLLECTION] = settings
         for name, settings in stored.items():
-            self._collections[name] = _Collection(settings, self._empty_index())
+            self._collections[name] = _LoadedCollection(settings, self._empty_index())
             self._collections[name].index = await run(self._readers, self._built_index, name)
         stale = {name: await self._stale(name) for name in stored}
-        number, in_all = itertools.count(1), sum(map(len, stale.values()))
+        number, total = itertools.count(1), sum(map(len, stale.values()))
         for name, document_ids in stale.items():
             for document_id in document_ids:
-                progress(f"indexing {next(number)} of {in_all}")
-                await self._make_anew(name, document_id)
+                progress(f"indexing {next(number)} of {total}")
+                await self._rebuild_document(name, document_id)
         self._loaded = True
 
     async def close(self) -> None:
-        """Finish the write that is running, then release threads, embedder and files."""
+        """Wait for the running write, then release threads, embedder and files."""
         await self._preparer.close()
         await finish(self._readers)
         await finish(self._writer)
@@ -166,24 +179,24 @@ class KnowledgeBase:
     # Collections
 
     async def put_collection(self, name: str, settings: CollectionSettings) -> CollectionInfo:
-        """Create a collection or change it; returns when its documents are cut as it says."""
+        """Create a collection or change it. Its documents are split by its settings afterwards."""
         self._check_loaded()
         collection = self._collections.get(name)
         if collection is None:
-            collection = _Collection(settings, self._empty_index())
+            collection = _LoadedCollection(settings, self._empty_index())
             await run(self._writer, self._put_settings, name, settings)
             collection = self._collections.setdefault(name, collection)
         async with collection.changing_settings:
             if settings != collection.settings:
                 await run(self._writer, self._put_settings, name, settings)
                 collection.settings = settings
-            # Also when nothing changed: a put before this one may have been cut short.
+            # Even without a change: an earlier put may have been interrupted.
             for document_id in await self._stale(name):
-                await self._make_anew(name, document_id)
+                await self._rebuild_document(name, document_id)
         return await self.collection(name)
 
     async def collection(self, name: str) -> CollectionInfo:
-        """A collection. Raises NotFound."""
+        """Return a collection. Raises NotFound."""
         settings = self._collection(name).settings
         num_documents, num_chunks = await run(self._readers, self._store.counts, name)
         return CollectionInfo(
@@ -195,50 +208,57 @@ class KnowledgeBase:
         )
 
     async def collections(self) -> list[CollectionInfo]:
-        """All collections, by name."""
+        """Return all collections, sorted by name."""
         self._check_loaded()
         return [await self.collection(name) for name in sorted(self._collections)]
 
     # Documents
 
     async def upsert(self, collection: str, document: Document) -> UpsertResult:
-        """Insert or replace a document; durable and searchable when this returns.
+        """Insert or replace a document. It is durable and searchable afterwards.
 
-        Raises NotFound for the collection, TooLarge, Unavailable.
+        Raises:
+            NotFound: There is no such collection.
+            InvalidInput: The embedder refuses the document.
+            Unavailable: The embedder does not answer, or the disk is full.
         """
         self._collection(collection)
         content_hash = await run(self._readers, document.content_hash)
         async with self._document_lock(collection, document.id):
             return await self._put(collection, document, content_hash)
 
-    async def delete(self, collection: str, document_id: str) -> tuple[str, ...]:
-        """Delete a document; returns chunk texts now gone from the collection. Raises NotFound."""
+    async def delete(self, collection: str, document_id: str) -> tuple[ChunkKey, ...]:
+        """Delete a document. Raises NotFound.
+
+        Returns:
+            The keys of chunks that are no longer in the collection.
+        """
         self._collection(collection)
         async with self._document_lock(collection, document_id):
-            change = await run(self._writer, self._erase, collection, document_id)
+            change = await run(self._writer, self._delete, collection, document_id)
         if change is None:
-            raise _no_document(document_id, collection)
-        return change.removed_texts
+            raise _document_not_found(document_id, collection)
+        return change.removed_keys
 
     async def document(self, collection: str, document_id: str) -> StoredDocument:
-        """A document with its text. Raises NotFound."""
+        """Return a document with its text. Raises NotFound."""
         self._collection(collection)
         stored = await run(self._readers, self._store.get, collection, document_id)
         if stored is None:
-            raise _no_document(document_id, collection)
+            raise _document_not_found(document_id, collection)
         return stored
 
     async def documents(
         self, collection: str, after: str, limit: int
     ) -> tuple[list[StoredDocument], str | None]:
-        """A page of documents; see DocumentStore.page. Raises NotFound for the collection."""
+        """Return a page of documents (see DocumentStore.page). Raises NotFound."""
         self._collection(collection)
         return await run(self._readers, self._store.page, collection, after, limit)
 
     # Search
 
     async def search(self, name: str, query: str, top_k: int) -> AsyncIterator[SearchStage]:
-        """Stages of a search as they come; the last is final. Raises NotFound, Unavailable."""
+        """Yield the stages of a search; the last one is final. Raises NotFound, Unavailable."""
         collection = self._collection(name)
         began = time.perf_counter()
         vector = (await self._embedder.embed([query], urgent=True))[0]
@@ -248,18 +268,18 @@ class KnowledgeBase:
         stages: asyncio.Queue[SearchStage | None] = asyncio.Queue()
         cancelled = threading.Event()
 
-        def give(stage: SearchStage | None) -> None:
-            # The loop is closed when the service stopped in the middle of a search.
+        def emit(stage: SearchStage | None) -> None:
+            # The loop is closed if the service stopped during a search.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(stages.put_nowait, stage)
 
         def search() -> None:
             try:
-                self._search(collection, vector, top_k, embed_s, give, cancelled)
+                self._search(collection, vector, top_k, embed_s, emit, cancelled)
             finally:
-                give(None)
+                emit(None)
 
-        # The thread does not wait for whoever reads the stages, so a slow reader holds no lock.
+        # The thread does not wait for the reader of the stages, so a slow reader holds no lock.
         searching = loop.run_in_executor(self._readers, search)
         try:
             while (stage := await stages.get()) is not None:
@@ -270,11 +290,11 @@ class KnowledgeBase:
 
     def _search(
         self,
-        collection: _Collection,
+        collection: _LoadedCollection,
         vector: Vectors,
         top_k: int,
         embed_s: float,
-        give: Callable[[SearchStage], None],
+        emit: Callable[[SearchStage], None],
         cancelled: threading.Event,
     ) -> None:
         window = self._defaults.window_of(collection.settings)
@@ -286,7 +306,7 @@ class KnowledgeBase:
                     return
                 new = [row for row in stage.rows if row not in known]
                 known |= self._store.neighbourhoods(new, window)
-                give(
+                emit(
                     SearchStage(
                         hits=tuple(
                             RankedChunk(known[row], score)
@@ -299,17 +319,17 @@ class KnowledgeBase:
                     )
                 )
 
-    # Writing
+    # Writes
 
     async def _put(self, collection: str, document: Document, content_hash: str) -> UpsertResult:
-        """Upsert under the document's lock."""
+        """Upsert a document. The caller holds the document's lock."""
         while True:
-            # Read in the writer thread: a write whose caller went away may still be running.
+            # The writer thread reads: a write whose caller was cancelled may still be running.
             present = await run(self._writer, self._store.get, collection, document.id)
             updated_unix_ms = int(self._clock() * 1000)
             if present is not None and present.content_hash == content_hash:
                 if present.recipe == self._recipe(collection):
-                    return UpsertResult(present, changed=False, removed_texts=())
+                    return UpsertResult(present, changed=False, removed_keys=())
                 updated_unix_ms = present.updated_unix_ms
             prepared = await self._prepare(collection, document, present)
             stored = StoredDocument(
@@ -318,47 +338,53 @@ class KnowledgeBase:
             change = await run(self._writer, self._write, collection, stored, prepared)
             if change is not None:
                 texts = tuple(chunk.text for chunk in prepared.chunks)
-                return UpsertResult(stored, True, change.removed_texts, texts)
+                return UpsertResult(stored, True, change.removed_keys, texts)
 
     async def _prepare(
         self, collection: str, document: Document, present: StoredDocument | None
-    ) -> Prepared:
-        """Cut and embed a document; texts it holds at present are not embedded again."""
-        held: dict[str, Vectors] = {}
+    ) -> PreparedDocument:
+        """Split and embed a document. Texts of its present chunks are not embedded again."""
+        known: dict[str, Vectors] = {}
         if present is not None and present.recipe.embedder == self._recipe(collection).embedder:
-            held = await run(self._readers, self._held, collection, present)
+            known = await run(self._readers, self._known_embeddings, collection, present)
         chunking = self._defaults.chunking_of(self._collections[collection].settings)
-        return await self._preparer.prepare(document, chunking, held)
+        return await self._preparer.prepare(document, chunking, known)
 
-    def _held(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:
+    def _known_embeddings(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:
         title = present.document.title
         embedded = self._store.embedded(collection, present.document.id)
         return {embedded_text(title, chunk): vector for chunk, vector in embedded}
 
-    def _write(self, name: str, stored: StoredDocument, prepared: Prepared) -> Change | None:
-        """Replace a document; None if its collection was changed since it was prepared."""
+    def _write(
+        self, name: str, stored: StoredDocument, prepared: PreparedDocument
+    ) -> ChunkChange | None:
+        """Replace a document. Return None if its collection changed since it was prepared."""
         if stored.recipe != self._recipe(name):
             return None
         with self._store.transaction():
-            change = self._store.replace(name, stored, prepared.chunks, prepared.embeddings)
+            change = self._store.replace(
+                name, stored, prepared.chunks, prepared.keys, prepared.embeddings
+            )
             self._publish(self._collections[name], change, prepared.embeddings)
         return change
 
-    def _erase(self, name: str, document_id: str) -> Change | None:
+    def _delete(self, name: str, document_id: str) -> ChunkChange | None:
         with self._store.transaction():
             change = self._store.delete(name, document_id)
             if change is not None:
-                nothing = np.empty((0, self._embedder.dimension), np.float32)
-                self._publish(self._collections[name], change, nothing)
+                no_vectors = np.empty((0, self._embedder.dimension), np.float32)
+                self._publish(self._collections[name], change, no_vectors)
         return change
 
-    def _publish(self, collection: _Collection, change: Change, vectors: Vectors) -> None:
-        """Commit, and show searches the change."""
+    def _publish(
+        self, collection: _LoadedCollection, change: ChunkChange, vectors: Vectors
+    ) -> None:
+        """Commit a change and make it visible to searches."""
         with collection.lock.writing():
             self._store.commit()
             collection.index.replace(change.removed, change.added, vectors)
         if collection.index.outgrown:
-            # Only this thread changes indexes, so the old one serves while the new one is made.
+            # Only this thread changes indexes, so the old one serves until the new one is built.
             retrained = collection.index.retrained()
             with collection.lock.writing():
                 collection.index = retrained
@@ -369,13 +395,15 @@ class KnowledgeBase:
             self._store.commit()
 
     async def _stale(self, name: str) -> list[str]:
-        """Documents of a collection that another recipe made."""
+        """Return the ids of documents of a collection that another recipe prepared."""
         stale = await run(self._writer, self._store.stale, name, self._recipe(name))
         if stale:
-            log.info("collection %s: making %d documents anew", name, len(stale))
+            log.info(
+                "knowledge base: rebuilding documents collection=%s count=%d", name, len(stale)
+            )
         return stale
 
-    async def _make_anew(self, name: str, document_id: str) -> None:
+    async def _rebuild_document(self, name: str, document_id: str) -> None:
         async with self._document_lock(name, document_id):
             present = await run(self._writer, self._store.get, name, document_id)
             if present is None:
@@ -383,16 +411,21 @@ class KnowledgeBase:
             try:
                 await self._put(name, present.document, present.content_hash)
             except InvalidInput as error:
-                # One document must not keep all others from being served.
-                log.warning("%s: document %r stays as it was: %s", name, document_id, error)
+                # One document must not block the others.
+                log.warning(
+                    "knowledge base: rebuild failed collection=%s document=%r error=%s",
+                    name,
+                    document_id,
+                    error,
+                )
 
-    # Small answers
+    # Helpers
 
     def _check_loaded(self) -> None:
         if not self._loaded:
             raise Unavailable("retriever", "it is loading its index and its embedder")
 
-    def _collection(self, name: str) -> _Collection:
+    def _collection(self, name: str) -> _LoadedCollection:
         self._check_loaded()
         collection = self._collections.get(name)
         if collection is None:
@@ -403,7 +436,7 @@ class KnowledgeBase:
         return self._document_locks.setdefault((collection, document_id), asyncio.Lock())
 
     def _recipe(self, collection: str) -> Recipe:
-        """What its documents are to be made by."""
+        """Return the recipe of the collection's documents."""
         settings = self._collections[collection].settings
         return self._preparer.recipe(self._defaults.chunking_of(settings))
 
@@ -415,11 +448,11 @@ class KnowledgeBase:
 
     def _empty_index(self) -> StagedIndex:
         dimension = self._embedder.dimension
-        nothing = np.empty((0, dimension), np.float32)
-        return StagedIndex(dimension, np.empty(0, np.int64), nothing, self._probing)
+        no_vectors = np.empty((0, dimension), np.float32)
+        return StagedIndex(dimension, np.empty(0, np.int64), no_vectors, self._probing)
 
 
-def _no_document(document_id: str, collection: str) -> NotFound:
+def _document_not_found(document_id: str, collection: str) -> NotFound:
     return NotFound(
         "document", document_id, f"list the documents of collection {collection!r} for their ids"
     )

@@ -1,4 +1,4 @@
-"""The gRPC face of the knowledge base: check, call, encode."""
+"""The gRPC service: checks requests, calls the knowledge base and encodes replies."""
 
 # ruff: noqa: N802  methods are named as in the proto
 
@@ -8,7 +8,7 @@ import asyncio
 import base64
 import unicodedata
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -35,15 +35,21 @@ MAX_TITLE_CHARS = 1024
 MAX_METADATA_BYTES = 16 << 10
 MAX_QUERY_CHARS = 8192
 MAX_TOP_K = 1000
-MAX_TEXTS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
+MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - (2 << 20)
+"""Most bytes of chunk keys and chunk texts in one reply."""
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
+T = TypeVar("T", str, bytes)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
-    """See retriever.proto for what each call does. tracer: of searches that are part of a trace."""
+    """Implements retriever.proto.
+
+    Args:
+        tracer: Makes spans of searches whose callers are traced.
+    """
 
     def __init__(self, knowledge_base: KnowledgeBase, tracer: Tracer | None = None) -> None:
         self._knowledge_base = knowledge_base
@@ -60,14 +66,14 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     async def GetCollection(
         self, request: pb.GetCollectionRequest, context: Context
     ) -> pb.Collection:
-        """Settings and counts of a collection."""
+        """Return settings and counts of a collection."""
         name = checked_name("name", request.name)
         return _collection_message(await self._knowledge_base.collection(name))
 
     async def ListCollections(
         self, request: pb.ListCollectionsRequest, context: Context
     ) -> pb.ListCollectionsReply:
-        """All collections."""
+        """Return all collections."""
         found = await self._knowledge_base.collections()
         return pb.ListCollectionsReply(collections=map(_collection_message, found))
 
@@ -76,15 +82,16 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     ) -> pb.UpsertDocumentReply:
         """Insert or replace a document."""
         collection = checked_name("document.collection", request.document.collection)
-        # In a thread: reading megabytes takes longer than others should wait for their answers.
+        # In a thread, because checking megabytes of text would block the event loop.
         document = await asyncio.to_thread(_document, request.document)
         result = await self._knowledge_base.upsert(collection, document)
-        removed = _within_a_message(result.removed_texts)
+        removed = _fit_message(result.removed_keys, MAX_CHUNKS_BYTES)
+        left_bytes = MAX_CHUNKS_BYTES - sum(map(_size, removed))
         return pb.UpsertDocumentReply(
             document=_document_message(collection, result.stored, with_text=False),
             changed=result.changed,
-            removed_chunks=removed,
-            chunks=_within_a_message(result.texts, beside=removed),
+            removed_chunk_keys=removed,
+            chunks=_fit_message(result.texts, left_bytes),
         )
 
     async def DeleteDocument(
@@ -94,10 +101,10 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         collection = checked_name("collection", request.collection)
         document_id = _checked_id("id", request.id)
         removed = await self._knowledge_base.delete(collection, document_id)
-        return pb.DeleteDocumentReply(removed_chunks=_within_a_message(removed))
+        return pb.DeleteDocumentReply(removed_chunk_keys=_fit_message(removed, MAX_CHUNKS_BYTES))
 
     async def GetDocument(self, request: pb.GetDocumentRequest, context: Context) -> pb.Document:
-        """A document with its text."""
+        """Return a document with its text."""
         collection = checked_name("collection", request.collection)
         document_id = _checked_id("id", request.id)
         stored = await self._knowledge_base.document(collection, document_id)
@@ -106,7 +113,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     async def ListDocuments(
         self, request: pb.ListDocumentsRequest, context: Context
     ) -> pb.ListDocumentsReply:
-        """One page of documents."""
+        """Return one page of documents."""
         collection = checked_name("collection", request.collection)
         limit = request.page_size or DEFAULT_PAGE_SIZE
         if limit > MAX_PAGE_SIZE:
@@ -121,7 +128,7 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
     async def Search(
         self, request: pb.SearchRequest, context: Context
     ) -> AsyncIterator[pb.SearchStage]:
-        """Stages of a search."""
+        """Yield the stages of a search."""
         name = checked_name("collection", request.collection)
         query = _checked_query(request.query)
         top_k = request.top_k
@@ -133,12 +140,12 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
                 span.event("stage", hits=len(stage.hits), progress=stage.progress)
                 if stage.final:
                     span.set(hits=len(stage.hits), embed_s=stage.embed_s, search_s=stage.search_s)
-                    # Who has the final stage leaves.
+                    # The caller leaves after the final stage.
                     span.end()
                 yield message
 
 
-# Checks of what came
+# Checks of requests
 
 
 def _settings(message: pb.Collection) -> CollectionSettings:
@@ -205,7 +212,7 @@ def _metadata(message: pb.Document) -> dict[str, str]:
         raise TooLarge(
             "document.metadata",
             f"{num_bytes} bytes are more than {MAX_METADATA_BYTES}",
-            "keep in it only what names the document",
+            "keep only what names the document",
         )
     for key, value in metadata.items():
         _refuse_nul("document.metadata", key + value)
@@ -217,7 +224,7 @@ def _checked_id(field: str, document_id: str) -> str:
     if not 1 <= len(document_id) <= MAX_ID_CHARS or has_control:
         raise InvalidInput(
             field,
-            f"{document_id[:80]!r} is no document id",
+            f"{document_id[:80]!r} is not a valid document id",
             f"use 1 to {MAX_ID_CHARS} characters, none of them a control character",
         )
     return document_id
@@ -235,7 +242,7 @@ def _checked_query(query: str) -> str:
 
 
 def _refuse_nul(field: str, text: str) -> None:
-    # The gateway's prompt placeholder holds one, and no text has a use for it.
+    # The gateway's prompt placeholder contains one, and no text needs it.
     if "\0" in text:
         raise InvalidInput(field, "holds a NUL character", "send text, not a binary file")
 
@@ -245,7 +252,9 @@ def _after(page_token: str) -> str:
         return base64.b64decode(page_token, altchars=b"-_", validate=True).decode()
     except ValueError as error:
         raise InvalidInput(
-            "page_token", "is none that was given out", "send next_page_token of the page before"
+            "page_token",
+            "is not a token of this service",
+            "send next_page_token of the page before",
         ) from error
 
 
@@ -253,7 +262,7 @@ def _page_token(after: str) -> str:
     return base64.urlsafe_b64encode(after.encode()).decode()
 
 
-# Encoding of what goes
+# Encoding of replies
 
 
 def _collection_message(info: CollectionInfo) -> pb.Collection:
@@ -283,16 +292,19 @@ def _document_message(collection: str, stored: StoredDocument, *, with_text: boo
     )
 
 
-def _within_a_message(texts: Sequence[str], beside: Sequence[str] = ()) -> list[str]:
-    """As many texts as a reply may hold: with large overlaps, chunks outgrow their document."""
-    room = MAX_TEXTS_BYTES - sum(len(text.encode()) for text in beside)
-    held = []
-    for text in texts:
-        room -= len(text.encode())
-        if room < 0:
+def _fit_message(items: Sequence[T], max_bytes: int) -> list[T]:
+    """Return the first items that fit. With large overlaps, chunks outgrow their document."""
+    fitting: list[T] = []
+    for item in items:
+        max_bytes -= _size(item)
+        if max_bytes < 0:
             break
-        held.append(text)
-    return held
+        fitting.append(item)
+    return fitting
+
+
+def _size(item: str | bytes) -> int:
+    return len(item.encode() if isinstance(item, str) else item)
 
 
 def _stage_message(stage: SearchStage) -> pb.SearchStage:
@@ -314,7 +326,7 @@ def _stage_message(stage: SearchStage) -> pb.SearchStage:
     if message.ByteSize() > MAX_MESSAGE_BYTES:
         raise TooLarge(
             "top_k",
-            "the chunks found take more than one message holds",
+            "the chunks found are larger than one message",
             "ask for fewer, or make the collection's chunks or window smaller",
         )
     return message

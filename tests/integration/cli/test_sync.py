@@ -24,7 +24,7 @@ from ragcache_cli.sources.sync_plan import Result
 from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.service import RetrieverService
 from tests.helpers.gateway_fakes import CONFIG, World
-from tests.helpers.retriever_parts import counter_of, make_knowledge_base
+from tests.helpers.retriever_parts import tokenizer_of, make_knowledge_base
 from tests.helpers.sync_parts import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20
@@ -108,7 +108,7 @@ def config_map(name: str) -> dict[str, Any]:
 @pytest.fixture
 async def platform(tiny_model: Path, tmp_path: Path) -> AsyncGenerator[Platform, None]:
     async with AsyncExitStack() as stack:
-        knowledge_base = make_knowledge_base(tmp_path / "retriever", counter_of(tiny_model))
+        knowledge_base = make_knowledge_base(tmp_path / "retriever", tokenizer_of(tiny_model))
         stack.push_async_callback(knowledge_base.close)
         world = World(CONFIG)
         # The one part that a sync is about is no stand-in here.

@@ -17,7 +17,7 @@ from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.tracing import ExportingTracer
 from tests.helpers.gateway_fakes import CONFIG, FakeEngine, World, serving, world
 from tests.helpers.otlp import Collector, attributes_of, collector
-from tests.helpers.retriever_parts import counter_of, make_knowledge_base
+from tests.helpers.retriever_parts import make_knowledge_base, tokenizer_of
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
@@ -26,20 +26,20 @@ QUESTION = "Wherever does xylophone billing run?"
 DOCUMENT = "Xylophone billing runs in quuxland."
 
 ERROR = 2
-"""A status code, as OTLP has it."""
+"""OTLP's status code of a failed span."""
 
 
 @dataclass
 class Traces:
-    """What a collector got, by part; complete once those that sent it have ended."""
+    """Spans that a collector got, by component; complete once the senders have stopped."""
 
     receiver: Collector
 
-    def of(self, part: str) -> list[Any]:
-        return self.receiver.spans_of(part)
+    def of(self, component: str) -> list[Any]:
+        return self.receiver.spans_of(component)
 
-    def one(self, part: str, name: str) -> Any:
-        [span] = [span for span in self.of(part) if span.name == name]
+    def one(self, component: str, name: str) -> Any:
+        [span] = [span for span in self.of(component) if span.name == name]
         return span
 
 
@@ -63,7 +63,7 @@ async def ask(gateway: World, headers: dict[str, str], **more: Any) -> httpx.Res
 
 async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, traces: Traces) -> None:
     tracer = ExportingTracer.for_endpoint(traces.receiver.url, "retriever", "here")
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model))
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     async with AsyncExitStack() as stack:
         await knowledge_base.load()
         stack.push_async_callback(knowledge_base.close)
@@ -80,14 +80,14 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE_ID, CALLER)
     assert request.trace_state == "vendor=7"
-    told = attributes_of(request)
-    assert told["http.request.method"] == "POST"
-    assert told["http.route"] == told["url.path"] == "/v1/chat/completions"
-    assert told["http.response.status_code"] == 200
-    assert told["answer"] == answer.json()["id"]
+    attributes = attributes_of(request)
+    assert attributes["http.request.method"] == "POST"
+    assert attributes["http.route"] == attributes["url.path"] == "/v1/chat/completions"
+    assert attributes["http.response.status_code"] == 200
+    assert attributes["answer"] == answer.json()["id"]
     used = answer.json()["ragcache"]["cache"]
     for name in ("local_tokens", "loaded_tokens", "blended_tokens", "recomputed_tokens"):
-        assert told[name] == used[name] != 0
+        assert attributes[name] == used[name] != 0
 
     below = {name: traces.one("gateway", name) for name in ("retrieve", "tokenize", "engine")}
     assert {span.parent_span_id for span in below.values()} == {request.span_id}
@@ -108,7 +108,7 @@ async def test_one_question_is_one_trace(tiny_model: Path, tmp_path: Path, trace
     assert {event.name for event in search.events} == {"stage"}
     assert "cancelled" not in attributes_of(search)
 
-    # No text leaves with them.
+    # Spans contain no text of questions and documents.
     sent = b"".join(traces.receiver.bodies["/v1/traces"]).lower()
     assert b"xylophone" not in sent
     assert b"quuxland" not in sent
@@ -126,7 +126,9 @@ async def test_a_streams_span_lasts_as_long_as_the_stream(tiny_model: Path, trac
     assert first.time_unix_nano < engine.end_time_unix_nano <= request.end_time_unix_nano
 
 
-async def test_who_leaves_ends_the_spans_of_the_stream(tiny_model: Path, traces: Traces) -> None:
+async def test_a_disconnecting_client_ends_the_spans_of_the_stream(
+    tiny_model: Path, traces: Traces
+) -> None:
     async with traced(tiny_model, traces) as gateway:
         gateway.engine.hold_after = 1
         body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
@@ -134,7 +136,7 @@ async def test_who_leaves_ends_the_spans_of_the_stream(tiny_model: Path, traces:
             "POST", "/v1/chat/completions", json=body, headers=TRACED
         ) as answer:
             await anext(answer.aiter_bytes())
-            await asyncio.wait_for(gateway.engine.holding.wait(), 20)
+            await asyncio.wait_for(gateway.engine.waiting.wait(), 20)
         await asyncio.wait_for(gateway.engine.aborted.wait(), 20)
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert attributes_of(request)["cancelled"] is True
@@ -151,7 +153,7 @@ async def test_every_attempt_has_a_span(tiny_model: Path, traces: Traces) -> Non
         traced(tiny_model, traces, engines=(EngineAddress("127.0.0.1", port, 9),)) as gateway,
     ):
         async with asyncio.timeout(20):
-            # Whose turn it is is the gateway's affair.
+            # The gateway decides which engine is asked first.
             while not bad.requests:
                 answer = await ask(gateway, {})
                 assert answer.status_code == 200
@@ -166,7 +168,9 @@ async def test_every_attempt_has_a_span(tiny_model: Path, traces: Traces) -> Non
     assert gateway.engine.headers[-1]["traceparent"].split("-")[2] == engines[1].span_id.hex()
 
 
-async def test_a_refusal_says_why(tiny_model: Path, traces: Traces) -> None:
+async def test_the_span_of_a_refused_request_has_the_reason(
+    tiny_model: Path, traces: Traces
+) -> None:
     async with traced(tiny_model, traces) as gateway:
         gateway.engine.refuse = (500, {"error": {"message": QUESTION}})
         assert (await ask(gateway, TRACED)).status_code == 503
@@ -178,12 +182,14 @@ async def test_a_refusal_says_why(tiny_model: Path, traces: Traces) -> None:
     }
     assert spans[503].status.code == ERROR
     assert spans[503].status.message == "engine unavailable"
-    # The caller's mistakes are no failures of the server.
+    # Wrong requests are not failures of the server.
     assert {code: spans[code].status.code for code in (400, 404)} == {400: 0, 404: 0}
     assert b"xylophone" not in b"".join(traces.receiver.bodies["/v1/traces"]).lower()
 
 
-async def test_too_many_at_once_are_told(tiny_model: Path, traces: Traces) -> None:
+async def test_the_span_of_a_request_above_the_limit_has_the_reason(
+    tiny_model: Path, traces: Traces
+) -> None:
     async with traced(tiny_model, traces, max_in_flight=0) as gateway:
         assert (await ask(gateway, TRACED)).status_code == 429
     [span] = traces.of("gateway")
@@ -192,7 +198,7 @@ async def test_too_many_at_once_are_told(tiny_model: Path, traces: Traces) -> No
     assert "in flight" in span.status.message
 
 
-async def test_a_failure_in_the_middle_of_a_stream_is_told(
+async def test_a_failure_in_a_stream_marks_its_spans_as_failed(
     tiny_model: Path, traces: Traces
 ) -> None:
     async with traced(tiny_model, traces) as gateway:
@@ -203,7 +209,9 @@ async def test_a_failure_in_the_middle_of_a_stream_is_told(
         assert traces.one("gateway", name).status.code == ERROR
 
 
-async def test_who_asks_decides_what_is_traced(tiny_model: Path, traces: Traces) -> None:
+async def test_the_caller_decides_whether_a_request_is_traced(
+    tiny_model: Path, traces: Traces
+) -> None:
     async with traced(tiny_model, traces) as gateway:
         unsampled = {"traceparent": f"00-{TRACE_ID}-{CALLER}-00"}
         assert (await ask(gateway, unsampled)).status_code == 200
@@ -211,7 +219,7 @@ async def test_who_asks_decides_what_is_traced(tiny_model: Path, traces: Traces)
         for path in ("/healthz", "/readyz", "/metrics"):
             await gateway.client.get(path, headers=TRACED)
         assert (await ask(gateway, {})).status_code == 200
-    # Of those only the last one, which begins a trace.
+    # Only the last request was traced; it begins a trace.
     request = traces.one("gateway", "POST /v1/chat/completions")
     assert request.parent_span_id == b""
     assert {span.trace_id for span in traces.of("gateway")} == {request.trace_id}

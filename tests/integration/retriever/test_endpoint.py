@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.config import EmbedderConfig
 from ragcache_retriever.embedding import endpoint as embedding_endpoint
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 
@@ -74,7 +73,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 async def endpoint(server: Server):  # type: ignore[no-untyped-def]
-    endpoint = EmbeddingEndpoint(EmbedderConfig(server.url, "small", "secret"))
+    endpoint = EmbeddingEndpoint(server.url, "small", "secret")
     yield endpoint
     await endpoint.close()
 
@@ -113,7 +112,7 @@ async def test_a_deadline_ends_the_trying(
 
 async def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding_endpoint, "QUERY_DEADLINE_S", 2.0)
-    endpoint = EmbeddingEndpoint(EmbedderConfig("http://127.0.0.1:9/v1", "small"))
+    endpoint = EmbeddingEndpoint("http://127.0.0.1:9/v1", "small")
     with pytest.raises(Unavailable, match="ConnectError"):
         await endpoint.start()
     await endpoint.close()
@@ -176,5 +175,5 @@ async def test_vectors_that_change_their_length(
 
 def test_an_address_that_is_none() -> None:
     with pytest.raises(InvalidInput) as caught:
-        EmbeddingEndpoint(EmbedderConfig("http://host:port/v1", "small"))
+        EmbeddingEndpoint("http://host:port/v1", "small")
     assert caught.value.field == "RAGCACHE_EMBEDDER"

@@ -1,4 +1,4 @@
-"""What a restart keeps, and what it makes anew."""
+"""What a restart keeps, and what it rebuilds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.documents.collection import Chunking, Defaults
+from ragcache_retriever.documents.collection import Chunking, CollectionDefaults
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import WordEmbedder, counter_of, make_knowledge_base, serving
+from tests.helpers.retriever_parts import WordEmbedder, make_knowledge_base, serving, tokenizer_of
 
 TEXT = "# Page\n\n" + "\n\n".join(
     f"The part number {i} of this page says something of its own. It is number {i}."
@@ -20,7 +20,7 @@ TEXT = "# Page\n\n" + "\n\n".join(
 async def ingest(folder: Path, model: Path, **fields: object) -> tuple[pb.Collection, WordEmbedder]:
     """Serve a folder, put the page into it; returns the collection and what was embedded."""
     embedder = WordEmbedder()
-    knowledge_base = make_knowledge_base(folder, counter_of(model), embedder=embedder)
+    knowledge_base = make_knowledge_base(folder, tokenizer_of(model), embedder=embedder)
     async with serving(knowledge_base) as client:
         await client.upsert_document(pb.Document(collection="default", id="d", text=TEXT))
         return await client.get_collection("default"), embedder
@@ -33,18 +33,18 @@ async def test_a_restart_loses_nothing_and_embeds_nothing(tmp_path: Path, tiny_m
     assert after == before
     assert second.embedded == []
     embedder = WordEmbedder()
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     async with serving(knowledge_base) as client:
         stages = [stage async for stage in client.search("default", "part number 5", 100)]
     assert len(stages[-1].hits) == before.chunks
     assert "number 5" in stages[-1].hits[0].chunk.text
 
 
-async def test_another_embedder_embeds_everything_anew(tmp_path: Path, tiny_model: Path) -> None:
+async def test_another_embedder_embeds_everything_again(tmp_path: Path, tiny_model: Path) -> None:
     before, _ = await ingest(tmp_path, tiny_model)
     embedder = WordEmbedder(identity="other", dimension=32)
-    counter = counter_of(tiny_model)
-    knowledge_base = make_knowledge_base(tmp_path, counter, embedder=embedder, now=1_800_000_000)
+    tokenizer = tokenizer_of(tiny_model)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer, embedder=embedder, now=1_800_000_000)
     async with serving(knowledge_base) as client:
         # Its owner changed nothing.
         assert (await client.get_document("default", "d")).updated_unix_ms == 1_700_000_000_000
@@ -53,17 +53,17 @@ async def test_another_embedder_embeds_everything_anew(tmp_path: Path, tiny_mode
         assert len(stages[-1].hits) == before.chunks
 
 
-async def test_other_defaults_cut_collections_that_follow_them(
+async def test_other_defaults_split_collections_that_follow_them(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    async with serving(make_knowledge_base(tmp_path, counter_of(tiny_model))) as client:
+    async with serving(make_knowledge_base(tmp_path, tokenizer_of(tiny_model))) as client:
         own = pb.Chunking(size_tokens=64, overlap_tokens=16)
         await client.put_collection(pb.Collection(name="own", chunking=own))
         for name in ("default", "own"):
             await client.upsert_document(pb.Document(collection=name, id="d", text=TEXT))
         before = {c.name: c for c in await client.list_collections()}
-    smaller = Defaults(Chunking(size_tokens=32, overlap_tokens=0), window=0)
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), defaults=smaller)
+    smaller = CollectionDefaults(Chunking(size_tokens=32, overlap_tokens=0), window=0)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), defaults=smaller)
     async with serving(knowledge_base) as client:
         after = {c.name: c for c in await client.list_collections()}
     assert after["default"].chunks > before["default"].chunks
@@ -73,7 +73,7 @@ async def test_other_defaults_cut_collections_that_follow_them(
 
 async def test_only_changed_chunks_are_embedded(tmp_path: Path, tiny_model: Path) -> None:
     embedder = WordEmbedder()
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     async with serving(knowledge_base) as client:
         page = pb.Document(collection="default", id="d", text=TEXT)
         await client.upsert_document(page)
@@ -85,7 +85,7 @@ async def test_only_changed_chunks_are_embedded(tmp_path: Path, tiny_model: Path
 
 
 class FailingEmbedder(WordEmbedder):
-    """Fails from the second batch of documents on, until mended."""
+    """Fails from the second batch of documents on, while it is broken."""
 
     broken = True
 
@@ -99,7 +99,7 @@ async def test_a_document_that_cannot_be_embedded_changes_nothing(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     embedder = FailingEmbedder()
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     async with serving(knowledge_base) as client:
         page = pb.Document(collection="default", id="d", text=TEXT)
         with pytest.raises(Unavailable, match="gone"):
@@ -112,7 +112,7 @@ async def test_a_document_that_cannot_be_embedded_changes_nothing(
 async def test_a_load_that_failed_can_be_repeated(tmp_path: Path, tiny_model: Path) -> None:
     before, _ = await ingest(tmp_path, tiny_model)
     embedder = FailingEmbedder(identity="other")
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     with pytest.raises(Unavailable, match="gone"):
         await knowledge_base.load()
     with pytest.raises(Unavailable, match="loading"):
@@ -124,7 +124,7 @@ async def test_a_load_that_failed_can_be_repeated(tmp_path: Path, tiny_model: Pa
 
 
 class PickyEmbedder(WordEmbedder):
-    """Takes no text about volcanoes."""
+    """Refuses texts about volcanoes."""
 
     async def embed(self, texts, *, urgent):  # type: ignore[no-untyped-def]
         if any("volcano" in text for text in texts):
@@ -132,30 +132,43 @@ class PickyEmbedder(WordEmbedder):
         return await super().embed(texts, urgent=urgent)
 
 
-async def test_a_document_that_a_new_embedder_refuses_stops_no_other(
+async def test_a_document_that_a_new_embedder_refuses_blocks_no_other(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    counter = counter_of(tiny_model)
-    async with serving(make_knowledge_base(tmp_path, counter)) as client:
+    tokenizer = tokenizer_of(tiny_model)
+    async with serving(make_knowledge_base(tmp_path, tokenizer)) as client:
         for name in ("billing", "volcano", "zebra"):
             text = f"All about the {name}."
             await client.upsert_document(pb.Document(collection="default", id=name, text=text))
     embedder = PickyEmbedder(identity="picky")
-    async with serving(make_knowledge_base(tmp_path, counter, embedder=embedder)) as client:
+    async with serving(make_knowledge_base(tmp_path, tokenizer, embedder=embedder)) as client:
         stages = [stage async for stage in client.search("default", "all about", 10)]
         assert sorted(hit.chunk.document_id for hit in stages[-1].hits) == ["billing", "zebra"]
         assert (await client.get_document("default", "volcano")).text == "All about the volcano."
         reply = await client.delete_document("default", "volcano")
-        assert list(reply.removed_chunks) == ["All about the volcano."]
+        assert list(reply.removed_chunk_keys) == [tokenizer.chunk_key("All about the volcano.")]
 
 
-async def test_a_start_says_how_far_it_has_come(tmp_path: Path, tiny_model: Path) -> None:
-    async with serving(make_knowledge_base(tmp_path, counter_of(tiny_model))) as client:
+async def test_another_kv_space_gives_chunks_other_keys_and_embeds_nothing(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    await ingest(tmp_path, tiny_model)
+    embedder, tokenizer = WordEmbedder(), tokenizer_of(tiny_model, "float16")
+    async with serving(make_knowledge_base(tmp_path, tokenizer, embedder=embedder)) as client:
+        stages = [stage async for stage in client.search("default", "part", 100)]
+        reply = await client.delete_document("default", "d")
+    assert embedder.embedded == ["part"]
+    texts = {hit.chunk.text for hit in stages[-1].hits}
+    assert set(reply.removed_chunk_keys) == set(map(tokenizer.chunk_key, texts))
+
+
+async def test_a_start_reports_its_progress(tmp_path: Path, tiny_model: Path) -> None:
+    async with serving(make_knowledge_base(tmp_path, tokenizer_of(tiny_model))) as client:
         for number in range(3):
             document = pb.Document(collection="default", id=f"d{number}", text=TEXT)
             await client.upsert_document(document)
     embedder = WordEmbedder(identity="other", dimension=32)
-    knowledge_base = make_knowledge_base(tmp_path, counter_of(tiny_model), embedder=embedder)
+    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model), embedder=embedder)
     said: list[str] = []
     await knowledge_base.load(said.append)
     await knowledge_base.close()

@@ -11,10 +11,11 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, TooLarge
+from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_retriever import service
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
-from tests.helpers.retriever_parts import counter_of, make_knowledge_base, serving
+from tests.helpers.retriever_parts import make_knowledge_base, serving, tokenizer_of
 
 
 def document(document_id: str, text: str, **fields: object) -> pb.Document:
@@ -34,7 +35,7 @@ def service_page(name: str, region: str) -> str:
 
 @pytest_asyncio.fixture
 async def client(tmp_path: Path, tiny_model: Path) -> AsyncIterator[RetrieverClient]:
-    async with serving(make_knowledge_base(tmp_path, counter_of(tiny_model))) as client:
+    async with serving(make_knowledge_base(tmp_path, tokenizer_of(tiny_model))) as client:
         yield client
 
 
@@ -71,34 +72,35 @@ async def test_an_unchanged_document_is_left_alone(client: RetrieverClient) -> N
     again = await client.upsert_document(document("d", service_page("d", "north")))
     assert not again.changed
     assert again.document == first.document
-    assert not again.removed_chunks
+    assert not again.removed_chunk_keys
     retitled = await client.upsert_document(
         document("d", service_page("d", "north"), title="Other", metadata={"k": "v"})
     )
     assert retitled.changed
     assert retitled.document.content_hash != first.document.content_hash
-    assert not retitled.removed_chunks
+    assert not retitled.removed_chunk_keys
 
 
-async def test_a_changed_document_is_found_by_what_it_says_now(client: RetrieverClient) -> None:
-    await client.upsert_document(document("a", service_page("a", "north")))
+async def test_a_changed_document_is_found_by_its_new_text(
+    client: RetrieverClient, tiny_model: Path
+) -> None:
+    chunks_of_a = (await client.upsert_document(document("a", service_page("a", "north")))).chunks
     await client.upsert_document(document("b", service_page("b", "north")))
     old = (await client.get_document("default", "a")).text
     reply = await client.upsert_document(document("a", old.replace("north", "zanzibar")))
-    assert len(reply.removed_chunks) == 1
-    assert "region north" in reply.removed_chunks[0]
+    [changed] = [text for text in chunks_of_a if "region north" in text]
+    assert list(reply.removed_chunk_keys) == [tokenizer_of(tiny_model).chunk_key(changed)]
     final = (await search(client, "region zanzibar", 1))[-1]
     assert ids(final) == ["a#0"]
     assert "zanzibar" in final.hits[0].chunk.text
 
 
-async def test_a_deleted_document_is_gone(client: RetrieverClient) -> None:
-    # The pages differ in their first chunk only: the rest is still held by the other.
-    await client.upsert_document(document("a", service_page("a", "north")))
+async def test_a_deleted_document_is_gone(client: RetrieverClient, tiny_model: Path) -> None:
+    # The pages differ in their first chunk only, so the other page still has the rest.
+    first = (await client.upsert_document(document("a", service_page("a", "north")))).chunks[0]
     await client.upsert_document(document("b", service_page("b", "south")))
     reply = await client.delete_document("default", "a")
-    assert len(reply.removed_chunks) == 1
-    assert reply.removed_chunks[0].startswith("# a")
+    assert list(reply.removed_chunk_keys) == [tokenizer_of(tiny_model).chunk_key(first)]
     final = (await search(client, "a north", 100))[-1]
     assert {hit.chunk.document_id for hit in final.hits} == {"b"}
     for call in (client.get_document("default", "a"), client.delete_document("default", "a")):
@@ -107,15 +109,19 @@ async def test_a_deleted_document_is_gone(client: RetrieverClient) -> None:
         assert (caught.value.kind, caught.value.name) == ("document", "a")
 
 
-async def test_a_reply_names_no_more_removed_chunks_than_it_can_hold(
-    client: RetrieverClient, monkeypatch: pytest.MonkeyPatch
+async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
+    client: RetrieverClient, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = await client.upsert_document(document("a", service_page("a", "north")))
     assert reply.document.num_chunks == len(reply.chunks) > 1
-    first = (await search(client, "a north", 1))[-1].hits[0].chunk.text
-    monkeypatch.setattr(service, "MAX_TEXTS_BYTES", len(first) + 1)
+    first = reply.chunks[0]
+    monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", len(first) + KEY_BYTES * 2)
+    changed = document("a", service_page("a", "north"), title="other")
+    again = await client.upsert_document(changed)
+    assert list(again.chunks) == [first]
+    monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", KEY_BYTES + 1)
     deleted = await client.delete_document("default", "a")
-    assert list(deleted.removed_chunks) == [first]
+    assert list(deleted.removed_chunk_keys) == [tokenizer_of(tiny_model).chunk_key(first)]
 
 
 async def test_documents_are_read_and_listed(client: RetrieverClient) -> None:
@@ -160,8 +166,8 @@ async def test_settings_of_collections(client: RetrieverClient) -> None:
     assert (await client.put_collection(pb.Collection(name="team"))).window == 1
 
 
-async def test_changed_chunking_cuts_documents_anew(client: RetrieverClient, tiny_model) -> None:
-    count = counter_of(tiny_model)
+async def test_changed_chunking_splits_documents_again(client: RetrieverClient, tiny_model) -> None:
+    count = tokenizer_of(tiny_model).count
     await client.put_collection(pb.Collection(name="team"))
     for name in ("a", "b"):
         page = document(name, service_page(name, "north"), collection="team")

@@ -109,6 +109,7 @@ LogLevel = Annotated[
     BeforeValidator(_lower),
     Accepts("debug, info, warning or error"),
 ]
+ModelDtype = Literal["auto", "bfloat16", "float16", "float32"]
 ShardMembers = Annotated[
     Members,
     PlainValidator(_members),

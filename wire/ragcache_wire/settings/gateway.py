@@ -14,6 +14,7 @@ from ragcache_wire.settings.field_types import (
     Count,
     HttpUrl,
     LogLevel,
+    ModelDtype,
     OnOff,
     Seconds,
     ShardMembers,
@@ -87,9 +88,7 @@ class GatewaySettings(ServiceSettings):
     fingerprint of its weights."""
     model_name: str = setting(spec="spec.model.name")
     """Name under which the engines serve the model, and which requests give as "model"."""
-    model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", spec="spec.model.dtype"
-    )
+    model_dtype: ModelDtype = setting("auto", spec="spec.model.dtype")
     """Number format of the KV cache, as the engines have it. auto: as the weights were saved."""
     max_model_len: Annotated[
         int,

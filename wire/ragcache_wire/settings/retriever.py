@@ -8,7 +8,14 @@ from typing import Annotated, ClassVar, Final, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire.settings.field_types import Address, Count, HttpUrl, LogLevel, whole_number
+from ragcache_wire.settings.field_types import (
+    Address,
+    Count,
+    HttpUrl,
+    LogLevel,
+    ModelDtype,
+    whole_number,
+)
 from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
 
 BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
@@ -36,7 +43,10 @@ class RetrieverSettings(ServiceSettings):
     data_dir: Path = setting(internal="The operator mounts the volume.")
     """Folder of the documents and their vectors."""
     model: str = setting(spec="spec.model.source")
-    """The serving model: a folder or a Hugging Face name. Its tokens bound the chunks."""
+    """The serving model: a folder or a Hugging Face name. Its tokens bound the chunks, and its
+    fingerprint is part of their keys."""
+    model_dtype: ModelDtype = setting("auto", spec="spec.model.dtype")
+    """Number format of the KV cache, as the engines have it. It is part of the chunks' keys."""
     embedder: Annotated[
         str,
         AfterValidator(_embedder),

@@ -47,14 +47,14 @@ class Collection(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window: _builtins.int
-    """Neighbouring chunks of the same document that a hit brings along, on each side."""
+    """Neighbouring chunks of the same document that a hit includes, on each side."""
     documents: _builtins.int
     """output only"""
     chunks: _builtins.int
     """output only"""
     @_builtins.property
     def chunking(self) -> Global___Chunking:
-        """Settings left out of a put take the service's defaults; replies always hold what applies."""
+        """A put without a setting uses the service's default. Replies hold the settings that apply."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class UpsertDocumentReply(_message.Message):
 
     DOCUMENT_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
-    REMOVED_CHUNKS_FIELD_NUMBER: _builtins.int
+    REMOVED_CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
     @_builtins.property
@@ -276,26 +276,26 @@ class UpsertDocumentReply(_message.Message):
         """without text"""
 
     @_builtins.property
-    def removed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Chunk texts that no longer occur in the collection: their chunk-caches are of no more use.
-        No more of them than one message holds.
+    def removed_chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of chunks that are no longer in the collection: their variants are useless. A reply holds
+        no more of them than fit into one message.
         """
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Chunk texts of a document that has changed, in its order; no more than one message holds."""
+        """Chunk texts of a changed document, in order, as far as they fit into one message."""
 
     def __init__(
         self,
         *,
         document: Global___Document | None = ...,
         changed: _builtins.bool = ...,
-        removed_chunks: _abc.Iterable[_builtins.str] | None = ...,
+        removed_chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         chunks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "document", b"document", "removed_chunks", b"removed_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "chunks", b"chunks", "document", b"document", "removed_chunk_keys", b"removed_chunk_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,19 +327,19 @@ Global___DeleteDocumentRequest: _TypeAlias = DeleteDocumentRequest  # noqa: Y015
 class DeleteDocumentReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REMOVED_CHUNKS_FIELD_NUMBER: _builtins.int
+    REMOVED_CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def removed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def removed_chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """As in UpsertDocumentReply."""
 
     def __init__(
         self,
         *,
-        removed_chunks: _abc.Iterable[_builtins.str] | None = ...,
+        removed_chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_chunks", b"removed_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_chunk_keys", b"removed_chunk_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,7 +454,7 @@ class SearchStage(_message.Message):
     SEARCH_US_FIELD_NUMBER: _builtins.int
     final: _builtins.bool
     progress: _builtins.float
-    """share of the search done, in [0, 1]"""
+    """finished share of the search, in [0, 1]"""
     embed_us: _builtins.int
     """time to embed the query"""
     search_us: _builtins.int
@@ -482,7 +482,7 @@ Global___SearchStage: _TypeAlias = SearchStage  # noqa: Y015
 
 @_typing.final
 class Hit(_message.Message):
-    """One ranked chunk with the window around it."""
+    """One ranked chunk and its neighbours."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -529,11 +529,11 @@ class Chunk(_message.Message):
     ORDINAL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """stable while the chunk's text and place stay: document id, '#', ordinal"""
+    """stable while the chunk's text and position stay: document id, '#', ordinal"""
     document_id: _builtins.str
     title: _builtins.str
     ordinal: _builtins.int
-    """place in the document, from 0"""
+    """index in the document"""
     text: _builtins.str
     @_builtins.property
     def heading_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RetrieverStub:
-    """Documents in, ranked chunks out. The retriever owns documents; nothing else keeps their text.
+    """The retriever owns documents and finds chunks of them. No other service stores their text.
     """
 
     def __init__(self, channel):
@@ -78,11 +78,11 @@ class RetrieverStub:
 
 
 class RetrieverServicer:
-    """Documents in, ranked chunks out. The retriever owns documents; nothing else keeps their text.
+    """The retriever owns documents and finds chunks of them. No other service stores their text.
     """
 
     def PutCollection(self, request, context):
-        """Creates a collection or changes its settings; changed chunking re-chunks its documents.
+        """Creates a collection or changes its settings. Changed chunking splits its documents again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,8 +101,8 @@ class RetrieverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpsertDocument(self, request, context):
-        """Inserts or replaces one document by id in one transaction. When the reply comes it is durable
-        and searchable. A document whose content has not changed is left alone.
+        """Inserts or replaces one document by id in one transaction. At the reply it is durable and
+        searchable. A document with unchanged content stays as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +127,7 @@ class RetrieverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Search(self, request, context):
-        """Staged search (RAGCache §5.3): one message per stage, the last with final set.
+        """Staged search (RAGCache section 5.3): one message per stage, the last with final set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,7 +185,7 @@ def add_RetrieverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Retriever:
-    """Documents in, ranked chunks out. The retriever owns documents; nothing else keeps their text.
+    """The retriever owns documents and finds chunks of them. No other service stores their text.
     """
 
     @staticmethod

@@ -27,47 +27,47 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RetrieverStub:
-    """Documents in, ranked chunks out. The retriever owns documents; nothing else keeps their text."""
+    """The retriever owns documents and finds chunks of them. No other service stores their text."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RetrieverAsyncStub: ...
     PutCollection: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.PutCollectionRequest, _retriever_pb2.Collection]
-    """Creates a collection or changes its settings; changed chunking re-chunks its documents."""
+    """Creates a collection or changes its settings. Changed chunking splits its documents again."""
     GetCollection: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetCollectionRequest, _retriever_pb2.Collection]
     ListCollections: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListCollectionsRequest, _retriever_pb2.ListCollectionsReply]
     UpsertDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.UpsertDocumentRequest, _retriever_pb2.UpsertDocumentReply]
-    """Inserts or replaces one document by id in one transaction. When the reply comes it is durable
-    and searchable. A document whose content has not changed is left alone.
+    """Inserts or replaces one document by id in one transaction. At the reply it is durable and
+    searchable. A document with unchanged content stays as it is.
     """
     DeleteDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteDocumentRequest, _retriever_pb2.DeleteDocumentReply]
     GetDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetDocumentRequest, _retriever_pb2.Document]
     ListDocuments: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListDocumentsRequest, _retriever_pb2.ListDocumentsReply]
     Search: _grpc.UnaryStreamMultiCallable[_retriever_pb2.SearchRequest, _retriever_pb2.SearchStage]
-    """Staged search (RAGCache §5.3): one message per stage, the last with final set."""
+    """Staged search (RAGCache section 5.3): one message per stage, the last with final set."""
 
 @_typing.type_check_only
 class RetrieverAsyncStub(RetrieverStub):
-    """Documents in, ranked chunks out. The retriever owns documents; nothing else keeps their text."""
+    """The retriever owns documents and finds chunks of them. No other service stores their text."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutCollection: _aio.UnaryUnaryMultiCallable[_retriever_pb2.PutCollectionRequest, _retriever_pb2.Collection]  # type: ignore[assignment]
-    """Creates a collection or changes its settings; changed chunking re-chunks its documents."""
+    """Creates a collection or changes its settings. Changed chunking splits its documents again."""
     GetCollection: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetCollectionRequest, _retriever_pb2.Collection]  # type: ignore[assignment]
     ListCollections: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListCollectionsRequest, _retriever_pb2.ListCollectionsReply]  # type: ignore[assignment]
     UpsertDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.UpsertDocumentRequest, _retriever_pb2.UpsertDocumentReply]  # type: ignore[assignment]
-    """Inserts or replaces one document by id in one transaction. When the reply comes it is durable
-    and searchable. A document whose content has not changed is left alone.
+    """Inserts or replaces one document by id in one transaction. At the reply it is durable and
+    searchable. A document with unchanged content stays as it is.
     """
     DeleteDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteDocumentRequest, _retriever_pb2.DeleteDocumentReply]  # type: ignore[assignment]
     GetDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetDocumentRequest, _retriever_pb2.Document]  # type: ignore[assignment]
     ListDocuments: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListDocumentsRequest, _retriever_pb2.ListDocumentsReply]  # type: ignore[assignment]
     Search: _aio.UnaryStreamMultiCallable[_retriever_pb2.SearchRequest, _retriever_pb2.SearchStage]  # type: ignore[assignment]
-    """Staged search (RAGCache §5.3): one message per stage, the last with final set."""
+    """Staged search (RAGCache section 5.3): one message per stage, the last with final set."""
 
 class RetrieverServicer(metaclass=_abc_1.ABCMeta):
-    """Documents in, ranked chunks out. The retriever owns documents; nothing else keeps their text."""
+    """The retriever owns documents and finds chunks of them. No other service stores their text."""
 
     @_abc_1.abstractmethod
     def PutCollection(
@@ -75,7 +75,7 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.PutCollectionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.Collection, _abc.Awaitable[_retriever_pb2.Collection]]:
-        """Creates a collection or changes its settings; changed chunking re-chunks its documents."""
+        """Creates a collection or changes its settings. Changed chunking splits its documents again."""
 
     @_abc_1.abstractmethod
     def GetCollection(
@@ -97,8 +97,8 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.UpsertDocumentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.UpsertDocumentReply, _abc.Awaitable[_retriever_pb2.UpsertDocumentReply]]:
-        """Inserts or replaces one document by id in one transaction. When the reply comes it is durable
-        and searchable. A document whose content has not changed is left alone.
+        """Inserts or replaces one document by id in one transaction. At the reply it is durable and
+        searchable. A document with unchanged content stays as it is.
         """
 
     @_abc_1.abstractmethod
@@ -128,6 +128,6 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.SearchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_retriever_pb2.SearchStage], _abc.AsyncIterator[_retriever_pb2.SearchStage]]:
-        """Staged search (RAGCache §5.3): one message per stage, the last with final set."""
+        """Staged search (RAGCache section 5.3): one message per stage, the last with final set."""
 
 def add_RetrieverServicer_to_server(servicer: RetrieverServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Threads and locks that the knowledge base uses."""

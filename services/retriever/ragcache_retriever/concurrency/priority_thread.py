@@ -12,31 +12,31 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_STOP_LAST = 2
+_STOP_PRIORITY = 2
 
 
 class PriorityThread:
-    """Runs jobs one by one, urgent ones before others, each kind in the order it came.
+    """Runs jobs one at a time: urgent jobs first, and otherwise in the order of their calls.
 
-    An urgent job waits for at most the one that is running.
+    An urgent job waits for at most the job that is running.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _ThreadJob | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     async def call(self, function: Callable[[], T], *, urgent: bool) -> T:
-        """Run function in the thread. A caller that is cancelled takes a waiting job back."""
-        job = _Job(function)
+        """Run a function in the thread. Cancelling the call removes a job that still waits."""
+        job = _ThreadJob(function)
         self._jobs.put((0 if urgent else 1, next(self._order), job))
         result: T = await asyncio.wrap_future(job.future)
         return result
 
     def stop(self) -> None:
-        """End the thread after the jobs it holds."""
-        self._jobs.put((_STOP_LAST, next(self._order), None))
+        """End the thread after all jobs in its queue."""
+        self._jobs.put((_STOP_PRIORITY, next(self._order), None))
         self._thread.join()
 
     def _run(self) -> None:
@@ -47,7 +47,7 @@ class PriorityThread:
             job.run()
 
 
-class _Job:
+class _ThreadJob:
     def __init__(self, function: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
         self._function = function

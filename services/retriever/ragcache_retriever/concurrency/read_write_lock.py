@@ -1,4 +1,4 @@
-"""A lock that many readers share and one writer has alone."""
+"""A lock that many readers share and that one writer holds alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 
 class ReadWriteLock:
-    """For threads. A waiting writer goes before readers that come after it, so it never starves."""
+    """Read-write lock for threads.
+
+    A waiting writer goes before readers that arrive after it, so readers cannot starve it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -18,7 +21,7 @@ class ReadWriteLock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Share the lock with other readers. Not to be nested: a writer may wait in between."""
+        """Share the lock with other readers. Do not nest it: a writer may wait in between."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writer and not self._writers_waiting)
             self._readers += 1
@@ -31,7 +34,7 @@ class ReadWriteLock:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Have the lock alone."""
+        """Hold the lock alone."""
         with self._changed:
             self._writers_waiting += 1
             self._changed.wait_for(lambda: not self._writer and self._readers == 0)

@@ -1,4 +1,4 @@
-"""Pools of threads, and waiting for what runs in them."""
+"""Runs blocking functions in thread pools."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ T = TypeVar("T")
 async def run(
     threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Result of a blocking function that runs in one of threads.
+    """Run a blocking function in a pool and return its result.
 
-    When the caller is cancelled, the function does not begin, or runs to its end unheard.
+    Cancelling the caller drops a function that has not begun. A running one ends without effect on
+    the caller.
     """
     call = functools.partial(function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
 async def finish(threads: ThreadPoolExecutor) -> None:
-    """Wait for the functions that run; what has not begun is dropped."""
+    """Wait for the functions that run, and drop those that have not begun."""
     await asyncio.to_thread(threads.shutdown, cancel_futures=True)

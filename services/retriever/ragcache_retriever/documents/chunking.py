@@ -1,13 +1,13 @@
-"""Cuts a document into chunks, by the serving model's tokens.
+"""Splits a document into chunks, by the serving model's tokens.
 
-A document is read as *units*: headings, code blocks, sentences (list items and table rows count as
-such). A unit that is longer than a chunk is cut further, at lines or words. A chunk is a run of
-units, and its text the very slice of the document they span: nothing is put in, no heading, no
-number, so that its tokens never depend on where it stands.
+The splitter reads a document as *units*: headings, code blocks and sentences. A list item or a
+table row counts as a sentence. It splits a unit that is longer than a chunk at lines or words. A
+chunk is a sequence of units, and its text is the slice of the document that they span. The splitter
+inserts nothing, neither a heading nor a number. So a chunk's tokens never depend on its position.
 
-Chunks are filled up, then cut back to the strongest border that leaves them at least half full:
-before a heading, else between paragraphs, else between sentences. A chunk never ends with a heading
-if that can be helped. What follows a cut inside a section begins with the last whole sentences of
+The splitter fills a chunk and then moves its end back to the strongest border that leaves it at
+least half full: before a heading, else between paragraphs, else between sentences. It avoids chunks
+that end with a heading. Inside a section, the next chunk begins with the last whole sentences of
 the chunk before, as far as the overlap allows.
 """
 
@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from ragcache_retriever.documents.collection import Chunking
 
 CHUNKER_VERSION = 1
-"""Counts up when the same document would be cut otherwise: stored documents are then cut anew."""
+"""Increase it when documents would be split otherwise. Stored documents are then rebuilt."""
 
 CountTokens = Callable[[str], int]
 
 _MAX_HEADING_CHARS = 200
-# No tokenizer's tokens are longer on average; a longer text need not be counted to be too long.
+# No tokenizer's tokens are longer on average. A longer text is too long without counting.
 _MAX_CHARS_PER_TOKEN = 64
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]|$)")
 _FENCE = re.compile(r"[ \t]*(`{3,}(?!.*`)|~{3,})")
 _LIST_NUMBER = re.compile(r"\s*\d{1,9}")
-# Bounded repeats: a megabyte of dots must not take a day. Full-width marks end a sentence too.
+# Repeats are bounded, so that a megabyte of dots is fast. Full-width marks end a sentence too.
 _SENTENCE_END = re.compile(
     r"""[.!?…]{1,8}["'”’)\]*_]{0,8}(?=\s)"""  # noqa: RUF001
     r"""|[。！？]{1,8}[」』”’）]{0,8}"""  # noqa: RUF001
@@ -43,14 +43,17 @@ _SENTENCE_END = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a document. heading_path: titles of the sections it begins in, outermost first."""
+    """A part of a document.
+
+    ``heading_path`` holds the titles of the sections it begins in, outermost first.
+    """
 
     text: str
     heading_path: tuple[str, ...]
 
 
 class _Border(enum.IntEnum):
-    """How well a document may be cut before a unit."""
+    """How suitable the border before a unit is for a split."""
 
     WORD = 0
     SENTENCE = 1
@@ -62,12 +65,12 @@ class _Kind(enum.Enum):
     HEADING = enum.auto()
     SENTENCE = enum.auto()
     CODE = enum.auto()
-    PART = enum.auto()  # of a sentence or line that is longer than a chunk
+    PART = enum.auto()  # part of a sentence or line that is longer than a chunk
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Lines that belong together. title, level: of a heading."""
+    """Lines that belong together. A heading has a title and a level."""
 
     start: int
     end: int
@@ -78,7 +81,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """text[start:end] holds no white space at its ends. tokens: its own, without what is around."""
+    """text[start:end] without white space at its ends. tokens: counted on it alone."""
 
     start: int
     end: int
@@ -88,20 +91,25 @@ class _Unit:
     tokens: int
 
 
-def cut(text: str, *, markdown: bool, chunking: Chunking, count_tokens: CountTokens) -> list[Chunk]:
-    """Chunks of a document, in order; together they hold all its text but white space.
+def split_document(
+    text: str, *, markdown: bool, chunking: Chunking, count_tokens: CountTokens
+) -> list[Chunk]:
+    """Return the chunks of a document, in order. Together they hold all its text but white space.
 
-    markdown: whether to see headings and code fences. count_tokens: number of tokens of a text
-    encoded by itself; no chunk has more than chunking.size_tokens.
+    No chunk has more than ``chunking.size_tokens`` tokens.
+
+    Args:
+        markdown: Whether to recognize headings and code fences.
+        count_tokens: Returns the number of tokens of a text encoded by itself.
     """
     text = _normalised(text)
-    cutter = _Cutter(text, chunking, count_tokens)
-    units = list(cutter.units(markdown))
-    return list(cutter.chunks(units))
+    splitter = _Splitter(text, chunking, count_tokens)
+    units = list(splitter.units(markdown))
+    return list(splitter.chunks(units))
 
 
 def first_heading(text: str) -> str | None:
-    """Title of the first Markdown heading."""
+    """Return the title of the first Markdown heading."""
     blocks = _blocks(_normalised(text), markdown=True)
     return next((block.title for block in blocks if block.kind is _Kind.HEADING), None)
 
@@ -110,7 +118,7 @@ def _normalised(text: str) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
-class _Cutter:
+class _Splitter:
     def __init__(self, text: str, chunking: Chunking, count_tokens: CountTokens) -> None:
         self._text = text
         self._size = chunking.size_tokens
@@ -140,34 +148,34 @@ class _Cutter:
             border = _Border.PARAGRAPH
 
     def _parts(self, block: _Block) -> Iterator[tuple[int, int, _Kind, _Border | None]]:
-        """Spans of a block that fit a chunk; a border of None is that of the block itself."""
+        """Yield spans of a block that fit a chunk. Border None: that of the block itself."""
         if block.kind is not _Kind.SENTENCE and self._fits(block.start, block.end):
             yield block.start, block.end, block.kind, None
             return
-        spans = _lines if block.kind is _Kind.CODE else _sentences
+        spans = _line_spans if block.kind is _Kind.CODE else _sentence_spans
         inner: _Border | None = None
         for start, end in spans(self._text, block.start, block.end):
             if self._fits(start, end):
                 kind = _Kind.CODE if block.kind is _Kind.CODE else _Kind.SENTENCE
                 yield start, end, kind, inner
             else:
-                for part_start, part_end in self._words(start, end):
+                for part_start, part_end in self._word_spans(start, end):
                     yield part_start, part_end, _Kind.PART, inner
                     inner = _Border.WORD
             inner = _Border.SENTENCE
 
-    def _words(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Spans that fit, as long as can be, cut between words where there are any."""
-        while (bare := _bare(self._text, start, end)) is not None:
-            start = bare[0]
-            stop = self._longest(start, bare[1])
-            if stop < bare[1]:
-                stop = self._before_word(start, stop)
+    def _word_spans(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the longest spans that fit, split between words if there are any."""
+        while (stripped := _stripped_span(self._text, start, end)) is not None:
+            start = stripped[0]
+            stop = self._longest_end(start, stripped[1])
+            if stop < stripped[1]:
+                stop = self._word_end(start, stop)
             yield start, stop
             start = stop
 
-    def _longest(self, start: int, end: int) -> int:
-        """An end such that text[start:end] fits and one more character does not."""
+    def _longest_end(self, start: int, end: int) -> int:
+        """Return an end such that text[start:end] fits and one more character does not."""
         low, high = start + 1, min(end, start + self._size)
         while self._fits(start, high):
             if high == end:
@@ -181,34 +189,34 @@ class _Cutter:
                 high = middle
         return low
 
-    def _before_word(self, start: int, stop: int) -> int:
-        """The last end of a word in the second half of text[start:stop], else as near as fits."""
+    def _word_end(self, start: int, stop: int) -> int:
+        """Return the last end of a word in the second half of the span, or the last that fits."""
         for position in range(stop, start + (stop - start) // 2, -1):
             ends_word = self._text[position].isspace() and not self._text[position - 1].isspace()
-            # Counts do not always grow with the text, so what fits is asked, not assumed.
+            # Counts do not always grow with the text, so each candidate is counted.
             if ends_word and self._fits(start, position):
                 return position
-        bare = _bare(self._text, start, stop)
-        return bare[1] if bare is not None and self._fits(*bare) else stop
+        stripped = _stripped_span(self._text, start, stop)
+        return stripped[1] if stripped is not None and self._fits(*stripped) else stop
 
     # From units to chunks
 
     def chunks(self, units: list[_Unit]) -> Iterator[Chunk]:
-        start = first = 0  # units[start:first] repeat the chunk before
+        start = first = 0  # units[start:first] are the overlap with the chunk before
         while first < len(units):
-            end = self._cut_back(units, start, first, self._fill(units, start, first))
-            led = first
-            while units[led].kind is _Kind.HEADING and led + 1 < end:
-                led += 1
+            end = self._move_end_back(units, start, first, self._furthest_end(units, start, first))
+            leading = first
+            while units[leading].kind is _Kind.HEADING and leading + 1 < end:
+                leading += 1
             text = self._text[units[start].start : units[end - 1].end]
-            yield Chunk(text, units[led].heading_path)
+            yield Chunk(text, units[leading].heading_path)
             if end < len(units):
                 start, first = self._overlap_start(units, start, end), end
             else:
                 first = end
 
-    def _fill(self, units: list[_Unit], start: int, first: int) -> int:
-        """The furthest end such that units[start:end] fit."""
+    def _furthest_end(self, units: list[_Unit], start: int, first: int) -> int:
+        """Return the furthest end such that units[start:end] fit."""
 
         def fits(end: int) -> bool:
             return self._fits(units[start].start, units[end - 1].end)
@@ -218,14 +226,14 @@ class _Cutter:
         while end < len(units) and tokens + units[end].tokens <= self._size:
             tokens += units[end].tokens
             end += 1
-        # Tokens of a whole differ a little from those of its parts.
+        # The count of a text differs a little from the sum of its parts.
         while end > first + 1 and not fits(end):
             end -= 1
         while end < len(units) and fits(end + 1):
             end += 1
         return end
 
-    def _cut_back(self, units: list[_Unit], start: int, first: int, end: int) -> int:
+    def _move_end_back(self, units: list[_Unit], start: int, first: int, end: int) -> int:
         if end == len(units):
             return end
         ends = [k for k in range(first + 1, end + 1) if units[k - 1].kind is not _Kind.HEADING]
@@ -240,7 +248,10 @@ class _Cutter:
         return max(half_full, key=lambda k: (units[k].border, k), default=ends[-1])
 
     def _overlap_start(self, units: list[_Unit], start: int, first: int) -> int:
-        """First unit of the chunk whose own units begin at first; the one before began at start."""
+        """Return the first unit of the next chunk, whose own units begin at ``first``.
+
+        ``start`` is the first unit of the chunk before.
+        """
         if units[first].border is _Border.SECTION:
             return first
         k = first
@@ -258,16 +269,16 @@ class _Cutter:
 
 
 def _blocks(text: str, markdown: bool) -> Iterator[_Block]:
-    """Headings, code blocks and paragraphs, without the blank lines between them."""
+    """Yield headings, code blocks and paragraphs, without the blank lines between them."""
     fence = ""
     kind = _Kind.SENTENCE
     start: int | None = None
     end = 0
 
     def finished() -> Iterator[_Block]:
-        bare = None if start is None else _bare(text, start, end)
-        if bare is not None:
-            yield _Block(*bare, kind)
+        stripped = None if start is None else _stripped_span(text, start, end)
+        if stripped is not None:
+            yield _Block(*stripped, kind)
 
     for match in _LINE.finditer(text):
         line = match.group()
@@ -307,28 +318,28 @@ def _heading(start: int, line: str) -> _Block | None:
 
 
 def _closes(line: str, fence: str) -> bool:
-    bare = line.strip()
-    return len(bare) >= len(fence) and not bare.strip(fence[0])
+    stripped = line.strip()
+    return len(stripped) >= len(fence) and not stripped.strip(fence[0])
 
 
-def _lines(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _line_spans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     for match in _LINE.finditer(text, start, end):
-        bare = _bare(text, match.start(), match.end())
-        if bare is not None:
-            yield bare
+        stripped = _stripped_span(text, match.start(), match.end())
+        if stripped is not None:
+            yield stripped
 
 
-def _sentences(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _sentence_spans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     begin = start
     for match in _SENTENCE_END.finditer(text, start, end):
         if _ends_sentence(text, begin, match, end):
-            bare = _bare(text, begin, match.end())
-            if bare is not None:
-                yield bare
+            stripped = _stripped_span(text, begin, match.end())
+            if stripped is not None:
+                yield stripped
             begin = match.end()
-    bare = _bare(text, begin, end)
-    if bare is not None:
-        yield bare
+    stripped = _stripped_span(text, begin, end)
+    if stripped is not None:
+        yield stripped
 
 
 def _ends_sentence(text: str, begin: int, match: re.Match[str], end: int) -> bool:
@@ -342,8 +353,8 @@ def _ends_sentence(text: str, begin: int, match: re.Match[str], end: int) -> boo
     return following == end or not text[following].islower()
 
 
-def _bare(text: str, start: int, end: int) -> tuple[int, int] | None:
-    """The span without white space at its ends; None if nothing is left."""
+def _stripped_span(text: str, start: int, end: int) -> tuple[int, int] | None:
+    """Return the span without white space at its ends, or None if nothing is left."""
     while start < end and text[start].isspace():
         start += 1
     while end > start and text[end - 1].isspace():

@@ -1,4 +1,4 @@
-"""A collection's settings: how its documents are cut, what a hit brings along."""
+"""Settings of a collection: how its documents are split, and the window of a hit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ragcache_core.errors import InvalidInput
 
 DEFAULT_COLLECTION = "default"
-"""Always exists, so that a newcomer's first document has somewhere to go."""
+"""This collection always exists, so that a first document needs no setup."""
 
 MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 4096
@@ -19,10 +19,10 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How documents are cut, in tokens of the serving model.
+    """How documents are split, in tokens of the serving model.
 
-    size_tokens: most tokens of one chunk. overlap_tokens: most tokens repeated from the chunk
-    before.
+    ``size_tokens`` is the most tokens of one chunk, ``overlap_tokens`` the most tokens repeated
+    from the chunk before.
     """
 
     size_tokens: int
@@ -31,41 +31,41 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True)
 class CollectionSettings:
-    """Settings of one collection; None where it follows the service's defaults."""
+    """Settings of one collection. None: the service's default."""
 
     chunking: Chunking | None = None
     window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
-    """What applies to collections that do not set their own."""
+class CollectionDefaults:
+    """Settings of collections that do not set their own."""
 
     chunking: Chunking
     window: int
 
     def chunking_of(self, settings: CollectionSettings) -> Chunking:
-        """The chunking that applies to a collection."""
+        """Return the chunking of a collection."""
         return settings.chunking or self.chunking
 
     def window_of(self, settings: CollectionSettings) -> int:
-        """The window that applies to a collection."""
+        """Return the window of a collection."""
         return self.window if settings.window is None else settings.window
 
 
 def checked_name(field: str, name: str) -> str:
-    """The name, if it is one a collection may have. Raises InvalidInput."""
+    """Return a collection's name. Raises InvalidInput if it is not valid."""
     if not _NAME.fullmatch(name):
         raise InvalidInput(
             field,
-            f"{name[:80]!r} is no collection name",
+            f"{name[:80]!r} is not a valid collection name",
             "use 1 to 63 lower-case letters, digits and hyphens, starting with a letter or digit",
         )
     return name
 
 
 def checked_chunking(size_field: str, overlap_field: str, size: int, overlap: int) -> Chunking:
-    """The chunking, if within its limits. Raises InvalidInput naming the field at fault."""
+    """Return a chunking. Raises InvalidInput, naming the field, for one out of range."""
     if not MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS:
         raise InvalidInput(
             size_field,
@@ -82,7 +82,7 @@ def checked_chunking(size_field: str, overlap_field: str, size: int, overlap: in
 
 
 def checked_window(field: str, window: int) -> int:
-    """The window, if within its limit. Raises InvalidInput."""
+    """Return a window. Raises InvalidInput for one out of range."""
     if not 0 <= window <= MAX_WINDOW:
         raise InvalidInput(
             field, f"{window} is out of range", f"set 0 to {MAX_WINDOW} chunks on each side"

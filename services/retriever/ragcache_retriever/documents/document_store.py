@@ -1,7 +1,8 @@
-"""Documents, their chunks and embeddings in SQLite: the source of truth.
+"""Stores documents, their chunks and embeddings in SQLite, the source of truth.
 
-One writer thread, any number of readers. Every change is one transaction, on disk when it commits
-(WAL with synchronous=FULL), so a process killed at any moment loses nothing acknowledged.
+There are one writer thread and any number of readers. Each change is one transaction, which is on
+disk when it commits (WAL with synchronous=FULL). A process killed at any moment therefore loses no
+acknowledged change.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.identity.keys import ChunkKey
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME = "documents.sqlite3"
 BUSY_TIMEOUT_S = 10.0
 LOAD_ROWS = 4096
-"""Chunks read at a time when an index is built."""
-PAGE_BYTES = 4 << 20
-"""A page of a listing ends early rather than outgrow a message."""
+"""Chunks that are read at a time to build an index."""
+MAX_LISTING_BYTES = 4 << 20
+"""A page of a listing ends early, so that it fits into one message."""
 
 _APPLICATION_ID = 0x52414743  # "RAGC"
 _SCHEMA = f"""
@@ -51,24 +53,25 @@ CREATE TABLE documents (
     content_type INTEGER NOT NULL,
     metadata TEXT NOT NULL,      -- JSON object of strings
     content_hash TEXT NOT NULL,
-    chunker TEXT NOT NULL,       -- what cut it
-    embedder TEXT NOT NULL,      -- what embedded it
+    chunker TEXT NOT NULL,       -- these three: see Recipe
+    key_space TEXT NOT NULL,
+    embedder TEXT NOT NULL,
     num_chunks INTEGER NOT NULL,
     updated_unix_ms INTEGER NOT NULL,
     UNIQUE (collection, id)
 );
 CREATE TABLE chunks (
-    row INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice: it names the chunk in the index
+    row INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, because it names the chunk in the index
     document INTEGER NOT NULL REFERENCES documents (row) ON DELETE CASCADE,
     collection INTEGER NOT NULL,
     ordinal INTEGER NOT NULL,
     text TEXT NOT NULL,
-    text_hash BLOB NOT NULL,
+    key BLOB NOT NULL,           -- names the chunk in reuse plans
     heading_path TEXT NOT NULL,  -- JSON array of strings
     embedding BLOB NOT NULL,     -- float32, little-endian, of length 1
     UNIQUE (document, ordinal)
 );
-CREATE INDEX chunks_by_text ON chunks (collection, text_hash);
+CREATE INDEX chunks_by_key ON chunks (collection, key);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -79,7 +82,10 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document as its owner gave it. title: never empty. content_type: the wire's number."""
+    """A document as its owner sent it.
+
+    ``title`` is never empty. ``content_type`` is a number of the proto's enum.
+    """
 
     id: str
     title: str
@@ -88,7 +94,7 @@ class Document:
     metadata: Mapping[str, str]
 
     def content_hash(self) -> str:
-        """Equal for documents with equal content."""
+        """Return a hash that is equal for documents with equal content."""
         parts = [self.title, self.text, self.content_type, sorted(self.metadata.items())]
         content = json.dumps(parts, ensure_ascii=False).encode()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -96,17 +102,23 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What turned a document into chunks and embeddings; another recipe makes it stale."""
+    """How a document became chunks, keys and embeddings. Another recipe makes it stale.
+
+    ``chunker`` names splitter, chunking and tokenizer, ``key_space`` the KV space and access domain
+    of the keys, ``embedder`` the embedding model.
+    """
 
     chunker: str
+    key_space: str
     embedder: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document with what the store knows of it. In listings its text is empty.
+    """A document and its state in the store. In listings its text is empty.
 
-    updated_unix_ms: when its content last changed; making it anew by another recipe is no change.
+    ``updated_unix_ms`` is the time of the last change of its content. A rebuild by another recipe
+    does not change the content.
     """
 
     document: Document
@@ -118,7 +130,7 @@ class StoredDocument:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk where it stands. ordinal: its place in the document, from 0."""
+    """A chunk of a document. ``ordinal`` is its index in the document."""
 
     row: int
     document_id: str
@@ -130,7 +142,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """A chunk and the chunks around it in its document, in document order."""
+    """A chunk and its neighbours, in document order."""
 
     chunk: StoredChunk
     before: tuple[StoredChunk, ...]
@@ -138,24 +150,27 @@ class Neighbourhood:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What a transaction did to the chunks of a collection.
+class ChunkChange:
+    """The change of a collection's chunks in one transaction.
 
-    removed, added: their rows; added in document order. removed_texts: chunk texts that no longer
-    occur anywhere in the collection.
+    ``removed`` and ``added`` are rows, ``added`` in document order. ``removed_keys`` are the keys
+    that no chunk of the collection has any more.
     """
 
     removed: tuple[int, ...]
     added: tuple[int, ...]
-    removed_texts: tuple[str, ...]
+    removed_keys: tuple[ChunkKey, ...]
 
 
 class DocumentStore:
-    """The documents of one data folder, which this process has to itself.
+    """The documents of one data folder, which no other process may use.
 
-    Methods that change something are called from one thread at a time, inside ``transaction``; all
-    others from any. Raises InvalidInput for a folder that cannot be used, Unavailable when a
-    write fails (a full disk).
+    One thread at a time calls the methods that change documents, inside ``transaction``. Any thread
+    may call the others.
+
+    Raises:
+        InvalidInput: The folder cannot be used.
+        Unavailable: A write failed, for example on a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,7 +194,7 @@ class DocumentStore:
             raise
 
     def close(self) -> None:
-        """Close every connection and leave the folder to others."""
+        """Close all connections and unlock the folder."""
         with self._connections_lock:
             for connection in self._connections:
                 connection.close()
@@ -187,7 +202,8 @@ class DocumentStore:
         os.close(self._lock_file)
 
     def _connect(self) -> sqlite3.Connection:
-        # Each thread uses its own; only close() reaches across threads, when they have ended.
+        # Each thread has its own connection. Only close() uses those of other threads, which have
+        # ended by then.
         connection = sqlite3.connect(
             self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
@@ -226,11 +242,11 @@ class DocumentStore:
             self._local.connection = connection
         return connection
 
-    # Changing
+    # Changes
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Changes made inside are undone together unless ``commit`` was called."""
+        """Undo all changes made inside, unless ``commit`` is called."""
         try:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -242,7 +258,7 @@ class DocumentStore:
             raise Unavailable("retriever", f"documents cannot be written: {error}") from error
 
     def commit(self) -> None:
-        """Make the transaction's changes durable and visible; nothing of it happened on error."""
+        """Make the transaction's changes durable and visible. An error undoes all of them."""
         self._writer.execute("COMMIT")
 
     def put_collection(self, name: str, settings: CollectionSettings) -> None:
@@ -266,23 +282,27 @@ class DocumentStore:
         collection: str,
         stored: StoredDocument,
         chunks: Sequence[Chunk],
+        keys: Sequence[ChunkKey],
         embeddings: Vectors,
-    ) -> Change:
+    ) -> ChunkChange:
         """Insert a document, or replace the one with its id.
 
-        embeddings: of chunks, shape (len(chunks), dimension).
+        Args:
+            keys: Key of each chunk.
+            embeddings: Embedding of each chunk, shape (len(chunks), dimension).
         """
         document = stored.document
         home = self._collection_row(self._writer, collection)
-        removed, old_texts = self._remove_chunks(home, document.id)
+        removed, old_keys = self._remove_chunks(home, document.id)
         (row,) = self._writer.execute(
             "INSERT INTO documents (collection, id, title, text, content_type, metadata,"
-            " content_hash, chunker, embedder, num_chunks, updated_unix_ms)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " content_hash, chunker, key_space, embedder, num_chunks, updated_unix_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (collection, id) DO UPDATE SET title = excluded.title,"
             " text = excluded.text, content_type = excluded.content_type,"
             " metadata = excluded.metadata, content_hash = excluded.content_hash,"
-            " chunker = excluded.chunker, embedder = excluded.embedder,"
+            " chunker = excluded.chunker, key_space = excluded.key_space,"
+            " embedder = excluded.embedder,"
             " num_chunks = excluded.num_chunks, updated_unix_ms = excluded.updated_unix_ms"
             " RETURNING row",
             (
@@ -294,66 +314,68 @@ class DocumentStore:
                 json.dumps(dict(document.metadata), ensure_ascii=False, sort_keys=True),
                 stored.content_hash,
                 stored.recipe.chunker,
+                stored.recipe.key_space,
                 stored.recipe.embedder,
                 stored.num_chunks,
                 stored.updated_unix_ms,
             ),
         ).fetchone()
         added = []
-        for ordinal, (chunk, embedding) in enumerate(zip(chunks, embeddings, strict=True)):
+        for ordinal, (chunk, key, embedding) in enumerate(
+            zip(chunks, keys, embeddings, strict=True)
+        ):
             cursor = self._writer.execute(
-                "INSERT INTO chunks (document, collection, ordinal, text, text_hash, heading_path,"
+                "INSERT INTO chunks (document, collection, ordinal, text, key, heading_path,"
                 " embedding) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     row,
                     home,
                     ordinal,
                     chunk.text,
-                    _text_hash(chunk.text),
+                    key,
                     json.dumps(chunk.heading_path, ensure_ascii=False),
                     embedding.astype("<f4").tobytes(),
                 ),
             )
             assert cursor.lastrowid is not None
             added.append(cursor.lastrowid)
-        return Change(removed, tuple(added), self._gone(home, old_texts))
+        return ChunkChange(removed, tuple(added), self._unused(home, old_keys))
 
-    def delete(self, collection: str, document_id: str) -> Change | None:
-        """Delete a document; None if there is none."""
+    def delete(self, collection: str, document_id: str) -> ChunkChange | None:
+        """Delete a document. Return None if it does not exist."""
         home = self._collection_row(self._writer, collection)
-        removed, old_texts = self._remove_chunks(home, document_id)
+        removed, old_keys = self._remove_chunks(home, document_id)
         cursor = self._writer.execute(
             "DELETE FROM documents WHERE collection = ? AND id = ?", (home, document_id)
         )
         if cursor.rowcount == 0:
             return None
-        return Change(removed, (), self._gone(home, old_texts))
+        return ChunkChange(removed, (), self._unused(home, old_keys))
 
-    def _remove_chunks(self, home: int, document_id: str) -> tuple[tuple[int, ...], list[str]]:
+    def _remove_chunks(self, home: int, document_id: str) -> tuple[tuple[int, ...], list[ChunkKey]]:
         found = self._writer.execute(
             "DELETE FROM chunks WHERE document ="
             " (SELECT row FROM documents WHERE collection = ? AND id = ?)"
-            " RETURNING row, ordinal, text",
+            " RETURNING row, ordinal, key",
             (home, document_id),
         ).fetchall()
         found.sort(key=lambda chunk: int(chunk[1]))
-        return tuple(row for row, _, _ in found), [text for _, _, text in found]
+        return tuple(row for row, _, _ in found), [key for _, _, key in found]
 
-    def _gone(self, home: int, texts: Sequence[str]) -> tuple[str, ...]:
+    def _unused(self, home: int, keys: Sequence[ChunkKey]) -> tuple[ChunkKey, ...]:
         return tuple(
-            text
-            for text in dict.fromkeys(texts)
+            key
+            for key in dict.fromkeys(keys)
             if self._writer.execute(
-                "SELECT 1 FROM chunks WHERE collection = ? AND text_hash = ? LIMIT 1",
-                (home, _text_hash(text)),
+                "SELECT 1 FROM chunks WHERE collection = ? AND key = ? LIMIT 1", (home, key)
             ).fetchone()
             is None
         )
 
-    # Reading
+    # Reads
 
     def collections(self) -> dict[str, CollectionSettings]:
-        """Settings of every collection, by name."""
+        """Return the settings of all collections, by name."""
         return {
             name: CollectionSettings(None if size is None else Chunking(size, overlap), window)
             for name, size, overlap, window in self._reader.execute(
@@ -362,7 +384,7 @@ class DocumentStore:
         }
 
     def counts(self, collection: str) -> tuple[int, int]:
-        """Number of documents and of chunks."""
+        """Return the numbers of documents and of chunks."""
         documents, chunks = self._reader.execute(
             "SELECT count(*), coalesce(sum(num_chunks), 0) FROM documents WHERE collection ="
             " (SELECT row FROM collections WHERE name = ?)",
@@ -371,10 +393,10 @@ class DocumentStore:
         return documents, chunks
 
     def get(self, collection: str, document_id: str) -> StoredDocument | None:
-        """A document with its text."""
+        """Return a document with its text, or None."""
         row = self._reader.execute(
-            "SELECT id, title, text, content_type, metadata, content_hash, chunker, embedder,"
-            " num_chunks, updated_unix_ms FROM documents WHERE collection ="
+            "SELECT id, title, text, content_type, metadata, content_hash, chunker,"
+            " key_space, embedder, num_chunks, updated_unix_ms FROM documents WHERE collection ="
             " (SELECT row FROM collections WHERE name = ?) AND id = ?",
             (collection, document_id),
         ).fetchone()
@@ -383,39 +405,41 @@ class DocumentStore:
     def page(
         self, collection: str, after: str, limit: int
     ) -> tuple[list[StoredDocument], str | None]:
-        """At most limit documents whose ids follow ``after``, by id, without their text.
+        """Return up to ``limit`` documents after an id, sorted by id and without their text.
 
-        Second: the id after which the next page begins; None if there is none.
+        Returns:
+            The documents, and the id after which the next page begins, or None.
         """
         found: list[StoredDocument] = []
         num_bytes = 0
         with contextlib.closing(
             self._reader.execute(
-                "SELECT id, title, '', content_type, metadata, content_hash, chunker, embedder,"
-                " num_chunks, updated_unix_ms FROM documents WHERE collection ="
-                " (SELECT row FROM collections WHERE name = ?) AND id > ? ORDER BY id LIMIT ?",
+                "SELECT id, title, '', content_type, metadata, content_hash, chunker,"
+                " key_space, embedder, num_chunks, updated_unix_ms FROM documents"
+                " WHERE collection = (SELECT row FROM collections WHERE name = ?) AND id > ?"
+                " ORDER BY id LIMIT ?",
                 (collection, after, limit + 1),
             )
         ) as rows:
             for row in rows:
-                if len(found) == limit or num_bytes > PAGE_BYTES:
+                if len(found) == limit or num_bytes > MAX_LISTING_BYTES:
                     return found, found[-1].document.id
                 num_bytes += len(row[0]) + len(row[1]) + len(row[4])
                 found.append(_stored_document(row))
         return found, None
 
     def stale(self, collection: str, recipe: Recipe) -> list[str]:
-        """Ids of documents that another recipe made, by id."""
+        """Return the sorted ids of documents that another recipe prepared."""
         rows = self._reader.execute(
             "SELECT id FROM documents WHERE collection ="
             " (SELECT row FROM collections WHERE name = ?)"
-            " AND (chunker != ? OR embedder != ?) ORDER BY id",
-            (collection, recipe.chunker, recipe.embedder),
+            " AND (chunker != ? OR key_space != ? OR embedder != ?) ORDER BY id",
+            (collection, recipe.chunker, recipe.key_space, recipe.embedder),
         )
         return [document_id for (document_id,) in rows]
 
     def embedded(self, collection: str, document_id: str) -> list[tuple[Chunk, Vectors]]:
-        """The chunks of a document with their embeddings, in order."""
+        """Return the chunks of a document with their embeddings, in order."""
         rows = self._reader.execute(
             "SELECT text, heading_path, embedding FROM chunks WHERE document ="
             " (SELECT row FROM documents WHERE collection ="
@@ -428,9 +452,10 @@ class DocumentStore:
         ]
 
     def embeddings(self, collection: str, embedder: str) -> tuple[Rows, Vectors]:
-        """Rows and embeddings of all chunks that embedder made, by row.
+        """Return rows and embeddings of all chunks that an embedder embedded, sorted by row.
 
-        Shapes (n,) and (n, dimension); dimension is 0 when n is.
+        Returns:
+            Shapes (n,) and (n, dimension). The dimension is 0 if n is.
         """
         rows: list[int] = []
         parts: list[Vectors] = []
@@ -448,15 +473,18 @@ class DocumentStore:
         return np.array(rows, np.int64), vectors
 
     def neighbourhoods(self, rows: Collection[int], window: int) -> dict[int, Neighbourhood]:
-        """Chunks by row, each with up to window neighbours on each side; gone ones are left out."""
+        """Return chunks by row, each with up to ``window`` neighbours on each side.
+
+        Rows that no longer exist are left out.
+        """
         found = {}
         for row in rows:
-            place = self._reader.execute(
+            position = self._reader.execute(
                 "SELECT document, ordinal FROM chunks WHERE row = ?", (row,)
             ).fetchone()
-            if place is None:
+            if position is None:
                 continue
-            document, ordinal = place
+            document, ordinal = position
             around = [
                 _stored_chunk(found_row)
                 for found_row in self._reader.execute(
@@ -480,7 +508,7 @@ class DocumentStore:
 
 
 def _locked(folder: Path) -> int:
-    """An exclusive lock on the folder, held until the descriptor is closed or the process dies."""
+    """Lock the folder until the returned descriptor is closed or the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -501,10 +529,6 @@ def _locked(folder: Path) -> int:
     return descriptor
 
 
-def _text_hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
 def _stored_chunk(row: tuple[Any, ...]) -> StoredChunk:
     chunk_row, document_id, title, ordinal, text, heading_path = row
     return StoredChunk(
@@ -514,7 +538,7 @@ def _stored_chunk(row: tuple[Any, ...]) -> StoredChunk:
 
 def _stored_document(row: tuple[Any, ...]) -> StoredDocument:
     document_id, title, text, content_type, metadata, content_hash = row[:6]
-    chunker, embedder, num_chunks, updated_unix_ms = row[6:]
+    chunker, key_space, embedder, num_chunks, updated_unix_ms = row[6:]
     document = Document(document_id, title, text, content_type, json.loads(metadata))
-    recipe = Recipe(chunker, embedder)
+    recipe = Recipe(chunker, key_space, embedder)
     return StoredDocument(document, content_hash, recipe, num_chunks, updated_unix_ms)

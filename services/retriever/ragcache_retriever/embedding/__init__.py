@@ -1,1 +1,1 @@
-"""TODO."""
+"""Embedders: the bundled model, and a client of OpenAI-compatible endpoints."""

@@ -1,4 +1,4 @@
-"""What the service asks of an embedder, and what text of a chunk is embedded."""
+"""The interface of embedders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.errors import Unavailable
-from ragcache_retriever.documents.chunking import Chunk
 
 Vectors = npt.NDArray[np.float32]
-
-EMBEDDED_TEXT_VERSION = 1
-"""Counts up when embedded_text changes: stored chunks are then embedded anew."""
 
 
 class Embedder(Protocol):
@@ -22,44 +18,47 @@ class Embedder(Protocol):
 
     @property
     def identity(self) -> str:
-        """Equal for embedders whose vectors can be compared. Known once started."""
+        """Equal for embedders whose vectors are comparable. Known after ``start``."""
 
     @property
     def dimension(self) -> int:
-        """Length of its vectors. Known once started."""
+        """Length of the vectors. Known after ``start``."""
 
     @property
     def batch_size(self) -> int:
-        """How many texts of a document to embed at once."""
+        """Number of a document's texts to embed in one call."""
 
     async def start(self) -> None:
-        """Make ready; returns when it has embedded something.
+        """Start the embedder, and return after it has embedded a first text.
 
-        Raises Unavailable if trying again may help, InvalidInput if it cannot.
+        Raises:
+            Unavailable: Another attempt may succeed.
+            InvalidInput: No attempt can succeed with these settings.
         """
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
-        """Embeddings of texts, shape (len(texts), dimension).
+        """Return the embeddings of texts, shape (len(texts), dimension).
 
-        urgent: a query, that somebody waits for; it goes before documents. Raises Unavailable, or
-        InvalidInput if it takes no such text.
+        Args:
+            urgent: The text is a query, which goes before documents.
+
+        Raises:
+            Unavailable: The embedder does not answer.
+            InvalidInput: The embedder refuses a text.
         """
 
     async def close(self) -> None:
-        """Stop; calls in flight fail."""
+        """Stop the embedder. Running calls fail."""
 
 
-def embedded_text(title: str, chunk: Chunk) -> str:
-    """Text that stands for a chunk: where it belongs, then what it says."""
-    path = chunk.heading_path
-    places = path if path[:1] == (title,) else (title, *path)
-    return "\n".join((*places, chunk.text))
+def normalised(source: str, vectors: Vectors) -> Vectors:
+    """Scale vectors to length 1.
 
-
-def normalised(part: str, vectors: Vectors) -> Vectors:
-    """Vectors scaled to length 1. Raises Unavailable naming part if they are no numbers."""
+    Raises:
+        Unavailable: They hold values that are not finite. The error names ``source``.
+    """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not np.isfinite(lengths).all():
-        raise Unavailable(part, "its vectors hold values that are no numbers")
-    # A vector of zeros has no direction; left alone it scores 0 with everything.
+        raise Unavailable(source, "its vectors hold values that are not finite")
+    # A vector of zeros has no direction. Unchanged, it scores 0 with every query.
     return np.ascontiguousarray(vectors / np.where(lengths == 0, 1, lengths), dtype=np.float32)

@@ -10,35 +10,40 @@ import httpx
 import numpy as np
 
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_retriever.config import EmbedderConfig
 from ragcache_retriever.embedding.embedder import Vectors, normalised
 
-PART = "embedder"
+SERVICE = "embedder"
 QUERY_DEADLINE_S = 5.0
 BATCH_DEADLINE_S = 60.0
 FIRST_BACKOFF_S = 0.1
-"""Doubles after every attempt, until the deadline is near."""
+"""Doubles after each attempt, until the deadline."""
 
 _REFUSES_TEXT = (400, 413, 422)
-_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _BATCH_SIZE = 32
 
 
 class EmbeddingEndpoint:
-    """Embeds by POST {source}/embeddings; retries what may pass, within a deadline."""
+    """Embeds by POST {url}/embeddings, and retries temporary failures until a deadline.
+
+    Args:
+        url: Base URL of the endpoint.
+        model: Model that requests name.
+        api_key: Sent as a bearer token, unless it is empty.
+    """
 
     batch_size = _BATCH_SIZE
 
-    def __init__(self, config: EmbedderConfig) -> None:
-        headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    def __init__(self, url: str, model: str, api_key: str = "") -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(headers=headers)
-        self._url = _checked_url(f"{config.source}/embeddings")
-        self._model = config.model
+        self._url = _checked_url(f"{url}/embeddings")
+        self._model = model
         self._dimension = 0
 
     @property
     def identity(self) -> str:
-        """The model's name: the same model may move to another address."""
+        """The model's name, because a model may move to another address."""
         return f"endpoint:{self._model}"
 
     @property
@@ -47,10 +52,10 @@ class EmbeddingEndpoint:
         return self._dimension
 
     async def start(self) -> None:
-        """See Embedder.start; learns the dimension."""
+        """See Embedder.start. It learns the dimension."""
         try:
             vectors = await self._embed(["ready?"], QUERY_DEADLINE_S)
-        except _Refusal as refusal:
+        except _EndpointRefusal as refusal:
             raise InvalidInput(
                 "RAGCACHE_EMBEDDER",
                 str(refusal),
@@ -59,12 +64,12 @@ class EmbeddingEndpoint:
         self._dimension = vectors.shape[1]
 
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> Vectors:
-        """See Embedder.embed. Requests run beside each other, so a query waits for none."""
+        """See Embedder.embed. Requests run concurrently, so a query waits for no document."""
         try:
             vectors = await self._embed(texts, QUERY_DEADLINE_S if urgent else BATCH_DEADLINE_S)
-        except _Refusal as refusal:
+        except _EndpointRefusal as refusal:
             if refusal.status not in _REFUSES_TEXT:
-                raise Unavailable(PART, str(refusal)) from refusal
+                raise Unavailable(SERVICE, str(refusal)) from refusal
             raise InvalidInput(
                 "query" if urgent else "document.text",
                 f"the embedder refuses it: {refusal}",
@@ -72,9 +77,9 @@ class EmbeddingEndpoint:
             ) from refusal
         if vectors.shape[1] != self._dimension:
             raise Unavailable(
-                PART,
+                SERVICE,
                 f"its vectors changed from {self._dimension} to {vectors.shape[1]} dimensions;"
-                " restart the retriever to embed everything anew",
+                " restart the retriever to embed all documents again",
             )
         return vectors
 
@@ -93,20 +98,20 @@ class EmbeddingEndpoint:
                     except httpx.RequestError as error:
                         problem = f"{self._url}: {type(error).__name__}: {error}"
                     else:
-                        if response.status_code not in _TRY_AGAIN:
+                        if response.status_code not in _RETRIED:
                             return _vectors(response, len(texts))
                         problem = f"{self._url} answered {response.status_code}"
                     await asyncio.sleep(backoff_s)
                     backoff_s *= 2
         except TimeoutError as error:
-            raise Unavailable(PART, f"{problem} within {deadline_s:g} s") from error
+            raise Unavailable(SERVICE, f"{problem} within {deadline_s:g} s") from error
 
     async def _post(self, texts: Sequence[str], timeout_s: float) -> httpx.Response:
         body = {"model": self._model, "input": list(texts), "encoding_format": "float"}
         return await self._client.post(self._url, json=body, timeout=timeout_s)
 
 
-class _Refusal(Exception):
+class _EndpointRefusal(Exception):
     """An answer that another attempt would not change."""
 
     def __init__(self, response: httpx.Response) -> None:
@@ -119,24 +124,29 @@ def _checked_url(url: str) -> str:
         return str(httpx.URL(url))
     except httpx.InvalidURL as error:
         raise InvalidInput(
-            "RAGCACHE_EMBEDDER", f"{url!r} is no URL: {error}", "set http(s)://host/v1"
+            "RAGCACHE_EMBEDDER", f"{url!r} is not a URL: {error}", "set http(s)://host/v1"
         ) from error
 
 
 def _vectors(response: httpx.Response, count: int) -> Vectors:
-    """Vectors of a reply, in the order of the texts. Raises _Refusal, Unavailable."""
+    """Return the vectors of a reply, in the order of the texts.
+
+    Raises:
+        _EndpointRefusal: The endpoint refused the request.
+        Unavailable: The reply holds no embeddings of ``count`` texts.
+    """
     if not response.is_success:
-        raise _Refusal(response)
+        raise _EndpointRefusal(response)
     try:
         entries: list[dict[str, Any]] = response.json()["data"]
         ordered = sorted(entries, key=lambda entry: int(entry["index"]))
         vectors = np.array([entry["embedding"] for entry in ordered], np.float32)
     except (ValueError, TypeError, KeyError) as error:
         raise Unavailable(
-            PART, f"{response.url} sent no embeddings: {response.text[:200]}"
+            SERVICE, f"{response.url} sent no embeddings: {response.text[:200]}"
         ) from error
     if vectors.shape[:1] != (count,) or vectors.ndim != 2 or vectors.shape[1] == 0:
         raise Unavailable(
-            PART, f"{response.url} sent vectors of shape {vectors.shape} for {count} texts"
+            SERVICE, f"{response.url} sent vectors of shape {vectors.shape} for {count} texts"
         )
-    return normalised(PART, vectors)
+    return normalised(SERVICE, vectors)

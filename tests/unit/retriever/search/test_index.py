@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_retriever.index import (
+from ragcache_retriever.search.index import (
+    IndexStage,
     Probing,
     Rows,
-    Stage,
     StagedIndex,
     Vectors,
     stage_ends,
@@ -50,7 +50,7 @@ def exact(rows: Rows, vectors: Vectors, query: Vectors, top_k: int) -> list[int]
     return [int(rows[i]) for i in np.lexsort((rows, -scores))[:top_k]]
 
 
-def final(index: StagedIndex, query: Vectors, top_k: int) -> Stage:
+def final(index: StagedIndex, query: Vectors, top_k: int) -> IndexStage:
     return list(index.search(query, top_k))[-1]
 
 

@@ -1,12 +1,14 @@
-"""Staged vector search (RAGCache §5.3): the cells nearest to the query first.
+"""Staged vector search, which scans the cells nearest to the query first.
 
-Vectors are partitioned into about sqrt(n) cells (faiss IVF). A search ranks the cells by their
-centroids and scans them in stages, each giving the best found so far, so that an answer can be
-begun while the search runs.
+The index partitions vectors into about sqrt(n) cells (faiss IVF). A search ranks the cells by their
+centroids and scans them in stages. Each stage returns the best hits so far, so that an answer can
+begin while the search runs.
 
-How much is scanned: nearest cells first, until they hold at least ``exact_limit`` vectors and
-``min_share`` of all. A collection of up to ``exact_limit`` vectors is therefore searched whole, and
-its final stage is exact.
+A search scans the nearest cells until they hold at least ``exact_limit`` vectors and ``min_share``
+of all. It therefore scans a collection of up to ``exact_limit`` vectors completely, and the final
+stage is exact.
+
+Source: RAGCache section 5.3.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ Vectors = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
 STAGE_SHARES = (1 / 8, 1 / 2, 1.0)
-"""Share of the scan done at the end of each stage. 95 % of searches have found what they will find
-after 13 % (RAGCache Fig. 8)."""
+"""Share of the scan at the end of each stage. After 13 % of the scan, 95 % of searches have their
+final hits (RAGCache Fig. 8)."""
 
 _GROWTH = 4
-"""Retrained when it holds this many times the vectors its cells were made for: cells are then twice
-the size they should be."""
+"""An index is retrained at this many times the vectors that it was trained for. Its cells then have
+twice their intended size."""
 _TRAINING_VECTORS_PER_CELL = 64
 _TRAINING_ROUNDS = 10
 _SPARE_HITS = 8
@@ -37,17 +39,17 @@ _SPARE_HITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Probing:
-    """How much of a large collection a search scans; see the module."""
+    """How much of a large collection a search scans. See the module."""
 
     exact_limit: int = 20_000
     min_share: float = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """The best found so far: rows and their scores (inner products), best first, ties by row.
+class IndexStage:
+    """The best hits so far: rows and their scores (inner products), best first, ties by row.
 
-    progress: share of the scan done, in (0, 1].
+    ``progress`` is the finished share of the scan, in (0, 1].
     """
 
     rows: tuple[int, ...]
@@ -57,10 +59,15 @@ class Stage:
 
 
 class StagedIndex:
-    """Rows by vector. Searches may run beside each other, but not beside replace."""
+    """Finds rows by vector. Searches may run concurrently, but not during ``replace``."""
 
     def __init__(self, dimension: int, rows: Rows, vectors: Vectors, probing: Probing) -> None:
-        """rows: shape (n,), each once. vectors: shape (n, dimension), of length 1."""
+        """Train the index.
+
+        Args:
+            rows: Shape (n,), without repeats.
+            vectors: Shape (n, dimension), of length 1.
+        """
         self._dimension = dimension
         self._probing = probing
         self._trained_for = len(rows)
@@ -73,25 +80,27 @@ class StagedIndex:
 
     @property
     def outgrown(self) -> bool:
-        """Whether it holds so much more than when it was trained that its cells are too few."""
+        """Whether the index has grown so much since its training that it has too few cells."""
         return len(self) >= _GROWTH * max(1, self._trained_for)
 
     def retrained(self) -> StagedIndex:
-        """A new index with the same vectors in new cells; may run beside searches."""
+        """Return a new index with the same vectors in new cells. Searches may run meanwhile."""
         rows, vectors = self._contents()
         return StagedIndex(self._dimension, rows, vectors, self._probing)
 
     def replace(self, removed: Sequence[int], added: Sequence[int], vectors: Vectors) -> None:
-        """Remove rows, those not held being ignored, then add rows with their vectors."""
+        """Remove rows, ignoring unknown ones, then add rows with their vectors."""
         if removed:
             self._ivf.remove_ids(np.array(removed, np.int64))
         if added:
             self._ivf.add_with_ids(vectors, np.array(added, np.int64))
 
-    def search(self, query: Vectors, top_k: int) -> Iterator[Stage]:
-        """Stages of a search: at least one that is not final, then the final one.
+    def search(self, query: Vectors, top_k: int) -> Iterator[IndexStage]:
+        """Yield the stages of a search: at least one that is not final, then the final one.
 
-        query: shape (dimension,), of length 1. top_k: at least 1.
+        Args:
+            query: Shape (dimension,), of length 1.
+            top_k: At least 1.
         """
         cells, sizes = self._cells(query)
         scanned = np.cumsum(sizes)
@@ -104,7 +113,7 @@ class StagedIndex:
             start = end
             best = sorted(found.items(), key=lambda hit: (-hit[1], hit[0]))[:top_k]
             found = dict(best)
-            yield Stage(
+            yield IndexStage(
                 rows=tuple(row for row, _ in best),
                 scores=tuple(score for _, score in best),
                 progress=int(scanned[end - 1]) / total if total else 1.0,
@@ -112,7 +121,7 @@ class StagedIndex:
             )
 
     def _cells(self, query: Vectors) -> tuple[Rows, Rows]:
-        """Cells to scan that hold anything, nearest first, and the number of vectors in each."""
+        """Return the non-empty cells to scan, nearest first, and the number of vectors in each."""
         ranked = self._ivf.quantizer.search(query[np.newaxis], self._ivf.nlist)[1][0]
         sizes = np.array([self._ivf.invlists.list_size(int(cell)) for cell in ranked], np.int64)
         ranked, sizes = ranked[sizes > 0], sizes[sizes > 0]
@@ -121,18 +130,18 @@ class StagedIndex:
         return ranked[:enough], sizes[:enough]
 
     def _scan(self, query: Vectors, cells: Rows, top_k: int) -> dict[int, float]:
-        """The best top_k rows of cells with their scores, and all that tie with the last."""
-        # Cells of -1 are skipped; their number is fixed because nprobe belongs to the whole index.
+        """Return the best top_k rows of cells with their scores, and all that tie with the last."""
+        # faiss skips cells of -1. Their number is fixed, because nprobe belongs to the whole index.
         probed = np.full((1, self._ivf.nprobe), -1, np.int64)
         probed[0, : len(cells)] = cells
         wanted = top_k + _SPARE_HITS
         while True:
             scores, rows = self._ivf.search_preassigned(query[np.newaxis], wanted, probed, None)
-            held = rows[0] >= 0
-            # Among equal scores faiss keeps those it met first. Only when it gave one that is worse
-            # than the last wanted do we know all that are equal.
-            if not held.all() or scores[0, -1] < scores[0, top_k - 1]:
-                return dict(zip(rows[0][held].tolist(), scores[0][held].tolist(), strict=True))
+            found = rows[0] >= 0
+            # Among equal scores faiss keeps those that it met first. All ties of the last wanted
+            # row are known only once faiss returns a worse one.
+            if not found.all() or scores[0, -1] < scores[0, top_k - 1]:
+                return dict(zip(rows[0][found].tolist(), scores[0][found].tolist(), strict=True))
             wanted = min(2 * wanted, len(self) + 1)
 
     def _contents(self) -> tuple[Rows, Vectors]:
@@ -150,17 +159,20 @@ class StagedIndex:
 
 
 def use_one_thread() -> None:
-    """Called in each thread that searches: one query is too small to share between cores, and
-    more threads would only be in the embedder's way.
+    """Limit faiss to one thread. Each thread that searches calls this once.
+
+    One query is too small for several cores, and more threads would slow the embedder.
     """
     faiss.omp_set_num_threads(1)
 
 
 def stage_ends(scanned: npt.NDArray[np.int64]) -> list[int]:
-    """How many cells have been scanned at the end of each stage: at least two stages.
+    """Return the number of scanned cells at the end of each of at least two stages.
 
-    scanned: vectors scanned after each cell, ascending. With fewer than two cells the first stage
-    holds everything already.
+    With fewer than two cells, the first stage scans all of them.
+
+    Args:
+        scanned: Number of scanned vectors after each cell, ascending.
     """
     if len(scanned) < 2:
         return [len(scanned)] * 2
@@ -170,7 +182,7 @@ def stage_ends(scanned: npt.NDArray[np.int64]) -> list[int]:
 
 
 def _trained(dimension: int, vectors: Vectors) -> Any:
-    """An empty IVF index with cells for vectors."""
+    """Return an empty IVF index with cells for vectors."""
     num_cells = max(1, math.isqrt(len(vectors)))
     quantizer = faiss.IndexFlatIP(dimension)
     ivf = faiss.IndexIVFFlat(quantizer, dimension, num_cells, faiss.METRIC_INNER_PRODUCT)
@@ -184,6 +196,6 @@ def _trained(dimension: int, vectors: Vectors) -> Any:
         ivf.cp.min_points_per_centroid = 1
         ivf.cp.max_points_per_centroid = _TRAINING_VECTORS_PER_CELL
         ivf.train(vectors)
-    # Removing by row without it would read every cell.
+    # Without the map, removing a row would read every cell.
     ivf.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
     return ivf

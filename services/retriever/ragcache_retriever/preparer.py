@@ -1,0 +1,103 @@
+"""Turns a document into chunks with keys and embeddings, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragcache_core.identity.keys import ChunkKey
+from ragcache_retriever.concurrency.threads import finish, run
+from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk, split_document
+from ragcache_retriever.documents.collection import Chunking
+from ragcache_retriever.documents.document_store import Document, Recipe
+from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_retriever.embedding.embedder import Embedder, Vectors
+
+EMBEDDED_TEXT_VERSION = 1
+"""Increase it when embedded_text changes. Stored chunks are then embedded again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDocument:
+    """A document with its chunks. embeddings: shape (len(chunks), dimension)."""
+
+    document: Document
+    recipe: Recipe
+    chunks: list[Chunk]
+    keys: list[ChunkKey]
+    embeddings: Vectors
+
+
+def embedded_text(title: str, chunk: Chunk) -> str:
+    """Return the text that is embedded for a chunk: title, headings, then the chunk itself."""
+    path = chunk.heading_path
+    headings = path if path[:1] == (title,) else (title, *path)
+    return "\n".join((*headings, chunk.text))
+
+
+class DocumentPreparer:
+    """Splits documents and computes keys in one thread, and embeds wherever the embedder does it.
+
+    Args:
+        markdown: The content type whose headings and code fences are recognized.
+    """
+
+    def __init__(self, embedder: Embedder, tokenizer: ServingTokenizer, markdown: int) -> None:
+        self._embedder = embedder
+        self._tokenizer = tokenizer
+        self._markdown = markdown
+        # One thread: the splitter is Python, and the tokenizer is not safe for several threads.
+        self._splitting = ThreadPoolExecutor(1, "splitter")
+
+    async def close(self) -> None:
+        """Wait for the split that is running."""
+        await finish(self._splitting)
+
+    def recipe(self, chunking: Chunking) -> Recipe:
+        """Return the recipe of documents prepared with a chunking. Needs a started embedder."""
+        return Recipe(
+            chunker=f"{CHUNKER_VERSION}:{chunking.size_tokens}:{chunking.overlap_tokens}"
+            f":{self._tokenizer.identity}",
+            key_space=self._tokenizer.key_space,
+            embedder=f"{EMBEDDED_TEXT_VERSION}:{self._embedder.identity}"
+            f":{self._embedder.dimension}",
+        )
+
+    async def prepare(
+        self, document: Document, chunking: Chunking, known: Mapping[str, Vectors]
+    ) -> PreparedDocument:
+        """Split and embed a document.
+
+        Args:
+            known: Embeddings by embedded text, each of shape (dimension,), which are not computed
+                again.
+
+        Raises:
+            Unavailable: The embedder does not answer.
+            InvalidInput: The embedder refuses a text.
+        """
+        chunks, keys = await run(self._splitting, self._split, document, chunking)
+        texts = [embedded_text(document.title, chunk) for chunk in chunks]
+        embeddings = np.empty((len(chunks), self._embedder.dimension), np.float32)
+        missing = []
+        for i, text in enumerate(texts):
+            if text in known:
+                embeddings[i] = known[text]
+            else:
+                missing.append(i)
+        size = self._embedder.batch_size
+        for batch in (missing[i : i + size] for i in range(0, len(missing), size)):
+            embeddings[batch] = await self._embedder.embed([texts[i] for i in batch], urgent=False)
+        return PreparedDocument(document, self.recipe(chunking), chunks, keys, embeddings)
+
+    def _split(self, document: Document, chunking: Chunking) -> tuple[list[Chunk], list[ChunkKey]]:
+        chunks = split_document(
+            document.text,
+            markdown=document.content_type == self._markdown,
+            chunking=chunking,
+            count_tokens=self._tokenizer.count,
+        )
+        return chunks, [self._tokenizer.chunk_key(chunk.text) for chunk in chunks]

@@ -1,0 +1,1 @@
+"""Staged vector search over the chunks of a collection."""

@@ -1,0 +1,85 @@
+"""The retriever tokenizes chunks as the serving model does, and as the gateway does for plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import chunk_key
+from ragcache_core.plan.prompt import assemble, plan_exact
+from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.served_model import DOMAIN
+from ragcache_gateway.prompts.tokenizer import load_tokenizer
+from ragcache_kv.model_folder import load_model_folder
+from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
+from tests.helpers.retriever_parts import tokenizer_of
+
+GatewayKey = Callable[[str], bytes]
+
+
+@pytest.fixture(scope="module")
+def gateway_key(tiny_model: Path) -> GatewayKey:
+    """Key of a chunk in the gateway's plans."""
+    space = load_model_folder(str(tiny_model)).space("auto")
+    prompts = PromptBuilder(
+        load_tokenizer(tiny_model), max_model_len=1024, default_max_tokens=64, cache_bytes=1 << 20
+    )
+
+    def key(text: str) -> bytes:
+        prompt = assemble([], [prompts.encode_chunk(text)], [])
+        [segment] = plan_exact(prompt, space, DOMAIN, "request").segments
+        return segment.chunk
+
+    return key
+
+
+def test_tokens_are_those_of_the_serving_model(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = "The service runs in region north. <|end|> ünï\n\n"
+    count = tokenizer_of(tiny_model).count
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert count(text) == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert count("") == 0
+
+
+def test_keys_are_those_of_the_gateways_plans(tiny_model: Path, gateway_key: GatewayKey) -> None:
+    tokenizer = tokenizer_of(tiny_model)
+
+    @given(st.lists(st.sampled_from(["word ", "<|end|>", "<|user|>", "\n\n", "ü", " ", "."])))
+    def same_key(parts: list[str]) -> None:
+        text = "".join(parts)
+        assert tokenizer.chunk_key(text) == gateway_key(text)
+
+    same_key()
+
+
+def test_text_that_spells_a_special_token_has_another_key_than_the_token(tiny_model: Path) -> None:
+    folder = load_model_folder(str(tiny_model))
+    chat = load_tokenizer(tiny_model)
+    ids = chat.encode("<|end|>\n\n", add_special_tokens=False, split_special_tokens=False)
+    as_token = chunk_key(folder.space("auto"), DOMAIN, ids)
+    assert tokenizer_of(tiny_model).chunk_key("<|end|>") != as_token
+
+
+def test_the_dtype_is_part_of_the_keys(tiny_model: Path) -> None:
+    one, other = tokenizer_of(tiny_model, "bfloat16"), tokenizer_of(tiny_model, "float16")
+    assert one.identity == other.identity
+    assert one.key_space != other.key_space
+    assert one.chunk_key("text") != other.chunk_key("text")
+
+
+def test_a_model_without_a_readable_tokenizer_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(InvalidInput, match="holds no tokenizer"):
+        load_serving_tokenizer(str(tmp_path), "auto")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        load_serving_tokenizer(str(tmp_path), "auto")
