@@ -1,15 +1,18 @@
-"""Which layout on disk is faster: one file of values with small records, or RocksDB's blob files.
+"""Compares two layouts on disk: one file of values with small records, and RocksDB's blob files.
 
-Both keep the same values in the same folder, durable against ``kill -9`` and no more (written to
-the page cache, log included, never synced): ``DiskTier`` + ``MetadataDb`` as the cache store uses
-them, and rocksdict with blob files, tuned as the cache store's first version had them (values in
-pieces of 1 MiB, RocksDB's verification of blobs off, freed memory reused).
+Both keep the same values in the same folder, durable against ``kill -9`` and no more: bytes and log
+are in the page cache and never synced. One is ``DiskTier`` with ``MetadataDb``, as the cache store
+uses them. The other is rocksdict with blob files, tuned as the cache store's first version had
+them: values in pieces of 1 MiB, RocksDB's blob verification off, freed memory reused.
 
-Rounds of the two take turns, and RocksDB may finish its flushes between rounds untimed, which
-favours it. *fill*: GB/s of values from the caller's memory until they are durable, in places that
-are new; *put*: the same where values replace others, as in a store that is full. *get*: GB/s until
-every byte is in a buffer of the caller's, page cache warm; ``blobdb_bytes`` leaves out the copy
-from RocksDB's bytes into that buffer. Checksums are ours in either layout and are not timed.
+Rounds take turns, and RocksDB may finish its flushes untimed between rounds, which favours it.
+
+- *fill*: GB/s from the caller's memory until the values are durable, in new extents.
+- *put*: the same when values replace others, as in a full store.
+- *get*: GB/s until every byte is in the caller's buffer, with a warm page cache. ``blobdb_bytes``
+  leaves out the copy from RocksDB's bytes into that buffer.
+
+Both layouts use our checksums, which are not timed.
 """
 
 from __future__ import annotations
@@ -49,20 +52,20 @@ WRITE_BUFFER_BYTES = 32 * MIB
 
 
 class Layout(Protocol):
-    """Somewhere to keep values by number."""
+    """A layout that stores values by number."""
 
     def put(self, number: int, value: memoryview) -> None:
-        """Store value under number, replacing what was there; durable when it returns."""
+        """Store or replace the value of a number; it is durable on return."""
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """Read the value of number into buffer."""
+        """Read the value of a number into a buffer."""
 
     def settle(self) -> None:
-        """Finish what goes on in the background."""
+        """Finish the background work."""
 
 
 class OneFile:
-    """DiskTier and MetadataDb, called as the store's writer calls them."""
+    """DiskTier and MetadataDb, used as the cache store uses them."""
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self._file = DiskTier(folder / "values", capacity_bytes)
@@ -71,7 +74,7 @@ class OneFile:
         self._order = 0
 
     def put(self, number: int, value: memoryview) -> None:
-        """A new place is written first, the record then, and the old place is free again."""
+        """Write the new extents, then the record, then free the old extents."""
         extents = self._file.allocator.allocate(value.nbytes)
         assert extents is not None
         self._file.write(extents, [value])
@@ -92,15 +95,15 @@ class OneFile:
         self._held[number] = record
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """One system call for each extent."""
+        """Read with one system call for each extent."""
         assert self._file.read_into(self._held[number].extents, [buffer])
 
     def settle(self) -> None:
-        """There is nothing in the background."""
+        """Return at once: this layout has no background work."""
 
 
 class BlobFiles:
-    """RocksDB with values in blob files; a value's pieces are neighbours."""
+    """RocksDB with values in blob files; a value's pieces are adjacent."""
 
     def __init__(self, folder: Path, expected_bytes: int) -> None:
         self._db = Rdict(str(folder), _blob_options(expected_bytes))
@@ -110,7 +113,7 @@ class BlobFiles:
         self._write_options.no_slowdown = True
 
     def put(self, number: int, value: memoryview) -> None:
-        """One batch for each piece: the binding holds Python's lock during a batch."""
+        """Write one batch per piece, because the binding holds the GIL during a batch."""
         for index in range(0, value.nbytes, PIECE_BYTES):
             batch = WriteBatch(raw_mode=True)
             batch.put(_piece(number, index), bytes(value[index : index + PIECE_BYTES]))
@@ -118,7 +121,7 @@ class BlobFiles:
                 try:
                     self._db.write(batch, self._write_options)
                     break
-                except Exception as error:  # the binding raises nothing more precise
+                except Exception as error:  # the binding raises no more specific error
                     if not str(error).startswith("Result incomplete"):
                         raise
                     time.sleep(0.001)
@@ -126,23 +129,23 @@ class BlobFiles:
                     batch.put(_piece(number, index), bytes(value[index : index + PIECE_BYTES]))
 
     def get(self, number: int, buffer: memoryview) -> None:
-        """There is no reading into a buffer: bytes, then a copy."""
+        """Read bytes, then copy: the binding cannot read into a buffer."""
         at = 0
         for piece in self.pieces(number, buffer.nbytes):
             buffer[at : at + len(piece)] = piece
             at += len(piece)
 
     def pieces(self, number: int, num_bytes: int) -> list[bytes]:
-        """The value of number in memory that RocksDB's binding allocates.
+        """Return the value of a number, in memory that RocksDB's binding allocates.
 
-        One key at a time: a list of them, which would not hold Python's lock, was seen to take ten
-        times as long.
+        It reads one key at a time: a list of keys would release the GIL, and took ten times as
+        long.
         """
         get, options = self._db.get, self._read_options
         return [get(_piece(number, at), None, options) for at in range(0, num_bytes, PIECE_BYTES)]
 
     def settle(self) -> None:
-        """Wait for the flush of everything written."""
+        """Wait for all flushes."""
         self._db.flush()
 
 
@@ -176,7 +179,7 @@ def _piece(number: int, index: int) -> bytes:
 
 
 def measure(folder: Path, num_bytes: int, held_bytes: int, rounds: int) -> dict[str, float]:
-    """Median GB/s by name, for values of num_bytes of which held_bytes are kept."""
+    """Return the median GB/s by name, for values of ``num_bytes``, with ``held_bytes`` stored."""
     count = held_bytes // num_bytes
     per_round = count // 4
     source = memoryview(np.random.default_rng(1).bytes(held_bytes))
@@ -202,7 +205,7 @@ def measure(folder: Path, num_bytes: int, held_bytes: int, rounds: int) -> dict[
     def getting(layout: Layout) -> Callable[[int], object]:
         return lambda index: layout.get(index % count, outs[index % per_round])
 
-    # 4 rounds fill the store; as many again at least replace what is in it.
+    # 4 rounds fill the store; at least as many more replace its values.
     for number in range(max(8, rounds)):
         for name, layout in layouts.items():
             what = "fill" if number < 4 else "put"
@@ -220,7 +223,7 @@ def measure(folder: Path, num_bytes: int, held_bytes: int, rounds: int) -> dict[
 
 
 def main() -> None:
-    """Print a table and the JSON."""
+    """Print a table and the JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="under 50 s")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")

@@ -1,18 +1,17 @@
-"""Minutes of puts, gets and deletes under a memory limit: memory stays bounded and flat.
+"""Runs puts, gets and deletes for minutes under a memory limit: memory stays bounded and flat.
 
-A cache store with a small memory tier and a disk tier that has to evict is driven by a storm of
-putters, by getters and a deleter, on all three transports; beside them are readers so slow that they
-never finish: on the socket transport and on gRPC they ask for many values and take some KiB a second.
+A cache store with a small memory tier and a full disk tier serves putters, getters and a deleter on
+all three transports. Slow readers on TCP and gRPC ask for many values and read some KiB per second,
+so they never finish.
 
-Memory of the store's process is RssAnon + RssFile of /proc, and every page of its shared memory,
-whoever touched it. It may take the tier's limit plus 10 %, plus what the process takes by itself
-(interpreter, libraries, threads), which is measured after a few calls on each transport, without the
-shared memory, and printed as process_mib. memory_over_limit: the most that was seen over that sum.
-slope: a straight line through all samples after warm-up, the first half of the time (the tiers fill
-and the store gets to know all keys there).
+Memory of the store's process is RssAnon + RssFile of /proc, plus every page of its shared memory.
+It may use the tier's limit plus 10 %, plus the process itself. The latter (interpreter, libraries,
+threads) is measured after a few calls on each transport and printed as ``process_mib``.
+``memory_over_limit`` is the highest sample over that sum. ``slope`` is a linear fit through all
+samples of the second half; in the first half the tiers fill and the store meets all keys.
 
-A put or get that is told to come back later (Unavailable) counts as refused, not as an error: that
-is how the store keeps to its limit.
+A put or get that must retry later (Unavailable) counts as refused and not as an error: that is how
+the store keeps its limit.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SIZES = (64 << 10, 300_000, MIB, 3 * MIB)
 MEMORY_BYTES = 512 * MIB
 DISK_BYTES = 1024 * MIB
 KEYS = 4000
-"""Keys in use: their values are about 4.4 GB, more than the tiers hold."""
+"""Keys in use: about 4.4 GB of values, more than the tiers hold."""
 
 PUTTERS = 12
 GETTERS = 3
@@ -63,7 +62,7 @@ TRANSPORTS = ("shared", "socket", "grpc")
 
 @dataclass
 class Tally:
-    """What happened, by name; and the errors as texts. Under lock."""
+    """Counts by name, and error texts; guarded by a lock."""
 
     counts: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -75,18 +74,18 @@ class Tally:
             self.counts[name] += 1
 
     def fail(self, error: object) -> None:
-        """Keep an error."""
+        """Record an error."""
         with self.lock:
             self.errors.append(repr(error))
 
 
 def key(number: int) -> VariantKey:
-    """Key of a variant by its number."""
+    """Return the key of a variant by its number."""
     return VariantKey(number.to_bytes(16), bytes(16))
 
 
 class Values:
-    """One value of each size; what a number has is decided by the number alone."""
+    """One value of each size; the number alone decides the value."""
 
     def __init__(self) -> None:
         source = np.random.default_rng(1)
@@ -94,16 +93,16 @@ class Values:
         self._sums = [xxhash.xxh3_64_intdigest(raw) for raw in self._raw]
 
     def of(self, number: int) -> memoryview:
-        """The bytes."""
+        """Return the bytes."""
         return self._raw[number % len(SIZES)]
 
     def outgoing(self, number: int) -> ReadyValue:
-        """The bytes as they are put."""
+        """Return the value to put."""
         digest = self._sums[number % len(SIZES)]
         return ReadyValue(self.of(number), (digest,), cost_s=0.01 * (1 + number % 7))
 
     def variant(self, number: int, as_of: AsOf) -> NewVariant:
-        """What is told of them."""
+        """Return the description of the value."""
         size = SIZES[number % len(SIZES)]
         return NewVariant(
             key(number),
@@ -138,7 +137,7 @@ class Soak:
             self._begin(slow, number)
 
     def warm_up(self) -> None:
-        """Put and get some values on each transport, so that all is loaded that is loaded once."""
+        """Put and get some values on each transport, so that all libraries are loaded."""
         rng = random.Random(0)
         for client in self._clients.values():
             for _ in range(8):
@@ -146,7 +145,7 @@ class Soak:
                 self._get(client, rng)
 
     def stop(self) -> None:
-        """End them."""
+        """Stop all clients."""
         self._over.set()
         for thread in self._threads:
             thread.join(2 * TIMEOUT_S)
@@ -177,14 +176,14 @@ class Soak:
     def _put(self, client: StoreClient, rng: random.Random) -> None:
         number = rng.randrange(KEYS)
         ack = Ack.DURABLE if rng.random() < 0.2 else Ack.ACCEPTED
-        # As an engine does: look first, so that what was deleted before may be put again.
-        as_of = client.lookup([LookupKey.of(key(number))], TIMEOUT_S).as_of
+        # As an engine does: a lookup first, so that a deleted key may be put again.
+        as_of = client.lookup([LookupKey.for_variant(key(number))], TIMEOUT_S).as_of
         variant, value = self._values.variant(number, as_of), self._values.outgoing(number)
         outcome = client.put(variant, value, TIMEOUT_S, ack)
         self.tally.note(f"put {outcome}")
 
     def _get(self, client: StoreClient, rng: random.Random) -> None:
-        # Half of what is asked for is a tenth of the keys.
+        # Half of the requests use a tenth of the keys.
         numbers = [rng.randrange(KEYS // 10 if rng.random() < 0.5 else KEYS) for _ in range(8)]
         found = client.get([key(number) for number in numbers], TIMEOUT_S)
         for number, (_, answer) in zip(numbers, found, strict=True):
@@ -248,7 +247,7 @@ class Soak:
 
 
 def memory_bytes_of(pid: int) -> tuple[int, int]:
-    """Memory of a store's process: its own, and all pages of its arena."""
+    """Return the memory of a store's process, with all pages of its memory tier."""
     status = Path(f"/proc/{pid}/status").read_text()
     lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     own = sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))

@@ -17,6 +17,7 @@ import xxhash
 
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.store import Store
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
@@ -96,7 +97,7 @@ def whole(variant: NewVariant, raw: bytes | memoryview) -> ReadyValue:
 
 def completion(variant: NewVariant, raw: bytes | memoryview) -> PutCompletion:
     """What is said of a value after its last byte."""
-    sums = tuple(whole(variant, raw).wait(0, 0.0))
+    sums = tuple(whole(variant, raw).wait_for_parts(0, 0.0))
     return PutCompletion(sums, variant.origin.cost_s)
 
 
@@ -147,7 +148,7 @@ def opened(
     **settings: Any,
 ) -> Iterator[Store]:
     """A store, checked and closed afterwards. Not flush: as if it were killed."""
-    store = Store(folder, memory_bytes, disk_bytes, policy=policy, **settings)
+    store = Store(folder, StoreOptions(memory_bytes, disk_bytes, policy=policy, **settings))
     try:
         yield store
         store.check()
@@ -190,9 +191,10 @@ def serving(
     thread.start()
     with contextlib.ExitStack() as ends:
         ends.callback(_end_loop, loop, thread)
-        store = Store(
-            folder, memory_bytes, disk_bytes, policy=policy, free_bytes=free_bytes, **settings
+        options = StoreOptions(
+            memory_bytes, disk_bytes, policy=policy, free_bytes=free_bytes, **settings
         )
+        store = Store(folder, options)
         ends.callback(store.close)
         socket_path = folder / "transport.sock" if "shared" in transports else None
         data_server = DataServer(

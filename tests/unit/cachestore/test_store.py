@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import MAX_CLOCK_SKEW_MS
 from ragcache_cachestore.store import Store
@@ -72,8 +73,8 @@ def bytes_of(store: Store, lease: ReadLease) -> bytes:
 
 
 def tier_of(store: Store, variant: VariantKey) -> Tier | None:
-    (answer,) = store.lookup([LookupKey.of(variant)]).variants
-    return answer.held[0].tier if answer.held else None
+    (answer,) = store.lookup([LookupKey.for_variant(variant)]).variants
+    return answer.stored[0].tier if answer.stored else None
 
 
 def deletion(*chunks: int) -> Deletion:
@@ -151,9 +152,9 @@ def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, ob
 def test_what_deserves_better_gives_way_to_more_bytes(store: Store) -> None:
     put(store, key(1), b"12345678", precision=LOSSY)
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.ALREADY_STORED
-    store.want_better(key(1), True)
-    (found,) = store.lookup([LookupKey.of(key(1))]).variants
-    assert found.held[0].wants_higher_precision
+    store.set_wants_higher_precision(key(1), True)
+    (found,) = store.lookup([LookupKey.for_variant(key(1))]).variants
+    assert found.stored[0].wants_higher_precision
     assert put(store, key(1), b"1234", precision=LOSSY) is PutOutcome.ALREADY_STORED
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.STORED
 
@@ -177,7 +178,7 @@ def test_exact_gets_and_domains_are_minded(store: Store) -> None:
     assert get(store, key(2), exact=True) is Miss.OTHER_PRECISION
     assert get(store, key(3), domain="public") is Miss.OTHER_DOMAIN
     assert get(store, key(3), domain="acme") == b"private"
-    wants = [LookupKey.of(key(n)) for n in (1, 2, 3)]
+    wants = [LookupKey.for_variant(key(n)) for n in (1, 2, 3)]
     answers = store.lookup(wants, exact=True, domain="public").variants
     assert [answer.miss for answer in answers] == [
         Miss.APPROXIMATE,
@@ -191,17 +192,17 @@ def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
     put(store, key(1, 1), value(100), origin=Origin(prefix_chunks=before))
     put(store, key(1, 2), value(200), exact=False)
     every, one, none = store.lookup(
-        [LookupKey(key(1).chunk), LookupKey.of(key(1, 1)), LookupKey(key(9).chunk)]
+        [LookupKey(key(1).chunk), LookupKey.for_variant(key(1, 1)), LookupKey(key(9).chunk)]
     ).variants
-    assert {held.key: held.prefix_chunks for held in every.held} == {
+    assert {held.key: held.prefix_chunks for held in every.stored} == {
         key(1, 1): before,
         key(1, 2): (),
     }
-    assert one.held[0].prefix_chunks == ()
-    assert one.held[0].load_s > 0
+    assert one.stored[0].prefix_chunks == ()
+    assert one.stored[0].load_s > 0
     assert none.miss is Miss.NEVER_STORED
     (exact,) = store.lookup([LookupKey(key(1).chunk)], exact=True).variants
-    assert [held.key for held in exact.held] == [key(1, 1)]
+    assert [held.key for held in exact.stored] == [key(1, 1)]
 
 
 # Tiers
@@ -418,7 +419,7 @@ def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
 def test_when_everything_is_read_a_put_may_try_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr("ragcache_cachestore.background.tier_mover.ALLOCATE_TIMEOUT_S", 0.0)
     with opened(tmp_path, memory_bytes=2 * PAGE) as store:
         put(store, key(1), value(2 * PAGE))
         lease = lease_of(store, key(1))
@@ -458,28 +459,6 @@ def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
         assert store.stats().memory_bytes == PAGE
 
 
-def test_a_pin_keeps_a_value_until_it_ends(tmp_path: Path) -> None:
-    clock = Clock()
-    with opened(tmp_path, memory_bytes=4 * PAGE, clock=clock) as store:
-        put(store, key(1), value(PAGE, 1))
-        assert store.pin([key(1), key(1), key(2)], 60.0) == 1
-        for number in range(10, 20):
-            put(store, key(number), value(PAGE, number))
-        assert tier_of(store, key(1)) is Tier.MEMORY
-        clock.now += 61
-        for number in range(20, 30):
-            put(store, key(number), value(PAGE, number))
-        assert tier_of(store, key(1)) is Tier.DISK
-        assert store.unpin([key(1)]) == 0
-
-
-def test_pins_are_bounded_and_can_be_ended(tmp_path: Path) -> None:
-    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
-        for number in range(3):
-            put(store, key(number), value(PAGE, number))
-        assert store.pin([key(n) for n in range(3)], 60.0) == 2
-        assert store.unpin([key(0)]) == 1
-        assert store.pin([key(2)], 60.0) == 1
 
 
 # Durability
@@ -866,14 +845,14 @@ def test_replicas_are_told_until_the_variant_goes(store: Store) -> None:
     put(store, key(1), b"x")
     store.set_replicas(key(1), ("b:1",))
     store.set_replicas(key(2), ("b:1",))
-    (found,) = store.lookup([LookupKey.of(key(1))]).variants
-    assert found.held[0].replicas == ("b:1",)
+    (found,) = store.lookup([LookupKey.for_variant(key(1))]).variants
+    assert found.stored[0].replicas == ("b:1",)
     assert store.discard(key(1))
     assert not store.discard(key(1))
     put(store, key(1), b"x")
     put(store, key(2), b"x")
-    for answer in store.lookup([LookupKey.of(key(1)), LookupKey.of(key(2))]).variants:
-        assert answer.held[0].replicas == ()
+    for answer in store.lookup([LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2))]).variants:
+        assert answer.stored[0].replicas == ()
 
 
 def test_served_bytes_are_taken_once(store: Store) -> None:
@@ -1064,7 +1043,7 @@ def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> No
 def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_cachestore.store.FLUSH_TIMEOUT_S", 0.05)
     monkeypatch.setattr("ragcache_cachestore.background.tier_mover.JOIN_TIMEOUT_S", 0.05)
-    store = Store(tmp_path, 4 * PAGE, 4 * PAGE)
+    store = Store(tmp_path, StoreOptions(4 * PAGE, 4 * PAGE))
     entered, gate = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
@@ -1078,7 +1057,7 @@ def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.Mon
     os.fstat(store.disk_tier.fd)  # whoever is stuck must not write to another's file
     gate.set()
     eventually(store._mover.close)
-    store._files.close()
+    store._resources.close()
 
 
 # Chains
@@ -1136,9 +1115,9 @@ def test_nothing_is_its_own_parent(store: Store) -> None:
 
 def test_lookups_count_what_is_not_there(store: Store) -> None:
     put(store, key(1), b"tainted", exact=False)
-    store.lookup([LookupKey.of(key(1)), LookupKey.of(key(2)), LookupKey(key(3).chunk)])
+    store.lookup([LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2)), LookupKey(key(3).chunk)])
     assert store.stats().misses_by_reason == {"never_stored": 2}
-    store.lookup([LookupKey.of(key(1))], exact=True)
+    store.lookup([LookupKey.for_variant(key(1))], exact=True)
     assert store.stats().misses_by_reason == {"never_stored": 2, "approximate": 1}
     assert store.stats().hits_memory == 0
 

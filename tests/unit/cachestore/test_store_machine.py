@@ -1,8 +1,8 @@
-"""The store against a model of what it may say, under random calls, restarts and kills.
+"""The store against a model of its answers, under random calls, restarts and kills.
 
-A cache may forget what it likes, so the model says what a read may give: exactly the bytes put last
-under that key, a miss, and never anything deleted. Durable values may be missing only where the
-disk tier had to evict. What is leased must read the same until it is released.
+A cache may evict any value, so the model says what a read may return: the bytes last put under that
+key, or a miss, and never a deleted value. A durable value may be missing only if the disk tier had
+to evict. A leased value must read the same until it is released.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
@@ -32,7 +33,7 @@ sizes = st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
 
 
 @dataclass
-class Arriving:
+class UnfinishedPut:
     key: VariantKey
     raw: bytes
     incoming: object
@@ -55,14 +56,14 @@ class StoreMachine(RuleBasedStateMachine):
             "leaves_only": leaves_only,
             "policy": "lru",
         }
-        self.store = Store(self.folder, **self.settings)  # type: ignore[arg-type]
+        self.store = Store(self.folder, StoreOptions(**self.settings))  # type: ignore[arg-type]
         self.seed = 0
         self.deletes = 0
-        self.may: dict[VariantKey, set[bytes]] = {}
+        self.allowed: dict[VariantKey, set[bytes]] = {}
         self.durable: set[VariantKey] = set()
         self.evicted = False
         self.leases: dict[int, tuple[ReadLease, bytes]] = {}
-        self.arriving: list[Arriving] = []
+        self.unfinished: list[UnfinishedPut] = []
         self.seen: list[AsOf] = []
 
     def teardown(self) -> None:
@@ -72,9 +73,9 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def _end(self) -> None:
-        for arriving in self.arriving:
-            arriving.incoming.abort()  # type: ignore[attr-defined]
-        self.arriving.clear()
+        for one in self.unfinished:
+            one.incoming.abort()  # type: ignore[attr-defined]
+        self.unfinished.clear()
         self.store.release(self.leases)
         self.leases.clear()
 
@@ -84,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @staticmethod
     def _origin(number: int) -> Origin:
-        """Every key is computed after the one before it, but for two chains."""
+        """Every key but two is computed after the one before it."""
         if number % 3 == 0:
             return Origin()
         parent = key(number - 1)
@@ -99,14 +100,14 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store, key(number), raw, ack=ack, exact=exact, origin=self._origin(number)
             )
         except Unavailable:
-            # Accepted or not: durable ones may have been accepted before the disk refused.
-            self.may.setdefault(key(number), set()).add(raw)
+            # A durable put may have been accepted before the disk refused.
+            self.allowed.setdefault(key(number), set()).add(raw)
             return
         assert outcome in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}
         if ack is Ack.DURABLE:
             self.durable.add(key(number))
         if outcome is PutOutcome.STORED:
-            self.may.setdefault(key(number), set()).add(raw)
+            self.allowed.setdefault(key(number), set()).add(raw)
 
     @rule(number=keys, size=sizes)
     def begin(self, number: int, size: int) -> None:
@@ -119,41 +120,41 @@ class StoreMachine(RuleBasedStateMachine):
         except Unavailable:
             return
         if not isinstance(incoming, PutOutcome):
-            self.arriving.append(Arriving(key(number), raw, incoming, self.deletes))
+            self.unfinished.append(UnfinishedPut(key(number), raw, incoming, self.deletes))
 
-    @precondition(lambda self: self.arriving)
+    @precondition(lambda self: self.unfinished)
     @rule(whole=st.booleans())
     def end(self, whole: bool) -> None:
-        one = self.arriving.pop()
+        one = self.unfinished.pop()
         if not whole:
             one.incoming.abort()  # type: ignore[attr-defined]
             return
         fill(one.incoming.views, one.raw)  # type: ignore[attr-defined]
         if one.incoming.commit(completion(one.incoming.new, one.raw)) is PutOutcome.STORED:  # type: ignore[attr-defined]
-            self.may.setdefault(one.key, set()).add(one.raw)
+            self.allowed.setdefault(one.key, set()).add(one.raw)
 
     @rule(number=keys)
     def get(self, number: int) -> None:
         found = get(self.store, key(number))
-        assert isinstance(found, Miss) or found in self.may.get(key(number), ())
+        assert isinstance(found, Miss) or found in self.allowed.get(key(number), ())
 
     @rule(number=keys)
     def lease(self, number: int) -> None:
         (lease,) = self.store.open([key(number)])
         if isinstance(lease, ReadLease) and len(self.leases) < 3:
             raw = self._read(lease)
-            assert raw in self.may[key(number)]
+            assert raw in self.allowed[key(number)]
             self.leases[lease.id] = (lease, raw)
         elif isinstance(lease, ReadLease):
             self.store.release([lease.id])
 
     @precondition(lambda self: self.leases)
-    @rule(alarm=st.booleans())
-    def release(self, alarm: bool) -> None:
+    @rule(corrupt=st.booleans())
+    def release(self, corrupt: bool) -> None:
         lease_id = next(iter(self.leases))
         lease, _ = self.leases.pop(lease_id)
-        self.store.note_opened([lease])  # late: it may be deleted or replaced by now
-        self.store.release([lease_id], [lease_id] if alarm else [])
+        self.store.note_opened([lease])  # it may be deleted or replaced by now
+        self.store.release([lease_id], [lease_id] if corrupt else [])
         assert self.store.stats().corrupt == 0
 
     @rule(numbers=st.sets(keys, min_size=1, max_size=2))
@@ -164,29 +165,22 @@ class StoreMachine(RuleBasedStateMachine):
         for number in range(NUM_KEYS):
             before = {number, *range(number - number % 3, number)}
             if before & numbers:
-                self.may.pop(key(number), None)
+                self.allowed.pop(key(number), None)
                 self.durable.discard(key(number))
                 assert get(self.store, key(number)) is Miss.DELETED or not numbers & {number}
-                # A put that was planned before leaves nothing.
-                late = put(
+                # A put that was planned before the delete stores nothing.
+                outcome = put(
                     self.store,
                     key(number),
                     self._raw(1),
                     origin=self._origin(number),
                     as_of=self.seen[-1],
                 )
-                assert late is PutOutcome.DELETED
+                assert outcome is PutOutcome.DELETED
 
     @rule(number=keys)
     def prefetch(self, number: int) -> None:
         self.store.prefetch([key(number)])
-
-    @rule(number=keys, pinned=st.booleans())
-    def pin(self, number: int, pinned: bool) -> None:
-        if pinned:
-            self.store.pin([key(number)], 60.0)
-        else:
-            self.store.unpin([key(number)])
 
     @rule()
     def sweep(self) -> None:
@@ -205,17 +199,17 @@ class StoreMachine(RuleBasedStateMachine):
                     checksummed_parts(raw),
                     [memoryview(raw)],
                 ):
-                    self.may[key(number)].add(raw)
+                    self.allowed[key(number)].add(raw)
 
     @rule(flush=st.booleans())
     def restart(self, flush: bool) -> None:
-        """A stop, or as good as a kill: what was not written is lost."""
+        """Stop the store, or kill it: then values that were not written are lost."""
         self._end()
         if flush:
             self.store.flush()
         self.store.close(flush=flush)
-        self.evicted |= Tier.DISK in self.store.stats().evictions  # up to the very end
-        self.store = Store(self.folder, **self.settings)  # type: ignore[arg-type]
+        self.evicted |= Tier.DISK in self.store.stats().evictions  # also while it closed
+        self.store = Store(self.folder, StoreOptions(**self.settings))  # type: ignore[arg-type]
         for durable in self.durable:
             assert self.evicted or isinstance(get(self.store, durable), bytes)
 
@@ -227,7 +221,7 @@ class StoreMachine(RuleBasedStateMachine):
         return b"".join(self.store.memory_tier.views(lease.extents))
 
     @invariant()
-    def what_is_leased_stays(self) -> None:
+    def leased_values_stay(self) -> None:
         for lease, raw in getattr(self, "leases", {}).values():
             assert self._read(lease) == raw
 
@@ -244,7 +238,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert allocator.used_pages <= allocator.num_pages
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_state_is_consistent(self) -> None:
         if hasattr(self, "store"):
             self.store.check()
 

@@ -269,7 +269,9 @@ class _Connection(threading.Thread):
                     self._serve(kind, payload)
                 except RagCacheError as error:
                     if kind in UNANSWERED:  # its sender would take it for the next answer
-                        raise ConnectionBroken(f"a message without an answer failed: {error}") from error
+                        raise ConnectionBroken(
+                            f"a message without an answer failed: {error}"
+                        ) from error
                     self.channel.deadline = time.monotonic() + LEASE_S
                     self.channel.send(FrameKind.ERROR, to_error(error))
         except ConnectionBroken as error:
@@ -460,7 +462,7 @@ class _Connection(threading.Thread):
                 incoming.abort(quarantine_s=LEASE_S)  # its client may write on, unaware
                 raise
         else:
-            self.channel.take_early()
+            self.channel.accept_early_bytes()
             self.channel.send(FrameKind.GRANT, _grant(()))
             # Summed up piece by piece, while the next one comes and this one is in the CPU's cache.
             for view in incoming.views:
@@ -484,7 +486,9 @@ class _Connection(threading.Thread):
                 return self._commit(kind, payload)
             num_bytes = parse(pb.PutProgress, payload).num_bytes
             if not incoming.sums.num_bytes <= num_bytes <= incoming.new.info.num_bytes:
-                raise ConnectionBroken(f"{num_bytes} bytes written of {incoming.new.info.num_bytes}")
+                raise ConnectionBroken(
+                    f"{num_bytes} bytes written of {incoming.new.info.num_bytes}"
+                )
             incoming.add_checksums_up_to(num_bytes)
 
     @staticmethod

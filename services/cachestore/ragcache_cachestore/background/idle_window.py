@@ -28,5 +28,5 @@ class IdleWindow:
         self._idle_at = self.clock() + IDLE_AFTER_S
 
     def wait_s(self, since: float) -> float:
-        """Return how long work that was queued at since must still wait. 0 or less means no wait."""
+        """Return how long work that was queued at since must still wait, 0 or less for not."""
         return min(since + MAX_WAIT_S, self._idle_at) - self.clock()

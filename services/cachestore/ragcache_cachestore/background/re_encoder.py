@@ -1,12 +1,15 @@
-"""Keeps hot variants fine and near, cold ones coarse: HA-RAG's two strategies, online.
+"""Re-encodes variants by access frequency: hot ones lossless and in memory, cold ones quantized.
 
-A thread of the store looks at what is held every few seconds, ranks it by decayed reads, asks an
-assignment (``ragcache_core.tiering``) for precision and placement, and acts on the answer slowly:
-bytes re-encoded and bytes moved per second are bounded, so that readers hardly notice.
+A thread of the store scans all variants every few seconds and ranks them by decayed reads. A
+``PrecisionAssignment`` (``ragcache_core.tiering``) then gives each a precision and a tier. The
+re-encoder acts on it slowly: the bytes re-encoded and promoted per second are bounded, so that
+readers hardly notice.
 
-What is lost by a wrong guess does not come back, so nothing is re-encoded that is young, or that
-only one look in a row would have coarser: ranks at a border swap all the time, and each swap would
-cost precision for good.
+Precision that is lost does not come back. Therefore the re-encoder leaves young variants alone. It
+also waits until several scans in a row agree on a lower precision, because ranks near a border
+swap all the time.
+
+Source: HA-RAG, the strategies for precision and placement, applied online.
 """
 
 from __future__ import annotations
@@ -18,8 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ragcache_cachestore.background.re_encoding import CorruptValue, native_bytes, re_encode_value
-from ragcache_cachestore.background.threads import end
+from ragcache_cachestore.background.re_encoding import (
+    CorruptValue,
+    native_bytes,
+    re_encode_value,
+)
+from ragcache_cachestore.background.threads import join_all
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape, VariantInfo
@@ -34,17 +41,18 @@ from ragcache_kv.values.layout import FORMAT, checksum
 
 log = logging.getLogger(__name__)
 
-LOOKING_SHARE = 0.05
-"""Share of time that looks may take, as there are more variants than one look_s is enough for."""
+SCAN_TIME_SHARE = 0.05
+"""Share of time that scans may take. With many variants, scans become less frequent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReEncodingCandidate:
-    """What a store says of one variant it holds.
+    """What the re-encoder knows of one stored variant.
 
-    identity: names this very record among all of a store; another after any put or swap.
-    reads: how often it was read since it was put or since the store started; a swap keeps it.
-    score: decayed saved seconds per byte (DESIGN §1); 0 if unknown.
+    Attributes:
+        identity: Unique within the store. It changes with every put and swap.
+        reads: Number of reads since the put or the start of the store. A swap keeps it.
+        score: Decayed saved seconds per byte, or 0 if unknown.
     """
 
     key: VariantKey
@@ -60,15 +68,15 @@ class ReEncodingCandidate:
 
 
 class ReEncodableStore(Protocol):
-    """What the keeper needs of a store. Every method may be called from its thread."""
+    """The calls of a store that the re-encoder makes from its thread."""
 
     def candidates(self, now: float) -> Iterable[ReEncodingCandidate]:
-        """A snapshot of all that is held and visible."""
+        """Yield every stored variant."""
 
     def read(self, key: VariantKey, identity: int) -> bytearray | None:
-        """A copy of a value as held, parts one after another; None if that record is gone.
+        """Return a copy of a value, or None if the variant was replaced or dropped.
 
-        It counts as no use: neither hit nor miss, and the eviction policy does not see it.
+        The read counts neither as hit nor as miss, and the eviction policy does not see it.
         """
 
     def swap(
@@ -79,84 +87,94 @@ class ReEncodableStore(Protocol):
         parts: Sequence[ValuePart],
         views: Sequence[memoryview],
     ) -> bool:
-        """Hold a value in another encoding, if that record is still held and nobody reads it.
+        """Store a value in another encoding, unless the variant was replaced or is being read.
 
-        views: one for each part. Reads, origin and place in the eviction order stay; identity
-        changes. False: nothing was changed.
+        Reads, origin and eviction order stay. The identity changes.
+
+        Args:
+            views: The bytes of each part.
+
+        Returns:
+            False if nothing was changed.
         """
 
-    def want_better(self, key: VariantKey, wanted: bool) -> None:
-        """Say in lookups whether a variant deserves better than it is held with."""
+    def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
+        """Set whether lookups tell that a variant wants a higher precision."""
 
     def prefetch(self, keys: Sequence[VariantKey]) -> int:
-        """Bring variants from disk into memory, in the background. Returns how many it begins."""
+        """Queue promotions into memory. Return how many were queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the keeper goes.
+    """How fast the re-encoder works.
 
-    look_s: seconds between two looks at everything. half_life_s: of a read. settle_s: age at which
-    a variant is judged. looks: how many in a row must want a variant coarser. encode_bytes_per_s,
-    move_bytes_per_s: bytes of values, as held before. again_s: a variant that was brought into
-    memory, and lost there again, is not brought again before.
+    Attributes:
+        scan_interval_s: Time between two scans.
+        half_life_s: Time after which a read counts half.
+        min_age_s: Age at which a variant may be re-encoded.
+        num_scans: Number of scans in a row that must agree on a lower precision.
+        encode_bytes_per_s: Bytes of values, as stored before.
+        move_bytes_per_s: Bytes of values that are promoted.
+        promote_interval_s: Least time between two promotions of the same variant.
     """
 
-    look_s: float = 10.0
+    scan_interval_s: float = 10.0
     half_life_s: float = 3600.0
-    settle_s: float = 60.0
-    looks: int = 3
+    min_age_s: float = 60.0
+    num_scans: int = 3
     encode_bytes_per_s: float = 64 << 20
     move_bytes_per_s: float = 256 << 20
-    again_s: float = 60.0
+    promote_interval_s: float = 60.0
 
 
 @dataclass(slots=True)
 class ReEncoderCounters:
-    """What the keeper has done since it started."""
+    """Counts since the start of the re-encoder."""
 
-    looks: int = 0
+    scans: int = 0
     re_encoded: int = 0
     bytes_saved: int = 0
-    refused: int = 0  # read or replaced meanwhile; tried again after the next look
-    corrupt: int = 0  # not re-encoded, which would have given bad bytes a good checksum
+    refused: int = 0  # read or replaced meanwhile; the next scan tries again
+    corrupt: int = 0  # not re-encoded, because that would give wrong bytes a valid checksum
     prefetched: int = 0
-    wants_higher_precision: int = 0  # as of the last look
+    wanting_higher_precision: int = 0  # as of the last scan
 
 
 class Allowance:
-    """A rate in bytes per second. What is large is taken whole and waited for afterwards."""
+    """A rate limit in bytes per second. A large item is taken whole, and delays the next one."""
 
     def __init__(self, bytes_per_s: float, now: float) -> None:
         if bytes_per_s <= 0:
-            raise ValueError("bytes_per_s is above 0")
+            raise ValueError("bytes_per_s must be above 0")
         self._bytes_per_s = bytes_per_s
         self._free_at = now
 
     def wait_s(self, now: float) -> float:
-        """Seconds until more may be taken; 0: now."""
+        """Return the seconds until the next item may be taken."""
         return max(0.0, self._free_at - now)
 
     def take(self, num_bytes: int, now: float) -> None:
-        """Note that num_bytes were moved."""
+        """Note that num_bytes were taken."""
         self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
 
 
 @dataclass(slots=True)
-class _Known:
-    """What the keeper remembers of a variant between looks."""
+class _ScannedVariant:
+    """What the re-encoder remembers of a variant between scans."""
 
     reads: int
-    since: float
-    target: Precision | None = None  # wanted by the last look
-    looks: int = 0  # in a row that wanted it
-    brought_at: float = float("-inf")
+    first_seen_at: float
+    target: Precision | None = None  # of the last scan
+    num_scans: int = 0  # in a row with that target
+    promoted_at: float = float("-inf")
 
 
 class ReEncoder:
-    """Looks, and does one piece of work at a time; ``start`` gives it a thread.
+    """Scans the store, and does one piece of work at a time. ``start`` runs it in a thread.
 
-    clock: seconds, monotonic.
+    Args:
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -172,68 +190,69 @@ class ReEncoder:
         self._pace = pace
         self._clock = clock
         now = clock()
+        # Keys are encoded as bytes here and in what follows, because they are compared.
         self._counts: DecayedCounts[bytes] = DecayedCounts(pace.half_life_s)
-        self._known: dict[bytes, _Known] = {}  # by the key's bytes, as in all that follows
-        self._encoding = Allowance(pace.encode_bytes_per_s, now)
-        self._moving = Allowance(pace.move_bytes_per_s, now)
+        self._scanned: dict[bytes, _ScannedVariant] = {}
+        self._encode_allowance = Allowance(pace.encode_bytes_per_s, now)
+        self._move_allowance = Allowance(pace.move_bytes_per_s, now)
         self._to_encode: deque[tuple[ReEncodingCandidate, Precision]] = deque()
-        self._to_bring: deque[ReEncodingCandidate] = deque()
-        self._useless: set[int] = set()  # identities of what is not smaller when re-encoded
-        self._next_look = now + pace.look_s
-        self._ended = threading.Event()
+        self._to_promote: deque[ReEncodingCandidate] = deque()
+        self._incompressible: set[int] = set()  # identities of values that would not get smaller
+        self._next_scan = now + pace.scan_interval_s
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin in a thread of its own."""
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="re-encoder", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End after the piece of work at hand, or soon."""
-        self._ended.set()
+        """Stop after the current piece of work."""
+        self._closing.set()
         if self._thread is not None:
-            end([self._thread])
+            join_all([self._thread])
 
     def _run(self) -> None:
         wait_s = 0.0
-        while not self._ended.wait(wait_s):
+        while not self._closing.wait(wait_s):
             try:
                 wait_s = self.step(self._clock())
             except RagCacheError as error:
-                log.warning("keeper: %s", error)
-                wait_s = self._pace.look_s
+                log.warning("re-encoder: step failed error=%s", error)
+                wait_s = self._pace.scan_interval_s
             except Exception:
-                # Serving does not depend on the keeper, and the next look starts afresh.
-                log.exception("keeper")
-                wait_s = self._pace.look_s
+                # Serving does not depend on the re-encoder, and the next scan plans again.
+                log.exception("re-encoder: step failed")
+                wait_s = self._pace.scan_interval_s
 
     def step(self, now: float) -> float:
-        """Look if it is time to, and do a piece of work. Returns seconds until the next step."""
-        if now >= self._next_look:
-            self.look(now)
+        """Scan if it is due, and do a piece of work. Return the seconds until the next step."""
+        if now >= self._next_scan:
+            self.scan(now)
             took_s = self._clock() - now
-            self._next_look = now + max(self._pace.look_s, took_s / LOOKING_SHARE)
-        if self._to_encode and not self._encoding.wait_s(now):
+            self._next_scan = now + max(self._pace.scan_interval_s, took_s / SCAN_TIME_SHARE)
+        if self._to_encode and not self._encode_allowance.wait_s(now):
             candidate, target = self._to_encode.popleft()
-            self._encoding.take(candidate.info.num_bytes, now)
+            self._encode_allowance.take(candidate.info.num_bytes, now)
             self._re_encode(candidate, target)
-        if self._to_bring and not self._moving.wait_s(now):
-            candidate = self._to_bring.popleft()
-            self._moving.take(candidate.info.num_bytes, now)
-            self._bring(candidate, now)
-        waits = [self._next_look - now]
+        if self._to_promote and not self._move_allowance.wait_s(now):
+            candidate = self._to_promote.popleft()
+            self._move_allowance.take(candidate.info.num_bytes, now)
+            self._promote(candidate, now)
+        waits = [self._next_scan - now]
         if self._to_encode:
-            waits.append(self._encoding.wait_s(now))
-        if self._to_bring:
-            waits.append(self._moving.wait_s(now))
+            waits.append(self._encode_allowance.wait_s(now))
+        if self._to_promote:
+            waits.append(self._move_allowance.wait_s(now))
         return max(0.0, min(waits))
 
-    def look(self, now: float) -> None:
-        """Rank everything anew, say what deserves better, and plan the work until the next look."""
-        held = {candidate.key.to_bytes(): candidate for candidate in self._store.candidates(now)}
-        self._count(held, now)
-        known_numbers, observed = [], []
-        for name, candidate in held.items():
+    def scan(self, now: float) -> None:
+        """Rank all variants, and plan the work until the next scan."""
+        stored = {candidate.key.to_bytes(): candidate for candidate in self._store.candidates(now)}
+        self._count_reads(stored, now)
+        encodable, observations = [], []
+        for name, candidate in stored.items():
             native = _native_bytes(candidate)
             observation = AccessObservation(
                 name,
@@ -242,68 +261,79 @@ class ReEncoder:
                 candidate.info.precision,
                 candidate.score,
             )
-            observed.append(observation)
+            observations.append(observation)
             if native is not None:
-                known_numbers.append(observation)
-        self._plan_encoding(held, known_numbers, now)
-        self._plan_moves(held, observed, now)
-        self.counters.looks += 1
+                encodable.append(observation)
+        self._plan_encoding(stored, encodable, now)
+        self._plan_promotions(stored, observations, now)
+        self.counters.scans += 1
 
-    def _count(self, held: dict[bytes, ReEncodingCandidate], now: float) -> None:
-        known = {}
-        for name, candidate in held.items():
-            one = known[name] = self._known.get(name) or _Known(reads=0, since=now)
-            # Fewer than before: the variant was put anew.
-            fresh = candidate.reads - (one.reads if candidate.reads >= one.reads else 0)
-            if fresh:
-                self._counts.add(name, now, fresh)
-            one.reads = candidate.reads
-        self._known = known
-        self._counts.keep(held.__contains__)
-        if self._useless:
-            self._useless &= {candidate.identity for candidate in held.values()}
+    def _count_reads(self, stored: dict[bytes, ReEncodingCandidate], now: float) -> None:
+        scanned = {}
+        for name, candidate in stored.items():
+            known = scanned[name] = self._scanned.get(name) or _ScannedVariant(
+                reads=0, first_seen_at=now
+            )
+            # A smaller count than before means that the variant was put again.
+            counted = known.reads if candidate.reads >= known.reads else 0
+            if new_reads := candidate.reads - counted:
+                self._counts.add(name, now, new_reads)
+            known.reads = candidate.reads
+        self._scanned = scanned
+        self._counts.keep(stored.__contains__)
+        if self._incompressible:
+            self._incompressible &= {candidate.identity for candidate in stored.values()}
 
     def _plan_encoding(
-        self, held: dict[bytes, ReEncodingCandidate], observed: list[AccessObservation[bytes]], now: float
+        self,
+        stored: dict[bytes, ReEncodingCandidate],
+        observations: list[AccessObservation[bytes]],
+        now: float,
     ) -> None:
-        wanted = self._assignment.assign_precisions(observed)
+        precisions = self._assignment.assign_precisions(observations)
         to_encode = []
-        self.counters.wants_higher_precision = 0
-        for one in observed:
-            candidate = held[one.key]
-            settled = decide_re_encoding(one.held, wanted[one.key])
-            self.counters.wants_higher_precision += settled.want_better
-            if settled.want_better != candidate.wants_higher_precision:
-                self._store.want_better(candidate.key, settled.want_better)
-            agreed = self._agreed(one.key, settled.re_encode, now)
-            if agreed and settled.re_encode and candidate.identity not in self._useless:
-                to_encode.append((one.accesses, one.key, settled.re_encode))
+        self.counters.wanting_higher_precision = 0
+        for one in observations:
+            candidate = stored[one.key]
+            decision = decide_re_encoding(candidate.info.precision, precisions[one.key])
+            self.counters.wanting_higher_precision += decision.wants_higher_precision
+            if decision.wants_higher_precision != candidate.wants_higher_precision:
+                self._store.set_wants_higher_precision(candidate.key, decision.wants_higher_precision)
+            confirmed = self._confirm_target(one.key, decision.re_encode, now)
+            encodable = candidate.identity not in self._incompressible
+            if confirmed and decision.re_encode and encodable:
+                to_encode.append((one.accesses, one.key, decision.re_encode))
         to_encode.sort(key=lambda work: work[:2])
-        self._to_encode = deque((held[name], target) for _, name, target in to_encode)
+        self._to_encode = deque((stored[name], target) for _, name, target in to_encode)
 
-    def _agreed(self, name: bytes, target: Precision | None, now: float) -> bool:
-        """Note what this look wants; whether enough looks in a row have wanted it."""
-        known = self._known[name]
-        known.looks = 0 if target is None else 1 + (known.looks if target == known.target else 0)
+    def _confirm_target(self, name: bytes, target: Precision | None, now: float) -> bool:
+        """Note the target of this scan. Return whether enough scans in a row agree on it."""
+        known = self._scanned[name]
+        same = target == known.target
+        known.num_scans = 0 if target is None else 1 + (known.num_scans if same else 0)
         known.target = target
-        return known.looks >= self._pace.looks and now - known.since >= self._pace.settle_s
+        old_enough = now - known.first_seen_at >= self._pace.min_age_s
+        return known.num_scans >= self._pace.num_scans and old_enough
 
-    def _plan_moves(
-        self, held: dict[bytes, ReEncodingCandidate], observed: list[AccessObservation[bytes]], now: float
+    def _plan_promotions(
+        self,
+        stored: dict[bytes, ReEncodingCandidate],
+        observations: list[AccessObservation[bytes]],
+        now: float,
     ) -> None:
-        placed = self._assignment.assign_placements(observed)
+        placements = self._assignment.assign_placements(observations)
         too_low = [
             (-one.accesses, one.key)
-            for one in observed
+            for one in observations
             if one.accesses > 0
-            and placed[one.key] is not Placement.DISK
-            and held[one.key].tier is Tier.DISK
-            and now - self._known[one.key].brought_at >= self._pace.again_s
+            and placements[one.key] is not Placement.DISK
+            and stored[one.key].tier is Tier.DISK
+            and now - self._scanned[one.key].promoted_at >= self._pace.promote_interval_s
         ]
-        self._to_bring = deque(held[name] for _, name in sorted(too_low))
+        self._to_promote = deque(stored[name] for _, name in sorted(too_low))
 
-    def _bring(self, candidate: ReEncodingCandidate, now: float) -> None:
-        self._known[candidate.key.to_bytes()].brought_at = now
+    def _promote(self, candidate: ReEncodingCandidate, now: float) -> None:
+        self._scanned[candidate.key.to_bytes()].promoted_at = now
         self.counters.prefetched += self._store.prefetch([candidate.key])
 
     def _re_encode(self, candidate: ReEncodingCandidate, target: Precision) -> None:
@@ -316,13 +346,13 @@ class ReEncoder:
             views = re_encode_value(
                 value, candidate.parts, candidate.shape, info.num_tokens, info.precision, target
             )
-        except (CorruptValue, ValueError):  # also what was put with sizes that cannot be
+        except (CorruptValue, ValueError):  # ValueError: a client has put impossible sizes
             self.counters.corrupt += 1
-            self._useless.add(candidate.identity)
+            self._incompressible.add(candidate.identity)
             return
         num_bytes = sum(view.nbytes for view in views)
         if num_bytes >= info.num_bytes:
-            self._useless.add(candidate.identity)
+            self._incompressible.add(candidate.identity)
             return
         parts = [ValuePart(view.nbytes, checksum(view)) for view in views]
         if self._store.swap(candidate.key, candidate.identity, target, parts, views):
@@ -333,7 +363,7 @@ class ReEncoder:
 
 
 def _native_bytes(candidate: ReEncodingCandidate) -> int | None:
-    """Size of a value as computed; None where its numbers are not known."""
+    """Return the size of a value as computed, or None if it cannot be re-encoded."""
     if candidate.shape is None or candidate.value_format != FORMAT:
         return None
     if len(candidate.parts) != candidate.shape.num_layers:

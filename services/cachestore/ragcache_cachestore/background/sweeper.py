@@ -1,4 +1,4 @@
-"""A thread that does a store's housekeeping: each duty at its own pace."""
+"""The housekeeping thread of a store, which runs each task at its own interval."""
 
 from __future__ import annotations
 
@@ -6,56 +6,59 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from ragcache_cachestore.background.threads import END_TIMEOUT_S, end
+from ragcache_cachestore.background.threads import JOIN_TIMEOUT_S, join_all
 from ragcache_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
 
 class Sweeper:
-    """Does duties, each (every so many seconds, what). The first is also done when woken."""
+    """Runs tasks, each given as (interval in seconds, function).
+
+    ``wake`` runs the first task soon.
+    """
 
     def __init__(
-        self, clock: Callable[[], float], duties: Sequence[tuple[float, Callable[[], None]]]
+        self, clock: Callable[[], float], tasks: Sequence[tuple[float, Callable[[], None]]]
     ) -> None:
         self._clock = clock
-        self._duties = duties
+        self._tasks = tasks
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sweeper", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Do the first duty soon."""
+        """Run the first task soon."""
         self._wake.set()
 
-    def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
-        """End after the duty at hand; False if that takes longer."""
+    def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
+        """Stop after the current task. Return False if it takes longer than timeout_s."""
         self._closing.set()
         self._wake.set()
-        return end([self._thread], timeout_s)
+        return join_all([self._thread], timeout_s)
 
     def _run(self) -> None:
-        done_at = [self._clock()] * len(self._duties)
+        ran_at = [self._clock()] * len(self._tasks)
         while True:
-            self._wake.wait(self._duties[0][0])
+            self._wake.wait(self._tasks[0][0])
             self._wake.clear()
             if self._closing.is_set():
                 return
-            done_at[0] = float("-inf")
-            for index, (every_s, duty) in enumerate(self._duties):
-                if self._clock() - done_at[index] >= every_s:
-                    done_at[index] = self._clock()
-                    self._do(duty)
+            ran_at[0] = float("-inf")
+            for index, (interval_s, task) in enumerate(self._tasks):
+                if self._clock() - ran_at[index] >= interval_s:
+                    ran_at[index] = self._clock()
+                    self._run_task(task)
 
     @staticmethod
-    def _do(duty: Callable[[], None]) -> None:
+    def _run_task(task: Callable[[], None]) -> None:
         try:
-            duty()
+            task()
         except Unavailable as error:
-            log.warning("housekeeping waits: %s", error)
+            log.warning("sweeper: task postponed error=%s", error)
         except Exception:
-            log.exception("housekeeping failed")
+            log.exception("sweeper: task failed")

@@ -1,11 +1,12 @@
-"""Moves bytes: makes room, writes out, promotes, verifies, swaps encodings, and frees what is dead.
+"""Moves values between the tiers: makes space, writes back, promotes, verifies, frees.
 
-The state say what is to be; here it happens, outside their lock. Whoever needs bytes to stay as
-they are holds their ``TierCopy`` meanwhile.
+``StoreState`` decides what to move. This module moves the bytes, outside of the store's lock. A
+task that needs bytes to stay as they are keeps a reference to their ``TierCopy`` meanwhile.
 
-Order on disk. A record follows its value; it is gone before the value's pages are used again
-(``bury``). So a record that is found after ``kill -9`` has its bytes. A value that replaces one on
-disk leaves that one, record and all, until its own record has taken its place.
+Order on disk. The metadata of a value is written after the value, and removed before the pages of
+the value are used again (``free_dropped_copies``). So metadata that is found after ``kill -9`` has
+its bytes. A value that is replaced stays on disk with its metadata until the metadata of the new
+value is written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from ragcache_cachestore.background.idle_window import IdleWindow
 from ragcache_cachestore.background.promoter import Promoter
@@ -30,28 +30,35 @@ from ragcache_cachestore.storage.metadata_db import MetadataDb
 from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Miss, Precision, Tier, ValuePart, VariantInfo
+from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_core.store_api import EventKind
 
 log = logging.getLogger(__name__)
 
-ROOM_WAIT_S = 2.0
-"""How long a put waits for the disk to take what is only in memory, before that is dropped."""
+ALLOCATE_TIMEOUT_S = 2.0
+"""How long a put waits until unwritten values are on disk, before some are evicted unwritten."""
 
-LOOK_AGAIN_S = 0.05
-"""One search for what may go is short (``policies``); this soon the next one looks further."""
+RETRY_EVICTION_S = 0.05
+"""Interval of the searches for a victim. Each search is short, and the next one goes on."""
 
 RETRY_AFTER_S = 0.5
 
 UNWRITTEN_SHARE = 0.25
-"""Share of memory that may wait for a pause to be written; until then it cannot be evicted."""
+"""Share of memory for values that wait for an idle window to be written, and cannot be evicted."""
 
 
 class TierMover:
-    """The one who moves a store's bytes. sweep_soon: asks for the watermarks to be minded.
+    """Moves the values of one store.
 
-    writer, promoter: its threads, which ``close`` ends. idle_window: told of calls by the store.
+    Args:
+        leaves_only: A parent outlives its children in a tier (``exact`` reuse).
+        sweep_soon: Wakes the sweeper, because a tier is above its high watermark.
+
+    Attributes:
+        writer: The threads that write values to disk. ``close`` ends them.
+        promoter: The threads that copy values into memory. ``close`` ends them.
+        idle_window: Told of calls by the store.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class TierMover:
         state: StoreState,
         memory_tier: MemoryTier,
         disk_tier: DiskTier,
-        records: MetadataDb,
+        metadata: MetadataDb,
         *,
         leaves_only: bool,
         sweep_soon: Callable[[], None],
@@ -67,12 +74,12 @@ class TierMover:
         self._state = state
         self._memory_tier = memory_tier
         self._disk_tier = disk_tier
-        self._metadata = records
+        self._metadata = metadata
         self._leaves_only = leaves_only
         self._sweep_soon = sweep_soon
-        # Taken before the state' lock, never within it: orders what happens to records.
-        self._record_lock = threading.Lock()
-        self._recorded: dict[VariantKey, TierCopy] = {}
+        # Orders the changes of metadata. Taken before the state's lock, never within it.
+        self._metadata_lock = threading.Lock()
+        self._recorded: dict[VariantKey, TierCopy] = {}  # copies that have metadata
         self.idle_window = IdleWindow()
         self.writer = WriteBack(
             self.write_back,
@@ -82,84 +89,107 @@ class TierMover:
         self.promoter = Promoter(self.promote, self.idle_window)
 
     def note_recorded(self, key: VariantKey, copy: TierCopy) -> None:
-        """A record was found at start."""
+        """Note that recovery found metadata for a copy."""
         self._recorded[key] = copy
 
     def close(self) -> bool:
-        """End its threads after the work at hand; False if one does not end."""
+        """End the threads after their current work. Return False if one does not end."""
         ended = self.promoter.close()
         return self.writer.close(JOIN_TIMEOUT_S) and ended
 
+    # Space
+
     def allocate_in_memory(self, num_bytes: int) -> TierCopy:
-        """Room for a value, for which others go. Raises Unavailable if nothing may go."""
-        deadline = time.monotonic() + ROOM_WAIT_S
+        """Allocate memory for a value, and evict others for it.
+
+        Raises:
+            Unavailable: No value can be evicted now.
+        """
+        deadline = time.monotonic() + ALLOCATE_TIMEOUT_S
         with self._state.lock:
             while True:
                 self._state.expire()
-                copy = self._try_allocate_in_memory(num_bytes, unwritten=False)
-                left_s = deadline - time.monotonic()
+                copy = self.try_allocate_in_memory(num_bytes)
+                remaining_s = deadline - time.monotonic()
                 if copy is not None:
                     return copy
-                if left_s <= 0:
+                if remaining_s <= 0:
                     break
                 self.writer.start_drain()
-                self._state.memory_freed.wait(min(left_s, LOOK_AGAIN_S))
-            copy = self._try_allocate_in_memory(num_bytes, unwritten=True)
+                self._state.memory_freed.wait(min(remaining_s, RETRY_EVICTION_S))
+            copy = self.try_allocate_in_memory(num_bytes, evict_unwritten=True)
             if copy is None:
                 raise Unavailable(
                     "cachestore",
-                    "all of its memory is being read, written or pinned",
+                    "all of its memory is being read or written",
                     retry_after_s=RETRY_AFTER_S,
                 )
             return copy
 
-    def _try_allocate_in_memory(self, num_bytes: int, *, unwritten: bool) -> TierCopy | None:
-        lacking = self._state.memory.lacking_pages(num_bytes)
-        if lacking:
-            self._state.evict_from_memory(lacking, unwritten=unwritten)
+    def try_allocate_in_memory(
+        self, num_bytes: int, *, evict_unwritten: bool = False
+    ) -> TierCopy | None:
+        """Allocate memory for a value if eviction frees enough now. The caller holds the lock."""
+        missing = self._state.memory.missing_pages(num_bytes)
+        if missing:
+            self._state.evict_from_memory(missing, unwritten=evict_unwritten)
         return self._state.memory.allocate(num_bytes)
 
     def allocate_on_disk(self, num_bytes: int) -> TierCopy:
-        """Room for a value in the file, for which others go. Raises Unavailable if nothing may."""
+        """Allocate space for a value in the file, and evict others for it.
+
+        Raises:
+            Unavailable: The value is too large, no value can be evicted, or the disk refuses.
+        """
         if num_bytes > self._disk_tier.allocator.num_pages * PAGE_BYTES:
-            raise Unavailable("cachestore", "its whole disk has no room for the value")
+            raise Unavailable("cachestore", "the value is larger than its disk tier")
         with self._state.lock:
             copy = self._state.disk.allocate(num_bytes)
         while copy is None:
-            # What another thread buries now is free when this returns, too. A disk that refuses it
-            # says so here, before anything is given up.
-            buried = self.free_dropped_copies()
+            # This also waits for the copies that another thread is freeing. If the disk refuses
+            # to free copies, it fails here, before anything is evicted.
+            freed = self.free_dropped_copies()
             with self._state.lock:
                 copy = self._state.disk.allocate(num_bytes)
                 if copy is None:
-                    lacking = self._state.disk_pages_for(num_bytes)
-                    moved = bool(lacking) and self._state.evict_from_disk(lacking)
-                    if not (buried or moved or self._state.dropped_copies):
+                    missing = self._state.disk_pages_for(num_bytes)
+                    evicted = bool(missing) and self._state.evict_from_disk(missing)
+                    if not (freed or evicted or self._state.dropped_copies):
                         raise Unavailable(
                             "cachestore",
-                            "all of its disk is being read or pinned",
+                            "all of its disk is being read",
                             retry_after_s=RETRY_AFTER_S,
                         )
         return copy
 
+    # Writes to disk
+
     def write_back(self, variant: CatalogVariant) -> None:
-        """Give a variant a copy on disk; called by the writer. Raises Unavailable."""
+        """Give a variant a copy on disk. The writer calls this.
+
+        Raises:
+            Unavailable: The disk refuses or is full.
+        """
         with self._state.lock:
             source = variant.memory
-            if not self._state.catalog.contains(variant) or source is None or variant.disk is not None:
+            stored = self._state.catalog.contains(variant)
+            if not stored or source is None or variant.disk is not None:
                 variant.job = None
                 return
             source.ref_count += 1
         try:
             copy = self.allocate_on_disk(source.num_bytes)
-            if not self.write_value(variant, copy, self._memory_tier.views(source.extents), variant):
+            views = self._memory_tier.views(source.extents)
+            if not self.write_value(variant, copy, views, variant):
                 return
             with self._state.lock:
                 if self._state.catalog.contains(variant):
                     variant.disk = copy
-                    self._state.disk.policy.add(variant.key, variant.eviction_candidate, self._state.clock())
+                    self._state.disk.policy.add(
+                        variant.key, variant.eviction_candidate, self._state.clock()
+                    )
                     self._state.drop_superseded(variant)
-                    self._write_parent(variant)
+                    self._queue_parent(variant)
                 else:  # deleted or replaced meanwhile
                     self._state.drop_disk_copy(variant.key, copy)
                 if self._state.disk.excess_pages():
@@ -171,23 +201,31 @@ class TierMover:
                 self._state.memory_freed.notify_all()
         self.try_free_dropped_copies()
 
-    def _write_parent(self, variant: CatalogVariant) -> None:
-        """A child is on disk: so is its parent to be, which else may not leave memory."""
-        parent = variant.origin.parent
-        above = None if parent is None or not self._leaves_only else self._state.catalog.get(parent)
-        if above is None or above.disk is not None or above.job is not None:
+    def _queue_parent(self, variant: CatalogVariant) -> None:
+        """Queue the write of the parent, so that it can leave memory after its child."""
+        key = variant.origin.parent
+        parent = None if key is None or not self._leaves_only else self._state.catalog.get(key)
+        if parent is None or parent.disk is not None or parent.job is not None:
             return
-        if above.info.num_bytes <= self._state.disk.capacity_bytes:
-            above.job = self.writer.submit(above, urgent=False)
+        if parent.info.num_bytes <= self._state.disk.capacity_bytes:
+            parent.job = self.writer.submit(parent, urgent=False)
 
     def write_value(
-        self, variant: CatalogVariant, copy: TierCopy, views: Sequence[memoryview], current: CatalogVariant
+        self,
+        variant: CatalogVariant,
+        copy: TierCopy,
+        views: Sequence[memoryview],
+        current: CatalogVariant,
     ) -> bool:
-        """Write a value, then its record if current is still held.
+        """Write a value, then its metadata if current is still stored.
 
-        False, or Unavailable raised: there is no record, and copy is let go.
+        Returns False if current is not stored any more. Then, and after an error, there is no
+        metadata and copy is released.
+
+        Raises:
+            Unavailable: The disk refuses or is full.
         """
-        record = DiskVariant(
+        metadata = DiskVariant(
             extents=copy.extents,
             info=variant.info,
             shape=variant.shape,
@@ -199,13 +237,13 @@ class TierMover:
         )
         try:
             self._disk_tier.write(copy.extents, views)
-            with self._record_lock:
+            with self._metadata_lock:
                 with self._state.lock:
-                    # Else a newer record may be there, which this one must not overwrite.
+                    # Otherwise this could overwrite newer metadata of the same key.
                     if not self._state.catalog.contains(current):
                         self._state.disk.release(copy)
                         return False
-                self._metadata.put(variant.key, record)
+                self._metadata.put(variant.key, metadata)
                 self._recorded[variant.key] = copy
         except BaseException:
             with self._state.lock:
@@ -214,26 +252,28 @@ class TierMover:
         return True
 
     def try_free_dropped_copies(self) -> None:
-        """Bury what there is; what the disk refuses stays for the sweeper."""
+        """Free the dropped copies. If the disk refuses, the sweeper tries again."""
         if self._state.dropped_copies:
             try:
                 self.free_dropped_copies()
             except Unavailable as error:
-                log.warning("pages on disk stay taken for now: %s", error)
+                log.warning("disk tier: cannot free dropped copies yet error=%s", error)
 
     def free_dropped_copies(self) -> bool:
-        """Remove the records of dropped copies, then free their pages; whether any were freed.
+        """Remove the metadata of dropped copies, then release them. Return whether pages are free.
 
-        Raises Unavailable, with the rest left for later, if the disk refuses.
+        Raises:
+            Unavailable: The disk refuses. The copies stay queued.
         """
-        with self._record_lock:
+        with self._metadata_lock:
             with self._state.lock:
-                dropped_copies = list(self._state.dropped_copies)  # only here any are taken away
+                # Other threads may append to the queue, but only this one removes from it.
+                dropped_copies = list(self._state.dropped_copies)
             if not dropped_copies:
                 return False
-            mine = [g.key for g in dropped_copies if self._recorded.get(g.key) is g.copy]
-            self._metadata.remove(mine)
-            for key in mine:
+            keys = [one.key for one in dropped_copies if self._recorded.get(one.key) is one.copy]
+            self._metadata.remove(keys)
+            for key in keys:
                 del self._recorded[key]
             for dropped in dropped_copies:
                 if not dropped.copy.in_use:
@@ -241,31 +281,38 @@ class TierMover:
             with self._state.lock:
                 return self._state.release_dropped_copies(len(dropped_copies))
 
+    # Promotions
+
     def promote(self, variant: CatalogVariant) -> None:
-        """Bring a value into memory, its parents first where they must outlive it."""
-        chain = [variant]
-        if self._leaves_only:
-            with self._state.lock:
-                while (parent := chain[-1].origin.parent) is not None:
-                    above = self._state.catalog.get(parent)
-                    if above is None or above in chain:
-                        break
-                    chain.append(above)  # also one in memory, so that it stays there meanwhile
-                    if above.memory is not None:
-                        break
-        brought: list[TierCopy] = []
-        for one in reversed(chain):
+        """Copy a value into memory, and before it the parents that must outlive it."""
+        promoted: list[TierCopy] = []
+        for one in reversed(self._chain_to_promote(variant)):
             copy = self._promote_one(one)
             if copy is None:
                 break
-            brought.append(copy)  # held, so that it does not go to make room for its child
+            promoted.append(copy)  # a reference, so that its child cannot evict it
         with self._state.lock:
-            for copy in brought:
+            for copy in promoted:
                 self._state.memory.release(copy)
             self._state.memory_freed.notify_all()
 
+    def _chain_to_promote(self, variant: CatalogVariant) -> list[CatalogVariant]:
+        """Return a variant and its parents, up to the first one in memory."""
+        chain = [variant]
+        if not self._leaves_only:
+            return chain
+        with self._state.lock:
+            while (key := chain[-1].origin.parent) is not None:
+                parent = self._state.catalog.get(key)
+                if parent is None or parent in chain:
+                    break
+                chain.append(parent)  # one in memory too, so that it is not evicted meanwhile
+                if parent.memory is not None:
+                    break
+        return chain
+
     def _promote_one(self, variant: CatalogVariant) -> TierCopy | None:
-        """Its copy in memory, held once more; None if it is not there."""
+        """Copy one value into memory. Return its copy with one more reference, if it is there."""
         with self._state.lock:
             if not self._state.catalog.contains(variant):
                 return None
@@ -274,37 +321,42 @@ class TierMover:
                 return variant.memory
             source = variant.disk
             assert source is not None
-            target = self._try_allocate_in_memory(source.num_bytes, unwritten=False)
-            # Making room may drop any other, but this one is in no tier that room is made in.
+            # This may evict other variants from memory, but not this one, which is not there.
+            target = self.try_allocate_in_memory(source.num_bytes)
             if target is None:
                 return None
             source.ref_count += 1
         self._memory_tier.grow(target.extents)
         began = time.monotonic()
         views = self._memory_tier.views(target.extents)
-        whole = self._disk_tier.read_into(source.extents, views)
+        intact = self._disk_tier.read_into(source.extents, views)
         seconds = time.monotonic() - began
-        whole = whole and first_corrupt_part(variant.parts, views) is None
-        if not whole:
+        intact = intact and first_corrupt_part(variant.parts, views) is None
+        if not intact:
             self.drop_corrupt(variant, source)
         with self._state.lock:
             self._state.disk.release(source)
-            brought = whole and self._state.catalog.contains(variant) and variant.memory is None
-            if brought:
+            stored = self._state.catalog.contains(variant)
+            promoted = intact and stored and variant.memory is None
+            if promoted:
                 variant.memory = target
                 variant.note_promoted()
                 target.ref_count += 1
-                self._state.memory.policy.add(variant.key, variant.eviction_candidate, self._state.clock())
+                self._state.memory.policy.add(
+                    variant.key, variant.eviction_candidate, self._state.clock()
+                )
                 self._state.load_models[Tier.DISK].observe(source.num_bytes, seconds)
                 self._state.feed.publish(EventKind.MOVED, variant.key, Tier.MEMORY, variant.info)
             else:
                 self._state.memory.release(target)
             self._state.memory_freed.notify_all()
         self.try_free_dropped_copies()
-        return target if brought else None
+        return target if promoted else None
+
+    # Reads and verification
 
     def read_copy(self, variant: CatalogVariant) -> bytearray | None:
-        """A verified copy of a value; None if it is gone or corrupt."""
+        """Return a verified copy of a value, or None if it is gone or corrupt."""
         with self._state.lock:
             if not self._state.catalog.contains(variant):
                 return None
@@ -312,18 +364,18 @@ class TierMover:
             copy.ref_count += 1
         value = bytearray(copy.num_bytes)
         target = memoryview(value)
-        at = 0
+        offset = 0
         for piece in self._pieces(tier, copy):
-            target[at : at + len(piece)] = piece
-            at += len(piece)
-        whole = at == len(value) and first_corrupt_part(variant.parts, [target]) is None
-        if not whole:
+            target[offset : offset + len(piece)] = piece
+            offset += len(piece)
+        intact = offset == len(value) and first_corrupt_part(variant.parts, [target]) is None
+        if not intact:
             self.drop_corrupt(variant, copy)
         with self._state.lock:
             self._state.tier(tier).release(copy)
             self._state.memory_freed.notify_all()
         self.try_free_dropped_copies()
-        return value if whole else None
+        return value if intact else None
 
     def _pieces(self, tier: Tier, copy: TierCopy) -> Iterable[memoryview]:
         if tier is Tier.MEMORY:
@@ -331,12 +383,16 @@ class TierMover:
         return read_slices(self._disk_tier, copy.extents)
 
     def verify(self, variant: CatalogVariant, tier: Tier, copy: TierCopy) -> bool:
-        """Whether the bytes of a copy, which the caller holds, match their checksums."""
+        """Return whether a copy matches its checksums. The caller has a reference to it."""
         return first_corrupt_part(variant.parts, self._pieces(tier, copy)) is None
 
     def drop_corrupt(self, variant: CatalogVariant, copy: TierCopy) -> None:
-        """Give up a copy whose bytes are wrong, and the variant if it was the only one."""
-        log.error("dropped a corrupt copy of %d bytes", copy.num_bytes)
+        """Drop a corrupt copy, and the variant if it has no other copy."""
+        log.error(
+            "store: dropped a corrupt copy variant=%s num_bytes=%d",
+            variant.key.to_bytes().hex(),
+            copy.num_bytes,
+        )
         with self._state.lock:
             self._state.counters.corrupt += 1
             if not self._state.catalog.contains(variant):
@@ -351,105 +407,3 @@ class TierMover:
                 variant.job = self.writer.submit(variant, urgent=False)
             elif variant.disk is copy:
                 self._state.drop(variant, Miss.CORRUPT)
-
-    def _swap_in_memory(
-        self,
-        old: CatalogVariant,
-        info: VariantInfo,
-        parts: tuple[ValuePart, ...],
-        views: Sequence[memoryview],
-    ) -> bool:
-        with self._state.lock:
-            # Nothing that is still to be written goes for this.
-            copy = self._try_allocate_in_memory(info.num_bytes, unwritten=False)
-        if copy is None:
-            return False
-        fill(self._memory_tier.views(copy.extents), views)
-        with self._state.lock:
-            if self._state.find_swappable(old.key, old.identity) is not old or old.memory is None:
-                self._state.memory.release(copy)
-                return False
-            variant = self._state.make_successor(old, info, parts)
-            variant.memory = copy
-            self._state.install(variant, old, self._state.clock(), used=False)
-            self._state.memory_freed.notify_all()
-        return True
-
-    def _swap_on_disk(
-        self,
-        old: CatalogVariant,
-        info: VariantInfo,
-        parts: tuple[ValuePart, ...],
-        views: Sequence[memoryview],
-    ) -> bool:
-        """To disk first, so that at no time all that is on disk of a durable value is going."""
-        with self._state.lock:
-            variant = self._state.make_successor(old, info, parts)
-            kept = old.disk
-            if kept is not None:
-                kept.ref_count += 1  # what makes room is not to take what is replaced
-            if old.memory is not None:
-                variant.memory = self._try_allocate_in_memory(info.num_bytes, unwritten=False)
-        swapped = False
-        try:
-            if variant.memory is not None:
-                fill(self._memory_tier.views(variant.memory.extents), views)
-            copy = self.allocate_on_disk(info.num_bytes)
-            if not self.write_value(variant, copy, views, old):
-                return False
-            with self._state.lock:
-                swapped = self._state.catalog.contains(old)
-                if swapped:
-                    variant.disk = copy
-                    self._state.install(variant, old, self._state.clock(), used=False)
-                else:
-                    self._state.drop_disk_copy(old.key, copy)
-        finally:
-            with self._state.lock:
-                if kept is not None:
-                    self._state.disk.release(kept)
-                if not swapped and variant.memory is not None:
-                    self._state.memory.release(variant.memory)
-                self._state.memory_freed.notify_all()
-        return swapped
-
-    def swap(
-        self,
-        key: VariantKey,
-        identity: int,
-        precision: Precision,
-        parts: Sequence[ValuePart],
-        views: Sequence[memoryview],
-    ) -> bool:
-        """Hold a value in another encoding, if that record is still held and nobody reads it.
-
-        views: one for each part. False: nothing was changed.
-        """
-        with self._state.lock:
-            old = self._state.find_swappable(key, identity)
-        if old is None:
-            return False
-        num_bytes = sum([part.num_bytes for part in parts])
-        info = replace(old.info, num_bytes=num_bytes, precision=precision)
-        try:
-            if old.disk is None and old.superseded is None:
-                return self._swap_in_memory(old, info, tuple(parts), views)
-            return self._swap_on_disk(old, info, tuple(parts), views)
-        except Unavailable as error:
-            log.info("a value keeps its encoding: %s", error)
-            return False
-        finally:
-            self.try_free_dropped_copies()
-
-
-def fill(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """TierCopy sources one after another into targets, which have room for them."""
-    rest = list(targets)
-    for source in sources:
-        left = source.cast("B") if source.nbytes else memoryview(b"")
-        while len(left):
-            taken = min(len(rest[0]), len(left))
-            rest[0][:taken] = left[:taken]
-            rest[0], left = rest[0][taken:], left[taken:]
-            if not len(rest[0]):
-                del rest[0]

@@ -1,4 +1,4 @@
-"""What happens in a store, numbered, for whoever keeps a view of it."""
+"""The numbered events of a store, for clients that follow its contents."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Tier, VariantInfo
 from ragcache_core.store_api import ID_BYTES, Event, EventKind
 
-REMEMBERED = 16_384
-"""Events that a watcher may lag behind before it needs a snapshot."""
+MAX_EVENTS = 16_384
+"""Number of events that a watcher may lag behind before it needs a snapshot."""
 
 
 class EventFeed:
-    """The last events of one boot. Under the store's lock.
+    """The last events since the store started. The store's lock guards it.
 
-    boot: new at every start, so that a restart cannot be mistaken for a pause.
+    Attributes:
+        boot: Random and new at every start, so that a watcher notices a restart.
+        sequence: Number of the last event.
     """
 
-    def __init__(self, remembered: int = REMEMBERED) -> None:
+    def __init__(self, max_events: int = MAX_EVENTS) -> None:
         self.boot = os.urandom(ID_BYTES)
         self.sequence = 0
-        self._events: deque[Event] = deque(maxlen=remembered)
+        self._events: deque[Event] = deque(maxlen=max_events)
         self._watchers: list[Callable[[], None]] = []
 
     def publish(
         self, kind: EventKind, key: VariantKey, tier: Tier | None, info: VariantInfo
     ) -> None:
-        """Number an event and wake the watchers. tier: where the variant is from now on."""
+        """Number an event and wake the watchers.
+
+        Args:
+            tier: Where the variant is stored from now on.
+        """
         self.sequence += 1
         self._events.append(Event(self.boot, self.sequence, kind, key, tier, info))
         for wake in self._watchers:
             wake()
 
     def after(self, sequence: int) -> list[Event] | None:
-        """Events after sequence; None if they are not all remembered, or it is of no past event."""
+        """Return the events after sequence, or None if not all of them are kept."""
         missing = self.sequence - sequence
         if not 0 <= missing <= len(self._events):
             return None
-        return [self._events[place] for place in range(-missing, 0)]
+        return [self._events[index] for index in range(-missing, 0)]
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call wake at every event from now on; it must return at once and call nothing back."""
+        """Call wake at every event from now on. It must not block and must not call back."""
         self._watchers.append(wake)
 
     def unwatch(self, wake: Callable[[], None]) -> None:
-        """Undo watch."""
+        """Stop calling wake."""
         self._watchers.remove(wake)

@@ -1,4 +1,4 @@
-"""Why a variant is not there: a bounded memory of what went, and for which reason."""
+"""A bounded memory of why variants are no longer stored."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ragcache_core.identity.keys import ChunkKey, VariantKey
 from ragcache_core.identity.variant import Miss
 
 CAPACITY = 65_536
-"""How many are remembered; about 10 MiB."""
+"""Number of reasons kept, in about 10 MiB."""
 
 
 class MissReasons:
-    """Reasons by 64 bits of a key; the oldest are forgotten. Under the store's lock."""
+    """Miss reasons by 64 bits of a key. The oldest are dropped. The store's lock guards it."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
@@ -22,26 +22,26 @@ class MissReasons:
         return len(self._reasons)
 
     def note(self, key: VariantKey, reason: Miss) -> None:
-        """Key is gone for a reason. The last reason holds, for the variant and for its chunk."""
-        for name in (_of_variant(key), _of_chunk(key.chunk)):
+        """Note why a variant was dropped. This also becomes the reason of its chunk."""
+        for name in (_variant_name(key), _chunk_name(key.chunk)):
             self._reasons[name] = reason
             self._reasons.move_to_end(name)
         while len(self._reasons) > self._capacity:
             self._reasons.popitem(last=False)
 
-    def miss_reason(self, key: VariantKey) -> Miss:
-        """Why key is not held, as far as is remembered."""
-        return self._reasons.get(_of_variant(key), Miss.NEVER_STORED)
+    def of_variant(self, key: VariantKey) -> Miss:
+        """Return why a variant is not stored."""
+        return self._reasons.get(_variant_name(key), Miss.NEVER_STORED)
 
-    def chunk_miss_reason(self, chunk: ChunkKey) -> Miss:
-        """Why no variant of chunk is held, as far as is remembered."""
-        return self._reasons.get(_of_chunk(chunk), Miss.NEVER_STORED)
+    def of_chunk(self, chunk: ChunkKey) -> Miss:
+        """Return why no variant of a chunk is stored."""
+        return self._reasons.get(_chunk_name(chunk), Miss.NEVER_STORED)
 
 
-def _of_variant(key: VariantKey) -> bytes:
-    # Both keys are hashes: any bytes of them are as good as others.
+def _variant_name(key: VariantKey) -> bytes:
+    # Both keys are hashes, so any of their bytes will do.
     return key.chunk[-5:] + key.prefix[-4:]
 
 
-def _of_chunk(chunk: ChunkKey) -> bytes:
+def _chunk_name(chunk: ChunkKey) -> bytes:
     return chunk[-8:]

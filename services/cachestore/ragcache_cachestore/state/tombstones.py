@@ -1,4 +1,4 @@
-"""Deletes that are remembered: what they cover, and how long."""
+"""The deletes that a store remembers, and what they cover."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from ragcache_core.identity.variant import Origin
 from ragcache_core.store_api import Tombstone
 
 AWAY_MS = 23 * 3600 * 1000
-"""How long a folder may be away, or a peer silent, and still hear of every delete: somewhat less
-than those are remembered, for clocks that differ and the time that it takes to tell."""
+"""How long a folder may be away, or a peer silent, and still hear of every delete.
+
+It is less than LIFETIME_MS, because clocks differ and a pull takes time.
+"""
 
 LIFETIME_MS = 24 * 3600 * 1000
-"""How long a delete is remembered. A folder that was away for longer starts empty."""
+"""How long a delete is remembered. A folder that was away longer starts empty."""
 
 
 class Tombstones:
-    """Tombstones in the order of their sequence. Under the store's lock.
+    """Tombstones in the order of their sequence. The store's lock guards them.
 
-    last_sequence: that of the last delete, remembered or not.
+    Another shard may have made a delete long before this store applies it. A shard that asks for
+    the deletes since a time is answered by the time at which this store applied them.
 
-    applied_ms: Unix time at which this store learnt of a delete. Another shard may have made it
-    much earlier, so whoever asks what is new since some time is answered by this one.
+    Args:
+        applied_ms: Unix time noted for the tombstones found at start.
+
+    Attributes:
+        last_sequence: Sequence of the last delete, even if it is forgotten.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class Tombstones:
         self._variants: dict[VariantKey, int] = {}
         self._documents: dict[tuple[str, str], int] = {}
         self._domains: dict[str, int] = {}
-        # Of each in _by_id, in the same order; both ascend.
+        # One item for each tombstone of _by_id, in the same order. Both lists ascend.
         self._applied_ms: list[int] = []
         self._sequences: list[int] = []
         for tombstone in sorted(tombstones, key=lambda one: one.sequence):
@@ -54,10 +60,10 @@ class Tombstones:
         return deletion_id in self._by_id
 
     def add(self, tombstone: Tombstone, applied_ms: int) -> None:
-        """Remember a delete whose sequence is greater than every one before, and its id new."""
+        """Add a delete with a new id and a sequence greater than all before."""
         deletion, sequence = tombstone.deletion, tombstone.sequence
         self._by_id[deletion.id] = tombstone
-        # A clock that was set back must not hide a delete from who asks by time.
+        # A clock that was set back must not hide a delete from a caller that asks by time.
         self._applied_ms.append(max([applied_ms, *self._applied_ms[-1:]]))
         self._sequences.append(sequence)
         self.last_sequence = max(self.last_sequence, sequence)
@@ -71,7 +77,7 @@ class Tombstones:
             self._domains[deletion.domain] = sequence
 
     def covers(self, key: VariantKey, origin: Origin, after: int) -> bool:
-        """Whether a delete of a greater sequence than after removes this variant."""
+        """Return whether a delete with a sequence greater than after covers this variant."""
         if not self._by_id:
             return False
         document = (origin.domain, origin.document)
@@ -84,27 +90,27 @@ class Tombstones:
         )
 
     def names(self, key: VariantKey) -> bool:
-        """Whether a delete names this variant or its chunk."""
+        """Return whether a delete names this variant or its chunk."""
         return key.chunk in self._chunks or key in self._variants
 
     def since(self, since_ms: int) -> list[Tombstone]:
-        """Deletes applied here at since_ms or later, in the order in which that was."""
+        """Return the deletes applied here at since_ms or later, in the order in which they were applied."""
         first = bisect_left(self._applied_ms, since_ms)
         return list(islice(self._by_id.values(), first, None))
 
     def applied_by(self, at_ms: int) -> int:
-        """Sequence of the last delete that is remembered and was applied by at_ms; 0: none."""
+        """Return the sequence of the last remembered delete that was applied by at_ms, or 0."""
         end = bisect_right(self._applied_ms, at_ms)
         return self._sequences[end - 1] if end else 0
 
     def forget(self, before_ms: int) -> int:
-        """Forget deletes made before before_ms; returns how many."""
-        held = zip(self._by_id.values(), self._applied_ms, strict=True)
-        kept = [item for item in held if item[0].deletion.made_at_ms >= before_ms]
-        forgotten = len(self._by_id) - len(kept)
-        if forgotten:
-            again = Tombstones(last_sequence=self.last_sequence)
+        """Remove the deletes made before before_ms. Return how many there were."""
+        dated = zip(self._by_id.values(), self._applied_ms, strict=True)
+        kept = [item for item in dated if item[0].deletion.made_at_ms >= before_ms]
+        num_forgotten = len(self._by_id) - len(kept)
+        if num_forgotten:
+            rebuilt = Tombstones(last_sequence=self.last_sequence)
             for tombstone, applied_ms in kept:
-                again.add(tombstone, applied_ms)
-            self.__dict__.update(again.__dict__)
-        return forgotten
+                rebuilt.add(tombstone, applied_ms)
+            self.__dict__.update(rebuilt.__dict__)
+        return num_forgotten

@@ -136,8 +136,8 @@ class DiskTier:
         The sweeper calls this now and then, for extents that were freed while the volume had space.
 
         Args:
-            lock: Guards the allocator. It is not held during system calls. Instead, a small share of
-                the free pages is reserved for each call.
+            lock: Guards the allocator. It is not held during system calls. Instead, a small share
+                of the free pages is reserved for each call.
         """
         if self._free_bytes() >= LOW_BYTES:
             return

@@ -1,4 +1,4 @@
-"""The shared status page: one page of memory that tells local clients whether a cached read is valid.
+"""The shared status page, which tells local clients whether a cached read is valid.
 
 A client that remembers the extents of a value may read them again without asking the store. The
 checksums tell the client whether the bytes have changed. They do not tell whether the value may

@@ -72,7 +72,9 @@ class Telemetry:
     def miss(self, reason: Miss) -> None:
         """A variant that was asked for was not served."""
 
-    def put(self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float) -> None:
+    def put(
+        self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
+    ) -> None:
         """A put ended. seconds: from the call until it was acknowledged."""
 
     def evicted(self, tier: Tier, policy: str, num_bytes: int) -> None:
@@ -170,7 +172,9 @@ class ExportingTelemetry(Telemetry):
         """A variant that was asked for was not served."""
         self._misses.add(1, reason.value)
 
-    def put(self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float) -> None:
+    def put(
+        self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
+    ) -> None:
         """A put ended."""
         self._puts.add(1, outcome.value, ack.value, transport)
         self._written_bytes.add(num_bytes, outcome.value, transport)

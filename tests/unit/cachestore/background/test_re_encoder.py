@@ -1,4 +1,4 @@
-"""The keeper over a store in a dictionary, whose bytes are real."""
+"""The re_encoder over a store in a dictionary, whose bytes are real."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ragcache_cachestore.background.re_encoder import (
     ReEncodingCandidate,
 )
 from ragcache_cachestore.background.re_encoding import native_bytes
+from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.incoming_put import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
@@ -55,7 +56,7 @@ TOKENS = 4
 NATIVE_BYTES = 2 * 2 * TOKENS * 2 * 64 * 2
 INT8 = Precision(Codec.INT8, Codec.INT8)
 MIXED = Precision(Codec.INT8, Codec.INT4)
-PACE = Pace(look_s=10, half_life_s=100, settle_s=30, looks=3, encode_bytes_per_s=1e9)
+PACE = Pace(scan_interval_s=10, half_life_s=100, min_age_s=30, num_scans=3, encode_bytes_per_s=1e9)
 
 
 def key(name: int) -> VariantKey:
@@ -153,7 +154,7 @@ class DictStore:
         )
         return True
 
-    def want_better(self, key: VariantKey, wanted: bool) -> None:
+    def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
         if (record := self.held.get(key)) is not None:
             record.candidate = replace(record.candidate, wants_higher_precision=wanted)
 
@@ -172,11 +173,11 @@ class Clock:
         return self.now
 
 
-def run(keeper: ReEncoder, clock: Clock, seconds: float) -> None:
+def run(re_encoder: ReEncoder, clock: Clock, seconds: float) -> None:
     """What its thread would do in that time."""
     until = clock.now + seconds
     while clock.now < until:
-        clock.now = min(until, clock.now + max(keeper.step(clock.now), 1e-3))
+        clock.now = min(until, clock.now + max(re_encoder.step(clock.now), 1e-3))
 
 
 def make(assignment: PrecisionAssignment, pace: Pace = PACE) -> tuple[DictStore, ReEncoder, Clock]:
@@ -185,21 +186,21 @@ def make(assignment: PrecisionAssignment, pace: Pace = PACE) -> tuple[DictStore,
 
 
 def test_by_default_what_is_exact_stays_exact() -> None:
-    store, keeper, clock = make(FixedAssignment())
+    store, re_encoder, clock = make(FixedAssignment())
     for name in range(10):
         store.put(name)
-    run(keeper, clock, 200)
-    assert keeper.counters.looks >= 19
-    assert keeper.counters.re_encoded == 0
+    run(re_encoder, clock, 200)
+    assert re_encoder.counters.scans >= 19
+    assert re_encoder.counters.re_encoded == 0
     assert all(record.candidate.info.serves_exact for record in store.held.values())
 
 
 def test_ha_rag_gives_each_rank_its_scheme_in_real_bytes() -> None:
-    store, keeper, clock = make(HaRagAssignment())
+    store, re_encoder, clock = make(HaRagAssignment())
     for name in range(20):
         store.put(name)
         store.use(name, times=20 - name)
-    run(keeper, clock, 200)
+    run(re_encoder, clock, 200)
     assert [store.precision(name) for name in range(20)] == [
         scheme
         for scheme, times in zip(HA_RAG_SCHEMES, (2, 2, 2, 14), strict=True)
@@ -209,83 +210,83 @@ def test_ha_rag_gives_each_rank_its_scheme_in_real_bytes() -> None:
         error = store.decoded(name) - numbers(name)
         assert np.sqrt(np.mean(error**2)) < 0.1
     saved = sum(NATIVE_BYTES - record.candidate.info.num_bytes for record in store.held.values())
-    assert keeper.counters.bytes_saved == saved > 0.4 * 20 * NATIVE_BYTES
+    assert re_encoder.counters.bytes_saved == saved > 0.4 * 20 * NATIVE_BYTES
     assert not any(record.candidate.info.serves_exact for record in store.held.values())
 
 
 def test_our_assignment_keeps_what_is_read_exact_and_makes_the_rest_small() -> None:
     grades = (Grade(INT8, 0.53, 0.005), Grade(MIXED, 0.41, 0.03))
-    store, keeper, clock = make(ScoreAssignment(grades, max_error=0.001))
+    store, re_encoder, clock = make(ScoreAssignment(grades, max_error=0.001))
     for name in range(10):
         store.put(name)
     store.use(0, times=1000)
     store.use(1, times=3)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     assert store.precision(0) == Precision()
     assert store.precision(9) == MIXED
 
 
 def test_nothing_is_judged_young_or_by_one_look() -> None:
-    store, keeper, clock = make(FixedAssignment(INT8), replace(PACE, settle_s=35))
+    store, re_encoder, clock = make(FixedAssignment(INT8), replace(PACE, min_age_s=35))
     store.put(0)
-    run(keeper, clock, 40)  # looks at 10, 20, 30: seen for 20 s
+    run(re_encoder, clock, 40)  # looks at 10, 20, 30: seen for 20 s
     assert store.precision(0) == Precision()
-    run(keeper, clock, 9.9)  # 30 s, and four looks
+    run(re_encoder, clock, 9.9)  # 30 s, and four looks
     assert store.precision(0) == Precision()
-    run(keeper, clock, 1)
+    run(re_encoder, clock, 1)
     assert store.precision(0) == INT8
 
 
 def test_encoding_keeps_to_its_rate() -> None:
-    store, keeper, clock = make(
+    store, re_encoder, clock = make(
         FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 4)
     )
     for name in range(30):
         store.put(name)
-    run(keeper, clock, 40)
+    run(re_encoder, clock, 40)
     begun = clock.now
     for _ in range(20):
-        run(keeper, clock, 4)
-        assert keeper.counters.re_encoded <= 1 + (clock.now - begun) / 4
-    assert keeper.counters.re_encoded >= 19
+        run(re_encoder, clock, 4)
+        assert re_encoder.counters.re_encoded <= 1 + (clock.now - begun) / 4
+    assert re_encoder.counters.re_encoded >= 19
 
 
 def test_the_coldest_goes_first() -> None:
-    store, keeper, clock = make(
+    store, re_encoder, clock = make(
         FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 1000)
     )
     for name in range(5):
         store.put(name)
         store.use(name, times=1 + (name - 3) ** 2)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     assert [name for name in range(5) if store.precision(name) == INT8] == [3]
 
 
 def test_what_turns_hot_is_wanted_better_until_it_is_computed_anew() -> None:
-    store, keeper, clock = make(HaRagAssignment(percents=(50, 0, 0)))
+    store, re_encoder, clock = make(HaRagAssignment(percents=(50, 0, 0)))
     for name in range(2):
         store.put(name)
     store.use(0, times=10)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     assert (store.precision(0), store.precision(1)) == (HA_RAG_SCHEMES[0], HA_RAG_SCHEMES[3])
     before = store.held[key(1)].value
     store.use(1, times=1000)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     assert store.held[key(1)].candidate.wants_higher_precision
-    assert keeper.counters.wants_higher_precision == 1
+    assert re_encoder.counters.wanting_higher_precision == 1
     assert store.held[key(1)].value == before
     store.put(1)
     store.use(1, times=1000)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     assert store.precision(1) == HA_RAG_SCHEMES[0]
     assert not store.held[key(1)].candidate.wants_higher_precision
     assert np.abs(store.decoded(1) - numbers(1)).max() < 0.05
 
 
 def test_what_is_coarser_than_a_fixed_precision_is_wanted_better_and_left() -> None:
-    store, keeper, clock = make(FixedAssignment(MIXED))
+    store, re_encoder, clock = make(FixedAssignment(MIXED))
     store.put(0)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     assert store.precision(0) == MIXED
     exact = ReEncoder(store, FixedAssignment(), PACE, clock)
     run(exact, clock, 100)
@@ -294,9 +295,9 @@ def test_what_is_coarser_than_a_fixed_precision_is_wanted_better_and_left() -> N
 
 
 def test_a_coarser_wish_is_met_from_what_is_held() -> None:
-    store, keeper, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
-    run(keeper, clock, 100)
+    run(re_encoder, clock, 100)
     coarser = ReEncoder(store, FixedAssignment(MIXED), PACE, clock)
     run(coarser, clock, 100)
     assert store.precision(0) == MIXED
@@ -304,18 +305,18 @@ def test_a_coarser_wish_is_met_from_what_is_held() -> None:
 
 
 def test_damaged_bytes_get_no_good_checksum() -> None:
-    store, keeper, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     record = store.held[key(0)]
     record.value = bytes([record.value[0] ^ 1]) + record.value[1:]
     before = record.value
-    run(keeper, clock, 60)
-    assert keeper.counters.corrupt >= 1
+    run(re_encoder, clock, 60)
+    assert re_encoder.counters.corrupt >= 1
     assert record.value == before
 
 
 def test_a_value_of_a_size_that_cannot_be_stops_nothing() -> None:
-    store, keeper, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     store.put(1)
     record = store.held[key(0)]
@@ -324,60 +325,60 @@ def test_a_value_of_a_size_that_cannot_be_stops_nothing() -> None:
     info = replace(record.candidate.info, num_bytes=len(record.value))
     parts = (record.candidate.parts[0], ValuePart(len(cut), checksum(cut)))
     record.candidate = replace(record.candidate, info=info, parts=parts)
-    run(keeper, clock, 200)
+    run(re_encoder, clock, 200)
     assert store.precision(1) == INT8
     assert store.precision(0) == Precision()
-    assert keeper.counters.corrupt == 1
+    assert re_encoder.counters.corrupt == 1
 
 
 def test_what_is_being_read_is_tried_again() -> None:
-    store, keeper, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     store.held[key(0)].busy = True
-    run(keeper, clock, 60)
-    assert keeper.counters.refused >= 1
+    run(re_encoder, clock, 60)
+    assert re_encoder.counters.refused >= 1
     assert store.precision(0) == Precision()
     store.held[key(0)].busy = False
-    run(keeper, clock, 20)
+    run(re_encoder, clock, 20)
     assert store.precision(0) == INT8
 
 
 def test_opaque_values_are_left_alone() -> None:
-    store, keeper, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0, shape=None)
     store.put(1, shape=replace(SHAPE, dtype="float8"))
     store.put(2, shape=replace(SHAPE, num_layers=7))
     store.put(3)
     record = store.held[key(3)]
     record.candidate = replace(record.candidate, value_format=FORMAT + 1)
-    run(keeper, clock, 100)
-    assert keeper.counters.re_encoded == 0
+    run(re_encoder, clock, 100)
+    assert re_encoder.counters.re_encoded == 0
 
 
 def test_the_hot_are_brought_into_memory_at_a_rate_and_not_again_at_once() -> None:
     placement = RankPlacement(gpu_percent=10, pinned_percent=10, pageable_percent=20)
-    store, keeper, clock = make(
+    store, re_encoder, clock = make(
         FixedAssignment(placement=placement), replace(PACE, move_bytes_per_s=NATIVE_BYTES / 2)
     )
     for name in range(10):
         store.put(name, tier=Tier.DISK)
         store.use(name, times=10 - name)
-    run(keeper, clock, 15)
+    run(re_encoder, clock, 15)
     assert store.prefetched == [key(0), key(1), key(2)]
-    run(keeper, clock, 10)
+    run(re_encoder, clock, 10)
     assert store.prefetched == [key(0), key(1), key(2), key(3)]
     record = store.held[key(0)]
     record.candidate = replace(record.candidate, tier=Tier.DISK)
-    run(keeper, clock, 40)
+    run(re_encoder, clock, 40)
     assert len(store.prefetched) == 4
-    run(keeper, clock, 40)
+    run(re_encoder, clock, 40)
     assert store.prefetched[4:] == [key(0)]
 
 
 def test_what_was_never_read_is_not_brought() -> None:
-    store, keeper, clock = make(FixedAssignment(placement=RankPlacement(50, 50, 0)))
+    store, re_encoder, clock = make(FixedAssignment(placement=RankPlacement(50, 50, 0)))
     store.put(0, tier=Tier.DISK)
-    run(keeper, clock, 50)
+    run(re_encoder, clock, 50)
     assert store.prefetched == []
 
 
@@ -385,12 +386,12 @@ def test_its_thread_outlives_a_store_that_fails() -> None:
     store = DictStore()
     store.put(0)
     store.down = True
-    looked = threading.Event()
+    scanned = threading.Event()
     swapped = threading.Event()
 
     class Watched(DictStore):
         def candidates(self, now: float) -> Iterator[ReEncodingCandidate]:
-            looked.set()
+            scanned.set()
             return store.candidates(now)
 
         def swap(self, *args: object) -> bool:
@@ -400,15 +401,15 @@ def test_its_thread_outlives_a_store_that_fails() -> None:
         def read(self, key: VariantKey, identity: int) -> bytearray | None:
             return store.read(key, identity)
 
-    pace = replace(PACE, look_s=1e-3, settle_s=0)
-    keeper = ReEncoder(Watched(), FixedAssignment(INT8), pace, time.monotonic)
-    keeper.start()
+    pace = replace(PACE, scan_interval_s=1e-3, min_age_s=0)
+    re_encoder = ReEncoder(Watched(), FixedAssignment(INT8), pace, time.monotonic)
+    re_encoder.start()
     try:
-        assert looked.wait(20)
+        assert scanned.wait(20)
         store.down = False
         assert swapped.wait(20)
     finally:
-        keeper.close()
+        re_encoder.close()
     assert store.precision(0) == INT8
 
 
@@ -466,8 +467,8 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
 
 def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path: Path) -> None:
     clock = Clock()
-    store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
-    keeper = ReEncoder(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
+    store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
+    re_encoder = ReEncoder(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
     try:
         for name in range(4):
             put_for_real(store, name)
@@ -476,7 +477,7 @@ def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path:
                 read_for_real(store, name)
         store.flush()
         for _ in range(30):  # what the store is still writing is not swapped, but tried again
-            run(keeper, clock, 10)
+            run(re_encoder, clock, 10)
             store.flush()
         held = {one.key: one.info for one in store.candidates(clock.now)}
         assert [held[key(name)].precision for name in range(4)] == [
@@ -490,13 +491,13 @@ def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path:
             assert np.sqrt(np.mean((read_for_real(store, name) - numbers(name)) ** 2)) < 0.1
         for _ in range(500):
             read_for_real(store, 3)
-        run(keeper, clock, 20)
-        (found,) = store.lookup([LookupKey.of(key(3))]).variants
-        assert found.held[0].wants_higher_precision
-        assert found.held[0].info.precision == HA_RAG_SCHEMES[3]
+        run(re_encoder, clock, 20)
+        (found,) = store.lookup([LookupKey.for_variant(key(3))]).variants
+        assert found.stored[0].wants_higher_precision
+        assert found.stored[0].info.precision == HA_RAG_SCHEMES[3]
     finally:
         store.close()
-    reopened = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+    reopened = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     try:
         after = {one.key: one.info for one in reopened.candidates(clock.now)}
         assert after == held
@@ -508,11 +509,11 @@ def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path:
 
 def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
     clock = Clock()
-    store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+    store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     for name in range(4):
         put_for_real(store, name)
     store.close()
-    store = Store(tmp_path, memory_bytes=4 << 20, disk_bytes=64 << 20, clock=clock)
+    store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
 
     class Counted:
         """The store, as if one variant had been read."""
@@ -527,8 +528,8 @@ def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
     try:
         assert {one.tier for one in store.candidates(0.0)} == {Tier.DISK}
         placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
-        keeper = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
-        run(keeper, clock, 15)
+        re_encoder = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
+        run(re_encoder, clock, 15)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             tiers = {one.key: one.tier for one in store.candidates(0.0)}
@@ -550,8 +551,8 @@ class KeptStoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store, self.keeper, self.clock = make(
-            HaRagAssignment(percents=(30, 20, 10)), replace(PACE, looks=1, settle_s=0)
+        self.store, self.re_encoder, self.clock = make(
+            HaRagAssignment(percents=(30, 20, 10)), replace(PACE, num_scans=1, min_age_s=0)
         )
         self.bytes: dict[int, int] = {}
         self.names = itertools.count()
@@ -583,7 +584,7 @@ class KeptStoreMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.5, 10.0, 35.0)))
     def wait(self, seconds: float) -> None:
-        run(self.keeper, self.clock, seconds)
+        run(self.re_encoder, self.clock, seconds)
 
     @invariant()
     def nothing_grows_and_nothing_is_garbled(self) -> None:

@@ -97,7 +97,7 @@ def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
     assert written.within(TIMEOUT_S)
     assert written.numbers == [0]
     assert not written.within(0.1)
-    written.writer.drain()
+    written.writer.start_drain()
     assert written.within(TIMEOUT_S)
     assert written.within(TIMEOUT_S)
     written.writer.submit(variant(3), urgent=False)  # pressed for what was queued then, no more
@@ -231,7 +231,7 @@ def test_what_is_cancelled_is_not_kept() -> None:
     for job in jobs:
         writer.make_urgent(job)
         assert job.done.cancel()
-    assert not writer._jobs
+    assert not writer._waiting
     assert not writer._urgent
     gate.open.set()
     assert writer.flush(TIMEOUT_S)
@@ -246,7 +246,7 @@ def test_who_is_stuck_is_not_waited_for() -> None:
     assert gate.entered.wait(TIMEOUT_S)
     assert not writer.flush(0.01)
     assert not writer.close(0.01)
-    with pytest.raises(Unavailable, match="ended"):
+    with pytest.raises(Unavailable, match="closed"):
         left.wait(TIMEOUT_S)
     gate.open.set()
     assert writer.close(TIMEOUT_S)

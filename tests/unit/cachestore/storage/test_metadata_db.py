@@ -143,7 +143,7 @@ def test_loading_gives_the_order_of_puts_and_takes_their_places(tmp_path: Path) 
         found = records.load(places)
         assert [variant for variant, _ in found] == [key(n) for n in (5, 3, 9, 1)]
         assert found[1][1] == record(3, put_order=1)
-        assert records.dropped == 0
+        assert records.num_damaged == 0
     assert (places.used_pages, places.used_bytes) == (4, 400)
 
 
@@ -166,10 +166,10 @@ def test_of_two_in_one_place_the_newer_stays(
         records.put(key(1), record(7, 2 * PAGE_BYTES, put_order=1))
         records.put(key(2), record(8, put_order=2))
         assert [variant for variant, _ in records.load(allocator())] == [key(2)]
-        assert records.dropped == 1
+        assert records.num_damaged == 1
         assert key(1).to_bytes().hex() in caplog.text
         assert len(records.load(allocator())) == 1
-        assert records.dropped == 1, "it was not removed"
+        assert records.num_damaged == 1, "it was not removed"
 
 
 def test_what_lies_outside_of_the_file_or_does_not_parse_is_dropped(tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ def test_what_lies_outside_of_the_file_or_does_not_parse_is_dropped(tmp_path: Pa
             records._db.put(raw_key, raw)
         places = allocator()
         assert [variant for variant, _ in records.load(places)] == [key(3)]
-        assert records.dropped == 6
+        assert records.num_damaged == 6
         assert places.used_pages == 1
         assert len(records.load(allocator())) == 1
-        assert records.dropped == 6
+        assert records.num_damaged == 6
 
 
 def test_tombstones_come_back_in_order_with_the_last_sequence(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_disk_that_refuses_is_unavailable(tmp_path: Path) -> None:
         records._db = Refusing()
         with pytest.raises(Unavailable, match="No space left"):
             records.put(key(1), record(1))
-        with pytest.raises(Unavailable, match="cannot sync"):
+        with pytest.raises(Unavailable, match="does not sync"):
             records.sync()
         records._db = real
 
@@ -328,7 +328,7 @@ def test_a_damaged_database_is_refused_with_its_setting_named(tmp_path: Path, fi
     for path in (tmp_path / "records").glob(f"{file}*"):
         path.write_text("nonsense")
     for _ in range(2):
-        with pytest.raises(InvalidInput, match=r"RAGCACHE_DATA_DIR.*does not open"):
+        with pytest.raises(InvalidInput, match=r"RAGCACHE_DATA_DIR.*cannot be opened"):
             MetadataDb(tmp_path / "records")
 
 

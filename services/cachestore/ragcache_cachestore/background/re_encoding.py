@@ -1,4 +1,4 @@
-"""A value from one precision into another, layer by layer."""
+"""Re-encodes a value with another precision, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ragcache_kv.values.layout import checksum
 
 
 class CorruptValue(Exception):
-    """A part does not have the bytes that were put."""
+    """A part does not match its checksum."""
 
 
 def native_bytes(shape: ValueShape, num_tokens: int) -> int | None:
-    """Size of a value as computed; None for a dtype that nothing is known of."""
+    """Return the size of a value as computed, or None for an unknown dtype."""
     try:
         return shape.num_layers * native_part_bytes(shape, num_tokens)
     except ValueError:
@@ -28,12 +28,17 @@ def re_encode_value(
     parts: Sequence[ValuePart],
     shape: ValueShape,
     num_tokens: int,
-    held: Precision,
+    stored: Precision,
     target: Precision,
 ) -> list[memoryview]:
-    """The parts of a value that is held so, encoded anew.
+    """Return the parts of a value in another precision.
 
-    Raises CorruptValue rather than give damaged numbers a checksum that holds.
+    Args:
+        stored: Precision of value.
+
+    Raises:
+        CorruptValue: A part does not match its checksum. Encoding it would give wrong numbers a
+            valid checksum.
     """
     whole = memoryview(value)
     start = 0
@@ -43,6 +48,6 @@ def re_encode_value(
         start += part.num_bytes
         if view.nbytes != part.num_bytes or checksum(view) != part.checksum:
             raise CorruptValue
-        native = decode_part(np.frombuffer(view, np.uint8), shape, num_tokens, held)
+        native = decode_part(np.frombuffer(view, np.uint8), shape, num_tokens, stored)
         views.append(encode_part(native, shape, num_tokens, target).data)
     return views

@@ -1,0 +1,162 @@
+"""The read path: lookups, leases, and the counts that follow from reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ragcache_cachestore.background.tier_mover import TierMover
+from ragcache_cachestore.state.catalog import CatalogVariant
+from ragcache_cachestore.state.leases import ReadLease
+from ragcache_cachestore.state.store_state import StoreState, refusal
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.store_api import AsOf, LookupAnswer, LookupKey
+
+REREADS_PER_LOCK = 32
+"""Number of repeated reads that are counted while the lock is held, so that no call waits long."""
+
+SERVED_CAPACITY = 65_536
+"""Bound of the keys whose served bytes are counted until the replicator takes them."""
+
+
+class Reads:
+    """The read path of one store."""
+
+    def __init__(self, state: StoreState, mover: TierMover) -> None:
+        self._state = state
+        self._mover = mover
+
+    def lookup(self, wanted: Sequence[LookupKey], exact: bool, domain: str) -> LookupAnswer:
+        """Return the stored variants of each key, and the deletes that the answer has seen."""
+        with self._state.lock:
+            variants = tuple([self._state.lookup(one, exact, domain) for one in wanted])
+            as_of = AsOf(self._state.store_id, self._state.tombstones.last_sequence)
+            misses = [one.miss for one in variants if one.miss is not None]
+            self._state.counters.misses.update(misses)
+        for miss in misses:
+            self._state.telemetry.miss(miss)
+        return LookupAnswer(variants, as_of)
+
+    def open(self, keys: Sequence[VariantKey], exact: bool, domain: str) -> list[ReadLease | Miss]:
+        """Grant a lease for each value that is stored and may serve.
+
+        The caller answers its client first, and then calls ``note_opened`` to count the reads.
+        """
+        self._mover.idle_window.note_call()
+        now = self._state.clock()
+        with self._state.lock:
+            return [self._open(key, exact, domain, now) for key in keys]
+
+    def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> ReadLease | Miss:
+        variant = self._state.catalog.get(key)
+        if variant is None:
+            return self._state.miss_reason(key)
+        miss = refusal(variant, exact, domain)
+        if miss is not None:
+            return miss
+        tier, copy = self._state.fastest_copy(variant)
+        return self._state.leases.grant(variant, tier, copy, now)
+
+    def note_opened(self, answers: Sequence[ReadLease | Miss]) -> None:
+        """Count what ``open`` returned, and queue the promotions that follow from it."""
+        now = self._state.clock()
+        to_promote: list[CatalogVariant] = []
+        with self._state.lock:
+            for one in answers:
+                if isinstance(one, Miss):
+                    self._state.counters.misses[one] += 1
+                elif self._state.catalog.get(one.key) is one.variant:  # not deleted meanwhile
+                    self._note_read(one.variant, one.tier, now)
+                    if one.on_disk and self._state.should_promote(one.variant):
+                        to_promote.append(one.variant)
+        for variant in to_promote:
+            self._mover.promoter.submit(variant, now=False)
+        for one in answers:
+            if isinstance(one, Miss):
+                self._state.telemetry.miss(one)
+
+    def _note_read(self, variant: CatalogVariant, tier: Tier, now: float) -> None:
+        key = variant.key
+        variant.note_read(now)
+        self._state.memory.policy.touch(key, now)
+        self._state.disk.policy.touch(key, now)
+        self._state.counters.hits[tier] += 1
+        served = self._state.served
+        if key in served or len(served) < SERVED_CAPACITY:
+            served[key] = served.get(key, 0) + variant.info.num_bytes
+        if variant.disk is None and variant.job is None and self._state.admit_to_disk(variant, now):
+            variant.job = self._mover.writer.submit(variant, urgent=False)
+
+    def release(self, lease_ids: Iterable[int], corrupt: Iterable[int]) -> None:
+        """End leases.
+
+        Args:
+            corrupt: Leases whose bytes did not match. The store verifies these copies first.
+        """
+        ids, suspects = list(lease_ids), list(corrupt)
+        for lease_id in suspects:
+            with self._state.lock:
+                lease = self._state.leases.get(lease_id)
+            if lease is not None and not self._mover.verify(lease.variant, lease.tier, lease.copy):
+                self._mover.drop_corrupt(lease.variant, lease.copy)
+        with self._state.lock:
+            for lease_id in {*ids, *suspects}:
+                ended = self._state.leases.end(lease_id)
+                if ended is not None:
+                    self._state.tier(ended.tier).release(ended.copy)
+            self._state.memory_freed.notify_all()
+        if suspects:  # otherwise the caller would wait for the disk without need
+            self._mover.try_free_dropped_copies()
+
+    def is_leased(self, lease_id: int) -> bool:
+        """Return whether a lease has not ended, so that what was read until now is valid."""
+        with self._state.lock:
+            lease = self._state.leases.get(lease_id)
+            return lease is not None and lease.expires_at > self._state.clock()
+
+    def note_reread(self, key: VariantKey, times: int) -> int:
+        """Count reads that a client made from memory without asking.
+
+        Returns the bytes of the value, or 0 if it is not stored any more.
+        """
+        now, num_bytes = self._state.clock(), 0
+        for start in range(0, times, REREADS_PER_LOCK):
+            with self._state.lock:
+                variant = self._state.catalog.get(key)
+                if variant is None:
+                    return 0
+                num_bytes = variant.info.num_bytes
+                for _ in range(min(REREADS_PER_LOCK, times - start)):
+                    self._note_read(variant, Tier.MEMORY, now)
+        return num_bytes
+
+    def prefetch(self, keys: Sequence[VariantKey]) -> int:
+        """Queue promotions of values on disk. Return how many were queued."""
+        with self._state.lock:
+            found = [self._state.catalog.get(key) for key in dict.fromkeys(keys)]
+            on_disk = [one for one in found if one is not None and one.memory is None]
+        return sum([self._mover.promoter.submit(variant, now=True) for variant in on_disk])
+
+    def note_sent(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
+        """Count a value that was sent.
+
+        Args:
+            seconds: From the call until the last byte was handed over.
+        """
+        with self._state.lock:
+            self._state.counters.bytes_by_transport[transport] += num_bytes
+            self._state.load_models[tier].observe(num_bytes, seconds)
+        self._state.telemetry.hit(tier, transport, num_bytes, seconds)
+
+    def note_timed_out(self, tier: Tier) -> None:
+        """Count an opened value as a miss, because its lease expired while it was read."""
+        with self._state.lock:
+            self._state.counters.hits[tier] -= 1
+            self._state.counters.misses[Miss.TIMED_OUT] += 1
+        self._state.telemetry.miss(Miss.TIMED_OUT)
+
+    def take_served(self) -> Mapping[VariantKey, int]:
+        """Return the bytes served of each variant since the last call."""
+        with self._state.lock:
+            served, self._state.served = self._state.served, {}
+            return served
