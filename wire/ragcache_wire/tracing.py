@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Self
 
-from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.errors import Unavailable
 from ragcache_wire.trace_context import TRACEPARENT, TRACESTATE, headers_of
 
 if TYPE_CHECKING:
@@ -309,15 +309,6 @@ def resource(service: str, instance: str) -> Resource:
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
     return Resource.create({"service.name": f"ragcache-{service}", "service.instance.id": instance})
-
-
-def otlp_endpoint(environment: Mapping[str, str]) -> str | None:
-    """Read the collector's base URL from RAGCACHE_OTLP_ENDPOINT. Raises InvalidInput."""
-    name = "RAGCACHE_OTLP_ENDPOINT"
-    url = environment.get(name, "").strip()
-    if url and not url.startswith(("http://", "https://")):
-        raise InvalidInput(name, f"is {url!r}", "set it to a URL like http://collector:4318")
-    return url or None
 
 
 def _carrier(headers: Headers) -> dict[str, str]:

@@ -27,7 +27,6 @@ from ragcache_wire.tracing import (
     SpanKind,
     Tracer,
     current_span,
-    otlp_endpoint,
     tracer,
 )
 
@@ -225,12 +224,3 @@ def test_without_an_endpoint_opentelemetry_is_not_even_imported(modules: str) ->
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_an_endpoint_is_a_url_or_none() -> None:
-    name = "RAGCACHE_OTLP_ENDPOINT"
-    assert otlp_endpoint({}) is None
-    assert otlp_endpoint({name: " "}) is None
-    assert otlp_endpoint({name: "http://collector:4318"}) == "http://collector:4318"
-    with pytest.raises(InvalidInput, match=name):
-        otlp_endpoint({name: "collector:4317"})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.signature import parse_keys
 from ragcache_wire.watched.watched_file import WatchedFile
 
-VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
+_VARIABLE: Final = "RAGCACHE_SIGNING_KEY_FILE"
 
 
 class SigningKeys(WatchedFile[tuple[bytes, ...]]):
@@ -24,30 +23,16 @@ class SigningKeys(WatchedFile[tuple[bytes, ...]]):
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        parse = partial(parse_keys, VARIABLE)
+        parse = partial(parse_keys, _VARIABLE)
         try:
             keys = parse(path.read_bytes())
         except OSError as error:
             raise InvalidInput(
-                VARIABLE,
+                _VARIABLE,
                 f"names a file that cannot be read: {error}",
                 "name a file with one key a line",
             ) from error
         super().__init__(path, parse, keys, name="signing keys", describe=_describe, clock=clock)
-
-
-def signing_keys_from(environment: Mapping[str, str]) -> SigningKeys | None:
-    """Return the keys of the file that VARIABLE names; None if it is not set.
-
-    Raises:
-        InvalidInput: The path is not absolute, or the file cannot be read.
-    """
-    setting = environment.get(VARIABLE, "").strip()
-    if not setting:
-        return None
-    if not os.path.isabs(setting):
-        raise InvalidInput(VARIABLE, f"is {setting!r}", "name the file by its absolute path")
-    return SigningKeys(Path(setting))
 
 
 def _describe(keys: Sequence[bytes]) -> str:

@@ -216,7 +216,7 @@ def test_each_shard_knows_itself_among_the_members_and_is_reached_over_two_ports
     env, service = env_of(children, "cachestore"), of(children, "Service", "docs-cachestore-shards")
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     assert env["RAGCACHE_LISTEN"] == f"0.0.0.0:{ports['grpc']}"
-    assert env["RAGCACHE_DATA_LISTEN"] == f"0.0.0.0:{ports['lane']}"
+    assert env["RAGCACHE_DATA_LISTEN"] == f"0.0.0.0:{ports['data']}"
     assert "RAGCACHE_DATA_SOCKET" not in env
 
 

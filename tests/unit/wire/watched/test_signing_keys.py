@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import InvalidInput
-from ragcache_wire.watched.signing_keys import VARIABLE, SigningKeys, signing_keys_from
+from ragcache_wire.watched.signing_keys import SigningKeys
 from ragcache_wire.watched.watched_file import CHECK_EVERY_S
 from tests.unit.wire.watched.test_members import Clock
 
@@ -54,13 +54,9 @@ def test_a_bad_file_leaves_the_keys_as_they_were(
 
 
 def test_a_bad_file_is_refused_at_the_start(tmp_path: Path) -> None:
-    assert signing_keys_from({}) is None
-    assert signing_keys_from({VARIABLE: " "}) is None
     bad = tmp_path / "bad"
     bad.write_text("secret\n")
-    for setting in (str(tmp_path / "none"), str(tmp_path), str(bad), "keys"):
+    for path in (tmp_path / "none", tmp_path, bad):
         with pytest.raises(InvalidInput, match=r"^RAGCACHE_SIGNING_KEY_FILE: "):
-            signing_keys_from({VARIABLE: setting})
-    found = signing_keys_from({VARIABLE: str(write(tmp_path / "good", ONE, TWO))})
-    assert found is not None
-    assert found.current() == (ONE, TWO)
+            SigningKeys(path)
+    assert SigningKeys(write(tmp_path / "good", ONE, TWO)).current() == (ONE, TWO)
