@@ -1,22 +1,22 @@
-"""Replacement policies and admissions on fixed sequences of requests, 1 to 50 % of the footprint.
+"""Compares eviction and admission policies on fixed sequences, at 1 to 50 % of the footprint.
 
-Every sequence is cut in two: settings were tuned on the first half, figures are of the second
+Each sequence has two halves: settings were tuned on the first, figures are of the second
 (``--half first`` shows the other). Both start with an empty tier. The classes are those that the
-store runs. Modes: ``exact`` (nodes of a knowledge tree; a hit needs all parents, only leaves go)
-and ``blend`` (each chunk by itself).
+store runs. Modes: ``exact`` has nodes of a knowledge tree, where a hit needs all parents and only
+leaves are evicted; ``blend`` treats each chunk by itself.
 
-gap_closed: share of the way from LRU to a clairvoyant policy that may leave things unstored (see
-``clairvoyant``), by saved prefill seconds: per sequence and mode the ways of all capacities are
-added up before dividing (a capacity with a narrow gap would else drown the others in noise), then
-sequences and modes count alike. Where even an infinite tier would save less than 1 % there is no
-way to go, and the pair is left out. pgdsf_over_*: ratios of the mean share of prefill seconds saved
-in ``exact``, geometric mean over the sequences.
+``gap_closed`` is the share of the gap between LRU and a clairvoyant policy that may leave chunks
+unstored (``bench.support.clairvoyant``), in saved prefill seconds. For each sequence and mode the
+gaps of all capacities are added before dividing, so that narrow gaps add no noise. Then sequences
+and modes count alike. A pair in which an infinite tier saves less than 1 % is left out.
+``pgdsf_over_*`` are ratios of the saved share of prefill seconds in ``exact``, as the geometric
+mean over sequences.
 
-On retrieved and generated sequences (``--quick``) PGDSF saves less than LFU, and it is the clock
-that does it: with formula 3 left out (``pgdsf without clock``) it saves more than LFU. An eviction
-lifts what is used from then on above what was used before, as in LRU, and where popularity stays
-as it is that costs the popular their place. In Mooncake's conversations, where what is popular
-changes, PGDSF saves more than LFU, and in a large tier the clock is what it owes that to.
+On retrieved and generated sequences (``--quick``) PGDSF saves less than LFU because of its clock:
+without formula 3 (``pgdsf without clock``) it saves more. An eviction ranks later uses above
+earlier ones, as LRU does, which costs popular chunks their rank while popularity is stable. In
+Mooncake's conversations popularity changes. There PGDSF saves more than LFU, in large tiers due to
+the clock.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 QUICK_CAPACITIES = (0.01, 0.05, 0.2, 0.5)
-WORTH_A_LOOK = 0.01  # share that an infinite tier saves
+SMALLEST_GAP_SHARE = 0.01  # smallest share that an infinite tier must save
 WITHOUT_CLOCK = "pgdsf without clock"
 K = TypeVar("K", bound=Hashable)
 
 Runs = dict[str, list[Tally]]
-"""By name (of a policy, or of an admission before the default policy): one tally per capacity."""
+"""By name of a policy, or of an admission with the default policy: one tally per capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one sequence in one mode. best_*: the clairvoyant's shares, one per capacity."""
+    """The result of a sequence in a mode. ``best_*`` are the clairvoyant's shares by capacity."""
 
     trace: Trace
     policies: Runs
@@ -66,14 +66,14 @@ class Result:
 
 
 def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
-    """One policy with one admission at one capacity."""
+    """Replay one policy with one admission at one capacity."""
     capacity_bytes = int(trace.footprint_bytes() * share)
     made = make_policy(policy, leaves_only=trace.exact)
     return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
 
 
 class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
-    """PGDSF by Frequency * Cost / Size alone, to see what its clock does."""
+    """PGDSF by Frequency * Cost / Size alone, to show the effect of its clock."""
 
     def _on_evicted(self, key: K, state: Any, priority: float) -> None:
         super()._on_evicted(key, state, priority)
@@ -81,14 +81,14 @@ class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
 
 
 def replay_without_clock(trace: Trace, share: float) -> Tally:
-    """``WithoutClock`` at one capacity."""
+    """Replay ``WithoutClock`` at one capacity."""
     policy = WithoutClock[int](leaves_only=trace.exact)
     capacity_bytes = int(trace.footprint_bytes() * share)
     return Replay(policy, make_admission("always", policy), capacity_bytes).run(trace)
 
 
 def measure(trace: Trace, capacities: Sequence[float]) -> Result:
-    """Every policy, every admission, and the clairvoyant."""
+    """Replay every policy, every admission, and the clairvoyant."""
     intervals = Intervals(trace)
     policies: Runs = {}
     for name in POLICY_NAMES:
@@ -119,15 +119,15 @@ def measure(trace: Trace, capacities: Sequence[float]) -> Result:
     )
 
 
-def way_gone(ours: Sequence[float], lru: Sequence[float], best: Sequence[float]) -> float:
-    """Share of the way from LRU to the clairvoyant, over all capacities."""
+def gap_share(ours: Sequence[float], lru: Sequence[float], best: Sequence[float]) -> float:
+    """Return the share of the gap from LRU to the clairvoyant, over all capacities."""
     return (sum(ours) - sum(lru)) / (sum(best) - sum(lru))
 
 
 def gap_closed(results: Sequence[Result], runs: Sequence[Sequence[Tally]]) -> float:
-    """Mean over sequences and modes of the way gone by runs, by saved prefill seconds."""
+    """Return the mean gap closed over sequences and modes, in saved prefill seconds."""
     return statistics.mean(
-        way_gone(
+        gap_share(
             [tally.by_compute for tally in tallies],
             [tally.by_compute for tally in result.policies["lru"]],
             result.best_by_compute,
@@ -137,7 +137,7 @@ def gap_closed(results: Sequence[Result], runs: Sequence[Sequence[Tally]]) -> fl
 
 
 def ratio(results: Sequence[Result], above: str, below: str) -> float:
-    """Saved prefill seconds of one policy over those of another in ``exact``."""
+    """Return the saved prefill seconds of one policy over another in ``exact``."""
     return statistics.geometric_mean(
         statistics.mean(tally.by_compute for tally in result.policies[above])
         / statistics.mean(tally.by_compute for tally in result.policies[below])
@@ -147,8 +147,8 @@ def ratio(results: Sequence[Result], above: str, below: str) -> float:
 
 
 def summary(results: Sequence[Result], capacities: Sequence[float]) -> dict[str, Any]:
-    """The JSON object: see the module."""
-    told = [result for result in results if result.infinite_by_compute >= WORTH_A_LOOK]
+    """Return the JSON object; see the module."""
+    told = [result for result in results if result.infinite_by_compute >= SMALLEST_GAP_SHARE]
     by_policy = {
         name: gap_closed(told, [result.policies[name] for result in told]) for name in POLICY_NAMES
     }
@@ -191,7 +191,7 @@ def summary(results: Sequence[Result], capacities: Sequence[float]) -> dict[str,
 
 
 def written(results: Sequence[Result]) -> dict[str, float]:
-    """Bytes written under each admission, as a share of those under ``always``."""
+    """Return bytes written under each admission, as a share of those under ``always``."""
     return {
         name: statistics.mean(
             ours.written_bytes / all_of_it.written_bytes
@@ -205,7 +205,7 @@ def written(results: Sequence[Result]) -> dict[str, float]:
 
 
 def beaten(results: Sequence[Result]) -> int:
-    """How often a run saved more than the clairvoyant found, whose choice is then not the best."""
+    """Count runs that saved more than the clairvoyant, whose choice was then not the best."""
     return sum(
         tally.by_compute > best + 1e-9
         for result in results
@@ -223,7 +223,7 @@ def label(trace: Trace) -> str:
 
 
 def print_table(result: Result, capacities: Sequence[float]) -> None:
-    """Shares saved of prefill seconds (and of tokens), in percent, one column per capacity."""
+    """Print saved shares of prefill seconds and tokens, in percent, by capacity."""
     trace = result.trace
     print(
         f"\n{label(trace)}: {len(trace.requests)} requests, footprint "
@@ -257,7 +257,7 @@ def main() -> None:
     ]
     results = []
     with ProcessPoolExecutor() as pool:
-        # The largest come last, in both modes: begin with them.
+        # The largest come last in both modes; start with them.
         runs = [pool.submit(measure, half, capacities) for half in reversed(halves)]
         for run in reversed(runs):
             results.append(run.result())

@@ -1,11 +1,16 @@
-"""Cache-Craft's decisions (SIGMOD 2025, §3), without an engine: which KV to reuse, what to repair.
+"""Cache-Craft's decisions: which stored KV to reuse, and which tokens to recompute.
 
-``prefix`` has the chunks before a chunk, then and now. ``prefix_overlap`` says how alike they are,
-``context_impact`` how much a chunk leans on what was before it, and ``fix_overhead`` makes one
-number of both, by which a variant is taken; ``calibration`` finds its scale for a wanted quality,
-``quality_control`` from questions asked again, which ``question_reservoir`` keeps and ``rouge``
-compares. ``observation`` is what an engine saw of a chunk, and ``blending`` puts a prompt together
-by all this. ``need`` puts tokens in order, ``recomputation`` chooses among them, ``slices`` cuts
-them into passes, ``focused_chunks`` lets go of chunks that the question does not look at,
-``preloading`` says how many layers to load ahead.
+- ``prefix_chunks``: the chunks before a chunk, in the prompt and when its variant was computed.
+- ``prefix_overlap``: how similar these two prefixes are.
+- ``context_impact``: how much a chunk depends on the chunks before it.
+- ``fix_overhead``: both as one number, which selects a variant.
+- ``observation``: what an engine measured of a variant.
+- ``variant_selection``: the source of each chunk of a prompt.
+- ``token_ranking``: the order in which tokens are recomputed.
+- ``token_selection``: the tokens that are recomputed.
+- ``slices``: the passes that recompute them.
+- ``focused_chunks``: the chunks that the question attends to.
+- ``preload_depth``: the number of layers to load ahead.
+
+Source: Cache-Craft section 3 (SIGMOD 2025).
 """

@@ -1,9 +1,11 @@
-"""Cache context impact: how much a chunk's KV leans on what was before it (Cache-Craft §3.1).
+"""Cache context impact: how much a chunk's KV depends on the chunks before it.
 
-Template text that stands before the chunks of every prompt may be counted as one more chunk (the
-footnote of §2.2), or be left out, but in the same way here and in ``prefix_overlap``. Left out is
-better: it never mismatches, and the first tokens of a prompt draw so much attention (a sink) that
-eq. 9, which divides by the few tokens of a template, would give every chunk an impact near 1.
+Template text before the chunks of every prompt may be counted as one more chunk (footnote of
+section 2.2) or be left out, in the same way here and in ``prefix_overlap``. This module leaves it
+out: the template never mismatches. The first tokens of a prompt also draw much attention (a sink).
+Eq. 9 divides by the few tokens of a template, so it would give every chunk an impact near 1.
+
+Source: Cache-Craft section 3.1.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from ragcache_core.blend.prefix_chunks import AttendedChunk
 
 @dataclass(frozen=True, slots=True)
 class ContextImpact:
-    """Normalised attention of a chunk, both 0 or more (eq. 9, 10).
+    """Normalized attention of a chunk, both 0 or more (eq. 9, 10).
 
-    inter: to the chunks before it (a). intra: to itself (b).
+    Attributes:
+        inter: Attention to the chunks before it (a).
+        intra: Attention to itself (b).
     """
 
     inter: float
@@ -27,15 +31,15 @@ class ContextImpact:
 
     def __post_init__(self) -> None:
         if not (self.inter >= 0 and self.intra >= 0):
-            raise ValueError(f"attention is 0 or more, not {self.inter} and {self.intra}")
+            raise ValueError(f"attention must be 0 or more, not {self.inter} and {self.intra}")
 
     @property
     def cci(self) -> float:
         """CCI, the sigmoid of inter / intra (eq. 11), in [0.5, 1].
 
-        As neither is below 0, no chunk is below 0.5. A chunk that paid nothing to what was before
-        it has 0.5, also where it paid nothing to itself (0 / 0); one that paid nothing to itself
-        alone has 1.
+        Neither is negative, so no chunk is below 0.5. A chunk that paid no attention to the chunks
+        before it has 0.5, even where it paid none to itself (0 / 0). A chunk that paid none to
+        itself alone has 1.
         """
         if self.inter == 0:
             return 0.5
@@ -44,23 +48,25 @@ class ContextImpact:
 
 
 def context_impact(num_tokens: int, intra: float, prefix: Iterable[AttendedChunk]) -> ContextImpact:
-    """Eq. 9 on attention that is already averaged over layers.
+    """Apply eq. 9 to attention that is already averaged over layers.
 
-    num_tokens: |C_i|, 1 or more. intra: sum of attention weights from each token of the chunk to
-    those of the chunk that it sees, as the mean over layers and heads; in [0, num_tokens].
-    prefix: the chunks that were before it; none for a chunk that came first.
+    Eq. 10 averages a and b over layers. Both are linear in the sums, and all layers have the same
+    lengths. So averaging the sums first gives the same result with one number per chunk instead of
+    one per layer.
 
-    Eq. 10 averages a and b over layers. Both are linear in the sums, and the lengths are those of
-    every layer, so averaging the sums first gives the same and keeps one number per chunk instead
-    of one per layer.
+    Eq. 4 leaves out the attention of a token to itself (k < l). Here it counts, because the outputs
+    of eq. 5 contain it, and because one pass with one-hot values measures it too. It makes intra
+    slightly higher and CCI slightly lower for all chunks alike, which alpha compensates.
 
-    Eq. 4 leaves out a token's attention to itself (k < l). Here it counts: the outputs of eq. 5
-    are made of it too, and one pass with one-hot values measures it along with the rest. It makes
-    intra a little higher and CCI a little lower for all chunks alike, which alpha takes up.
+    Args:
+        num_tokens: |C_i|, at least 1.
+        intra: Sum of attention weights from each token of the chunk to the tokens of the chunk that
+            it attends to, as the mean over layers and heads, in [0, num_tokens].
+        prefix: The chunks before it; empty for the first chunk.
     """
     if num_tokens < 1:
-        raise ValueError(f"a chunk has 1 token or more, not {num_tokens}")
+        raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
     if not (math.isfinite(intra) and intra >= 0):
-        raise ValueError(f"intra-attention is finite and 0 or more, not {intra}")
+        raise ValueError(f"intra must be finite and 0 or more, not {intra}")
     inter = math.fsum(before.inter / (num_tokens * before.num_tokens) for before in prefix)
     return ContextImpact(inter, intra / num_tokens**2)

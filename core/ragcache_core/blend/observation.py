@@ -1,8 +1,8 @@
-"""Observation: what a chunk was seen to take from the chunks before it, kept beside its KV.
+"""What an engine measured of a chunk's attention to the chunks before it.
 
-An engine measures it after a variant was computed (``attention`` there) and puts it into the store
-as a small value of its own, named after the variant, so that a variant may be observed later than
-it is stored, or never.
+The engine measures it after it has computed a variant, and puts it into the store as a small
+separate value whose key derives from the variant's. So a variant may be observed later than it is
+stored, or never.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ragcache_core.blend.prefix_chunks import AttendedChunk
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 
 OBSERVATION_FORMAT = 1
-"""Version of the bytes; another one is read as no observation."""
+"""Version of the bytes. Another version is read as no observation."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -28,11 +28,13 @@ _ATTENDED = struct.Struct(f"<{KEY_BYTES}sIf")  # chunk, tokens, inter
 
 @dataclass(frozen=True, slots=True)
 class ChunkObservation:
-    """Of one variant.
+    """Observation of one variant.
 
-    attended: the chunks before it and the attention that they were paid (Cache-Craft eq. 3), first
-    to last, without the template. intra: attention within it (eq. 4). influence: of each of its
-    tokens, 0 or more (``need``).
+    Attributes:
+        attended: The chunks before it and the attention paid to each (Cache-Craft eq. 3), first to
+            last, without the template.
+        intra: Attention within the chunk (eq. 4).
+        influence: Of each token, 0 or more (``token_ranking``).
     """
 
     attended: tuple[AttendedChunk, ...]
@@ -42,7 +44,9 @@ class ChunkObservation:
     def __post_init__(self) -> None:
         numbers = np.asarray([self.intra, *self.influence], dtype=np.float64)
         if not self.influence or not ((numbers >= 0) & (numbers <= _LARGEST)).all():
-            raise ValueError("attention and influence are finite and 0 or more, of a token or more")
+            raise ValueError(
+                "attention and influence must be finite and 0 or more, of at least one token"
+            )
 
     @property
     def cci(self) -> float:
@@ -50,21 +54,25 @@ class ChunkObservation:
         return context_impact(len(self.influence), self.intra, self.attended).cci
 
     def to_bytes(self) -> bytes:
-        """``from_bytes`` reads it back, but for what float32 rounds."""
+        """Return the bytes that ``from_bytes`` reads, with numbers rounded to float32."""
         head = _HEAD.pack(OBSERVATION_FORMAT, len(self.attended), len(self.influence), self.intra)
         attended = [_ATTENDED.pack(a.chunk, a.num_tokens, a.inter) for a in self.attended]
         return b"".join([head, *attended, np.asarray(self.influence, dtype="<f4").tobytes()])
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview) -> ChunkObservation:
-        """Raises ValueError for anything that ``to_bytes`` does not make."""
+        """Return the inverse of to_bytes.
+
+        Raises:
+            ValueError: The bytes are not an observation.
+        """
         try:
             version, num_attended, num_tokens, intra = _HEAD.unpack_from(raw)
             if version != OBSERVATION_FORMAT:
                 raise ValueError(f"format {version} is not {OBSERVATION_FORMAT}")
             start = _HEAD.size + num_attended * _ATTENDED.size
             if len(raw) != start + 4 * num_tokens:
-                raise ValueError(f"{len(raw)} bytes are no observation of {num_tokens} tokens")
+                raise ValueError(f"{len(raw)} bytes are not an observation of {num_tokens} tokens")
             attended = tuple(
                 AttendedChunk(chunk, tokens, inter)
                 for chunk, tokens, inter in _ATTENDED.iter_unpack(raw[_HEAD.size : start])
@@ -75,6 +83,6 @@ class ChunkObservation:
 
 
 def observation_key(variant: VariantKey) -> VariantKey:
-    """Name of a variant's observation among the values of a store."""
+    """Return the key of a variant's observation in a store."""
     chunk = hashlib.blake2b(variant.chunk, digest_size=KEY_BYTES, person=b"ragcache-seen")
     return VariantKey(chunk.digest(), variant.prefix)

@@ -1,19 +1,22 @@
-"""Prefix overlap: how alike the chunks before a variant are, then and now (Cache-Craft §3.1).
+"""Prefix overlap: how similar the chunks before a variant are, when computed and now.
 
-Our correction of eq. 6. That only asks how much of the *old* prefix is still there, so a chunk
-captured after [A] scores 1 after [X, A], although it has never seen X, and a chunk captured first
-has 0 / 0. Here chunks that a variant has never seen are charged as mismatch. Nobody knows what it
-would pay them; the guess is what it paid a token of its old prefix on average, times their tokens:
+This corrects eq. 6, which only asks how much of the *old* prefix is still there. By eq. 6 a chunk
+computed after [A] scores 1 after [X, A], although it has never attended to X, and a chunk computed
+first has 0 / 0. Here chunks that a variant has never attended to count as mismatch. The attention
+that it would pay them is estimated as the mean per token of its old prefix, times their tokens:
 
     beta = common / (old + unseen),   unseen = old * tokens never seen / tokens of the old prefix
 
-with common and old the numerator and denominator of eq. 6. Without unseen chunks that is eq. 6;
-with them it is the share of both prefixes together that is common (a weighted Jaccard index), 1
-only if nothing is unseen. A variant that paid its old prefix nothing has 0 / 0 in eq. 6: then each
-token of it counts the same. One that had no prefix has seen nothing: 0, but 1 if there is none now.
+with common and old the numerator and denominator of eq. 6. Without unseen chunks this is eq. 6.
+With them it is the common share of both prefixes together (a weighted Jaccard index), which is 1
+only if nothing is unseen. A variant that paid its old prefix no attention has 0 / 0 in eq. 6: then
+each token of the prefix counts the same. A variant without an old prefix has overlap 0, or 1 if it
+has no prefix now either.
 
-Overlap 1 does not mean exact: text between chunks, taint and precision are judged elsewhere
-(``reuse``).
+Overlap 1 does not mean exact: text between chunks, provenance and precision are checked elsewhere
+(``plan.segments``).
+
+Source: Cache-Craft section 3.1.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _Occurrence = tuple[ChunkKey, int]
 
 @dataclass(frozen=True, slots=True)
 class PrefixOverlap:
-    """overlap: beta of eq. 6, corrected as above. order_penalty: gamma of eq. 7. Both in [0, 1]."""
+    """Both in [0, 1]. overlap: beta of eq. 6, corrected as above. order_penalty: gamma of eq. 7."""
 
     overlap: float
     order_penalty: float
@@ -44,14 +47,18 @@ class PrefixOverlap:
 
 
 def prefix_overlap(old: Sequence[AttendedChunk], new: Sequence[PrefixChunk]) -> PrefixOverlap:
-    """Overlap of the prefix a variant was captured after with the one it is to be used after.
+    """Return the overlap of the prefix of a variant with the prefix that it would be used after.
 
-    old, new: the chunks before it, first to last. A chunk that comes twice is two chunks: its
-    second time in old meets only its second time in new.
+    A chunk that occurs twice counts as two chunks: its second occurrence in old matches only its
+    second occurrence in new.
+
+    Args:
+        old: Chunks before the variant when it was computed, first to last.
+        new: Chunks before it now, first to last.
     """
     then = _occurrences(before.chunk for before in old)
     now = _occurrences(before.chunk for before in new)
-    places = {occurrence: place for place, occurrence in enumerate(now)}
+    positions = {occurrence: index for index, occurrence in enumerate(now)}
     seen = set(then)
     unseen_tokens = sum(
         before.num_tokens
@@ -60,32 +67,33 @@ def prefix_overlap(old: Sequence[AttendedChunk], new: Sequence[PrefixChunk]) -> 
     )
     if old:
         old_tokens = sum(before.num_tokens for before in old)
-        overlap = _common_share(old, [occurrence in places for occurrence in then])
+        overlap = _common_share(old, [occurrence in positions for occurrence in then])
         overlap *= old_tokens / (old_tokens + unseen_tokens)
     else:
         overlap = 0.0 if new else 1.0
-    return PrefixOverlap(overlap, order_penalty([places[o] for o in then if o in places]))
+    return PrefixOverlap(overlap, order_penalty([positions[o] for o in then if o in positions]))
 
 
-def order_penalty(places: Sequence[int]) -> float:
-    """Gamma, the normalised Kendall tau distance (eq. 7), in [0, 1].
+def order_penalty(positions: Sequence[int]) -> float:
+    """Return gamma, the normalized Kendall tau distance (eq. 7), in [0, 1].
 
-    places: where the common chunks, listed in their old order, stand now; all different. With
-    fewer than two of them there is no pair that could be out of order: 0.
+    Args:
+        positions: Current positions of the common chunks, in their old order; all different. With
+            fewer than two no pair can be out of order, so gamma is 0.
     """
-    pairs = len(places) * (len(places) - 1) // 2
+    pairs = len(positions) * (len(positions) - 1) // 2
     if pairs == 0:
         return 0.0
     passed: list[int] = []
     discordant = 0
-    for place in places:
-        discordant += len(passed) - bisect_right(passed, place)
-        insort(passed, place)
+    for position in positions:
+        discordant += len(passed) - bisect_right(passed, position)
+        insort(passed, position)
     return discordant / pairs
 
 
 def _common_share(old: Sequence[AttendedChunk], common: Sequence[bool]) -> float:
-    """Eq. 6 as it stands, of one old chunk or more; by tokens where no attention was paid."""
+    """Return eq. 6 for at least one old chunk; by tokens where no attention was paid."""
     weights = [before.inter for before in old]
     total = math.fsum(weights)
     if total == 0:

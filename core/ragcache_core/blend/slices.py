@@ -1,4 +1,4 @@
-"""Slices: a recomputation cut into passes, so that other requests decode between them."""
+"""Cuts a recomputation into passes, so that other requests can decode between them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ Runs = tuple[range, ...]
 
 
 def split_first_pass(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> tuple[Runs, Runs]:
-    """The first of runs, as many as one pass takes, and the rest.
+    """Split off the runs that fit into one pass, and return them and the rest.
 
-    runs: ascending, apart from each other, none empty (``TokenSelection.runs``). A pass has at most
-    max_tokens tokens and max_runs runs, 1 or more each, and is as full as it can be; a run that
+    A pass has at most max_tokens tokens and max_runs runs and is as full as possible. A run that
     does not fit is cut.
+
+    Args:
+        runs: Ascending, disjoint, none empty (``TokenSelection.runs``).
+        max_tokens: At least 1.
+        max_runs: At least 1.
     """
     if max_tokens < 1 or max_runs < 1:
-        raise ValueError("a pass has room for 1 token and 1 run, or more")
-    room = max_tokens
-    for place, run in enumerate(runs):
-        if place == max_runs or not room:
-            return tuple(runs[:place]), tuple(runs[place:])
-        if len(run) > room:
-            taken, left = run[:room], run[room:]
-            return (*runs[:place], taken), (left, *runs[place + 1 :])
-        room -= len(run)
+        raise ValueError("max_tokens and max_runs must be at least 1")
+    num_left = max_tokens
+    for index, run in enumerate(runs):
+        if index == max_runs or not num_left:
+            return tuple(runs[:index]), tuple(runs[index:])
+        if len(run) > num_left:
+            taken, left = run[:num_left], run[num_left:]
+            return (*runs[:index], taken), (left, *runs[index + 1 :])
+        num_left -= len(run)
     return tuple(runs), ()
 
 
 def split_into_passes(runs: Sequence[range], *, max_tokens: int, max_runs: int) -> Iterator[Runs]:
-    """Runs of positions as passes (``split_first_pass``) of at most max_tokens tokens and max_runs runs.
+    """Yield runs of positions as ascending passes (see ``split_first_pass``).
 
-    Passes are ascending. Made one after another they come to what one pass would: a token looks
-    only at those before it, which are as they will be by then.
+    Passes that are executed one after another have the result of a single pass: a token attends
+    only to tokens before it, which are final by then.
     """
     while runs:
         taken, runs = split_first_pass(runs, max_tokens=max_tokens, max_runs=max_runs)
@@ -39,7 +43,7 @@ def split_into_passes(runs: Sequence[range], *, max_tokens: int, max_runs: int) 
 
 
 def merge_runs(runs: Sequence[range]) -> Runs:
-    """The positions of all runs, which may overlap, as ascending runs apart from each other."""
+    """Return the positions of all runs, which may overlap, as ascending disjoint runs."""
     joined: list[range] = []
     for run in sorted((run for run in runs if run), key=lambda run: (run.start, run.stop)):
         if joined and run.start <= joined[-1].stop:

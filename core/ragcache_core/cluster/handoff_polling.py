@@ -1,42 +1,58 @@
-"""How long to wait for a prompt that another engine computes, and when to ask for it again."""
+"""When to ask a store again for a prompt that another engine is computing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST_PAUSE_S = 0.01
-"""Between two questions; a lookup takes a store about a tenth of that."""
+MIN_INTERVAL_S = 0.01
+"""Least time between two lookups; a lookup takes a store about a tenth of that."""
 
-PAUSE_SHARE = 0.1
-"""Of the time waited until now: nobody learns of it later by more, and few ask a store at a time
-however many wait for long."""
+INTERVAL_SHARE = 0.1
+"""Time between two lookups, as a share of the time waited so far.
+
+So the engine learns of the prompt at most this share later, and long waits cost few lookups.
+"""
 
 
 @dataclass(slots=True)
 class HandoffPolling:
-    """Times in seconds, on one clock. began: the first question; ends: when to give it up.
+    """Schedules the lookups of one prompt. Times are seconds on one clock.
 
-    One question without an answer is a busy store, a second one right after it an outage, which
-    nothing is waited for in.
+    One lookup without an answer may be a busy store. A second one right after it is an outage, and
+    the engine stops waiting.
+
+    Attributes:
+        started_at: Time of the first lookup.
+        deadline: Time to abort.
     """
 
-    began: float
-    ends: float
-    _unanswered: bool = False
+    started_at: float
+    deadline: float
+    _last_unanswered: bool = False
 
     def record_missing(self, now: float) -> float | None:
-        """The store answers that something is missing. When to ask again; None: give it up."""
-        self._unanswered = False
-        return self._next(now)
+        """Record that the store does not have a variant.
+
+        Returns:
+            The time of the next lookup. None: abort.
+        """
+        self._last_unanswered = False
+        return self._next_lookup(now)
 
     def record_no_answer(self, now: float) -> float | None:
-        """The store does not answer. When to ask again; None: give it up."""
-        if self._unanswered:
-            return None
-        self._unanswered = True
-        return self._next(now)
+        """Record that the store did not answer.
 
-    def _next(self, now: float) -> float | None:
-        if now >= self.ends:
+        Returns:
+            The time of the next lookup. None: abort.
+        """
+        if self._last_unanswered:
             return None
-        return min(self.ends, now + max(LEAST_PAUSE_S, PAUSE_SHARE * (now - self.began)))
+        self._last_unanswered = True
+        return self._next_lookup(now)
+
+    def _next_lookup(self, now: float) -> float | None:
+        if now >= self.deadline:
+            return None
+        return min(
+            self.deadline, now + max(MIN_INTERVAL_S, INTERVAL_SHARE * (now - self.started_at))
+        )

@@ -1,10 +1,10 @@
-"""Which variants of a shard deserve a copy on another shard: hot-spot replication.
+"""Which variants of a shard deserve a replica on another shard.
 
-Mooncake (§4.2, §5.3.3) lets copies of the hottest blocks spread by load, so that nobody waits for
-the one node that holds what everybody asks for; no popularity has to be predicted. Here a shard
-watches what it serves: a variant whose bytes make up more than a share of the shard's recent
-traffic gets a copy on the next shard in rendezvous order, and loses it when that share has become
-small. Between the two shares lies room, so that nothing is copied to and fro.
+Mooncake (sections 4.2, 5.3.3) spreads copies of the hottest blocks by load, so that no node becomes
+a bottleneck and no popularity has to be predicted. Here a shard measures what it serves. A variant
+with more than a share of the shard's recent traffic gets a replica on the next shard in rendezvous
+order. It loses the replica when its share has become small. The two thresholds differ, so that
+replicas are not created and dropped repeatedly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ragcache_core.identity.keys import VariantKey
 
 FORGET_BELOW = 1.0
-"""Decayed bytes below which a variant is as good as never served."""
+"""Decayed bytes below which a variant is forgotten."""
 
 
 class ServedBytes:
@@ -24,13 +24,19 @@ class ServedBytes:
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
-        # All numbers are as of one instant, so that decay costs nothing until they are read.
+        # All numbers are as of one time, so they decay only when they are read.
         self._origin = 0.0
         self._bytes: dict[VariantKey, float] = {}
         self._total = 0.0
 
     def add(self, key: VariantKey, num_bytes: int, now: float) -> None:
-        """num_bytes of key were served. now: seconds on a clock that never goes back."""
+        """Record served bytes of a variant.
+
+        Args:
+            key: The variant.
+            num_bytes: Served bytes.
+            now: Seconds of a monotonic clock.
+        """
         if now - self._origin > 64 * self._half_life_s:
             self._settle(now)
         weighted = num_bytes * 2.0 ** ((now - self._origin) / self._half_life_s)
@@ -38,9 +44,9 @@ class ServedBytes:
         self._total += weighted
 
     def measure_load(self, now: float) -> ShardLoad:
-        """What has been served lately; forgets what has not."""
+        """Return the recent load, and forget variants that are no longer served."""
         self._settle(now)
-        # A constant stream of r bytes a second has the decayed sum r * half_life / ln 2.
+        # A constant stream of r bytes per second has the decayed sum r * half_life / ln 2.
         seconds = self._half_life_s / math.log(2.0)
         return ShardLoad(
             self._total / seconds, {key: sum_ / seconds for key, sum_ in self._bytes.items()}
@@ -56,7 +62,7 @@ class ServedBytes:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """What a shard serves, in bytes a second: of everything, and of each variant."""
+    """Bytes per second that a shard serves, in total and of each variant."""
 
     bytes_per_s: float
     by_variant: Mapping[VariantKey, float]
@@ -64,25 +70,28 @@ class ShardLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationThresholds:
-    """When to copy and when to drop, as shares of a shard's load.
+    """When to create and drop replicas, as shares of the load of a shard.
 
-    least_bytes_per_s: a shard that serves less than this is not busy, and nothing of it is hot.
-    most: of replicas that one shard has made at a time, which bounds what others hold for it.
+    Attributes:
+        copy_share: A variant above it gets a replica.
+        drop_share: A variant below it loses its replica.
+        min_bytes_per_s: A shard below it is not busy and creates no replica.
+        max_replicas: Most replicas that one shard has on others at a time.
     """
 
     copy_share: float = 0.1
     drop_share: float = 0.02
-    least_bytes_per_s: float = 64e6
-    most: int = 64
+    min_bytes_per_s: float = 64e6
+    max_replicas: int = 64
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop_share < self.copy_share <= 1:
-            raise ValueError("0 <= drop_share < copy_share <= 1")
+            raise ValueError("0 <= drop_share < copy_share <= 1 must hold")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicationChanges:
-    """Variants that are to be copied, hottest first, and those whose replicas are to go."""
+    """Variants to copy, most served first, and variants whose replicas are dropped."""
 
     copy: tuple[VariantKey, ...] = ()
     drop: tuple[VariantKey, ...] = ()
@@ -91,16 +100,20 @@ class ReplicationChanges:
 def decide_replication(
     load: ShardLoad, replicated: frozenset[VariantKey], thresholds: ReplicationThresholds
 ) -> ReplicationChanges:
-    """What to change. replicated: what this shard has copied to another.
+    """Decide which replicas to create and drop.
 
-    A shard that serves only one variant gives it a share of 1: with another shard to help, that
-    is the very case to copy; one that is not busy copies nothing.
+    A variant that is the only one served has a share of 1. It is copied, because another shard can
+    help; a shard that is not busy copies nothing.
+
+    Args:
+        load: Of this shard.
+        replicated: Variants that this shard has copied to another one.
+        thresholds: See ReplicationThresholds.
     """
-    least = thresholds.least_bytes_per_s
-    busy = load.bytes_per_s >= least
-    # Far less busy before replicas go, for the same reason as with the shares: what a replica takes
-    # off this shard must not make it look calm, and with two holders it serves half.
-    calm = load.bytes_per_s < least / 4
+    min_bytes_per_s = thresholds.min_bytes_per_s
+    busy = load.bytes_per_s >= min_bytes_per_s
+    # A replica halves the load of this shard, so the threshold to drop replicas is far lower.
+    calm = load.bytes_per_s < min_bytes_per_s / 4
 
     def share(key: VariantKey) -> float:
         return load.by_variant.get(key, 0.0) / load.bytes_per_s if load.bytes_per_s else 0.0
@@ -118,6 +131,6 @@ def decide_replication(
         for key in load.by_variant
         if key not in replicated and share(key) > thresholds.copy_share
     )
-    room = thresholds.most - (len(replicated) - len(drop))
+    num_free = thresholds.max_replicas - (len(replicated) - len(drop))
     hottest = sorted(hot, key=lambda key: (-load.by_variant[key], key.to_bytes()))
-    return ReplicationChanges(copy=tuple(hottest[: max(0, room)]), drop=drop)
+    return ReplicationChanges(copy=tuple(hottest[: max(0, num_free)]), drop=drop)

@@ -1,4 +1,7 @@
-"""Calibration of alpha: the least recomputation for a wanted quality (Cache-Craft §3.2, eq. 13)."""
+"""Calibration of alpha: the least recomputation that reaches a wanted quality (eq. 13).
+
+Source: Cache-Craft section 3.2.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ _NOISE = 1e-9  # qualities closer than this are equal
 class CalibrationTrial:
     """One question of a validation set, answered with one alpha.
 
-    fix_overhead: mean CFO of its chunks, weighted by their tokens: the share recomputed; in [0, 1].
-    quality: of the answer against full recomputation, higher is better (ROUGE-L F1, say).
+    Attributes:
+        fix_overhead: Mean CFO of its chunks, weighted by their tokens, that is, the recomputed
+            share, in [0, 1].
+        quality: Of the answer against full recomputation, such as ROUGE-L F1. Higher is better.
     """
 
     alpha: float
@@ -24,46 +29,51 @@ class CalibrationTrial:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise ValueError(f"alpha is finite and 0 or more, not {self.alpha}")
+            raise ValueError(f"alpha must be finite and 0 or more, not {self.alpha}")
         if not 0 <= self.fix_overhead <= 1:
-            raise ValueError(f"CFO lies in [0, 1], not {self.fix_overhead}")
+            raise ValueError(f"fix_overhead must be in [0, 1], not {self.fix_overhead}")
         if not math.isfinite(self.quality):
-            raise ValueError(f"quality is finite, not {self.quality}")
+            raise ValueError(f"quality must be finite, not {self.quality}")
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """An alpha, and the mean CFO and quality that are to be expected of it."""
+    """An alpha, with its expected mean CFO and quality."""
 
     alpha: float
     fix_overhead: float
     quality: float
 
 
-def calibrate(trials: Iterable[CalibrationTrial], wanted_quality: float) -> Calibration | None:
-    """The least alpha whose mean quality is wanted_quality or more (eq. 13).
+def calibrate(trials: Iterable[CalibrationTrial], target_quality: float) -> Calibration | None:
+    """Return the least alpha whose mean quality reaches target_quality (eq. 13).
 
-    trials: the questions of a validation set under a few alphas, the same questions under each.
-    None: not even the highest alpha tried reaches it, so that only computing everything does.
+    Eq. 13 minimizes the mean CFO, which grows with alpha (eq. 12), so the least alpha minimizes it.
+    More recomputation makes answers worse only by chance. Therefore the means are first made
+    monotonic in alpha by isotonic regression, with each alpha weighted by its trials. So one lucky
+    low alpha decides nothing. Between two tested alphas the quality is interpolated linearly. The
+    paper finds diminishing returns (section 6: 0.825, 0.896, 0.94, 0.953 for alpha 0.5, 1, 2, 3),
+    so the interpolation is rather too low. Below the lowest tested alpha nothing is extrapolated.
 
-    Eq. 13 minimises the mean CFO, which grows with alpha (eq. 12), so the least alpha has it. More
-    recomputation does not make answers worse but for chance, so the means are first made to rise
-    with alpha (isotonic regression, each alpha weighted by its trials): one lucky low alpha decides
-    nothing. Between two alphas that were tried quality is taken to be a straight line. The paper
-    finds that returns diminish (§6: 0.825, 0.896, 0.94, 0.953 for alpha 0.5, 1, 2, 3), and then a
-    straight line promises too little rather than too much. Nothing is guessed below the lowest.
+    Args:
+        trials: Questions of a validation set, the same ones under each of a few alphas.
+        target_quality: Finite.
+
+    Returns:
+        None if not even the highest alpha reaches the quality, so that everything has to be
+            computed.
     """
-    if not math.isfinite(wanted_quality):
-        raise ValueError(f"quality is finite, not {wanted_quality}")
+    if not math.isfinite(target_quality):
+        raise ValueError(f"target_quality must be finite, not {target_quality}")
     points = _rising(_means(trials))
     for index, point in enumerate(points):
-        if point.quality < wanted_quality - _NOISE:
+        if point.quality < target_quality - _NOISE:
             continue
         if index == 0:
             return point
         below = points[index - 1]
-        # Above 0, for below is short of what is wanted by more than noise and point is not.
-        share = min(1.0, (wanted_quality - below.quality) / (point.quality - below.quality))
+        # The denominator is positive, because only below misses the target by more than noise.
+        share = min(1.0, (target_quality - below.quality) / (point.quality - below.quality))
         return Calibration(
             _between(below.alpha, point.alpha, share),
             _between(below.fix_overhead, point.fix_overhead, share),
@@ -77,7 +87,7 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def _means(trials: Iterable[CalibrationTrial]) -> list[tuple[Calibration, int]]:
-    """Mean of each alpha and the number of its trials, by alpha."""
+    """Return the mean and the number of trials of each alpha, ascending."""
     by_alpha: defaultdict[float, list[CalibrationTrial]] = defaultdict(list)
     for trial in trials:
         by_alpha[trial.alpha].append(trial)

@@ -1,4 +1,7 @@
-"""ROUGE-L: how alike two answers are, by the words that both have in one order (Lin 2004)."""
+"""ROUGE-L: similarity of two answers by their longest common subsequence of words.
+
+Source: Lin 2004.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,24 @@ _WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 
 
 def words(text: str) -> list[str]:
-    """What ``rouge_l`` compares: words between spaces, or characters where there are no spaces."""
+    """Split text at spaces, or into characters in scripts without spaces."""
     return _WORD.findall(text)
 
 
-def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """F1 of the longest common subsequence of words, in [0, 1]; 1 of two answers without any."""
-    if not found or not wanted:
-        return float(list(found) == list(wanted))
-    lengths = [0] * (len(wanted) + 1)
-    for word in found:
+def rouge_l(answer: Sequence[str], reference: Sequence[str]) -> float:
+    """Return the F1 of the longest common subsequence of words, in [0, 1].
+
+    Two answers without words have 1.
+    """
+    if not answer or not reference:
+        return float(list(answer) == list(reference))
+    lengths = [0] * (len(reference) + 1)
+    for word in answer:
         diagonal = 0
-        for i, other in enumerate(wanted, 1):
+        for i, other in enumerate(reference, 1):
             diagonal, lengths[i] = (
                 lengths[i],
                 diagonal + 1 if word == other else max(lengths[i], lengths[i - 1]),
             )
     common = lengths[-1]
-    return 2 * common / (len(found) + len(wanted))
+    return 2 * common / (len(answer) + len(reference))

@@ -1,12 +1,12 @@
-"""Where values lie in a store's memory or its file: pages handed out and taken back.
+"""Allocates pages for values in a store's memory or data file.
 
-Both tiers of a cache store are one long row of pages. A value lies in a *run* of neighbouring pages
-if one is long enough, else in as few runs as there can be. So the room that is free is always room
-that can be used: fragmentation costs a longer list of extents, never a refusal.
+Both tiers of a cache store are one long row of pages. A value gets a *run* of adjacent pages if one
+is long enough, else as few runs as possible. So all free space is usable: fragmentation makes lists
+of extents longer but never refuses a value.
 
-The books are free runs in two lists, by place and by length. Finding one is a binary search, and
-changing the lists moves part of them: microseconds for thousands of runs, and the length of a run
-does not matter. Nothing here is safe for threads by itself.
+The free runs are in two sorted lists, by position and by length. Finding one is a binary search,
+and changing the lists moves part of them. That takes microseconds for thousands of runs, of any
+length. No class here is safe for use by several threads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PAGE_BYTES = 65536
-"""Unit of place. A value of one layer of a short chunk is about this long, so little is lost to
-rounding up, and 100 GiB are 1.6 million pages."""
+"""Unit of allocation.
+
+One layer of a short chunk is about this long, so rounding up wastes little, and 100 GiB are 1.6
+million pages.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes one after another: offset is a multiple of PAGE_BYTES, num_bytes is more than 0.
+    """A range of bytes: offset is a multiple of PAGE_BYTES, num_bytes is greater than 0.
 
-    A value's last extent may end inside a page; the rest of that page belongs to the value.
+    The last extent of a value may end inside a page; the rest of that page belongs to the value.
     """
 
     offset: int
@@ -32,14 +35,16 @@ class Extent:
 
 
 class ExtentAllocator:
-    """Pages of capacity_bytes, rounded down to whole pages so that it is never exceeded.
+    """Allocates the pages of a capacity, which is rounded down to full pages.
 
-    used_bytes: bytes of values, exactly. used_pages: pages that hold them.
+    Attributes:
+        used_bytes: Exact bytes of values.
+        used_pages: Pages of values, and reserved pages.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
-            raise ValueError(f"a capacity of {capacity_bytes} bytes")
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must not be negative")
         self.capacity_bytes = capacity_bytes
         self.num_pages = capacity_bytes // PAGE_BYTES
         self.used_bytes = 0
@@ -52,17 +57,17 @@ class ExtentAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the pages that hold nothing; a value of up to so many fits."""
+        """Bytes of the free pages. A value of up to this size fits."""
         return (self.num_pages - self.used_pages) * PAGE_BYTES
 
     def allocate(self, num_bytes: int) -> tuple[Extent, ...] | None:
-        """Room for num_bytes, in the order it is to be filled; None if too few pages are free.
+        """Allocate extents for num_bytes, in the order they are filled. None: too few free pages.
 
-        One extent if any free run is long enough (the shortest such run, lowest place first), else
-        the fewest that there can be; no extents for no bytes.
+        Returns one extent if a free run is long enough: the shortest such run, lowest offset first.
+        Otherwise it returns as few extents as possible. No bytes need no extents.
         """
         if num_bytes < 0:
-            raise ValueError(f"room for {num_bytes} bytes")
+            raise ValueError(f"num_bytes is {num_bytes}; it must not be negative")
         missing = _pages(num_bytes)
         if missing > self.num_pages - self.used_pages:
             return None
@@ -70,18 +75,18 @@ class ExtentAllocator:
         left = num_bytes
         while missing:
             fitting = bisect_left(self._by_length, (missing, -1))
-            # Longest first is what gives the fewest: no other choice of as many runs holds more.
+            # Taking the longest runs first needs the fewest runs.
             index = min(fitting, len(self._by_length) - 1)
             length, start = self._by_length.pop(index)
             del self._lengths[start]
-            at = bisect_left(self._starts, start)
+            position = bisect_left(self._starts, start)
             used = min(length, missing)
             if used < length:
-                self._starts[at] = start + used
+                self._starts[position] = start + used
                 self._lengths[start + used] = length - used
                 insort(self._by_length, (length - used, start + used))
             else:
-                del self._starts[at]
+                del self._starts[position]
             size = min(left, used * PAGE_BYTES)
             extents.append(Extent(start * PAGE_BYTES, size))
             left -= size
@@ -91,23 +96,27 @@ class ExtentAllocator:
         return tuple(extents)
 
     def mark_used(self, extents: Iterable[Extent]) -> bool:
-        """Note that extents are in use, as records found at start say.
+        """Mark extents as used, as read from the metadata at start.
 
-        False, and nothing noted, if any is not a place here, or any of its pages is in use.
+        Returns False and marks nothing if an extent is invalid or any of its pages is in use.
         """
         taken: list[Extent] = []
         for extent in extents:
-            if not self._take_one(extent):
+            if not self._mark_one(extent):
                 self.free(taken)
                 return False
             taken.append(extent)
         return True
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Take back what allocate or take gave. Raises ValueError if any page of it is free."""
+        """Free extents that allocate or mark_used returned.
+
+        Raises:
+            ValueError: An extent is invalid or a page of it is free.
+        """
         for extent in extents:
-            if not self._is_place(extent):
-                raise ValueError(f"{extent} is no place here")
+            if not self._is_valid(extent):
+                raise ValueError(f"{extent} is not a valid extent")
             start, pages = extent.offset // PAGE_BYTES, _pages(extent.num_bytes)
             after = bisect_right(self._starts, start)
             before_end = -1
@@ -116,7 +125,7 @@ class ExtentAllocator:
                 before_end = before + self._lengths[before]
             following = self._starts[after] if after < len(self._starts) else self.num_pages + 1
             if before_end > start or following < start + pages:
-                raise ValueError(f"{extent} is free already")
+                raise ValueError(f"{extent} is already free")
             self.used_bytes -= extent.num_bytes
             self.used_pages -= pages
             if following == start + pages:
@@ -127,28 +136,28 @@ class ExtentAllocator:
             self._add_run(start, pages)
 
     def reserve(self, extent: Extent) -> bool:
-        """Keep free pages from being allocated, without counting them as bytes of values.
+        """Exclude free pages from allocation without counting them as bytes of values.
 
-        False, and nothing done, if any of them is in use.
+        Returns False and does nothing if any of them is in use.
         """
-        if not self._take_one(extent):
+        if not self._mark_one(extent):
             return False
         self.used_bytes -= extent.num_bytes
         return True
 
     def unreserve(self, extent: Extent) -> None:
-        """Undo set_aside."""
+        """Undo reserve."""
         self.used_bytes += extent.num_bytes
         self.free((extent,))
 
     def free_extents(self) -> tuple[Extent, ...]:
-        """The free runs, in order of place."""
+        """Return the free runs by ascending offset."""
         return tuple(
             Extent(start * PAGE_BYTES, self._lengths[start] * PAGE_BYTES) for start in self._starts
         )
 
     def check(self) -> None:
-        """Raise AssertionError if the books do not balance."""
+        """Raise AssertionError if the internal state is inconsistent."""
         assert self._starts == sorted(self._lengths)
         assert self._by_length == sorted((n, start) for start, n in self._lengths.items())
         assert self.used_pages == self.num_pages - sum(self._lengths.values())
@@ -159,14 +168,14 @@ class ExtentAllocator:
             end = start + self._lengths[start]
         assert end <= self.num_pages
 
-    def _take_one(self, extent: Extent) -> bool:
-        if not self._is_place(extent):
+    def _mark_one(self, extent: Extent) -> bool:
+        if not self._is_valid(extent):
             return False
         start, pages = extent.offset // PAGE_BYTES, _pages(extent.num_bytes)
-        at = bisect_right(self._starts, start) - 1
-        if at < 0:
+        position = bisect_right(self._starts, start) - 1
+        if position < 0:
             return False
-        run = self._starts[at]
+        run = self._starts[position]
         length = self._lengths[run]
         if start + pages > run + length:
             return False
@@ -179,7 +188,7 @@ class ExtentAllocator:
         self.used_pages += pages
         return True
 
-    def _is_place(self, extent: Extent) -> bool:
+    def _is_valid(self, extent: Extent) -> bool:
         return (
             extent.offset >= 0
             and extent.num_bytes > 0

@@ -1,6 +1,7 @@
-"""Which variants are hot, and what follows: the precision each is held in, and where (DESIGN §1).
+"""Which variants are read often, the precision that each is stored in, and its memory tier.
 
-``counts`` says how hot, ``assignment`` is the interface with HA-RAG's answer and a fixed one,
-``score`` is our own answer under a quality bound, and ``fidelity`` says what can still be done with
-what is held: precision that was lost does not come back.
+``access_counts`` counts reads. ``precision_assignment`` has the interface, HA-RAG's algorithms and
+a fixed assignment. ``score_assignment`` minimizes bytes under a bound on the error. ``fidelity``
+says which re-encoding a stored value allows, because lost precision cannot be restored.
+``tier_placement`` assigns values to the memory tiers of an engine.
 """

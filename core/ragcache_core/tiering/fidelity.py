@@ -1,4 +1,4 @@
-"""What can be done with a variant as it is held: coarser always, finer never."""
+"""Which re-encodings a stored value allows: always to a coarser codec, never to a finer one."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ FINEST_FIRST = (
     Codec.GSE8,
     Codec.INT4,
 )
-"""Codecs that lose something, by the mean error that ``bench/codecs.py`` measures on KV of the
-bundled model."""
+"""Lossy codecs by the mean error that ``bench/codecs.py`` measures on KV of the bundled model."""
 
 BITS = {Codec.INT4: 4} | dict.fromkeys(FINEST_FIRST[:-1], 8)
-"""Bits of a number in a codec that loses something, scales aside."""
+"""Bits per number of each lossy codec, without scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReEncodingDecision:
-    """What follows from what is held and what is wanted.
+    """What to do with a stored value.
 
-    re_encode: the precision to hold it in from now on; None: as it is. want_better: it deserves
-    more than can be made of it, and the next full computation should replace it.
+    Attributes:
+        re_encode: The new precision. None: no change.
+        wants_higher_precision: The policy gives it more precision than re-encoding can restore. The
+            next full computation should replace it.
     """
 
     re_encode: Precision | None
-    want_better: bool
+    wants_higher_precision: bool
 
 
 @cache
-def decide_re_encoding(held: Precision, wanted: Precision) -> ReEncodingDecision:
-    """Go as far towards wanted as held allows, keys and values apart.
+def decide_re_encoding(stored: Precision, assigned: Precision) -> ReEncodingDecision:
+    """Move from the stored precision towards the assigned one as far as possible.
 
-    Precision lost does not come back, so a wish for finer changes no byte. Nor does one for another
-    codec of the same width: an E4M3 made of INT8 has the errors of both and saves nothing.
+    Keys and values are decided separately. Lost precision cannot be restored, so a finer assignment
+    changes nothing. Another codec of the same width changes nothing either: E4M3 made from INT8
+    would have the errors of both and save nothing.
     """
-    key, better_key = _settle(held.key, wanted.key)
-    value, better_value = _settle(held.value, wanted.value)
+    key, wants_key = _decide(stored.key, assigned.key)
+    value, wants_value = _decide(stored.value, assigned.value)
     target = Precision(key, value)
-    return ReEncodingDecision(target if target != held else None, better_key or better_value)
+    return ReEncodingDecision(target if target != stored else None, wants_key or wants_value)
 
 
-def _settle(held: Codec, wanted: Codec) -> tuple[Codec, bool]:
-    if held.lossless:
-        # PACKED and NATIVE are the same numbers; only packing saves bytes.
-        return (held if wanted is Codec.NATIVE else wanted), False
-    if wanted.lossless or FINEST_FIRST.index(wanted) < FINEST_FIRST.index(held):
-        return held, True
-    return (wanted if BITS[wanted] < BITS[held] else held), False
+def _decide(stored: Codec, assigned: Codec) -> tuple[Codec, bool]:
+    if stored.lossless:
+        # PACKED and NATIVE have the same numbers, but PACKED has fewer bytes.
+        return (stored if assigned is Codec.NATIVE else assigned), False
+    if assigned.lossless or FINEST_FIRST.index(assigned) < FINEST_FIRST.index(stored):
+        return stored, True
+    return (assigned if BITS[assigned] < BITS[stored] else stored), False

@@ -1,7 +1,7 @@
-"""Who gets which precision, and which memory: the interface, HA-RAG's algorithms, and a fixed one.
+"""The interface of precision assignments, HA-RAG's algorithms, and a fixed assignment.
 
-An assignment sees all variants at once and says what each *deserves*. Whether that can still be had
-of what is held is another question (``fidelity.settle``).
+An assignment sees all variants at once and returns the precision and memory of each. Whether a
+stored value can still have that precision is decided elsewhere (``fidelity.decide_re_encoding``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ragcache_core.identity.variant import Codec, Precision
 
 
 class OrderedKey(Protocol):
-    """A key that has an order, so that ties are broken in the same way every time."""
+    """A key with an order, so that ties are always broken in the same way."""
 
     def __hash__(self) -> int: ...
 
@@ -29,7 +29,7 @@ NATIVE = Precision()
 
 
 class Placement(StrEnum):
-    """Memories of HA-RAG's Algorithm 2, fastest first."""
+    """The memories of HA-RAG's Algorithm 2, fastest first."""
 
     GPU = "gpu"
     PINNED = "pinned"
@@ -39,41 +39,44 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessObservation(Generic[K]):
-    """What is known of one variant when ranks are drawn up.
+    """What an assignment knows of one variant.
 
-    accesses: decayed count of reads. native_bytes: size of its value as computed. held: how it is
-    held now. score: decayed saved seconds per byte (DESIGN §1).
+    Attributes:
+        accesses: Decayed count of reads.
+        native_bytes: Size of its value as computed.
+        precision: How it is stored now.
+        score: Decayed saved seconds per byte.
     """
 
     key: K
     accesses: float
     native_bytes: int
-    held: Precision = NATIVE
+    precision: Precision = NATIVE
     score: float = 0.0
 
 
 class PrecisionAssignment(ABC):
-    """Says what every variant deserves. Depends on nothing but what it is given."""
+    """Assigns a precision and a memory to each variant, from the arguments only."""
 
     @abstractmethod
     def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        """The precision that each variant deserves."""
+        """Return the precision of each variant."""
 
     @abstractmethod
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        """The memory that each variant deserves."""
+        """Return the memory of each variant."""
 
 
 def rank_by_accesses(observations: Sequence[AccessObservation[K]]) -> list[K]:
-    """Keys by access frequency, hottest first; those accessed alike by key."""
+    """Return the keys by access count, most accessed first. Ties are ordered by key."""
     hottest_first = sorted(observations, key=lambda one: (-one.accesses, one.key))
     return [one.key for one in hottest_first]
 
 
 def split_by_percent(keys: Sequence[K], percents: Sequence[int]) -> list[Sequence[K]]:
-    """Cut a ranking into groups of percents of its length, each rounded down, and the rest.
+    """Split a ranking into groups of percents of its length, each rounded down, and the rest.
 
-    The borders of Algorithms 1 and 2: idx_i = percent_i n + idx_(i-1).
+    These are the bounds of Algorithms 1 and 2: idx_i = percent_i n + idx_(i-1).
     """
     groups = []
     start = 0
@@ -86,11 +89,11 @@ def split_by_percent(keys: Sequence[K], percents: Sequence[int]) -> list[Sequenc
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """HA-RAG's Algorithm 2, its lists: the hottest in GPU memory, the next pinned, then pageable.
+    """The lists of HA-RAG's Algorithm 2: most accessed in GPU memory, then pinned, then pageable.
 
-    Percents of all variants, by default those of §III-B2. As printed, the algorithm cuts PIN_LIST
-    by tau_PAGE and PAGE_LIST by tau_PIN; here each list has its own threshold. Its queues (least
-    recently used where a list does not fit) are the tiers' own business.
+    The percents are of all variants; the defaults are those of section III-B2. As printed, the
+    algorithm cuts PIN_LIST by tau_PAGE and PAGE_LIST by tau_PIN; here each list has its own
+    threshold. Its queues (least recently used where a list does not fit) are left to the tiers.
     """
 
     gpu_percent: int = 5
@@ -98,7 +101,7 @@ class RankPlacement:
     pageable_percent: int = 10
 
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        """The memory of each variant by its rank."""
+        """Return the memory of each variant by its rank."""
         groups = split_by_percent(
             rank_by_accesses(observations),
             (self.gpu_percent, self.pinned_percent, self.pageable_percent),
@@ -112,15 +115,23 @@ HA_RAG_SCHEMES = (
     Precision(Codec.E5M2, Codec.E5M2),
     Precision(Codec.GSE8, Codec.GSE8),
 )
-"""S1 to S4 of Algorithm 1 as HA-RAG fills them in (§III-B1), for the hottest variants first."""
+"""S1 to S4 of Algorithm 1, for the most accessed variants first.
+
+Source: HA-RAG section III-B1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HaRagAssignment(PrecisionAssignment):
     """HA-RAG's mixed precision (Algorithm 1) and placement (Algorithm 2), by rank.
 
-    percents: tau_1 to tau_3; the rest gets the last scheme. The paper ranks keys and values as
-    2 n chunks; both of a variant are read together, so ranking variants comes to the same.
+    The paper ranks keys and values as 2 n chunks. The keys and values of a variant are read
+    together, so ranking variants is equivalent.
+
+    Attributes:
+        schemes: Precisions for the groups, most accessed first.
+        percents: tau_1 to tau_3. The rest gets the last scheme.
+        placement: Algorithm 2.
     """
 
     schemes: tuple[Precision, Precision, Precision, Precision] = HA_RAG_SCHEMES
@@ -128,28 +139,28 @@ class HaRagAssignment(PrecisionAssignment):
     placement: RankPlacement = RankPlacement()
 
     def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        """Algorithm 1."""
+        """Apply Algorithm 1."""
         groups = split_by_percent(rank_by_accesses(observations), self.percents)
         return {
             key: scheme for scheme, keys in zip(self.schemes, groups, strict=True) for key in keys
         }
 
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        """Algorithm 2."""
+        """Apply Algorithm 2."""
         return self.placement.assign_placements(observations)
 
 
 @dataclass(frozen=True, slots=True)
 class FixedAssignment(PrecisionAssignment):
-    """One precision for all, hot or cold; placement by rank."""
+    """One precision for all variants; placement by rank."""
 
     precision: Precision = NATIVE
     placement: RankPlacement = RankPlacement()
 
     def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        """The same for each."""
+        """Return the same precision for each variant."""
         return dict.fromkeys((one.key for one in observations), self.precision)
 
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        """Algorithm 2 of HA-RAG."""
+        """Apply Algorithm 2 of HA-RAG."""
         return self.placement.assign_placements(observations)

@@ -1,19 +1,23 @@
-"""Our own assignment: as few bytes as a bound on the error that readers meet allows.
+"""Assigns as few bytes as a bound on the mean read error allows.
 
-HA-RAG's shares are fixed, so its quality is whatever comes out. Here quality is given and the
-shares come out. Each variant may be held in one of a few *grades*, whose sizes and errors were
-measured. What is wanted is
+HA-RAG fixes the shares and accepts the resulting quality. Here the quality is fixed and the shares
+result. Each variant may be stored in one of a few *grades*, whose sizes and errors were measured.
+The problem is a multiple-choice knapsack:
 
-    least   sum_i bytes_i * size(grade_i)
-    so that sum_i w_i * error(grade_i) <= max_error,    w_i ~ accesses_i + prior
+    minimize   sum_i bytes_i * size(grade_i)
+    such that  sum_i w_i * error(grade_i) <= max_error,    w_i ~ accesses_i + prior
 
-a multiple-choice knapsack. Only grades on the lower convex hull of (error, size) are used, finest
-first, and steps down the hull are taken by bytes saved per error added, best first, until the next
-one breaks the bound (or until everything fits into capacity_bytes). For the relaxed problem, where
-the last step may be taken in part, that order is optimal (Sinha and Zoltners, "The multiple-choice
-knapsack problem", 1979), so what is lost against the optimum is less than the bytes of one step.
-A variant that is hardly read adds hardly any error, so the cold get coarse first and the hot stay
-fine. The prior is what keeps those that were not read *yet* from being thought free.
+Only grades on the lower convex hull of (error, size) are used, finest first. Steps down the hull
+are taken by bytes saved per added error, best first, until the next step exceeds the bound (or
+until everything fits into capacity_bytes). For the relaxed problem, where the last step may be
+taken in part, this order is optimal. So the loss against the optimum is less than the bytes of one
+step.
+
+A variant that is hardly read adds hardly any error, so rarely read variants become coarse first and
+often read ones stay fine. The prior prevents variants that have not been read *yet* from counting
+as free.
+
+Source: Sinha and Zoltners, "The multiple-choice knapsack problem", 1979.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ from ragcache_core.tiering.precision_assignment import (
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A way to hold a value, as measured.
+    """A way to store a value, as measured.
 
-    size: bytes as a share of the native value. error: what it does to the output of attention,
-    relative to that output; 0 for a lossless one.
+    Attributes:
+        size: Bytes as a share of the native value.
+        error: Error of the attention output, relative to that output. 0: lossless.
     """
 
     precision: Precision
@@ -50,8 +55,10 @@ class Grade:
 NATIVE_GRADE = Grade(NATIVE, 1.0, 0.0)
 
 PRIOR_ACCESSES = 0.5
-"""What each variant is believed to be read beside the accesses that were counted. Of retrieved
-passages about half of all reads are first ones (multihoprag in ../shared/data), so it is not 0."""
+"""Expected reads of each variant, in addition to the counted ones.
+
+About half of all reads of retrieved passages are first reads (MultiHop-RAG), so it is not 0.
+"""
 
 
 def _both(codec: Codec, size: float, error: float) -> Grade:
@@ -66,16 +73,19 @@ GRADES = (
     Grade(Precision(Codec.INT8, Codec.INT4), 0.3984, 0.0820),
     _both(Codec.INT4, 0.2812, 0.1146),
 )
-"""As ``bench/hotness.py`` measures them: errors on the bundled model's KV, sizes of bfloat16 with
-heads of 64 numbers. Another model has other errors; its own table is to be passed in."""
+"""Grades as ``bench/hotness.py`` measures them.
+
+The errors are those of the bundled model's KV, the sizes those of bfloat16 with heads of 64
+numbers. Another model has other errors and needs its own table.
+"""
 
 MAX_ERROR = 0.02
-"""Default bound: 2 % of attention's output, as a read meets it on average."""
+"""Default bound: 2 % of the attention output, averaged over reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Room in each of the memories that a placement may use; the rest is on disk."""
+    """Capacity of each memory that a placement may use. The rest is stored on disk."""
 
     gpu_bytes: int = 0
     pinned_bytes: int = 0
@@ -84,11 +94,14 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class ScoreAssignment(PrecisionAssignment):
-    """Precision under a quality bound, placement by score.
+    """Precision under an error bound, placement by score.
 
-    grades: measured; native is always one of them. max_error: bound of the mean error that a read
-    meets. capacity_bytes: stop where everything fits, and keep the rest fine; None: save all that
-    the bound allows.
+    Attributes:
+        grades: Measured grades. Native is always one of them.
+        max_error: Bound of the mean error of a read.
+        memory: Capacities for the placement.
+        capacity_bytes: Stop once everything fits. None: save as much as the bound allows.
+        prior_accesses: See PRIOR_ACCESSES.
     """
 
     grades: tuple[Grade, ...] = GRADES
@@ -98,39 +111,41 @@ class ScoreAssignment(PrecisionAssignment):
     prior_accesses: float = PRIOR_ACCESSES
 
     def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        """The coarsest grades that the bound allows, the coldest first.
+        """Return the coarsest grades within the bound, least accessed variants first.
 
-        Error that a variant already has is charged before any more is taken on. What such a
-        variant deserves is said as if it could be had: the steps it would take at the final price.
+        Errors that stored variants already have are counted first. The result for such a variant
+        ignores that: it contains the steps that the variant would take at the final ratio.
         """
         if not observations:
             return {}
-        by_name = sorted(observations, key=lambda one: one.key)
+        by_key = sorted(observations, key=lambda one: one.key)
         hull = convex_hull((NATIVE_GRADE, *self.grades))
-        steps = _Steps(by_name, hull, self.prior_accesses)
-        reached = np.array([self._level(hull, one.held) for one in by_name])
+        steps = _Steps(by_key, hull, self.prior_accesses)
+        reached = np.array([self._level(hull, one.precision) for one in by_key])
         rows, levels = np.nonzero(np.arange(len(hull) - 1) >= reached[:, None])
-        # Best first; those alike level by level, and by name.
+        # Best first. Ties are ordered by level and key.
         best_first = np.lexsort((rows, levels, -steps.ratio[rows, levels]))
         rows, levels = rows[best_first], levels[best_first]
 
         added = steps.error_added[rows, levels]
         error = steps.error_at(reached) + np.cumsum(added)
-        over = (error > self.max_error) & (added > 0)
+        is_over = (error > self.max_error) & (added > 0)
         if self.capacity_bytes is not None:
             saved = steps.bytes_saved[rows, levels]
-            over |= steps.bytes_at(reached) - (np.cumsum(saved) - saved) <= self.capacity_bytes
-        taken = int(np.argmax(over)) if over.any() else len(over)
-        # What saves less than this, in bytes per error, is not taken.
-        price = steps.ratio[rows[taken], levels[taken]] if taken < len(over) else 0.0
+            is_over |= steps.bytes_at(reached) - (np.cumsum(saved) - saved) <= self.capacity_bytes
+        taken = int(np.argmax(is_over)) if is_over.any() else len(is_over)
+        # Steps with a lower ratio of saved bytes to added error are not taken.
+        min_ratio = steps.ratio[rows[taken], levels[taken]] if taken < len(is_over) else 0.0
         np.maximum.at(reached, rows[:taken], levels[:taken] + 1)
-        # Steps get less worth one by one, so these are the first few of each variant.
-        worth = np.count_nonzero(steps.ratio >= price, axis=1)
-        wanted = np.minimum(reached, worth).tolist()
-        return {one.key: hull[level].precision for one, level in zip(by_name, wanted, strict=True)}
+        # The ratios of a variant descend, so these are its first steps.
+        num_steps = np.count_nonzero(steps.ratio >= min_ratio, axis=1)
+        levels_by_key = np.minimum(reached, num_steps).tolist()
+        return {
+            one.key: hull[level].precision for one, level in zip(by_key, levels_by_key, strict=True)
+        }
 
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        """The best score first into the fastest memory that has room for it."""
+        """Assign the best scores first to the fastest memory with enough room."""
         sizes = {grade.precision: grade.size for grade in (NATIVE_GRADE, *self.grades)}
         assigned = self.assign_precisions(observations)
         room = {
@@ -149,17 +164,23 @@ class ScoreAssignment(PrecisionAssignment):
                     break
         return placed
 
-    def _level(self, hull: Sequence[Grade], held: Precision) -> int:
-        """Where on the hull a variant stands that is held so; one not measured counts as fine."""
+    def _level(self, hull: Sequence[Grade], precision: Precision) -> int:
+        """Return the index on the hull of a stored precision.
+
+        An unmeasured one counts as finest.
+        """
         errors = {grade.precision: grade.error for grade in self.grades}
-        error = errors.get(held, 0.0)
+        error = errors.get(precision, 0.0)
         return next(
             (level for level, grade in enumerate(hull) if grade.error >= error), len(hull) - 1
         )
 
 
 def convex_hull(grades: Sequence[Grade]) -> list[Grade]:
-    """Grades worth using, finest first: each step saves less per error than the one before."""
+    """Return the useful grades, finest first.
+
+    Each step saves fewer bytes per added error than the step before.
+    """
     hull: list[Grade] = []
     for grade in sorted(grades, key=lambda grade: (grade.error, grade.size)):
         if hull and grade.size >= hull[-1].size:
@@ -173,7 +194,7 @@ def convex_hull(grades: Sequence[Grade]) -> list[Grade]:
 def read_weights(
     observations: Sequence[AccessObservation[K]], prior_accesses: float = PRIOR_ACCESSES
 ) -> Mapping[K, float]:
-    """The share of reads expected of each variant; alike for all where nothing was read."""
+    """Return the expected share of reads of each variant; equal shares if nothing was read."""
     total = sum(one.accesses + prior_accesses for one in observations)
     if total <= 0:
         return dict.fromkeys((one.key for one in observations), 1 / max(1, len(observations)))
@@ -186,7 +207,7 @@ def read_error(
     grades: Sequence[Grade],
     prior_accesses: float = PRIOR_ACCESSES,
 ) -> float:
-    """The mean error that a read is expected to meet under an assignment."""
+    """Return the expected mean error of a read under an assignment."""
     errors = {grade.precision: grade.error for grade in (NATIVE_GRADE, *grades)}
     weights = read_weights(observations, prior_accesses)
     return sum(weights[one.key] * errors[assigned[one.key]] for one in observations)
@@ -198,9 +219,12 @@ def _slope(fine: Grade, coarse: Grade) -> float:
 
 
 class _Steps:
-    """Every step of every variant down the hull: arrays of [variants, grades - 1].
+    """All steps of all variants down the hull: arrays of [variants, grades - 1].
 
-    bytes_saved and error_added: by the step; ratio: of the two, infinite where nothing is added.
+    Attributes:
+        bytes_saved: By each step.
+        error_added: By each step.
+        ratio: Of both, infinite where no error is added.
     """
 
     def __init__(
@@ -217,13 +241,13 @@ class _Steps:
         self.bytes_saved = self._bytes[:, None] * -np.diff(self._sizes)
         self.error_added = self._weights[:, None] * np.diff(self._errors)
         self.ratio = np.full(self.bytes_saved.shape, np.inf)
-        with np.errstate(over="ignore"):  # next to nothing is added: infinite too
+        with np.errstate(over="ignore"):  # a tiny added error counts as infinite too
             np.divide(self.bytes_saved, self.error_added, self.ratio, where=self.error_added > 0)
 
     def error_at(self, levels: NDArray[np.intp]) -> float:
-        """The error that a read meets with each variant at its level."""
+        """Return the mean read error with each variant at its level."""
         return float(self._weights @ self._errors[levels])
 
     def bytes_at(self, levels: NDArray[np.intp]) -> float:
-        """The bytes that all take with each variant at its level."""
+        """Return the total bytes with each variant at its level."""
         return float(self._bytes @ self._sizes[levels])

@@ -1,8 +1,8 @@
-"""Which values an engine keeps in its own memories: in a pool on its device, in pinned host memory.
+"""Which values an engine keeps in its own memory tiers: device pool and pinned host memory.
 
-What is in none of them is in the cache store. A policy ranks what is held, hottest first, and says
-the fastest memory that each deserves; ``fill_tiers`` then gives out the room. Both policies are one
-interface, so that a name chooses between them.
+All other values are in the cache store only. A policy ranks the values, most used first, and names
+the fastest tier for each; ``fill_tiers`` then assigns the space. Both policies share one interface,
+so that a name selects one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from ragcache_core.tiering.precision_assignment import (
 )
 
 MEMORIES = (Placement.GPU, Placement.PINNED)
-"""Those of an engine, the fastest first; all others are ``Placement.DISK`` here: not its own."""
+"""An engine's memory tiers, fastest first. ``Placement.DISK`` here means no tier of the engine."""
 
 COUNT_HALF_LIFE_S = 3600.0
-"""Uses weigh half as much after an hour: a hot topic of the morning has cooled by the evening."""
+"""Half-life of uses: one hour, so that a topic of the morning has cooled by the evening."""
 
 MAX_COUNTED = 8192
-"""Keys of which uses are counted, held or not; then those that weigh least are forgotten."""
+"""Most keys whose uses are counted, stored or not. Beyond it the least used are forgotten."""
 
 
 class TierPolicy(ABC, Generic[K]):
-    """Ranks the values that are held or offered. Pure: the caller passes the time, in seconds.
+    """Ranks the values that are stored or offered. The caller passes the time, in seconds.
 
-    limits: bytes of each memory there is, of MEMORIES.
+    Args:
+        limits: Bytes of each tier of MEMORIES that exists.
     """
 
     def __init__(self, limits: Mapping[Placement, int]) -> None:
@@ -43,31 +44,31 @@ class TierPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """Note that key may be placed, because it was just used. One that is known is replaced."""
+        """Add a key that was just used, or replace one."""
 
     @abstractmethod
     def record_use(self, key: K, now: float) -> None:
-        """Note a use of key."""
+        """Record a use of key."""
 
     @abstractmethod
     def remove(self, key: K) -> None:
-        """Forget key, if it may be placed."""
+        """Forget key, if it was added."""
 
     @abstractmethod
     def assign_tiers(self, now: float) -> dict[K, Placement]:
-        """The memory of every key that may be placed; those with DISK are forgotten with this.
+        """Return the tier of every key that was added, and forget those with DISK.
 
-        In no memory there is more than its limit. No value is in a slower memory than a colder one,
-        unless it is larger than the whole of that memory, or deserves no better.
+        No tier exceeds its limit. No value is in a slower tier than a less used value, unless it is
+        larger than the whole faster tier, or the policy does not name that tier for it.
         """
 
 
 class ScoreTierPolicy(TierPolicy[K]):
-    """The best decayed saved seconds per byte first (``policies.score``)."""
+    """Ranks by decayed saved seconds per byte (``eviction.score``), best first."""
 
     def __init__(self, limits: Mapping[Placement, int]) -> None:
         super().__init__(limits)
-        # A chunk without the one before it is of use in blends, and in vLLM's own cache.
+        # A chunk without its parent is still useful in a blend and in the prefix cache of vLLM.
         self._score: ScorePolicy[K] = ScorePolicy(leaves_only=False)
         self._num_bytes: dict[K, int] = {}
 
@@ -86,7 +87,11 @@ class ScoreTierPolicy(TierPolicy[K]):
         self._num_bytes.pop(key, None)
 
     def priority(self, key: K, now: float) -> float:
-        """What ranks keys, the higher the hotter. KeyError for one that may not be placed."""
+        """Return the rank of key, higher for more used ones.
+
+        Raises:
+            KeyError: The key was not added.
+        """
         return self._score.priority(key, now)
 
     def assign_tiers(self, now: float) -> dict[K, Placement]:
@@ -94,17 +99,19 @@ class ScoreTierPolicy(TierPolicy[K]):
         fastest, room = next(iter(self.limits.items()), (Placement.DISK, 0))
         if sum(self._num_bytes.values()) <= room:
             return dict.fromkeys(self._num_bytes, fastest)
-        by_worth = sorted(self._num_bytes, key=lambda key: -self._score.priority(key, now))
-        placed = fill_tiers(((key, self._num_bytes[key], fastest) for key in by_worth), self.limits)
-        given_up = {key for key, memory in placed.items() if memory is Placement.DISK}
-        for _ in range(len(given_up)):
-            # So, and not by ``remove``, it is known again when it returns.
-            victim = self._score.evict(given_up.__contains__)
+        by_priority = sorted(self._num_bytes, key=lambda key: -self._score.priority(key, now))
+        placed = fill_tiers(
+            ((key, self._num_bytes[key], fastest) for key in by_priority), self.limits
+        )
+        leaving = {key for key, memory in placed.items() if memory is Placement.DISK}
+        for _ in range(len(leaving)):
+            # Unlike ``remove``, ``evict`` keeps the history for when the key returns.
+            victim = self._score.evict(leaving.__contains__)
             if victim is None:
                 break
-            given_up.discard(victim)
+            leaving.discard(victim)
             del self._num_bytes[victim]
-        for key in given_up:
+        for key in leaving:
             self.remove(key)
         return placed
 
@@ -112,9 +119,13 @@ class ScoreTierPolicy(TierPolicy[K]):
 class ThresholdTierPolicy(TierPolicy[K]):
     """HA-RAG's Algorithm 2: shares of all variants by their rank of accesses, within the limits.
 
-    lists: its thresholds. The ranking is of every key that was used lately, be it held or not; of a
-    list that does not fit the hottest stay, where the paper keeps those used last, and the rest go
-    to the next memory. A device that has no pool of its own leaves its list to the host.
+    The ranking is of every recently used key, stored or not. Of a list that does not fit, the most
+    accessed values stay, where the paper keeps the most recently used ones; the rest go to the next
+    tier. A device without a pool leaves its list to the host.
+
+    Args:
+        limits: See TierPolicy.
+        lists: Thresholds of the algorithm.
     """
 
     def __init__(self, limits: Mapping[Placement, int], lists: RankPlacement | None = None) -> None:
@@ -141,16 +152,16 @@ class ThresholdTierPolicy(TierPolicy[K]):
         self._num_bytes.pop(key, None)
 
     def accesses(self, key: K, now: float) -> float:
-        """What ranks keys, the higher the hotter."""
+        """Return the rank of key, higher for more used ones."""
         return self._counts.count(key, now)
 
     def assign_tiers(self, now: float) -> dict[K, Placement]:
         """See TierPolicy.place."""
         observations = self._observations(now)
-        deserved = self._lists.assign_placements(observations)
+        fastest = self._lists.assign_placements(observations)
         order = [key for key in rank_by_accesses(observations) if key in self._num_bytes]
         placed = fill_tiers(
-            ((key, self._num_bytes[key], deserved[key]) for key in order), self.limits
+            ((key, self._num_bytes[key], fastest[key]) for key in order), self.limits
         )
         for key, memory in placed.items():
             if memory is Placement.DISK:
@@ -172,29 +183,34 @@ class ThresholdTierPolicy(TierPolicy[K]):
 def fill_tiers(
     hottest_first: Iterable[tuple[K, int, Placement]], limits: Mapping[Placement, int]
 ) -> dict[K, Placement]:
-    """Give out room. hottest_first: key, bytes, and the fastest memory that it deserves.
+    """Assign space to keys in order.
 
-    Where one does not fit any more, nothing colder goes either, however small: it would be above
-    something hotter. Only what could never fit is passed over. limits: the fastest memory first.
+    Once a value does not fit, no less used value is assigned to that tier, however small. Otherwise
+    it would be in a faster tier than a more used value. Only a value that could never fit is
+    skipped.
+
+    Args:
+        hottest_first: Key, bytes, and the fastest tier that the policy names for it.
+        limits: Fastest tier first.
     """
     memories = [memory for memory in MEMORIES if memory in limits]
     left = dict(limits)
-    reached = 0
+    first_open = 0
     placed = {}
-    for key, num_bytes, deserved in hottest_first:
+    for key, num_bytes, fastest in hottest_first:
         placed[key] = Placement.DISK
-        if deserved not in MEMORIES:
+        if fastest not in MEMORIES:
             continue
-        speed = MEMORIES.index(deserved)
-        for place in range(reached, len(memories)):
-            memory = memories[place]
-            if MEMORIES.index(memory) < speed or num_bytes > limits[memory]:
+        fastest_index = MEMORIES.index(fastest)
+        for index in range(first_open, len(memories)):
+            memory = memories[index]
+            if MEMORIES.index(memory) < fastest_index or num_bytes > limits[memory]:
                 continue
             if num_bytes <= left[memory]:
                 left[memory] -= num_bytes
                 placed[key] = memory
                 break
-            reached = place + 1
+            first_open = index + 1
     return placed
 
 
@@ -207,9 +223,15 @@ DEFAULT_TIER_POLICY = "score"
 
 
 def make_tier_policy(name: str, limits: Mapping[Placement, int]) -> TierPolicy[Any]:
-    """A policy by its name, empty. Raises ValueError for one that is not in TIER_POLICIES."""
+    """Return an empty policy by its name.
+
+    Raises:
+        ValueError: The name is not in TIER_POLICIES.
+    """
     try:
         make = _POLICIES[name]
     except KeyError:
-        raise ValueError(f"no tier policy {name!r}; one of {', '.join(TIER_POLICIES)}") from None
+        raise ValueError(
+            f"no tier policy {name!r}; use one of {', '.join(TIER_POLICIES)}"
+        ) from None
     return make(limits)

@@ -199,7 +199,7 @@ class Pair:
         owner = RendezvousHash(names).owners([KEY.chunk])[0]
         self.owner, self.second = shards if owner == names[0] else shards[::-1]
         self.now = 1000.0
-        thresholds = ReplicationThresholds(copy_share=0.5, drop_share=0.1, least_bytes_per_s=1000.0)
+        thresholds = ReplicationThresholds(copy_share=0.5, drop_share=0.1, min_bytes_per_s=1000.0)
         self.of_owner, self.of_second = (
             Replicator(
                 shard.store,
@@ -221,8 +221,8 @@ def pair(shards: tuple[Served, Served]) -> Pair:
 
 def replicas(pair: Pair) -> tuple[str, ...]:
     """What a lookup at the owner tells."""
-    (found,) = pair.owner.client.lookup([LookupKey.of(KEY)]).variants
-    return found.held[0].replicas if found.held else ()
+    (found,) = pair.owner.client.lookup([LookupKey.for_variant(KEY)]).variants
+    return found.stored[0].replicas if found.stored else ()
 
 
 def test_what_is_hot_is_copied_and_dropped_when_it_has_cooled(pair: Pair) -> None:

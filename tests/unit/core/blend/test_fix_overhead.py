@@ -110,7 +110,7 @@ class TestFrequencyGain:
 
     @pytest.mark.parametrize(("overhead", "floor"), [(-0.1, 0.1), (1.1, 0.1), (0.5, 0), (0.5, 2)])
     def test_no_such_overhead_or_floor(self, overhead, floor):
-        with pytest.raises(ValueError, match="lies in"):
+        with pytest.raises(ValueError, match="must be in"):
             frequency_gain(overhead, floor)
 
 
@@ -213,7 +213,7 @@ class TestCalibration:
         ("alpha", "overhead", "quality"), [(-1, 0, 0), (1, 1.1, 0), (1, 0, math.nan)]
     )
     def test_no_such_trial(self, alpha, overhead, quality):
-        with pytest.raises(ValueError, match=r"alpha|CFO|quality"):
+        with pytest.raises(ValueError, match=r"alpha|fix_overhead|quality"):
             CalibrationTrial(alpha, overhead, quality)
 
     def test_no_such_quality(self):

@@ -69,5 +69,5 @@ class TestDepth:
         ("layers", "compute", "load"), [(0, 1, 1), (2, -1, 1), (2, 1, math.nan), (2, math.inf, 1)]
     )
     def test_no_such_model(self, layers, compute, load):
-        with pytest.raises(ValueError, match="or more"):
+        with pytest.raises(ValueError, match="must be"):
             preload_depth(layers, compute, load)

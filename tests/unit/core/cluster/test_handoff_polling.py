@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cluster.handoff_polling import LEAST_PAUSE_S, PAUSE_SHARE, HandoffPolling
+from ragcache_core.cluster.handoff_polling import MIN_INTERVAL_S, INTERVAL_SHARE, HandoffPolling
 
 times = st.floats(0, 1e6)
 
@@ -19,10 +19,10 @@ def test_it_ends_when_it_should_and_not_before(
     for step in steps:
         now += step
         again = wait.record_missing(now)
-        assert (again is None) == (now >= wait.ends)
+        assert (again is None) == (now >= wait.deadline)
         if again is not None:
-            assert now < again <= wait.ends
-            assert again - now <= max(LEAST_PAUSE_S, PAUSE_SHARE * (now - began)) * 1.01 + 1e-6
+            assert now < again <= wait.deadline
+            assert again - now <= max(MIN_INTERVAL_S, INTERVAL_SHARE * (now - began)) * 1.01 + 1e-6
 
 
 def test_the_last_question_is_asked_at_the_end() -> None:

@@ -15,7 +15,7 @@ from ragcache_core.cluster.replication import (
 )
 from ragcache_core.identity.keys import VariantKey
 
-BUSY = ReplicationThresholds(copy_share=0.2, drop_share=0.05, least_bytes_per_s=1000.0, most=2)
+BUSY = ReplicationThresholds(copy_share=0.2, drop_share=0.05, min_bytes_per_s=1000.0, max_replicas=2)
 
 
 def key(number: int) -> VariantKey:

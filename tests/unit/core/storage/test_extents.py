@@ -201,14 +201,14 @@ def test_the_same_page_twice_in_one_value_is_refused() -> None:
 def test_freeing_what_is_free_is_an_error(extent: Extent) -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
     allocator.mark_used((Extent(PAGE_BYTES, PAGE_BYTES),))
-    with pytest.raises(ValueError, match="free already"):
+    with pytest.raises(ValueError, match="already free"):
         allocator.free((extent,))
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="not a valid extent"):
         allocator.free((Extent(5, 1),))
 
 
 def test_less_than_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="capacity"):
         ExtentAllocator(-1)
-    with pytest.raises(ValueError, match="room"):
+    with pytest.raises(ValueError, match="num_bytes"):
         ExtentAllocator(1).allocate(-1)

@@ -262,9 +262,9 @@ def test_it_is_within_one_step_of_the_best_there_is() -> None:
 def test_error_already_there_is_charged_and_better_is_wanted_for_the_hot() -> None:
     assignment = ScoreAssignment(GRADES, max_error=0.006)
     fresh = observations([100, 1, 1, 1])
-    lossy = [replace(fresh[0], held=INT4), *fresh[1:]]
+    lossy = [replace(fresh[0], precision=INT4), *fresh[1:]]
     assigned = assignment.assign_precisions(lossy)
-    assert decide_re_encoding(INT4, assigned[0]).want_better
+    assert decide_re_encoding(INT4, assigned[0]).wants_higher_precision
     # Nearly all reads meet an error of 0.11 by now, so nobody else may get any.
     assert [assigned[key] for key in (1, 2, 3)] == [Precision()] * 3
 
@@ -304,41 +304,41 @@ def test_a_lossless_grade_that_is_smaller_takes_the_place_of_native() -> None:
 # Precision lost
 
 
-@given(held=precisions, wanted=precisions)
-def test_no_precision_comes_back(held: Precision, wanted: Precision) -> None:
-    settled = decide_re_encoding(held, wanted)
-    after = settled.re_encode or held
+@given(stored=precisions, assigned=precisions)
+def test_no_precision_comes_back(stored: Precision, assigned: Precision) -> None:
+    decision = decide_re_encoding(stored, assigned)
+    after = decision.re_encode or stored
     for before, now, wish in (
-        (held.key, after.key, wanted.key),
-        (held.value, after.value, wanted.value),
+        (stored.key, after.key, assigned.key),
+        (stored.value, after.value, assigned.value),
     ):
         if now is not before:
             assert now is wish
             # only towards fewer bits, or from one lossless codec to the other
             assert before.lossless or (now in BITS and BITS[now] < BITS[before])
         elif not before.lossless and wish.lossless:
-            assert settled.want_better
+            assert decision.wants_higher_precision
 
 
-@given(held=precisions, wanted=precisions)
-def test_settling_twice_changes_nothing_more(held: Precision, wanted: Precision) -> None:
-    once = decide_re_encoding(held, wanted)
-    again = decide_re_encoding(once.re_encode or held, wanted)
+@given(stored=precisions, assigned=precisions)
+def test_settling_twice_changes_nothing_more(stored: Precision, assigned: Precision) -> None:
+    once = decide_re_encoding(stored, assigned)
+    again = decide_re_encoding(once.re_encode or stored, assigned)
     assert again.re_encode is None
-    assert again.want_better == once.want_better
+    assert again.wants_higher_precision == once.wants_higher_precision
 
 
 def test_keys_and_values_settle_apart() -> None:
-    settled = decide_re_encoding(Precision(Codec.INT4, Codec.INT8), MIXED)
-    assert settled.re_encode == INT4
-    assert settled.want_better  # the keys
+    decision = decide_re_encoding(Precision(Codec.INT4, Codec.INT8), MIXED)
+    assert decision.re_encode == INT4
+    assert decision.wants_higher_precision  # the keys
 
 
 def test_lossless_is_as_good_as_lossless() -> None:
     packed = Precision(Codec.PACKED, Codec.PACKED)
     assert decide_re_encoding(Precision(), packed).re_encode == packed
     assert decide_re_encoding(packed, Precision()).re_encode is None
-    assert not decide_re_encoding(packed, Precision()).want_better
+    assert not decide_re_encoding(packed, Precision()).wants_higher_precision
 
 
 def test_every_lossy_codec_has_its_place() -> None:
