@@ -1,34 +1,38 @@
-"""What answers are worth when chunks' KV is reused out of its context and repaired.
+"""Measures answers when chunks' KV is reused after other chunks and partly recomputed.
 
-The bundled model answers held-out handbook questions, eight documents in random order. The KV of
-every chunk was captured in another prompt, behind chunks of other handbooks; it is placed where
-the chunk stands now, its keys turned, and a share of its tokens is recomputed through vLLM's own
-model (``ragcache_engine.blend.recomputer``). Which tokens: ours, those that other chunks had the most
-influence on when they were captured (``ragcache_engine.blend.attention``) and that the question looks at
-(``core/blend/need``); by influence alone; Cache-Craft's, by its ranking and fix overhead; at
-random; or those that most attention was paid to, as H2O keeps them. "Focused" are ours less those
-in chunks that Cache-Craft's Algorithm 1 lets go, with its cut as printed and with one at the
-largest gap; the share recomputed says what that saves. Full recomputation is what all are compared
-with. To see what the question looks at, its tokens are computed once more, before anything is
-repaired; they are not among the recomputed ones that are counted.
+The bundled model answers held-out handbook questions over eight documents in random order. The KV
+of each chunk was captured in another prompt, after chunks of other handbooks. The benchmark writes
+it at its new position, rotates its keys, and recomputes a share of its tokens through vLLM's own
+model (``ragcache_engine.blend.recomputer``).
 
-Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full recomputation, KL
-from its distribution of the answer's first token, the share of context tokens recomputed, and in
-how many runs.
+Methods to choose the tokens:
 
-"First": the same questions where each chunk was captured first in its prompt, right behind the
-template, as chunks are that were computed ahead. Nothing is known of what other chunks would do to
-such a chunk, so all of its tokens count alike, as in the engine (``core/blend/blending``), and ours
-goes by the question's question_attention alone. The first chunk of the prompt asked is exact then and is left
-as it is; shares are of all others' tokens. In the result: captured_first.
+- ours: tokens under most influence of other chunks at capture (``ragcache_engine.blend.attention``)
+  that the question attends to (``core/blend``);
+- by influence alone;
+- Cache-Craft: its ranking and its fix overhead;
+- random;
+- heavy: tokens that received most attention, as in H2O;
+- focused: ours without chunks that Cache-Craft's Algorithm 1 leaves out. One variant uses the cut
+  as printed, another one the largest gap. The recomputed share shows what that saves.
 
-The result is ``void`` where there is nothing to mend: where answers with nothing recomputed are
-right more than VOID_OVER times as often as those of full recomputation, or the latter never are.
-Any choice of tokens would look good then. A full run that is void says so and fails.
+The baseline is full computation. The question's own pass is not part of the counted tokens.
 
---foreign does the same with text that nobody trained on and a model of random weights, sharp enough
-for attention that is not uniform: paragraphs of MuSiQue, eight to a prompt, each captured behind
-others. There is no right answer then, only the KL. It needs the public data (../shared/data).
+Printed: exact matches with the right answer, ROUGE-L F1 to the answer of full computation, and KL
+of the first token from it. Also the share of recomputed context tokens and the number of runs.
+
+``captured_first``: the same questions, but each chunk was captured right after the template, as a
+precomputed chunk is. The influence of other chunks is unknown then, so all its tokens count alike
+and ours uses the question's attention alone. The first chunk of the prompt is exact and stays as
+it is; shares are of the other chunks' tokens.
+
+A result is ``void`` if recomputation cannot help. That is so if answers without recomputation are
+right more than VOID_OVER times as often as those of full computation, or if the latter never are.
+A full run that is void says so and fails.
+
+``--foreign`` uses text the model was not trained on, and a model with random weights whose
+attention is not uniform. It takes paragraphs of MuSiQue, eight to a prompt, each captured after
+others. There is no right answer then, only the KL. It needs the public data in ../shared/data.
 """
 
 from __future__ import annotations
@@ -69,37 +73,37 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 FOREIGN = ROOT.parent / "shared" / "data" / "hipporag" / "musique_train.json"
 FOREIGN_TOKENS = 160
-"""Of a paragraph, at most."""
+"""Longest paragraph."""
 
 MODEL = ROOT / "models" / "tinyrag" / "model"
 DOCUMENTS = 8
 BUDGETS = (0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 1.0)
 KINDS = ("single", "two_step")
-"""Those with an answer; that there is none is also said by a model that sees little."""
+"""Kinds of questions with an answer; a poor model also says "no answer"."""
 
 NEIGHBOURS = (2, 5)
-"""Chunks before the one that is captured: from, to."""
+"""Smallest and largest number of chunks before a captured one."""
 
 FIRST_BUDGET = 0.2
 VOID_OVER = 0.8
-"""With the bundled model it is 0.75 over 200 questions."""
+"""The bundled model has 0.75 over 200 questions."""
 
 FOCUS_BUDGET = 0.2
 WINDOW = 2
-"""Layers, of five, over which the cut of focused chunks has to stay the same."""
+"""Number of layers, of five, over which the cut of focused chunks must stay the same."""
 
 CUTS: Mapping[str, Cut] = {"as printed": entropy_cut, "largest gap": largest_gap_cut}
 
 MAX_ANSWER_TOKENS = 32
 FIRST_BLOCK = 64
-"""Where block tables begin, beyond what the engine may have used."""
+"""First block of the tables, after those that the engine may have used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A chunk's KV, [num_layers, 2, num_tokens, num_kv_heads, head_dim], and what it looked at.
+    """A chunk's KV, [num_layers, 2, num_tokens, num_kv_heads, head_dim], and its attention.
 
-    received: attention that each of its tokens was paid by those after it.
+    ``received`` is the attention that each of its tokens received from later tokens.
     """
 
     value: torch.Tensor
@@ -113,7 +117,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """token_ids: without the end's. log_probs: of the first token, over the vocabulary."""
+    """Token ids without the end token, and log probabilities of the first token."""
 
     token_ids: tuple[int, ...]
     log_probs: torch.Tensor
@@ -132,7 +136,7 @@ class Score:
     same: int = 0
 
     def row(self) -> dict[str, float]:
-        """Means."""
+        """Return the means."""
         n = max(1, self.asked)
         return {
             "exact_match": round(self.right / n, 4),
@@ -145,7 +149,7 @@ class Score:
 
 
 class Lab:
-    """The connector's parts inside a worker, and a decoder of answers around them."""
+    """The connector's parts inside a worker, and a greedy decoder."""
 
     def __init__(self, worker: Any, model_folder: Path, end_id: int) -> None:
         import torch  # noqa: PLC0415  after vLLM's variables are set
@@ -171,22 +175,22 @@ class Lab:
         self._rotation = KeyRotation(read_rope(config), dtype)
 
     def table(self, number: int) -> list[int]:
-        """Blocks of a prompt of the longest length."""
+        """Return the block table of a prompt of the longest length."""
         count = -(-4096 // self._block_size)
         return [FIRST_BLOCK + number * count + i for i in range(count)]
 
     def capture(
         self, head: Sequence[int], before: Sequence[Sequence[int]], chunk: Sequence[int]
     ) -> Captured:
-        """A chunk's KV behind others."""
+        """Capture a chunk's KV after others."""
         segments, token_ids = [range(len(head))], list(head)
         for ids in (*before, chunk):
             segments.append(range(len(token_ids), len(token_ids) + len(ids)))
             token_ids += ids
-        table, place = self.table(0), segments[-1]
+        table, positions = self.table(0), segments[-1]
         self.recomputer.recompute(token_ids, table, [range(len(token_ids))])
-        single = [range(p, p + 1) for p in place]
-        seen = self._observer.observe(token_ids, table, place, [*segments[:-1], *single])
+        single = [range(p, p + 1) for p in positions]
+        seen = self._observer.observe(token_ids, table, positions, [*segments[:-1], *single])
         last = len(segments) - 1
         others, own = seen.mass[:, 1:last], seen.mass[:, last:]
         prefix = tuple(
@@ -203,8 +207,8 @@ class Lab:
             received=tuple(own.sum(0).tolist()),
         )
 
-    def place(self, table: Sequence[int], captured: Captured, start: int) -> None:
-        """Write a chunk's KV to where it stands now."""
+    def write(self, table: Sequence[int], captured: Captured, start: int) -> None:
+        """Write a chunk's KV at its new position."""
         value = captured.value.clone()
         self._rotation.rotate_part(value, start - captured.position)
         slots = self.cache.slots(table, start, start + value.shape[2])
@@ -213,7 +217,7 @@ class Lab:
     def question_attention(
         self, token_ids: Sequence[int], table: Sequence[int], first: int
     ) -> list[float]:
-        """What the tokens from position first on look at, by position."""
+        """Return the attention of the tokens from position ``first`` on, by position."""
         question = range(first, len(token_ids))
         seen: list[float] = self._observer.question_attention(token_ids, table, question).tolist()
         return seen
@@ -221,7 +225,7 @@ class Lab:
     def attention_by_layer(
         self, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[range]
     ) -> list[list[float]]:
-        """Attention of all tokens after the chunks to each chunk: by layer, by chunk (eq. 15)."""
+        """Return the attention of all tokens after the chunks to each chunk, by layer (eq. 15)."""
         from bench.support.chunk_attention import ChunkAttentionHook  # noqa: PLC0415
 
         question = range(chunks[-1].stop, len(token_ids))
@@ -237,7 +241,7 @@ class Lab:
         first: int,
         most: int = MAX_ANSWER_TOKENS,
     ) -> Answer:
-        """Compute the prompt from position first on and decode greedily, most tokens or fewer."""
+        """Compute the prompt from position ``first`` on and decode up to ``most`` tokens."""
         torch, ids = self._torch, list(token_ids)
         answer: list[int] = []
         log_probs = None
@@ -256,7 +260,7 @@ class Lab:
 
 
 def key_of(token_ids: Sequence[int]) -> bytes:
-    """Some name of a chunk by its tokens."""
+    """Return a key for a chunk, from its tokens."""
     import xxhash  # noqa: PLC0415
 
     return xxhash.xxh3_128_digest(repr(list(token_ids)).encode())[:KEY_BYTES]
@@ -264,9 +268,9 @@ def key_of(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question: the prompt's parts, and the chunks that are captured with theirs.
+    """One question: the prompt's parts, and the prompts that its chunks are captured in.
 
-    question: None where there is no right answer.
+    ``question`` is None if there is no right answer.
     """
 
     question: Question | None
@@ -277,9 +281,9 @@ class Case:
 
 @dataclass(slots=True)
 class Trial:
-    """One prompt with its chunks' captured KV, tried in several ways.
+    """One prompt with its chunks' captured KV, answered with several methods.
 
-    exact_end: position up to which nothing is to mend.
+    ``exact_end`` is the position up to which all KV is exact.
     """
 
     lab: Lab
@@ -311,26 +315,26 @@ class Trial:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all chunks that are not exact."""
+        """Return the tokens of all chunks that are not exact."""
         return self.end - self.exact_end
 
     @property
     def table(self) -> list[int]:
-        """Blocks that chunks are placed in."""
+        """Return the block table of the chunks."""
         return self.lab.table(2)
 
     def share(self, runs: Sequence[range]) -> float:
-        """Of all chunks' tokens."""
+        """Return a share of all chunks' tokens."""
         return sum(len(run) for run in runs) / self.context_tokens
 
     def full(self) -> Answer:
-        """Everything computed."""
+        """Compute the whole prompt."""
         table = self.lab.table(1)
         self.lab.recomputer.recompute(self.token_ids, table, [range(self.end)])
         return self.lab.answer(self.token_ids, table, self.end, self.most)
 
     def reuse(self, runs: Sequence[range]) -> Answer:
-        """The head computed, chunks placed, runs recomputed."""
+        """Compute the head, write the chunks, recompute the runs."""
         table = self._placed()
         passes = self.lab.recomputer
         for one in split_into_passes(runs, max_tokens=passes.max_tokens, max_runs=passes.max_runs):
@@ -338,20 +342,20 @@ class Trial:
         return self.lab.answer(self.token_ids, table, self.end, self.most)
 
     def _placed(self) -> list[int]:
-        """The head computed, chunks placed."""
+        """Compute the head and write the chunks."""
         table = self.table
         self.lab.recomputer.recompute(self.token_ids, table, [range(len(self.case.head))])
         for captured, start in zip(self.captured, self.starts, strict=True):
-            self.lab.place(table, captured, start)
+            self.lab.write(table, captured, start)
         return table
 
     def ours(self, budget: int) -> tuple[range, ...]:
-        """Those under the most influence that the question looks at."""
+        """Select tokens by influence and by the attention of the question."""
         order = rank_tokens(self._influenced, self.question_attention)
         return select_tokens(order, budget).runs
 
     def influence(self, budget: int) -> tuple[range, ...]:
-        """Those under the most influence."""
+        """Select tokens by influence."""
         return select_tokens(rank_tokens(self._influenced), budget).runs
 
     @property
@@ -363,7 +367,7 @@ class Trial:
         ]
 
     def focused(self, budget: int, cut: Cut) -> tuple[range, ...]:
-        """Of ours, those in the chunks that Algorithm 1 would go on with."""
+        """Select those of ours in the chunks that Algorithm 1 keeps."""
         spans = [
             range(start, start + len(ids))
             for start, ids in zip(self.starts, self.case.chunks, strict=True)
@@ -378,7 +382,7 @@ class Trial:
         return select_tokens(kept, budget).runs
 
     def cache_craft(self, budget: int) -> tuple[range, ...]:
-        """The highest inter-attention of each chunk, as many as its fix overhead asks for."""
+        """Select the highest inter-attention of each chunk, as many as its fix overhead wants."""
         chunks: list[RankedChunk] = []
         before: list[PrefixChunk] = []
         for captured, start, ids in zip(self.captured, self.starts, self.case.chunks, strict=True):
@@ -390,13 +394,13 @@ class Trial:
         return select_by_fix_overhead(chunks, budget).runs
 
     def random(self, budget: int) -> tuple[range, ...]:
-        """Positions at random."""
+        """Select random positions."""
         order = list(range(self.exact_end, self.end))
         self.rng.shuffle(order)
         return select_tokens(order, budget).runs
 
     def heavy(self, budget: int) -> tuple[range, ...]:
-        """Those that were paid the most attention by their own chunk."""
+        """Select tokens that received most attention from their own chunk."""
         paid = {
             start + i: weight
             for captured, start in zip(self.captured, self.starts, strict=True)
@@ -406,7 +410,7 @@ class Trial:
 
 
 def draw(rng: Random, tokenizer: Any, count: int) -> tuple[list[Case], list[list[int]]]:
-    """Questions of every kind in turn, and chunks of other handbooks."""
+    """Draw questions of every kind in turn, and chunks of other handbooks."""
 
     def count_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
@@ -445,19 +449,19 @@ FIRST_METHODS: Mapping[str, Choose] = {
     f"first, ours {FIRST_BUDGET:.0%}": Trial.ours,
     f"first, random {FIRST_BUDGET:.0%}": Trial.random,
 }
-"""Of chunks that were captured first in their prompts."""
+"""Methods for chunks that were captured first in their prompts."""
 
 
 def captured_first(lab: Lab, case: Case, rng: Random) -> Trial:
-    """A case with each chunk captured right behind the template."""
+    """Return the case with each chunk captured right after the template."""
     alone = [lab.capture(case.head, (), ids) for ids in case.chunks]
-    # As in the engine: all tokens of chunks alike, where nothing is known of others' influence.
+    # As in the engine: without observed influence all tokens of a chunk count alike.
     alike = [replace(captured, influence=(1.0,) * len(captured.influence)) for captured in alone]
     return Trial(lab, case, alike, rng, most=0 if case.question is None else MAX_ANSWER_TOKENS)
 
 
 def work(worker: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
-    """All questions in all ways; scores by "method budget" and kind."""
+    """Answer all questions with all methods; return scores by "method budget" and kind."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -511,14 +515,14 @@ def _note(
 
 
 def divergence(full: Answer, answer: Answer) -> float:
-    """KL of the first token's distributions, in nats."""
+    """Return the KL of the first token's distributions, in nats."""
     return max(0.0, float((full.log_probs.exp() * (full.log_probs - answer.log_probs)).sum()))
 
 
 def work_on_foreign_text(
     worker: Any, model: Path, texts: Sequence[str], count: int, seed: int
 ) -> dict[str, float]:
-    """Mean KL by "method budget"."""
+    """Return the mean KL by "method budget"."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -553,14 +557,14 @@ def work_on_foreign_text(
 
 
 def make_engine(model: Path) -> Any:
-    """vLLM in this process."""
+    """Start vLLM in this process."""
     from vllm import LLM  # noqa: PLC0415  reads variables that are set before
 
     return LLM(str(model), enforce_eager=True, max_num_batched_tokens=4096, disable_log_stats=True)
 
 
 def foreign(count: int, seed: int) -> dict[str, object]:
-    """What --foreign finds: mean KL by method and budget."""
+    """Run ``--foreign``; return the mean KL by method and budget."""
     if not FOREIGN.is_file():
         return {"skipped": f"there is no {FOREIGN.name}"}
     from tests.helpers.tiny_model import make_tiny_model  # noqa: PLC0415
@@ -575,7 +579,7 @@ def foreign(count: int, seed: int) -> dict[str, object]:
 
 
 def why_void(naive_over_full: float | None) -> str:
-    """Why nothing follows from a run's figures, or ""."""
+    """Return why a run's figures prove nothing, or an empty string."""
     if naive_over_full is None:
         return "no answer of full recomputation is right"
     if naive_over_full > VOID_OVER:
@@ -587,12 +591,12 @@ def why_void(naive_over_full: float | None) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer questions")
     parser.add_argument("--questions", type=int)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--foreign", action="store_true", help="KL on text nobody trained on")
+    parser.add_argument("--foreign", action="store_true", help="KL on text of other sources")
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -1,29 +1,29 @@
-"""Time to first token when a prompt is put together from chunks of other prompts.
+"""Measures time to first token when a prompt is composed of chunks from other prompts.
 
-A model with random weights that is large enough for prefill to be what takes the time. Chunks are
-captured in prompts of their own; then each is asked for at another place, behind chunks that it has
-never seen, and a share of its tokens is recomputed. Interleaved, warmed up, medians:
+The model has random weights and is large enough for prefill to dominate. Chunks are captured in
+their own prompts. Then each is requested at another position, after other chunks, and a share of
+its tokens is recomputed. Rounds are interleaved after a warm-up; figures are medians.
 
-full: plain vLLM, without our connector and its own prefix cache. prefix_cache: vLLM's own, hit in
-full. exact: a prompt as it was captured, all of it out of the store. blend0, blend15, blend30: so
-many percent recomputed. The store has all of it in memory. Before an engine is asked, all others
-sleep.
+- ``full``: plain vLLM without our connector and without its prefix cache.
+- ``prefix_cache``: vLLM's own prefix cache, a full hit.
+- ``exact``: a prompt as it was captured, loaded from the store.
+- ``blend0``, ``blend15``, ``blend30``: with this percentage of tokens recomputed.
 
-``_own_tier``: of an engine with a host tier (RAGCACHE_HOST_TIER_BYTES), which holds all of it; it
-still asks the store what it may load. Its own metrics have to say that no value came from there.
+The store has everything in memory. All other engines sleep while one is measured.
 
-``_disk``: the store was restarted and has nothing in memory, so that all is read from its file of
-values; no chunk is asked for twice, only the template is. Before each request that file is taken
-out of the operating system's page cache; what share was in there all the same (mincore), at most,
-is printed as ``page_cache_share``; before the first time it was ``page_cache_share_before``.
-Where the former is not next to 0 (``from_page_cache``), ``_disk`` only means: from a file.
-``values_from_disk`` and ``values_from_memory`` are the store's own counts, by case, with what it
-keeps of observations. What a virtual disk's host keeps in memory of its own nobody here can see, so
-the store's disk may still be faster than its kind is.
+``_own_tier``: an engine with a host tier (RAGCACHE_HOST_TIER_BYTES) that has everything. It still
+asks the store what it may load. Its metrics must show that no value came from the store.
 
-``where`` says where a request's time goes, by the engine's own record, the rest being its server's:
-queue (the store's lookup, scheduling), load (fetching, turning and writing KV), repair (the
-question's look and the recomputed tokens), prefill (the question).
+``_disk``: the store was restarted, so its memory tier is empty and values come from its file. Only
+the template is requested twice. Before each request the file is removed from the page cache.
+``page_cache_share`` is the largest share that remained (mincore), and ``page_cache_share_before``
+the share before the first removal. If ``from_page_cache`` is true, the file was not read from the
+device. ``values_from_disk`` and ``values_from_memory`` are the store's own counts by case,
+observations included. The host of a virtual disk may cache it, which cannot be seen here.
+
+``where`` splits the time by the engine's record: queue (lookup, scheduling), load (fetch, rotate,
+write), ``repair`` (the question's attention pass and recomputation) and prefill (the question). The
+rest is the API server's.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ HEAD_TOKENS = 48
 QUESTION_TOKENS = 32
 CHUNK_TOKENS = (256, 251, 240, 256, 197, 256, 249, 167)
 CAPTURED = {1: 8, 4: 4}
-"""Prompts that chunks are captured in, by how often CHUNK_TOKENS are in one. One that is blended
-has chunks of all of them."""
+"""Number of prompts to capture in, by repeats of CHUNK_TOKENS in one. A blended prompt has
+chunks of all of them."""
 
 ROUNDS = {1: 20, 4: 5}
 BUDGETS = {"blend0": 0.0, "blend15": 0.15, "blend30": 0.30}
 ANSWER_TOKENS = 4
 STORED_S = 300.0
 OWN_TIER_BYTES = 1 << 30
-"""More than all that is captured, so that nothing has to leave."""
+"""More than all captured values, so that none is evicted."""
 
 OWN_TIER = "_own_tier"
 DISK = "_disk"
 CACHED_SHARE = 0.01
-"""Of a file, which counts as none of it."""
+"""Share of a file in the page cache that counts as none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Prompts of one length. chunks: [captured prompt][place]."""
+    """Prompts of one length. ``chunks`` is [captured prompt][position]."""
 
     head: list[int]
     chunks: list[list[list[int]]]
@@ -100,7 +100,7 @@ class Scene:
 
     @classmethod
     def make(cls, rng: random.Random, vocabulary: int, repeat: int) -> Scene:
-        """repeat: how often CHUNK_TOKENS are in a prompt."""
+        """Make a scene; ``repeat`` is the number of CHUNK_TOKENS in a prompt."""
 
         def ids(count: int) -> list[int]:
             return [rng.randrange(vocabulary) for _ in range(count)]
@@ -109,29 +109,29 @@ class Scene:
         return cls(ids(HEAD_TOKENS), chunks, ids(QUESTION_TOKENS))
 
     def captured(self, number: int) -> Prompt:
-        """One of the prompts that chunks are captured in."""
+        """Return one of the prompts that chunks are captured in."""
         return assemble(self.head, self.chunks[number % len(self.chunks)], self.question)
 
     def blended(self, number: int, rng: random.Random) -> Prompt:
-        """A prompt of chunks from all of them, each at another place."""
+        """Return a prompt of chunks from all of them, each at another position."""
         return self._mixed(self.chunks, number, rng)
 
     def blended_of_later(self, number: int, rng: random.Random) -> Prompt:
-        """The same of the later half of them, no chunk in two prompts of a number below that."""
+        """Return the same from their later half, without repeating a chunk in the first prompts."""
         return self._mixed(self.chunks[len(self.chunks) // 2 :], number, rng)
 
     def _mixed(self, captured: list[list[list[int]]], number: int, rng: random.Random) -> Prompt:
-        places = range(len(self.chunks[0]))
-        chunks = [captured[(place + number) % len(captured)][place] for place in places]
+        indices = range(len(self.chunks[0]))
+        chunks = [captured[(index + number) % len(captured)][index] for index in indices]
         rng.shuffle(chunks)
         return assemble(self.head, chunks, self.question)
 
 
 @dataclass(slots=True)
 class Bench:
-    """Engines and what was measured. times_s: by case. records: of ours, by case.
+    """Engines and measurements: seconds and our engine's records, by case.
 
-    around: a context for each request that reuses, by its case. _last: the engine asked last.
+    ``around`` is a context for each request with reuse, by its case.
     """
 
     plain: Engine
@@ -143,7 +143,7 @@ class Bench:
     _last: Engine | None = None
 
     def _turn_to(self, engine: Engine) -> None:
-        """All other engines sleep."""
+        """Wait until all other engines sleep."""
         if self._last is not engine:
             let_engines_sleep()
         self._last = engine
@@ -165,7 +165,7 @@ class Bench:
     def reuse(
         self, case: str, prompt: Prompt, budget: float | None, engine: Engine | None = None
     ) -> None:
-        """budget None: exact. engine: not ours."""
+        """Time one request. A budget of None means exact."""
         asked = engine or self.ours
         self._turn_to(asked)
         request = uuid.uuid4().hex
@@ -179,7 +179,7 @@ class Bench:
                 prompt.token_ids,
                 max_tokens=ANSWER_TOKENS,
                 plan=plan.to_json(),
-                cache_salt=request,  # hides what the engine has itself
+                cache_salt=request,  # bypasses the engine's own prefix cache
             )
             record = record_of(asked, request)
         self.times_s[case].append(answer.ttft_s)
@@ -187,20 +187,20 @@ class Bench:
 
 
 class OwnTier:
-    """An engine with a host tier of its own, which everything is loaded from."""
+    """An engine that loads everything from its own host tier."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._from_store = 0.0
 
     def fill(self, bench: Bench, scene: Scene) -> None:
-        """Have all chunks loaded, until none of them comes from the store any more."""
+        """Load all chunks until none of them comes from the store."""
         deadline = time.monotonic() + STORED_S
         while True:
             before = self._values_from("store")
             for number in range(len(scene.chunks)):
                 bench.reuse("fill", scene.captured(number), None, self.engine)
-                time.sleep(0.2)  # copied in behind the answer
+                time.sleep(0.2)  # copied in after the answer
             self._from_store = self._values_from("store")
             if self._from_store == before:
                 return
@@ -208,7 +208,7 @@ class OwnTier:
                 raise RuntimeError("an engine's own tier does not keep what it has loaded")
 
     def check(self) -> None:
-        """Raises RuntimeError if any value has come from the store since ``fill``."""
+        """Raise RuntimeError if a value came from the store since ``fill``."""
         if self._values_from("store") != self._from_store or not self._values_from("host"):
             raise RuntimeError("what was to come from the engine's own tier came from the store")
 
@@ -222,10 +222,10 @@ class OwnTier:
 
 
 class ValuesFile:
-    """The store's file of values, and how much of it the page cache holds when it is read.
+    """The store's file of values, and its share in the page cache.
 
-    share_before: at first. share: the most that was in there right after it was to be emptied.
-    from_disk, from_memory: values that the store says it gave, by case, observations included.
+    ``share_before`` is the initial share, ``share`` the largest one after a removal. ``from_disk``
+    and ``from_memory`` count the values that the store served, by case, observations included.
     """
 
     def __init__(self, path: Path, address: str) -> None:
@@ -238,7 +238,7 @@ class ValuesFile:
 
     @contextlib.contextmanager
     def reading(self, case: str) -> Iterator[None]:
-        """Around a request that is to read it."""
+        """Wrap a request that reads the file."""
         self._drop()
         before = self._client.stats()
         yield
@@ -247,7 +247,7 @@ class ValuesFile:
         self.from_memory[case] += after.hits_memory - before.hits_memory
 
     def figures(self) -> dict[str, object]:
-        """For the JSON line."""
+        """Return the figures for the JSON line."""
         return {
             "page_cache_share_before": round(self.share_before or 0.0, 4),
             "page_cache_share": round(self.share, 4),
@@ -257,21 +257,21 @@ class ValuesFile:
         }
 
     def close(self) -> None:
-        """Ask the store no more."""
+        """Close the connection to the store."""
         self._client.close()
 
     def _drop(self) -> None:
-        """Take it out of the page cache, and note how much stayed."""
+        """Remove it from the page cache, and note the share that remained."""
         with self._path.open("rb") as file:
             if self.share_before is None:
                 self.share_before = resident_share(file.fileno())
-            os.fsync(file.fileno())  # what is not written yet cannot be dropped
+            os.fsync(file.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self.share = max(self.share, resident_share(file.fileno()))
 
 
 def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:
-    """Have every chunk computed, stored and observed."""
+    """Compute, store and observe every chunk."""
     for number in range(len(scene.chunks)):
         prompt = scene.captured(number)
         plan = plan_blend(prompt, bench.space, DOMAIN, uuid.uuid4().hex, 0.0)
@@ -281,11 +281,11 @@ def capture(bench: Bench, store: CacheStore, scene: Scene) -> None:
 
 
 def wait_until_observed(store: str, variants: Sequence[VariantKey]) -> None:
-    """Saving and observing happen behind the answer; wait until both are done."""
+    """Wait until saves and observations, which follow the answer, are done."""
     client = StoreClient(store)
-    wants = [LookupKey.of(key) for v in variants for key in (v, observation_key(v))]
+    wants = [LookupKey.for_variant(key) for v in variants for key in (v, observation_key(v))]
     deadline = time.monotonic() + STORED_S
-    while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
+    while not all(found.stored for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
             raise RuntimeError(f"the engine did not save and observe its chunks in {STORED_S} s")
         time.sleep(0.05)
@@ -300,9 +300,9 @@ def measure(
     suffix: str = "",
     own: OwnTier | None = None,
 ) -> None:
-    """rounds of each case, one after the other. own: beside the others, exact and blend15."""
+    """Measure rounds of each case in turn. ``own`` adds exact and blend15 from the host tier."""
     for number in range(rounds):
-        # What has been read from disk once is soon in memory: no chunk is asked for twice.
+        # A value that was read from disk is promoted soon, so no chunk is requested twice.
         mix = scene.blended_of_later if suffix == DISK else scene.blended
         blended = mix(number, rng)
         bench.full(blended)
@@ -321,7 +321,7 @@ def measure(
 
 
 def figures(bench: Bench) -> dict[str, object]:
-    """Medians in ms, where they went, and what was recomputed."""
+    """Return medians in ms, their parts, and the recomputed tokens."""
     ms = {case: _median_ms(times) for case, times in bench.times_s.items()}
     where = {
         case: {
@@ -359,7 +359,7 @@ def _ratio(ms: Mapping[str, float], case: str) -> float:
 
 @dataclass(slots=True)
 class Stage:
-    """Everything that runs, in a folder. store: another one when it was restarted."""
+    """All processes, in a folder. ``store`` changes with a restart."""
 
     folder: Path
     store: CacheStore
@@ -369,25 +369,25 @@ class Stage:
     space: KVSpace
 
     def values(self) -> ValuesFile:
-        """The store's."""
+        """Return the store's file of values."""
         return ValuesFile(self.folder / "store" / "data" / "values", self.store.address)
 
     def bench(self) -> Bench:
-        """Nothing measured yet."""
+        """Return a bench without measurements."""
         return Bench(self.plain, self.ours, self.space, defaultdict(list), defaultdict(list))
 
     def restart_store(self) -> None:
-        """With everything on its disk only, until it has been asked for."""
+        """Restart the store, so that values are on disk only."""
         port = int(self.store.address.rsplit(":", 1)[1])
         self.store.service.stop()
         self.store = start_cachestore(self.folder / "store", memory_bytes=2 << 30, port=port)
-        time.sleep(3)  # for the engines to find it again
+        time.sleep(3)  # until the engines are connected again
 
 
 def measure_length(
     stage: Stage, scene: Scene, rounds: int, rng: random.Random
 ) -> dict[str, object]:
-    """All cases with prompts of one length."""
+    """Measure all cases with prompts of one length."""
     bench = stage.bench()
     capture(bench, stage.store, scene)
     stage.own.fill(bench, scene)
@@ -419,9 +419,9 @@ def measure_length(
 
 
 def run(rounds: int | None, repeats: Sequence[int], folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line, those of the shortest prompt first.
+    """Measure and return the figures of the JSON line, the shortest prompt first.
 
-    rounds: in place of ROUNDS.
+    ``rounds`` replaces ROUNDS.
     """
     model = make_tiny_model(
         folder / "model", layers=12, hidden=768, heads=12, kv_heads=4, max_length=16384

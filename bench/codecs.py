@@ -1,11 +1,12 @@
-"""What each codec of KV costs and keeps.
+"""Measures the speed and the error of each KV codec.
 
-Error: on KV of the bundled model and on heavy-tailed random numbers, the root mean square of what
-coding changes, and how far it moves the output of attention. Speed: encoding and decoding on one
-core, in bytes of bf16 for each second, as a share of copying those bytes (``np.copyto``). The
-buffers are far larger than any cache, every codec runs next to a copy in every round, and shares
-are medians over the rounds of a codec's time beside the copy's. Decoding writes to memory in use;
-encoding includes the fresh memory that it returns.
+Error: on KV of the bundled model and on heavy-tailed random numbers, the root mean square of the
+change by coding, and the change in the output of attention.
+
+Speed: encoding and decoding on one core, in bytes of bf16 per second, as a share of a plain copy
+(``np.copyto``) of these bytes. The buffers are far larger than any CPU cache. Each codec runs next
+to a copy in every round, and shares are medians over the rounds. Decoding writes to memory in use;
+encoding includes the allocation of its result.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ragcache_kv.codecs import decode_value, encode_value, warm_up
 
 LAYER = ValueShape(1, 8, 128, "bfloat16")
 PART_TOKENS = 256
-"""A part of the speed runs: 1 MiB, as one layer of a chunk of an 8-billion model has it."""
+"""A part of the speed runs: 1 MiB, like one layer of a chunk of an 8B model."""
 MIXED = Precision(Codec.INT8, Codec.INT4)
 PRECISIONS = [Precision(codec, codec) for codec in Codec] + [MIXED]
 PAPER_ORDER = ["int8", "e4m3", "e5m2", "gse8"]
@@ -49,9 +50,9 @@ Report = dict[str, float]
 def errors(precision: Precision, samples: list[Sample]) -> Report:
     """Compression and error over all samples.
 
-    rmse: absolute. rmse_share: of the numbers' own root mean square. median_relative: of |error| /
-    |number|. attention_share: root mean square of what changes in attention's output, of the
-    output's own.
+    ``rmse`` is absolute, ``rmse_share`` relative to the numbers' root mean square.
+    ``median_relative`` is the median of |error| / |number|. ``attention_share`` is the root mean
+    square of the change in attention's output, relative to the output's.
     """
     native = held = 0
     squared = own = moved = output = 0.0
@@ -81,7 +82,7 @@ def errors(precision: Precision, samples: list[Sample]) -> Report:
 
 
 def speeds(buffer_mib: int, decode_rounds: int, encode_rounds: int) -> dict[str, Report]:
-    """Shares of copying, by precision."""
+    """Return shares of the copy speed, by precision."""
     shape = ValueShape(buffer_mib, LAYER.num_kv_heads, LAYER.head_dim, LAYER.dtype)
     value = _numbers(buffer_mib)
     out = np.zeros_like(value)
@@ -113,7 +114,7 @@ def speeds(buffer_mib: int, decode_rounds: int, encode_rounds: int) -> dict[str,
 
 
 def _numbers(buffer_mib: int) -> np.ndarray:
-    """Layers of 1 MiB of bf16 that differ: one of normal numbers, turned and scaled."""
+    """Make different 1 MiB layers of bf16 from one normal sample, rolled and scaled."""
     layer = np.random.default_rng(0).standard_normal(1 << 19).astype(np.float32)
     layers = [to_bfloat16(np.roll(layer, 997 * i) * (1 + i / 7)) for i in range(buffer_mib)]
     return np.concatenate(layers)
@@ -122,7 +123,7 @@ def _numbers(buffer_mib: int) -> np.ndarray:
 def _beside(
     copy: Callable[[], object], tasks: dict[Precision, Callable[[], object]], rounds: int
 ) -> dict[Precision, list[tuple[float, float]]]:
-    """Seconds of each task and of a copy right after it, round by round, all in turn."""
+    """Time each task and a copy right after it, round by round."""
     taken: dict[Precision, list[tuple[float, float]]] = {precision: [] for precision in tasks}
     for _ in range(rounds):
         for precision, task in tasks.items():
@@ -137,7 +138,7 @@ def _seconds(task: Callable[[], object]) -> float:
 
 
 def device_speeds(buffer_mib: int, rounds: int) -> Report | None:
-    """Decoding on the GPU as a share of copying there; None without one.
+    """Return the GPU decoding speed as a share of copying there; None without a GPU.
 
     A copy reads and writes as many bytes as decoding writes; both are on the device.
     """

@@ -1,27 +1,33 @@
-"""The connector's device side without vLLM: loads, codecs, turned keys, repairs; plain torch.
+"""Measures the connector's device side without vLLM: loads, codecs, key rotation, recomputation.
 
-A Llama of random weights in plain torch (``bench/plain_llama.py``) over a paged cache in vLLM's
-layout; no vLLM, but the plugin's own code on the way: ``writing``, ``layering``, ``tiers`` over
-``chunk_pool``, ``arriving.EncodedValue``, ``attention``, ``repairing`` and the rotation of keys. On a
-GPU it has the shape of a Llama of 1 B parameters; without one it is small, all memories are the
-host's, codecs decode as they do in an engine there (``decoded_by``), and what it prints says
-nothing of GPUs (``gpu`` is null, ``ran_on`` is cpu).
+A Llama with random weights in plain torch (``bench/support/plain_llama.py``) runs over a paged
+cache in vLLM's layout. The plugin's own code does the work: writer, layer-wise loading, local tiers
+over the chunk pool, incoming values, attention, recomputation and key rotation. On a GPU the model
+has the shape of a 1B Llama. Without one it is small, all memories are host memory, and the figures
+say nothing about GPUs (``gpu`` is null, ``ran_on`` is cpu).
 
-A prompt of chunks and a question; interleaved, medians. Until the last token's logits: ``full``,
-all of it computed; ``exact``, all chunks written from pinned memory and then the question computed;
-``layerwise``, the same with the first L_p layers written and the others beside the pass (eq. 16);
-``host_tier``, ``device_pool``: exact, out of the engine's own tiers, and ``layerwise_`` of these;
-``moved``, chunks that stand elsewhere than they were computed, keys turned on the device;
-``blend15``, the same, then mended by the engine's ``RecomputationQueue``: the question looks, and 15 % of the
-tokens are computed anew, those that need it most wherever they are; ``blend15_device_pool``, out of
-the device pool. What chunks took from others is drawn at random, as the weights are: it decides
-which tokens that is, and what mending is worth is not to be seen here (``bench/blend_quality.py``).
+The prompt is a number of chunks and a question. Rounds are interleaved; figures are medians.
+Measured until the last token's logits:
 
-Without computing: ``copy``, the chunks' bytes to the device and nothing else; ``load_SOURCE``,
-written into the blocks from one of these memories; ``load_CODEC``, values held with a loss, from
-memory that is not pinned, as they come from a store; ``decode_CODEC``, decoded alone, of bytes that
-lie where they are decoded. Rates are of native bytes. What is decoded is compared with what the
-processor decodes, bit by bit.
+- ``full``: everything is computed.
+- ``exact``: all chunks are written from pinned memory, then the question is computed.
+- ``layerwise``: the first L_p layers are written before the pass, the others beside it (eq. 16).
+- ``host_tier``, ``device_pool``: exact, from the engine's own tiers; also with ``layerwise_``.
+- ``moved``: chunks at new positions, with keys rotated on the device.
+- ``blend15``: the same, then 15 % of the tokens are recomputed by the engine's RecomputationQueue
+  after the question's attention pass. ``blend15_device_pool`` loads from the device pool.
+
+The observed influence of chunks is random, like the weights. It decides which tokens are
+recomputed; ``bench/blend_quality.py`` measures the effect on answers.
+
+Without computing:
+
+- ``copy``: the chunks' bytes to the device and nothing else.
+- ``load_SOURCE``: written into the blocks from one of these memories.
+- ``load_CODEC``: lossy values from memory that is not pinned, as they arrive from a store.
+- ``decode_CODEC``: decoding alone, of bytes in their final memory.
+
+Rates are of native bytes. Decoded values are compared bit by bit with those that the CPU decodes.
 """
 
 from __future__ import annotations
@@ -77,7 +83,7 @@ from ragcache_engine.kv_cache.incoming_value import (
 )
 from ragcache_engine.kv_cache.value_tensors import decode, value_shape
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
-from ragcache_engine.tiers.local_tiers import WAITING_SHARE, LocalTiers, OfferedValue
+from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers, OfferedValue
 from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.layout import FORMAT, checksum
@@ -90,7 +96,7 @@ MOVED_BY = 100
 DOMAIN = "public"
 CODECS = (Codec.INT8, Codec.E4M3, Codec.GSE8, Codec.INT4)
 WARM_UP = 5
-"""Rounds until kernels are compiled and it is known what writing takes."""
+"""Warm-up rounds, which compile kernels and measure the time of writing."""
 
 FILLED_S = 60.0
 PINNED, HOST_TIER, DEVICE_POOL = "pinned", "host_tier", "device_pool"
@@ -99,11 +105,11 @@ SOURCES = (PINNED, HOST_TIER, DEVICE_POOL)
 Write = Callable[[LoadJob, IncomingValue, int, int], None]
 
 
-class Held:
-    """A prompt's chunks in all the memories that they are loaded from.
+class ChunkCopies:
+    """A prompt's chunks in all memories that they can be loaded from.
 
-    values: native, pinned where there is a GPU. elsewhere: the same as computed MOVED_BY positions
-    before. stored: by codec, as a store holds them.
+    ``values`` are native, pinned if there is a GPU. ``elsewhere`` were computed MOVED_BY positions
+    before. ``stored`` are encoded values by codec.
     """
 
     def __init__(self, shape: Shape, device: torch.device, values: list[torch.Tensor]) -> None:
@@ -117,13 +123,13 @@ class Held:
             DEVICE_POOL: self._tier(Placement.GPU, device),
         }
 
-    def turned(self, rotation: KeyRotation) -> Held:
-        """The same chunks as they are when computed MOVED_BY positions before."""
+    def turned(self, rotation: KeyRotation) -> ChunkCopies:
+        """Return the same chunks as if computed MOVED_BY positions before."""
         values = [rotation.rotate_part(value.clone(), -MOVED_BY) for value in self.values]
-        return Held(self.shape, self.device, values)
+        return ChunkCopies(self.shape, self.device, values)
 
     def source(self, name: str, number: int) -> ValueSource:
-        """A chunk, to be read once."""
+        """Return a chunk that can be read once."""
         if name == PINNED:
             return NativeValue(self.values[number])
         size = self.shape.chunk_tokens
@@ -133,14 +139,14 @@ class Held:
         return reading
 
     def encoded(self, codec: Codec, number: int) -> ValueSource:
-        """A chunk held with a loss, as it comes in an engine: decoded on a GPU, or before."""
+        """Return a lossy chunk as an engine receives it: decoded on the GPU, or before."""
         stored = self.stored[codec][number]
         if self.device.type == "cuda":
             return EncodedValue(stored, self.shape.space, self.device)
         return NativeValue(self.decoded_here(codec, number))
 
     def decoded_here(self, codec: Codec, number: int) -> torch.Tensor:
-        """A chunk decoded by the processor."""
+        """Return a chunk that the CPU decoded."""
         stored = self.stored[codec][number]
         value = decode(stored, self.shape.chunk_tokens, self.shape.space)
         assert value is not None
@@ -150,8 +156,8 @@ class Held:
         return value.pin_memory() if self.device.type == "cuda" else value
 
     def _tier(self, memory: Placement, device: torch.device) -> LocalTiers:
-        """A tier that holds all chunks, filled as an engine fills it."""
-        limit = 2 * WAITING_SHARE * self.num_bytes  # all of them may wait at once
+        """Return a tier with all chunks, filled as an engine fills it."""
+        limit = 2 * QUEUE_SHARE * self.num_bytes  # room for all of them in the queue
         pool = ChunkPool(self.shape.space, limit, device)
         tiers = LocalTiers({memory: pool}, DEFAULT_TIER_POLICY)
         tiers.offer(self._offer(number) for number in range(len(self.keys)))
@@ -174,7 +180,7 @@ _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
 
 
 def _stored(shape: Shape, value: torch.Tensor, codec: Codec) -> StoredValue:
-    """A value as a store holds it, with a loss."""
+    """Return a value as a store has it, with a lossy codec."""
     space = value_shape(shape.space)
     native = value.contiguous().view(torch.uint8).numpy().reshape(-1)
     precision = Precision(codec, codec)
@@ -186,7 +192,7 @@ def _stored(shape: Shape, value: torch.Tensor, codec: Codec) -> StoredValue:
 
 
 class Bench:
-    """One prompt, its chunks' KV as it was computed, and the ways to its answer."""
+    """One prompt, its chunks' computed KV, and the measured ways to its answer."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -205,11 +211,11 @@ class Bench:
         rotation = KeyRotation(rope, "bfloat16")
         cache = self.model.cache
         self.writer = BlockWriter(cache, rotation)
-        # Each learns what writing takes out of one memory.
+        # Each one learns the time of writing from one memory.
         self.layerings = {source: LayerwiseLoader(cache, self.writer) for source in SOURCES}
         self.passes = Passes(self.model)
         recomputer = cast("Any", self.passes)
-        self.repairer = RecomputationQueue(
+        self.queue = RecomputationQueue(
             cache,
             recomputer,
             AttentionObserver(cache, recomputer),
@@ -218,22 +224,22 @@ class Bench:
         )
         self.compute_s: float | None = None
         self.put_off: defaultdict[str, list[bool]] = defaultdict(list)
-        self.repaired: list[int] = []
+        self.recomputed: list[int] = []
         self.model.run(self.ids, range(length))
         own = [cache.read(self.model.blocks, s, s + shape.chunk_tokens) for s in self._starts()]
-        self.here = Held(shape, device, own)
+        self.here = ChunkCopies(shape, device, own)
         self.elsewhere = self.here.turned(rotation)
 
     def _starts(self) -> range:
         return range(0, self.context, self.shape.chunk_tokens)
 
     def forget(self) -> None:
-        """What was counted until now."""
+        """Reset the counters."""
         self.put_off.clear()
-        self.repaired.clear()
+        self.recomputed.clear()
 
     def shares_put_off(self) -> dict[str, float]:
-        """Of the passes beside which layers could be written, those where any were."""
+        """Return the share of passes beside which layers were written."""
         return {source: round(statistics.fmean(put), 2) for source, put in self.put_off.items()}
 
     def full(self) -> torch.Tensor:
@@ -244,12 +250,12 @@ class Bench:
             value.to(self.device, non_blocking=True, copy=True)
 
     def exact(self, source: str = PINNED) -> torch.Tensor:
-        """As the connector does it by default."""
+        """Load and answer as the connector does by default."""
         self.load(source)
         return self.answer()
 
     def layerwise(self, source: str = PINNED) -> torch.Tensor:
-        """With some layers beside the pass."""
+        """Load and answer, with some layers written beside the pass."""
         layering = self.layerings[source]
         self._write(layering.write, partial(self.here.source, source))
         self.put_off[source].append(layering.begin_pass())
@@ -259,24 +265,24 @@ class Bench:
         return logits
 
     def moved(self, source: str = PINNED) -> torch.Tensor:
-        """Keys turned, nothing mended."""
+        """Load with rotated keys, recompute nothing, and answer."""
         self._move(source)
         return self.answer()
 
     def blend15(self, source: str = PINNED) -> torch.Tensor:
-        """Moved and mended."""
-        job = replace(self._move(source), recompute=self._repair(SHARE))
-        self.repairer.start(job, LoadOutcome("r", self.context, 0, 0.0, None, ""))
+        """Load with rotated keys, recompute 15 %, and answer."""
+        job = replace(self._move(source), recompute=self._recompute(SHARE))
+        self.queue.start(job, LoadOutcome("r", self.context, 0, 0.0, None, ""))
         ended: list[tuple[LoadJob, LoadOutcome]] = []
         while not ended:
-            ended = self.repairer.advance(busy=False)
+            ended = self.queue.advance(busy=False)
         if ended[0][1].reason:
             raise RuntimeError(ended[0][1].reason)
-        self.repaired.append(ended[0][1].recomputed_tokens)
+        self.recomputed.append(ended[0][1].recomputed_tokens)
         return self.answer()
 
     def answer(self) -> torch.Tensor:
-        """The question alone."""
+        """Compute the question alone."""
         return self.model.run(self.ids, self.question)
 
     def load(self, source: str) -> None:
@@ -285,7 +291,7 @@ class Bench:
         self.writer.let_go()
 
     def load_encoded(self, codec: Codec) -> None:
-        """Write all chunks, decoded."""
+        """Decode and write all chunks."""
         self._write(self.writer.write, partial(self.here.encoded, codec))
 
     def _move(self, source: str) -> LoadJob:
@@ -295,7 +301,8 @@ class Bench:
 
     def _elsewhere(self, source: str, number: int) -> ValueSource:
         found = self.elsewhere.source(source, number)
-        # Keys are turned in a copy of the writer's own, but one that lies here alone in place.
+        # Keys are rotated in the writer's own copy; a copy that belongs to no tier is rotated in
+        # place.
         if isinstance(found, NativeValue) and self.device.type == "cpu":
             return NativeValue(found.value.clone())
         return found
@@ -303,22 +310,29 @@ class Bench:
     def _write(
         self, write: Write, source_of: Callable[[int], ValueSource], position_shift: int = 0
     ) -> LoadJob:
-        """Everything has come from where it is held, and is written."""
+        """Write values that have all arrived."""
         size = self.shape.chunk_tokens
         spans = tuple(
-            VariantSpan(key, start, start + size, start - position_shift if position_shift else None)
+            VariantSpan(
+                key, start, start + size, start - position_shift if position_shift else None
+            )
             for key, start in zip(self.here.keys, self._starts(), strict=True)
         )
         job = LoadJob(
             *("r", spans, 0, self.context, self.model.blocks[:-SPARE_BLOCKS], DOMAIN),
-            recompute=self._repair(0.0) if position_shift else None,
+            recompute=self._recompute(0.0) if position_shift else None,
             compute_s=self.compute_s,
         )
         for number, span in enumerate(spans):
-            write(job, IncomingValue(span, source_of(number), turn=position_shift), span.start, span.end)
+            write(
+                job,
+                IncomingValue(span, source_of(number), turn=position_shift),
+                span.start,
+                span.end,
+            )
         return job
 
-    def _repair(self, share: float) -> RecomputeJob:
+    def _recompute(self, share: float) -> RecomputeJob:
         chunks = tuple(
             InfluencedChunk(start, influence)
             for start, influence in zip(self._starts(), self.influence, strict=True)
@@ -329,7 +343,7 @@ class Bench:
 
 
 class Decoders:
-    """Decoding alone, of bytes that lie where they are decoded."""
+    """Decodes bytes in their final memory."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -340,7 +354,7 @@ class Decoders:
         }
 
     def decode(self, codec: Codec) -> None:
-        """All chunks."""
+        """Decode all chunks."""
         held = self._bench.here
         for number, stored in enumerate(held.stored[codec]):
             if self._is_gpu:
@@ -349,7 +363,7 @@ class Decoders:
                 held.decoded_here(codec, number)
 
     def equals_processor(self, codec: Codec) -> bool | None:
-        """Whether the device decodes as the processor does; None where there is none."""
+        """Return whether GPU and CPU decode alike; None without a GPU."""
         if not self._is_gpu:
             return None
         held, size = self._bench.here, self._bench.shape.chunk_tokens
@@ -365,7 +379,7 @@ class Decoders:
         return torch.frombuffer(stored.value, dtype=torch.uint8).to(self._bench.device)
 
     def _on_device(self, stored: StoredValue, raw: torch.Tensor) -> None:
-        # Only a GPU's machine has Triton for sure.
+        # Triton is certain only on a machine with a GPU.
         from ragcache_kv.codecs.device import decode_part  # noqa: PLC0415
 
         space, begin = value_shape(self._bench.shape.space), 0
@@ -376,7 +390,7 @@ class Decoders:
 
 
 def ways_of(bench: Bench) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """Return the timed functions by name."""
     decoders = Decoders(bench)
     tiers = (HOST_TIER, DEVICE_POOL)
     return {
@@ -396,7 +410,7 @@ def ways_of(bench: Bench) -> dict[str, Callable[[], Any]]:
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, in each round."""
+    """Time each way in each round."""
     ways = ways_of(bench)
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(WARM_UP + rounds):
@@ -421,7 +435,7 @@ def _now(device: torch.device) -> float:
 
 
 def differences(bench: Bench) -> dict[str, object]:
-    """Of the logits: bit by bit between ways to load, and by share from a full computation's."""
+    """Compare logits: bit by bit between ways to load, and relative to full computation."""
 
     def wiped(way: Callable[[], torch.Tensor]) -> torch.Tensor:
         for attention in bench.model.attention:
@@ -440,7 +454,7 @@ def differences(bench: Bench) -> dict[str, object]:
         "decoded_equals_processor": {
             str(codec): decoders.equals_processor(codec) for codec in CODECS
         },
-        # A question computed alone takes other kernels than one in a whole prompt.
+        # A question computed alone uses other kernels than one in a whole prompt.
         "exact_differs_from_full": apart(exact, full),
         "moved_differs_from_full": apart(wiped(bench.moved), full),
         "blend15_differs_from_full": apart(wiped(bench.blend15), full),
@@ -448,7 +462,7 @@ def differences(bench: Bench) -> dict[str, object]:
 
 
 def figures(bench: Bench, taken: dict[str, list[float]]) -> dict[str, object]:
-    """Those of the JSON line that are of time."""
+    """Return the times of the JSON line."""
     medians = {name: statistics.median(some) for name, some in taken.items()}
 
     def over(slow: str, fast: str) -> float:
@@ -474,12 +488,12 @@ def figures(bench: Bench, taken: dict[str, list[float]]) -> dict[str, object]:
         "load_gb_s": {str(one): gb_s(f"load_{one}") for one in (*SOURCES, *CODECS)},
         "decode_gb_s": {str(codec): gb_s(f"decode_{codec}") for codec in CODECS},
         "ms": {name: round(1e3 * seconds, 3) for name, seconds in medians.items()},
-        "repaired_share": round(statistics.mean(bench.repaired) / bench.context, 4),
+        "repaired_share": round(statistics.mean(bench.recomputed) / bench.context, 4),
         "context_tokens": bench.context,
     }
 
 
-@torch.no_grad()  # not inference_mode: the tiers are filled by a thread of their own
+@torch.no_grad()  # not inference_mode: another thread fills the tiers
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -487,7 +501,7 @@ def main() -> None:
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     if not has_gpu:
-        torch.set_num_threads(1)  # on busy cores two would wait for each other at every layer
+        torch.set_num_threads(1)  # two busy cores would wait for each other at every layer
     bench = Bench(LLAMA_1B if has_gpu else SMALL, device)
     taken = measure(bench, rounds)
     result = figures(bench, taken)

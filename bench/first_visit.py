@@ -1,27 +1,26 @@
-"""What saving costs the first visitor, and what it spares him when chunks were precomputed.
+"""Measures what saving costs the first request, and what precomputed chunks save it.
 
-Prompts whose chunks are all new, to three engines in turn: plain vLLM, another plain vLLM, and one
-with our connector, which looks them up in vain, computes, and copies what it computed out to the
-store. After each of these the bench waits until all of it is stored and observed, so that work
-behind the answer falls on nobody else's time; and before each question until all engines sleep.
-Two starts of the same program differ by several percent for as long as they live, so all three are
-started anew several times.
+Prompts with new chunks go to three engines in turn: plain vLLM, a second plain vLLM, and one with
+our connector. The connector looks the chunks up without a hit, computes them, and copies them to
+the store. After each request the benchmark waits until everything is stored and observed, and
+before each one until all engines sleep. Two starts of one program differ by several percent for
+their whole life, so all three engines are started several times.
 
-All are medians of ratios within a round, less 1, so that below 0 the connector was the sooner one.
-``excess``: how much later the first token comes than that of the two plain engines on average.
-``aa``: the second plain engine against the first; ``aa_spread``: how much these differ in a round,
-whichever is later. ``excess_less_aa``: the excess less what the plain engines differ by, as it is;
-``excess_over_aa``: the same clamped at 0, so that it says nothing of how far below that it was.
-``excess_of_plan``: the same engine, which differs from itself the least, asked with a plan against
-asked without one, when the connector has nothing to do; ``excess_of_plan_spread``: how much these
-differ in a round, whichever is later.
+All figures are medians of ratios within a round, less 1. A negative one means that the connector
+was faster.
 
-Of each answer there is the first token alone (``max_tokens`` 1). What copying out and sending do
-behind it, to the next tokens of this answer and of others, is not in any of these figures:
-``bench/interference.py`` has that.
+- ``excess``: how much later the first token comes than the mean of the two plain engines.
+- ``aa``: the second plain engine against the first; ``aa_spread``: their difference in a round.
+- ``excess_less_aa``: the excess less the difference of the plain engines.
+- ``excess_over_aa``: the same, clamped at 0.
+- ``excess_of_plan``: the same engine with a plan against without one, when the connector does
+  nothing; ``excess_of_plan_spread``: their difference in a round.
 
-precomputed: the same prompts after each chunk was computed by itself right behind the template, as
-ingest does when a collection asks for it; the first visitor then reuses them, a share recomputed.
+Only the first token is generated (``max_tokens`` 1). ``bench/interference.py`` measures the effect
+of saving on later tokens.
+
+``precomputed``: the same prompts after each chunk was computed right after the template, as ingest
+does when a collection asks for it. The first request then reuses them with a share recomputed.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ QUESTION_TOKENS = 32
 BUDGET = 0.15
 ENGINES = ("plain", "plain_again", "connector")
 ASKED = (*ENGINES, "without_plan")
-"""The last is the connector's engine, too."""
+"""The last one is also the engine with the connector."""
 
 PRECOMPUTED_EVERY = 4
-"""Rounds, of which one also has chunks computed ahead."""
+"""Rounds; one of them also has precomputed chunks."""
 
 
 class Visitor:
-    """Asks with prompts that nobody has asked with."""
+    """Sends prompts with new chunks."""
 
     def __init__(self, space: KVSpace, store: str, vocabulary: int) -> None:
         self._space = space
@@ -82,17 +81,17 @@ class Visitor:
         return [self._rng.randrange(self._vocabulary) for _ in range(count)]
 
     def new_chunks(self) -> list[list[int]]:
-        """Chunks of nobody else's."""
+        """Return chunks that no other prompt has."""
         return [self._ids(count) for count in CHUNK_TOKENS]
 
     def prompt(self, chunks: list[list[int]]) -> Prompt:
-        """A question about chunks."""
+        """Return a prompt of these chunks and a question."""
         return assemble(self._head, chunks, self._ids(QUESTION_TOKENS))
 
     def ask(self, engine: Engine, prompt: Prompt, *, planned: bool, wait: bool = False) -> float:
-        """Seconds to the first token.
+        """Return the seconds to the first token.
 
-        planned: with a plan, for an engine with a connector. wait: until all is stored.
+        ``planned`` adds a plan; ``wait`` waits until everything is stored.
         """
         plan = plan_blend(prompt, self._space, DOMAIN, uuid.uuid4().hex, BUDGET)
         let_engines_sleep()
@@ -106,11 +105,11 @@ class Visitor:
 
 
 Times = dict[str, float]
-"""Seconds to the first token, by who was asked."""
+"""Seconds to the first token, by engine."""
 
 
 def one_start(rounds: int, folder: Path) -> Iterator[Times]:
-    """Start all engines and ask them, so many times."""
+    """Start all engines and measure this many rounds."""
     folder.mkdir()
     model = make_tiny_model(folder / "model", layers=12, hidden=768, heads=12, kv_heads=4)
     loaded = load_model_folder(str(model))
@@ -136,10 +135,10 @@ def one_start(rounds: int, folder: Path) -> Iterator[Times]:
             prompt = visitor.prompt(visitor.new_chunks())
             turn = number % len(ASKED)
             took = {}
-            # In turn, there and back: each comes as often right before as right behind each other.
+            # Forward, then backward: each engine runs as often before as after each other one.
             for name in (ASKED[turn:] + ASKED[:turn])[:: 1 if number // len(ASKED) % 2 else -1]:
                 if name == "without_plan":
-                    # Of new tokens, for what it asked with a plan vLLM holds itself.
+                    # New tokens, because vLLM has those of the planned request in its prefix cache.
                     again = visitor.prompt(visitor.new_chunks())
                     took[name] = visitor.ask(ours, again, planned=False)
                 else:
@@ -152,12 +151,12 @@ def one_start(rounds: int, folder: Path) -> Iterator[Times]:
                 took["precomputed"] = visitor.ask(ours, visitor.prompt(ready), planned=True)
             shown = {name: f"{seconds * 1e3:.0f}" for name, seconds in took.items()}
             print(f"round {number}: {shown} ms", file=sys.stderr)
-            if number:  # the first one warms up
+            if number:  # the first round warms up
                 yield took
 
 
 def run(starts: int, rounds: int, folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line."""
+    """Measure and return the figures of the JSON line."""
     found = [took for number in range(starts) for took in one_start(rounds, folder / str(number))]
     plain = [statistics.fmean((took["plain"], took["plain_again"])) for took in found]
     aa = statistics.median(took["plain_again"] / took["plain"] for took in found) - 1

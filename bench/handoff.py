@@ -1,9 +1,9 @@
-"""What a prefill engine's early copies are worth: when a prompt's KV shows in the store.
+"""Measures when the store has a prompt's KV with and without the early copies of a prefill engine.
 
-python -m bench.handoff [--quick]: two engines, one that copies layers out as they end (kv_producer)
-and one that reads them when the pass has ended (kv_both), asked in turn with prompts that nobody
-has seen. Each prompt is one segment and its KV one value. Prints one JSON object: milliseconds from
-the request to its first token, and from there until a lookup finds the value.
+Run ``python -m bench.handoff [--quick]``. One engine copies layers out as they end (kv_producer),
+the other one after the pass (kv_both). Both get new prompts in turn. Each prompt is one segment,
+and its KV is one value. The JSON has milliseconds from the request to its first token, and from
+there until a lookup finds the value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DOMAIN = "public"
 
 
 def run(rounds: int, folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line."""
+    """Measure and return the figures of the JSON line."""
     model = make_tiny_model(folder / "model", layers=12, hidden=768, heads=12, kv_heads=12)
     loaded = load_model_folder(str(model))
     vocabulary, space = int(loaded.config["vocab_size"]) - 8, loaded.space("auto")
@@ -70,9 +70,11 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                         engines[name].url, prompt.token_ids, max_tokens=1, plan=plan.to_json()
                     )
                     ended = time.monotonic()
-                    while not client.lookup([LookupKey.of(named.variant)]).variants[0].held:
+                    while (
+                        not client.lookup([LookupKey.for_variant(named.variant)]).variants[0].stored
+                    ):
                         pass
-                    if number:  # the first warms up
+                    if number:  # the first round warms up
                         case = f"{name}_{length}"
                         shows.setdefault(case, []).append(time.monotonic() - ended)
                         first.setdefault(case, []).append(answer.ttft_s)

@@ -1,7 +1,7 @@
-"""Loading time and TTFT with mixed precision and placement by hotness, against bf16 on disk.
+"""Measures loading time and TTFT with mixed precision and placement by access frequency.
 
-The baseline is HA-RAG's (§III-A): TurboRAG, which keeps every chunk's KV in bf16 on disk and loads
-what a prompt needs. Arms, all over the same values, queries and memory for the caller's buffers:
+The baseline is HA-RAG's (section III-A): TurboRAG, which stores every chunk's KV in bf16 on disk
+and loads what a prompt needs. All arms use the same values, queries and buffers:
 
 ``ha_rag``    mixed precision (Algorithm 1) and placement (Algorithm 2), thresholds of §III-B2
 ``mp_only``   mixed precision alone, all on disk
@@ -9,33 +9,29 @@ what a prompt needs. Arms, all over the same values, queries and memory for the 
 ``score``     our assignment: no more error, as readers meet it, than HA-RAG's mixture, and no more
               memory than HA-RAG's placement takes; bytes saved by error added, placed by score
 
-Chunks are ranked by the first half of the queries, and queries of the second half are measured:
-steady state, where what a placement wants in memory is there. Reads bypass the page cache
-(O_DIRECT; where there is none it is emptied before each read), which leaves whatever the device
-under a virtual disk caches. Every part's checksum is verified where the host has it, and every
-value that an arm delivers is compared, by checksum, with what its precision decodes to.
+The first half of the queries ranks the chunks; the second half is measured in steady state. Reads
+bypass the page cache (O_DIRECT), or it is emptied before each read. Caches of a virtual disk's host
+remain. Checksums are verified on the host, and each delivered value is compared with what its
+precision decodes to.
 
-A gain is a ratio of mean times over the queries, and a query's time the median of its rounds. In
-each round every arm takes its turn, in random order. What moved the gains from run to run, and is
-held still:
+A gain is a ratio of mean times over the queries; a query's time is the median of its rounds. In
+each round all arms take their turn, in random order. These influences are kept constant:
 
-- The memory that reads go to, in huge pages where there are any (``bench.support.host_tier.aligned``); what is
-  pinned is allocated by CUDA.
-- Idle memory, which a virtual machine's host may take away: what an arm may use is touched just
-  before its turn, and what was delivered before it is overwritten, all of that untimed.
-- Other programs. A load during which this thread waited for the CPU is measured again; ``loads``
-  counts such loads, and turns of which no try was left alone, whose last try is taken as it is.
-- The disk. The faster it is, the less there is to gain by reading less: ``disk_gb_per_s`` is what
-  the baseline got, and ``stated_disk_gains`` are gains where reads of the same disk are held back
-  to a stated rate, measured in turns of their own.
+- Target memory: huge pages if there are any (``bench.support.host_tier.aligned``); CUDA allocates
+  pinned memory.
+- Idle memory, which a virtual machine's host may reclaim: before its turn an arm's memory is
+  touched, and its last results are overwritten. Neither is timed.
+- Other programs: a load during which this thread waited for the CPU is measured again. ``loads``
+  counts such loads, and the turns in which no try was undisturbed.
+- The disk: a faster disk leaves less to gain. ``disk_gb_per_s`` is what the baseline got.
+  ``stated_disk_gains`` are gains at a stated, limited rate, measured in separate turns.
 
-TTFT = loading + decoding + prefill of the question over the loaded KV by a real computation: a
-Llama of random weights (``transformers``; keys and values as many as heads, as in LLaMA-2). Its
-prefill, on one core, is the same in all arms.
+TTFT = loading + decoding + prefill of the question over the loaded KV. A Llama with random weights
+(``transformers``, as many key heads as query heads) computes the prefill on one core in all arms.
 
-On a GPU, placement has its four memories: device, pinned, pageable, disk; bytes cross the bus as
-they are held and are decoded there. Without one, the three memories are one, and figures are the
-CPU's: no bus is crossed and prefill takes far longer than on a GPU, so TTFT gains less.
+On a GPU, placement has four memories: device, pinned, pageable, disk. Encoded bytes cross the bus
+and are decoded there. Without a GPU the three memories are one, no bus is crossed, and prefill
+takes far longer, so TTFT gains less.
 
 Errors are of attention's output, on the bundled model's KV (``bench/codecs.py``).
 """
@@ -94,9 +90,11 @@ NO_GPU = "none here: device and pinned memory, and decoding there, not measured"
 ROUNDS = 5  # of every query
 QUERIES = 100
 QUICK_QUERIES = 10
-DISTURBED_S = 0.001  # left alone, a load waits for the CPU for less; beside others, 3 ms or more
-TRIES = 8  # beside as many busy programs as cores, one load in three was left alone
-STATED_BYTES_PER_S = 1e9  # slower than the disks that this runs on, so that it can be kept
+DISTURBED_S = (
+    0.001  # an undisturbed load waits for the CPU for less; a disturbed one for 3 ms or more
+)
+TRIES = 8  # beside as many busy programs as cores, one load in three was undisturbed
+STATED_BYTES_PER_S = 1e9  # slower than common disks, so that the rate can be held
 HALF_LIFE_QUERIES = 1000.0
 BASELINE = "bf16_disk"
 QUICKLY_MEASURED = tuple(
@@ -110,7 +108,7 @@ MEASURED = (
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """Chunks of each query, in rank order. source: where they are from."""
+    """Chunks of each query in rank order, and the source of the data."""
 
     source: str
     queries: list[list[int]]
@@ -118,7 +116,7 @@ class Accesses:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """precision and memory of each chunk."""
+    """Precision and memory of each chunk."""
 
     name: str
     precision: Mapping[int, Precision]
@@ -129,7 +127,7 @@ class Arm:
 
 
 def access_sequence(seed: int) -> Accesses:
-    """What a real retriever returned to 1,000 queries, or as skewed a sequence that is made up."""
+    """Return a real retriever's results of 1,000 queries, or an equally skewed sequence."""
     if RETRIEVED.exists():
         retrieved = json.loads(RETRIEVED.read_text())["retrieved_docs"]
         names: dict[str, int] = {}
@@ -146,7 +144,7 @@ def access_sequence(seed: int) -> Accesses:
 
 
 def observe(sequence: Accesses, until: int, native_bytes: int) -> list[AccessObservation[int]]:
-    """What a store would know after so many queries, one a second."""
+    """Return what a store would know after these queries, one per second."""
     counts: DecayedCounts[int] = DecayedCounts(HALF_LIFE_QUERIES)
     for second, query in enumerate(sequence.queries[:until]):
         for chunk in query:
@@ -160,7 +158,7 @@ def observe(sequence: Accesses, until: int, native_bytes: int) -> list[AccessObs
 
 
 def measured_grades(precisions: Sequence[Precision]) -> tuple[Grade, ...]:
-    """Errors on real KV, sizes of ours."""
+    """Measure errors on real KV; the sizes are those of the values used here."""
     samples = real_samples(1, 512)
     native = native_part_bytes(SHAPE, 1)
     return tuple(
@@ -174,7 +172,7 @@ def measured_grades(precisions: Sequence[Precision]) -> tuple[Grade, ...]:
 
 
 class OnDisk(PrecisionAssignment):
-    """Another's precision, and everything on disk."""
+    """The precision of another assignment, with everything on disk."""
 
     def __init__(self, precision: PrecisionAssignment) -> None:
         self._precision = precision
@@ -182,12 +180,12 @@ class OnDisk(PrecisionAssignment):
     def assign(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         return self._precision.assign_precisions(observations)
 
-    def place(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
+    def index(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         return dict.fromkeys((one.key for one in observations), Placement.DISK)
 
 
 def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...]) -> list[Arm]:
-    """All arms; ours gets the error and the memory of HA-RAG's."""
+    """Make all arms; ours gets the error and the memory of HA-RAG's."""
     ha_rag = HaRagAssignment()
     precision, placement = ha_rag.assign_precisions(observed), ha_rag.assign_placements(observed)
     sizes = {grade.precision: grade.size for grade in grades}
@@ -209,7 +207,7 @@ def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...])
 
 
 class Values:
-    """The KV of chunks: a few heavy-tailed random values, of which each chunk has one."""
+    """The KV of chunks: each chunk has one of a few heavy-tailed random values."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -228,7 +226,7 @@ class Values:
         return int(self._native[0].nbytes)
 
     def encoded(self, chunk: int, precision: Precision) -> Encoded:
-        """A chunk's value in a precision."""
+        """Return a chunk's value in a precision."""
         name = chunk % BASES, precision
         if name not in self._encoded:
             parts = [
@@ -244,7 +242,7 @@ class Values:
         return self._encoded[name]
 
     def decoded(self, chunk: int, precision: Precision) -> int:
-        """Checksum of what a reader of it must get."""
+        """Return the checksum that a reader must get."""
         return self._decoded[chunk % BASES, precision]
 
 
@@ -252,7 +250,7 @@ class Values:
 class Times:
     """Seconds of each round of a query, or of each query.
 
-    stated: of loading, from a disk of the stated rate.
+    ``stated`` is loading time at the stated disk rate.
     """
 
     loading: list[float] = field(default_factory=list)
@@ -260,7 +258,7 @@ class Times:
     stated: list[float] = field(default_factory=list)
 
     def add_median(self, rounds: Times) -> None:
-        """One more query."""
+        """Add one query."""
         self.loading.append(statistics.median(rounds.loading))
         self.ttft.append(statistics.median(rounds.ttft))
         self.stated.append(statistics.median(rounds.stated))
@@ -268,7 +266,7 @@ class Times:
 
 @dataclass(slots=True)
 class Loads:
-    """Turns taken, loads in them that were measured again, turns of which no try was left alone."""
+    """Counts of turns, of loads measured again, and of turns without an undisturbed try."""
 
     turns: int = 0
     repeated: int = 0
@@ -276,15 +274,15 @@ class Loads:
 
 
 def waited_for_cpu() -> float:
-    """Seconds that this thread could have run but others did (Linux; elsewhere nobody knows)."""
+    """Return the seconds that this thread waited for a CPU; 0 on other systems than Linux."""
     schedstat = Path("/proc/thread-self/schedstat")
     return int(schedstat.read_text().split()[1]) / 1e9 if schedstat.exists() else 0.0
 
 
-class Shelves:
-    """What every arm holds, on one disk and in memory, and the buffers that all load into.
+class ArmTiers:
+    """The values of every arm, on one disk and in memory, and the shared target buffers.
 
-    rates: bytes a second at which a disk served the baseline, load by load.
+    ``rates`` are bytes per second of the disk for the baseline, load by load.
     """
 
     def __init__(
@@ -306,7 +304,7 @@ class Shelves:
             if alike not in self._regions:
                 self._regions[alike] = ValueRegion(folder / f"{arm.name}.values", encoded)
             self._region_of[arm.name] = self._regions[alike]
-            # An entry of its own for each chunk, and what lies in memory as large as it would be.
+            # Each chunk has its own copy, so that memory use is realistic.
             self._held[arm.name] = {chunk: replace(one) for chunk, one in encoded.items()}
             for chunk, one in self._held[arm.name].items():
                 self._loader.keep(one, arm.placement[chunk])
@@ -321,13 +319,13 @@ class Shelves:
         self._check(arm, query)
 
     def load_at_stated_rate(self, arm: Arm, query: list[int], rounds: Times) -> None:
-        """Load the chunks as if the disk were slower."""
+        """Load the chunks at the stated disk rate."""
         disk = PacedDisk(self._region_of[arm.name], STATED_BYTES_PER_S)
         rounds.stated.append(self._load(arm, query, disk))
         self._check(arm, query)
 
     def page_cache(self) -> str:
-        """How reads went past it, and whether they did."""
+        """Return how reads bypassed the page cache, and whether they did."""
         direct = all(region.direct for region in self._regions.values())
         how = "bypassed (O_DIRECT)" if direct else "emptied before each read (posix_fadvise)"
         resident = max(region.resident_share() for region in self._regions.values())
@@ -339,7 +337,7 @@ class Shelves:
             region.close()
 
     def _load(self, arm: Arm, query: list[int], disk: Disk) -> float:
-        """Seconds that it took, measured again if another program took the CPU meanwhile."""
+        """Time a load; repeat it if another program used the CPU meanwhile."""
         held, region = self._held[arm.name], self._region_of[arm.name]
         self.loads.turns += 1
         for tries_left in reversed(range(TRIES)):
@@ -363,48 +361,48 @@ class Shelves:
         return taken
 
     def _check(self, arm: Arm, query: list[int]) -> None:
-        for place, chunk in enumerate(query):
-            delivered = checksum(self._loader.delivered(place))
+        for index, chunk in enumerate(query):
+            delivered = checksum(self._loader.delivered(index))
             if delivered != self._values.decoded(chunk, arm.precision[chunk]):
                 raise AssertionError(f"{arm.name} delivered something else")
 
 
 def measure(
-    queries: list[list[int]], arms: list[Arm], shelves: Shelves, rounds: int, rng: random.Random
+    queries: list[list[int]], arms: list[Arm], tiers: ArmTiers, rounds: int, rng: random.Random
 ) -> dict[str, Times]:
-    """Every arm on every query; in each round all take their turn, in an order of its own."""
+    """Measure every arm on every query, in random order in each round."""
     times = {arm.name: Times() for arm in arms}
     for number, query in enumerate([queries[0], *queries]):
         taken = {arm.name: Times() for arm in arms}
         for _ in range(rounds):
             for arm in rng.sample(arms, len(arms)):
-                shelves.answer(arm, query, taken[arm.name])
+                tiers.answer(arm, query, taken[arm.name])
             for arm in rng.sample(arms, len(arms)):
-                shelves.load_at_stated_rate(arm, query, taken[arm.name])
-        if number > 0:  # the first only warms up
+                tiers.load_at_stated_rate(arm, query, taken[arm.name])
+        if number > 0:  # the first round warms up
             for name, of_query in taken.items():
                 times[name].add_median(of_query)
     return times
 
 
 def gain(times: Mapping[str, Times], arm: str, what: Callable[[Times], list[float]]) -> float:
-    """How much less time an arm takes than the baseline, by mean times."""
+    """Return the ratio of mean times of baseline and arm."""
     return statistics.mean(what(times[BASELINE])) / statistics.mean(what(times[arm]))
 
 
 def spread(rates: list[float]) -> dict[str, float]:
-    """Median and outer deciles, in GB/s."""
+    """Return the median and the outer deciles in GB/s."""
     tenths = statistics.quantiles(rates, n=10)
     return {
-        name: round(tenths[place] / 1e9, 3)
-        for name, place in (("p10", 0), ("median", 4), ("p90", 8))
+        name: round(tenths[index] / 1e9, 3)
+        for name, index in (("p10", 0), ("median", 4), ("p90", 8))
     }
 
 
 def report(
     times: Mapping[str, Times], arms: list[Arm], queries: list[list[int]], grades: tuple[Grade, ...]
 ) -> dict[str, dict[str, object]]:
-    """Figures of every arm, and the gains that are asked for."""
+    """Return the figures of every arm, and the gains."""
     reads = [chunk for query in queries for chunk in query]
     error_of = {Precision(): 0.0} | {grade.precision: grade.error for grade in grades}
     size_of = {Precision(): 1.0} | {grade.precision: grade.size for grade in grades}
@@ -447,7 +445,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the values go (a disk, not memory)")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # threads that wait for each other measure who else is computing
+    torch.set_num_threads(1)  # threads that wait for each other would measure other programs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     grades = measured_grades(QUICKLY_MEASURED if args.quick else MEASURED)
@@ -462,10 +460,10 @@ def main() -> None:
         warm_up(precision, SHAPE)
     queries = sequence.queries[half : half + (QUICK_QUERIES if args.quick else QUERIES)]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        shelves = Shelves(queries, arms, values, Path(folder), device)
-        times = measure(queries, arms, shelves, ROUNDS, random.Random(args.seed))
-        page_cache = shelves.page_cache()
-        shelves.close()
+        tiers = ArmTiers(queries, arms, values, Path(folder), device)
+        times = measure(queries, arms, tiers, ROUNDS, random.Random(args.seed))
+        page_cache = tiers.page_cache()
+        tiers.close()
     figures = report(times, arms, queries, grades)
     for name, figure in figures.items():
         print(name, json.dumps(figure))
@@ -485,12 +483,12 @@ def main() -> None:
                 "stated_disk_gains": {
                     name: figure["stated_disk_loading_gain"] for name, figure in figures.items()
                 },
-                "disk_gb_per_s": spread(shelves.rates[ValueRegion]),
-                "stated_disk_gb_per_s": spread(shelves.rates[PacedDisk]),
+                "disk_gb_per_s": spread(tiers.rates[ValueRegion]),
+                "stated_disk_gb_per_s": spread(tiers.rates[PacedDisk]),
                 "ha_rag_error": read_error(observed, by_name["ha_rag"].precision, grades),
                 "score_error": read_error(observed, by_name["score"].precision, grades),
                 "page_cache": page_cache,
-                "loads": asdict(shelves.loads),
+                "loads": asdict(tiers.loads),
                 "accesses": sequence.source,
                 "queries": len(queries),
                 "chunk_bytes": values.native_bytes,

@@ -1,20 +1,24 @@
-"""What requests that are being answered feel of blends that arrive beside them.
+"""Measures the effect of blends and saves on the token rate of running requests.
 
-Two answers are streamed while prompts of 2,000 tokens arrive one after another, put together from
-chunks of other prompts with 30 % of their tokens recomputed. What is measured is the time between
-two tokens of the streams. budgeted: a step recomputes as many tokens as an engine does by default.
-unbudgeted: a step recomputes all there is. full: the same prompts computed by the budgeted engine,
-in pieces as large as vLLM cuts them. quiet: nothing arrives.
+Two answers are streamed while prompts of 2,000 tokens arrive one after another. These prompts are
+composed of chunks of other prompts, with 30 % of their tokens recomputed. The measure is the time
+between two tokens of the streams.
 
-What saving does: prompts arrive whose chunks are all new. saving: with plans, so that what is
-computed is copied out and sent to the store. plain: the same prompts to the same engine without
-plans, so that nothing is saved, and with salts, so that nothing is found. Which comes first takes
-turns. Both leave PAUSE_S after each answer, in which the streams alone decode while the store is
-sent what was computed; ``p99_saving_over_plain`` is of all that time, in which computing the
-prompts makes the longest gaps, ``p99_saving_over_plain_after_answers`` of the pauses alone. It is
-an error if not all chunks come to the store. Streams never let the engine be idle, so observing
-chunks, which it does only then, is in none of these. Processes of the engines wait for one another
-asleep (see ``WAITS_ASLEEP``): else the API server may starve, and gaps are those of its starving.
+- ``budgeted``: a step recomputes as many tokens as an engine does by default.
+- ``unbudgeted``: a step recomputes all of them.
+- ``full``: the budgeted engine computes the same prompts, in vLLM's chunks.
+- ``quiet``: no prompt arrives.
+
+Saving: prompts with new chunks arrive. ``saving`` has plans, so new KV is copied out and stored.
+``plain`` sends the same prompts to the same engine without plans, and with salts so that none hits.
+Their order alternates. Both wait IDLE_S after each answer; only the streams decode then, while the
+store receives values. ``p99_saving_over_plain`` covers all of the time, in which computing the
+prompts makes the longest gaps. ``p99_saving_over_plain_after_answers`` covers these waits alone. A
+chunk that does not reach the store is an error.
+
+The streams keep the engine busy, so no chunk is observed. The engines' processes wait asleep (see
+``WAITS_ASLEEP``); otherwise the API server can starve, and the gaps would be those of its
+starvation.
 """
 
 from __future__ import annotations
@@ -63,16 +67,16 @@ STREAMS = 2
 BUDGET = 0.3
 QUIET_S = 3.0
 UNBUDGETED = str(1 << 20)
-PAUSE_S = 1.0
-"""After an answer; longer than it takes to send a prompt's values to the store."""
+IDLE_S = 1.0
+"""Wait after an answer, longer than the transfer of a prompt's values to the store."""
 
 SAVED_S = 60.0
 
 
 class Streams:
-    """Answers that are being streamed.
+    """Running streams.
 
-    gaps_s: between their tokens, while ``noting``; pause_gaps_s: of these, in ``pause`` alone.
+    gaps_s: between their tokens, while ``noting``; idle_gaps_s: of these, in ``pause`` alone.
     """
 
     def __init__(self, engine: Engine, prompt: list[int]) -> None:
@@ -84,7 +88,7 @@ class Streams:
         self._ended = threading.Event()
         self._begun = threading.Semaphore(0)
         self.gaps_s: list[float] = []
-        self.pause_gaps_s: list[float] = []
+        self.idle_gaps_s: list[float] = []
         self._threads = [threading.Thread(target=self._read) for _ in range(STREAMS)]
 
     @contextlib.contextmanager
@@ -110,10 +114,10 @@ class Streams:
         if self._ended.is_set():
             raise RuntimeError("a stream ended before all had arrived that it was to feel")
 
-    def pause(self) -> None:
-        """Let the streams decode alone for a while."""
+    def idle(self) -> None:
+        """Let only the streams decode for a while."""
         self._pausing.set()
-        time.sleep(PAUSE_S)
+        time.sleep(IDLE_S)
         self._pausing.clear()
 
     def _read(self) -> None:
@@ -139,13 +143,13 @@ class Streams:
                 elif self._noting.is_set():
                     self.gaps_s.append(now - last)
                     if self._pausing.is_set():
-                        self.pause_gaps_s.append(now - last)
+                        self.idle_gaps_s.append(now - last)
                 last = now
         self._ended.set()
 
 
 def gaps(engine: Engine, prompt: list[int], during: Callable[[], None]) -> list[float]:
-    """Times between tokens of streams while something else is done."""
+    """Collect the times between tokens of the streams during a block."""
     let_engines_sleep()
     with Streams(engine, prompt).running() as streams:
         with streams.noting():
@@ -155,9 +159,10 @@ def gaps(engine: Engine, prompt: list[int], during: Callable[[], None]) -> list[
 
 @dataclass(slots=True)
 class Newcomers:
-    """Prompts of all-new chunks that arrive at an engine, with plans and without.
+    """Prompts with new chunks that arrive at an engine, with and without plans.
 
-    found, pauses: gaps of the streams meanwhile, and in the pauses behind the answers, by case.
+    found, idle_windows: gaps of the streams meanwhile, and in the idle_windows behind the answers,
+    by case.
     """
 
     engine: Engine
@@ -165,11 +170,11 @@ class Newcomers:
     space: KVSpace
     streamed: list[int]
     found: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    pauses: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    idle_windows: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     firsts: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def measure(self, prompts: Sequence[Prompt], *, saving_first: bool) -> None:
-        """Both cases with the same prompts; neither finds anything of what the other computed."""
+        """Measure both cases with the same prompts; neither hits the KV of the other."""
         for saving in (saving_first, not saving_first):
             case = "saving" if saving else "plain"
             let_engines_sleep()
@@ -177,7 +182,7 @@ class Newcomers:
                 with streams.noting():
                     plans = self._arrive(case, prompts, streams)
                 self.found[case] += streams.gaps_s
-                self.pauses[case] += streams.pause_gaps_s
+                self.idle_windows[case] += streams.idle_gaps_s
             if saving:
                 self._check_saved(prompts, plans)
 
@@ -196,19 +201,19 @@ class Newcomers:
             )
             self.firsts[case].append(answer.ttft_s)
             plans.append(plan)
-            streams.pause()
+            streams.idle()
         return plans
 
     def _check_saved(self, prompts: Sequence[Prompt], plans: Sequence[ReusePlan]) -> None:
-        """Raises RuntimeError unless the store comes to hold every chunk."""
+        """Raise RuntimeError unless the store receives every chunk."""
         client = StoreClient(self.store)
         wants = [
-            LookupKey.of(named.variant)
+            LookupKey.for_variant(named.variant)
             for prompt, plan in zip(prompts, plans, strict=True)
             for named in checked_segments(plan, prompt.token_ids, self.space)
         ]
         deadline = time.monotonic() + SAVED_S
-        while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
+        while not all(found.stored for found in client.lookup(wants, timeout_s=5).variants):
             if time.monotonic() > deadline:
                 raise RuntimeError("chunks that were to be saved are not with the store")
             time.sleep(0.05)
@@ -216,7 +221,7 @@ class Newcomers:
 
 
 def new_prompts(rng: random.Random, vocabulary: int, count: int) -> list[Prompt]:
-    """Prompts of chunks that nobody has seen."""
+    """Return prompts of new chunks."""
     scenes = [Scene.make(rng, vocabulary, 1) for _ in range(-(-count // CAPTURED[1]))]
     return [scene.captured(number) for scene in scenes for number in range(CAPTURED[1])][:count]
 
@@ -226,7 +231,7 @@ def p99_ms(seconds: list[float]) -> float:
 
 
 def run(arrivals: int, folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line."""
+    """Measure and return the figures of the JSON line."""
     model = make_tiny_model(folder / "model", layers=12, hidden=768, heads=12, kv_heads=4)
     loaded = load_model_folder(str(model))
     space = loaded.space("auto")
@@ -259,7 +264,7 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
                 plan = None
                 if budget is not None:
                     plan = plan_blend(prompt, space, DOMAIN, uuid.uuid4().hex, budget).to_json()
-                # A salt hides what the engine holds itself.
+                # A salt bypasses the engine's own prefix cache.
                 salt = uuid.uuid4().hex
                 answer = complete(
                     engine.url, prompt.token_ids, max_tokens=1, plan=plan, cache_salt=salt
@@ -268,32 +273,34 @@ def run(arrivals: int, folder: Path) -> dict[str, object]:
 
         for engine in engines.values():
             arrive("warm_up", engine, BUDGET)
-        for _ in range(2):  # one after another twice, so that slow minutes fall on all
+        for _ in range(2):  # twice in turn, so that slow minutes affect all cases
             found["quiet"] += gaps(ours, streamed, lambda: time.sleep(QUIET_S))
             for name, engine in engines.items():
                 found[name] += gaps(engine, streamed, partial(arrive, name, engine, BUDGET))
             found["full"] += gaps(ours, streamed, partial(arrive, "full", ours, None))
         newcomers = Newcomers(ours, store.address, space, streamed)
-        for turn in range(2):  # last: their chunks are observed while other engines are timed
+        for turn in range(
+            2
+        ):  # last, because their chunks are observed while other engines are timed
             new = new_prompts(rng, vocabulary, arrivals)
             newcomers.measure(new, saving_first=bool(turn))
     found |= newcomers.found
     firsts |= newcomers.firsts
-    pauses = newcomers.pauses
+    idle_windows = newcomers.idle_windows
     p99 = {name: p99_ms(seconds) for name, seconds in found.items()}
     return {
         "itl_p99_unbudgeted_over_budgeted": round(p99["unbudgeted"] / p99["budgeted"], 2),
         "itl_p99_full_over_budgeted": round(p99["full"] / p99["budgeted"], 2),
         "p99_saving_over_plain": round(p99["saving"] / p99["plain"], 3),
         "p99_saving_over_plain_after_answers": round(
-            p99_ms(pauses["saving"]) / p99_ms(pauses["plain"]), 3
+            p99_ms(idle_windows["saving"]) / p99_ms(idle_windows["plain"]), 3
         ),
         "mean_saving_over_plain_after_answers": round(
-            statistics.fmean(pauses["saving"]) / statistics.fmean(pauses["plain"]), 3
+            statistics.fmean(idle_windows["saving"]) / statistics.fmean(idle_windows["plain"]), 3
         ),
         "itl_after_answers_ms": {
             name: {"p99": p99_ms(s), "median": round(statistics.median(s) * 1e3, 1)}
-            for name, s in pauses.items()
+            for name, s in idle_windows.items()
         },
         "itl_p99_ms": p99,
         "itl_max_ms": {name: round(max(s) * 1e3, 1) for name, s in found.items()},

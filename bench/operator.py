@@ -1,10 +1,12 @@
-"""The operator under a hundred RagCaches, against a real API server whose audit log is counted.
+"""Measures the operator's API calls for a hundred RagCaches, from a real API server's audit log.
 
-Nothing runs the pods: what is measured is the operator's own work. `seconds_to_observed`: from the
-first RagCache created to the last one whose status says that its generation was acted on.
-`writes_on_noop`: writes by the operator over a second pass on every object (it is restarted, so
-that it knows nothing) and an idle while after it; Leases apart. `idle_calls_per_minute`: every call
-it makes in that while. `drift_corrected`: children changed and deleted by hand are as they were.
+No node runs the pods, so only the operator's own work is measured.
+
+- ``seconds_to_observed``: from the first RagCache created to the last status with its generation.
+- ``writes_on_noop``: writes of a restarted operator over a second reconcile of every object and an
+  idle interval after it, without Leases.
+- ``idle_calls_per_minute``: all its calls in that interval.
+- ``drift_corrected``: whether children that were changed or deleted by hand were corrected.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# When run as a program. This folder must not lead: this file would hide the standard `operator`.
+# When run as a program: this folder must not come first, or this file hides the standard
+# `operator`.
 sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
 
 import httpx
@@ -50,7 +53,7 @@ _QUIET_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured. idle_s: how long nothing is done while calls are counted."""
+    """The size of a run. ``idle_s`` is the interval in which idle calls are counted."""
 
     caches: int
     idle_s: float
@@ -80,14 +83,14 @@ def main() -> int:
 
 
 class AuditLog:
-    """What the operator asked of the API server, by the server's own account."""
+    """The operator's calls, from the API server's audit log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
 
     def calls(self) -> list[Object]:
-        """The operator's calls since the last look; Leases apart."""
+        """Return the operator's calls since the last query, without Leases."""
         with self._path.open("rb") as file:
             file.seek(self._position)
             data = file.read()
@@ -170,15 +173,15 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def _second_pass(self, audit: AuditLog, port: int) -> AsyncIterator[dict[str, Any]]:
-        """A restarted operator that has looked at every object again."""
+        """Restart the operator and wait until it has reconciled every object."""
         audit.calls()
         with self._operator(port):
             await self._alive(port)
 
-            async def looked() -> bool:
+            async def reconciled() -> bool:
                 return await self._passes(port) >= self.size.caches
 
-            await _eventually(looked, "every object is looked at again")
+            await _eventually(reconciled, "every object is reconciled at again")
             calls = await self._until_quiet(audit)
             yield {"calls": calls, "passes": await self._passes(port)}
 
@@ -214,7 +217,7 @@ class Bench:
         return len(seen) == self.size.caches and all(seen)
 
     async def _until_quiet(self, audit: AuditLog) -> list[Object]:
-        """The operator's calls until it makes none."""
+        """Return the operator's calls until it makes none."""
         calls = audit.calls()
         while True:
             await asyncio.sleep(_QUIET_S)
@@ -228,7 +231,7 @@ class Bench:
         return audit.calls()
 
     async def _drift(self, api: Api, audit: AuditLog) -> tuple[bool, int]:
-        """Change and delete children by hand; whether all came back, and the writes it took."""
+        """Change and delete children by hand; return whether all were corrected, and the writes."""
         audit.calls()
         kinds = child_resources(await discover(api))
         labels = "app.kubernetes.io/instance=bench-0"
@@ -278,7 +281,7 @@ class Bench:
 
 
 def _own(value: Any) -> Any:
-    """A spec without what the server draws anew for a new object."""
+    """Return a spec without fields that the server chooses for each new object."""
     drawn = ("clusterIP", "clusterIPs")
     if isinstance(value, dict):
         return {key: _own(item) for key, item in value.items() if key not in drawn}

@@ -1,8 +1,10 @@
-"""T(cached, uncached): seconds of prefill, by bilinear interpolation of a profile (RAGCache §5.1).
+"""T(cached, uncached): seconds of prefill, interpolated bilinearly from a profile.
 
 The profile is computed, not measured, so that replaying a trace needs no engine: operations of a 7B
 model (2 per weight and token, and 4 per layer, dimension and pair in attention) at 60 TFLOP/s. Only
 ratios of its figures are reported.
+
+Source: RAGCache section 5.1.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ def _profiled(cached: float, uncached: float) -> float:
 
 
 class PrefillProfile:
-    """Times at the points of a grid, and between them."""
+    """Seconds at the points of a grid, interpolated between them."""
 
     def __init__(self) -> None:
         self._times = [[_profiled(cached, uncached) for uncached in _GRID] for cached in _GRID]
         self.seconds = lru_cache(maxsize=100_000)(self._seconds)
 
     def _seconds(self, cached: int, uncached: int) -> float:
-        """T(cached, uncached), both in tokens."""
-        row, down = _place(cached)
-        column, right = _place(uncached)
+        """Return T(cached, uncached), both in tokens."""
+        row, down = _cell(cached)
+        column, right = _cell(uncached)
         times = self._times
         near = times[row][column] * (1 - right) + times[row][column + 1] * right
         far = times[row + 1][column] * (1 - right) + times[row + 1][column + 1] * right
         return near * (1 - down) + far * down
 
 
-def _place(num_tokens: int) -> tuple[int, float]:
-    """Index of the grid's cell, and how far into it."""
+def _cell(num_tokens: int) -> tuple[int, float]:
+    """Return the index of the grid's cell and the fraction within it."""
     index = min(bisect_right(_GRID, num_tokens) - 1, len(_GRID) - 2)
     low, high = _GRID[index], _GRID[index + 1]
     return index, (num_tokens - low) / (high - low)

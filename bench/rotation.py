@@ -1,12 +1,12 @@
-"""What moving keys to another position costs beside copying them, and what it changes.
+"""Measures key rotation beside a plain copy, and its error.
 
-On one core, part by part as an engine meets them, in buffers far larger than any cache. Every kind
-of rotation runs next to a copy (``np.copyto``) of the same bytes in every round; shares are medians
-over the rounds of the copy's time beside the rotation's, 1 meaning as fast. Into another buffer a
-rotation moves just what the copy moves; in place it reads and writes the same memory.
+It runs on one core, part by part as in an engine, in buffers far larger than any CPU cache. Every
+kind of rotation runs next to a copy (``np.copyto``) of the same bytes in every round. Shares are
+medians of the copy's time over the rotation's; 1 means equal speed. Into another buffer a rotation
+moves the same bytes as the copy; in place it reads and writes the same memory.
 
-Error: root mean square of what moving bfloat16 keys changes, as a share of the pair that turns,
-against the same rotation in float64; rounding alone is the least there can be.
+The error is the root mean square of the change of bfloat16 keys against the same rotation in
+float64, relative to the rotated pair. Rounding alone is the lower bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ragcache_kv.rotation import KeyRotation, Pairing, Rope, read_rope
 
 KV_HEADS, HEAD_DIM = 8, 128
 PART_TOKENS = 256
-"""A part's keys are half a MiB, as one layer of a chunk of an 8-billion model has them."""
+"""A part's keys are 512 KiB, like one layer of a chunk of an 8B model."""
 DELTAS = (1, -1, 700, -3001, 100_000)
 LLAMA3 = {
     "rope_type": "llama3",
@@ -50,7 +50,7 @@ def rope(pairing: Pairing) -> Rope:
 
 
 def keys_of(dtype: str, num_bytes: int) -> np.ndarray:
-    """[parts, tokens, kv_heads, head_dim]; every part differs in where its numbers begin."""
+    """Return keys [parts, tokens, kv_heads, head_dim]; each part starts at another number."""
     number = NUMBERS[dtype]
     part = np.random.default_rng(0).standard_normal((PART_TOKENS, KV_HEADS, HEAD_DIM))
     single = part.astype(np.float32)
@@ -62,14 +62,14 @@ def keys_of(dtype: str, num_bytes: int) -> np.ndarray:
 
 
 def speeds(dtype: str, pairing: Pairing, buffer_mib: int, rounds: int) -> dict[str, float]:
-    """Rotating into another buffer and in place, as shares of copying; and the copy's GB/s."""
+    """Return rotation speeds, out of target and in place, as shares of copying; and GB/s."""
     rotation = KeyRotation(rope(pairing), dtype)
     keys = keys_of(dtype, buffer_mib << 20)
     out = np.zeros_like(keys)
 
     def into() -> None:
-        for part, place in zip(keys, out, strict=True):
-            rotation.rotate_keys(part, 700, place)
+        for part, target in zip(keys, out, strict=True):
+            rotation.rotate_keys(part, 700, target)
 
     def in_place() -> None:
         for part in out:
@@ -94,7 +94,7 @@ def seconds(task: Callable[[], object]) -> float:
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """Of bfloat16 keys by delta: of moving them, and of rounding alone."""
+    """Return errors of bfloat16 keys by position delta: of rotating, and of rounding alone."""
     given = rope(Pairing.HALVES)
     rotation = KeyRotation(given, "bfloat16")
     bits = keys_of("bfloat16", 4 << 20)
@@ -122,7 +122,7 @@ def share(error: np.ndarray, of: np.ndarray) -> float:
 
 
 def device_speed(buffer_mib: int, rounds: int) -> dict[str, float] | None:
-    """Rotating on the GPU as a share of copying there; None without one."""
+    """Return the GPU rotation speed as a share of copying there; None without a GPU."""
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
@@ -148,7 +148,9 @@ def device_speed(buffer_mib: int, rounds: int) -> dict[str, float] | None:
             ratios[name].append(rotated.elapsed_time(ended) / started.elapsed_time(rotated))
     same = rotation.rotate_keys(native[:8].cpu().clone(), 700)
     equal = torch.equal(rotation.rotate_keys(native[:8].clone(), 700).cpu(), same)
-    medians = {name: statistics.median(some[1:]) for name, some in ratios.items()}  # 1st: compiling
+    medians = {
+        name: statistics.median(some[1:]) for name, some in ratios.items()
+    }  # the first call compiles
     return {**medians, "equals_cpu": equal}
 
 

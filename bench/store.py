@@ -1,20 +1,18 @@
-"""The cache store beside what a vLLM user could pick instead: puts and gets of KV-sized values.
+"""Compares the cache store with its alternatives: puts and gets of KV-sized values.
 
-Every store runs in a process of its own with the server processes it needs; all of them take turns
-within one run. A get counts until every byte is in the caller's own buffer and its checksum has
-been compared, so that a put counts from where that checksum is taken; then the bytes are compared
-themselves, outside the time. Values together are larger than the CPU's cache, and buffers take
-turns over as many bytes. The page cache is warm: what a store wrote to files is read from the
-kernel's memory, as is whatever was stored a moment ago.
-What a put leaves to the background, a store's or the kernel's, is finished, untimed, before the
-next store has its turn: puts are measured in bursts of TOTAL_BYTES.
+Every store runs in its own process with the servers it needs, and all take turns within one run. A
+get counts until every byte is in the caller's buffer and its checksum was compared; a put counts
+from the computation of that checksum. Then the bytes are compared, outside the time. The values
+together exceed the CPU's cache, and target buffers rotate. The page cache is warm, so files are
+read from memory. Background work of a put is finished untimed before the next turn: puts are
+measured in bursts of TOTAL_BYTES.
 
-Caches are full nearly always, so puts are measured in stores that have been filled before: a put
-takes the place of an older value, ours by evicting it, the others by overwriting it.
+Caches are nearly always full, so puts are measured in full stores: ours evicts an older value, the
+others overwrite one.
 
-Peers that are not installed are reported as absent. Many cannot live in the project's environment;
-``--peers PYTHON`` names the Python of one that has them (lmcache, nixl-cu12,
-mooncake-transfer-engine-non-cuda, redis, pymemcache).
+Peers that are not installed are reported as absent. Many need their own environment: ``--peers
+PYTHON`` names its interpreter (lmcache, nixl-cu12, mooncake-transfer-engine-non-cuda, redis,
+pymemcache).
 """
 
 from __future__ import annotations
@@ -39,26 +37,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8 * MIB, MIB, 64 * KIB)
-"""The largest first, which fill the stores soonest."""
+"""The largest come first, because they fill the stores soonest."""
 
 TOTAL_BYTES = 48 * MIB
-"""Of the values of one size: more than a CPU's cache. They are put again and again."""
+"""Total size of the values of one size, more than a CPU's cache."""
 
 FILL_ROUNDS = 4
-"""Untimed puts of everything that fill the stores, which hold at most four times TOTAL_BYTES."""
+"""Untimed rounds of puts that fill the stores, which hold at most four times TOTAL_BYTES."""
 
 GETS_PER_PUT = 5
-"""Rounds of gets for each of puts, of all sizes but the smallest: a round of them takes some
-milliseconds, so that it takes many for one interruption not to count."""
+"""Rounds of gets per round of puts, except for the smallest size. A round takes milliseconds, so
+many are needed to outweigh one interruption."""
 
 _NUMBERS_PER_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A store that takes part. kind: ours, floor, shm (shared memory or files) or net.
+    """A compared store. ``kind`` is ours, floor, shm (shared memory or files) or net.
 
-    spins: its processes poll without end, so they are stopped while others have their turn.
+    ``spins``: its processes poll without end and are stopped during other turns.
     """
 
     name: str
@@ -97,7 +95,7 @@ class Runner:
     rates: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def ask(self, **words: Any) -> dict[str, Any]:
-        """One exchange. Raises RuntimeError if the process has ended."""
+        """Send a command and return the answer. Raises RuntimeError if the process has ended."""
         self.run(True)
         self.tell(**words)
         answer = self.hear()
@@ -105,7 +103,7 @@ class Runner:
         return answer
 
     def run(self, on: bool) -> None:
-        """Let its processes run, or stop them, if they would not leave a core to the others."""
+        """Resume or stop its processes if they poll without end."""
         if self.entrant.spins:
             os.killpg(self.process.pid, signal.SIGCONT if on else signal.SIGSTOP)
 
@@ -116,7 +114,7 @@ class Runner:
         self.process.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Its answer."""
+        """Return its answer."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -125,20 +123,20 @@ class Runner:
         return answer
 
     def measure(self, do: str, num_bytes: int, *, count: bool) -> None:
-        """Put or get everything; note GB/s if they count."""
+        """Put or get everything; record GB/s if the round counts."""
         for seconds, number in self.ask(do=do)["passes"]:
             if count and number:
                 self.rates[do, num_bytes].append(number * num_bytes / seconds / 1e9)
 
     def median(self, do: str, num_bytes: int) -> float | None:
-        """Median GB/s; None if there was nothing to measure."""
+        """Return the median GB/s, or None without measurements."""
         rates = self.rates[do, num_bytes]
         return statistics.median(rates) if rates else None
 
 
 @contextmanager
 def running(entrants: Sequence[Entrant], peers: Path, folder: Path) -> Iterator[list[Runner]]:
-    """Start every entrant at once; those that are absent are told and left out."""
+    """Start all stores at once; report and leave out the absent ones."""
     with ExitStack() as stack:
         runners = []
         for entrant in entrants:
@@ -183,13 +181,13 @@ def _end(runner: Runner) -> None:
         process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(20)
-    with suppress(ProcessLookupError):  # also what it has left behind
+    with suppress(ProcessLookupError):  # also its remaining processes
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
-    """Put values until every store is full, put more, then get them; the stores take turns."""
+    """Fill every store, then measure puts and gets in turns."""
     order = random.Random(num_bytes)
     first = SIZES.index(num_bytes) * _NUMBERS_PER_SIZE
     for runner in runners:
@@ -197,9 +195,9 @@ def compete(runners: list[Runner], num_bytes: int, rounds: int) -> None:
     filled = FILL_ROUNDS if num_bytes == SIZES[0] else 1
     gets = rounds * GETS_PER_PUT if num_bytes > SIZES[-1] else rounds
     for do, fill, timed in (("put", filled, rounds), ("get", 0, gets)):
-        for place in range(fill + timed):
+        for index in range(fill + timed):
             for runner in order.sample(runners, len(runners)):
-                runner.measure(do, num_bytes, count=place >= fill)
+                runner.measure(do, num_bytes, count=index >= fill)
                 if do == "put":
                     runner.ask(do="settle")
                     os.sync()
@@ -216,7 +214,7 @@ def report(runners: Sequence[Runner]) -> None:
 
 
 def ratios(runners: Sequence[Runner]) -> dict[str, Any]:
-    """The figures that are asked for; None where a side of one is absent."""
+    """Return the ratios; None if one side is absent."""
     by_name = {runner.entrant.name: runner for runner in runners}
 
     def rate(name: str, do: str, size: int) -> float | None:
@@ -254,7 +252,7 @@ def _name(size: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
-    """Entry point."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
@@ -262,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
     )
     parser.add_argument("--only", nargs="*", help="names of the stores that take part")
     given = parser.parse_args(arguments)
-    left_out = {"grpc-lane", "file per value"} if given.quick else set()  # no figure is of them
+    left_out = {"grpc-lane", "file per value"} if given.quick else set()  # they are in no figure
     entrants = [e for e in ENTRANTS if e.name in (given.only or {e.name} - left_out)]
     rounds = 1 if given.quick else 8
     folder = Path(tempfile.mkdtemp(prefix="bench-store-"))

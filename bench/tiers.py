@@ -1,10 +1,10 @@
-"""Loading a prompt's chunks from an engine's own host tier, against from the store's shared memory.
+"""Compares loading a prompt's chunks from an engine's host tier and from the store.
 
-The connector's worker side, twice over one real store: with a host tier that holds the chunks, and
-with none. Each load is fetched, handed over, and written by vLLM's own CPU backend, into a paged
-cache of a small model's shape; no model runs. Interleaved, medians. `exact`: chunks in their own
-place; `moved`: each 100 tokens further on, its keys turned. What both have written is compared bit
-by bit, and where the values came from is counted.
+The connector's worker side runs twice over one real store, with a host tier that has the chunks and
+without one. Each load is fetched, handed over, and written by vLLM's own CPU backend into a paged
+cache with a small model's shape; no model runs. Rounds are interleaved; figures are medians.
+``exact``: chunks at their own positions. ``moved``: each 100 tokens further, with rotated keys. The
+written blocks are compared bit by bit, and the sources of the values are counted.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ DOMAIN = "public"
 TIMEOUT_S = 60.0
 POLL_S = 1e-4
 WARM_UP = 4
-"""Rounds until all is connected, compiled and kept; in these what is written is compared."""
+"""Warm-up rounds that connect, compile and fill; in these the written blocks are compared."""
 
 
 class Layer:
-    """An attention layer with vLLM's CPU kernel, and no model around it."""
+    """An attention layer with vLLM's CPU kernel, without a model."""
 
     def __init__(self, num_blocks: int) -> None:
         heads, dim = SPACE.num_kv_heads, SPACE.head_dim
@@ -80,7 +80,7 @@ class Layer:
         kv_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """As vLLM's CPU backend does it."""
+        """Write KV as vLLM's CPU backend does."""
         blocks, heads, size, _ = kv_cache.shape
         keys, values = kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
         custom_ops.cpu_attn_reshape_and_cache(
@@ -89,7 +89,7 @@ class Layer:
 
 
 class NoModel:
-    """In place of what mends a blend: the loads here have nothing to mend."""
+    """Replaces the recomputation of a blend: these loads have nothing to recompute."""
 
     max_tokens = 1
     max_runs = 1
@@ -97,7 +97,7 @@ class NoModel:
 
 @dataclass
 class Worker:
-    """A worker side, with whatever tiers its config says, over a cache of its own."""
+    """A worker side with the tiers of its config, over its own cache."""
 
     address: str
     host_tier_bytes: int
@@ -115,7 +115,7 @@ class Worker:
         self.side = ConnectorWorker(config, SPACE, self.cache, ShardedStore(members), blender)
 
     def load(self, case: str, keys: list[VariantKey]) -> tuple[int, int]:
-        """Load all chunks, one after the other; which tokens of the blocks they are then in."""
+        """Load all chunks in order; return the tokens of the blocks that they fill."""
         shift = MOVED_BY if case == "moved" else 0
         spans, start = [], 0
         for key, tokens in zip(keys, CHUNK_TOKENS, strict=True):
@@ -123,7 +123,7 @@ class Worker:
             spans.append(VariantSpan(key, start + shift, start + shift + tokens, base))
             start += tokens
         end = start + shift
-        # A blend of which nothing is mended ends with its load.
+        # A blend without recomputation ends with its load.
         recompute = RecomputeJob(shift, (), (), (), 0, ()) if shift else None
         name, deadline_s = uuid.uuid4().hex, TIMEOUT_S
         job = LoadJob(
@@ -173,7 +173,7 @@ def put_all(address: str) -> list[VariantKey]:
 
 
 def run(rounds: int, folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line."""
+    """Measure and return the figures of the JSON line."""
     size = value_bytes(SPACE, sum(CHUNK_TOKENS))
     with running_cachestore(folder, memory_bytes=8 * size) as store:
         keys = put_all(store.address)
@@ -190,10 +190,10 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                 loaded = {name: workers[name].load(case, keys) for name in names}
                 if number < WARM_UP:
                     _compare(workers, loaded)
-            time.sleep(0.02)  # for what is done behind a load
+            time.sleep(0.02)  # for background work after a load
         for name, worker in workers.items():
             expected = {"store": "store", "tier": "host"}[name]
-            if {place for places in worker.came_from.values() for place in places} != {expected}:
+            if {index for indices in worker.came_from.values() for index in indices} != {expected}:
                 raise RuntimeError(f"not all came from where it should: {worker.came_from}")
             worker.side.close()
     ms = {
@@ -216,7 +216,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
 
 
 def _compare(workers: dict[str, Worker], loaded: dict[str, tuple[int, int]]) -> None:
-    """Raises RuntimeError unless the same bits lie in the blocks of both."""
+    """Raise RuntimeError unless the blocks of both are bit-equal."""
     written = []
     for name, (start, end) in loaded.items():
         worker = workers[name]
@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="60 rounds, not 400")
     quick = parser.parse_args().quick
-    # On busy cores two would wait for each other at every layer, whoever sends.
+    # Two busy cores would wait for each other at every layer.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(run(60 if quick else 400, Path(folder))))

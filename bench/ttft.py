@@ -1,14 +1,14 @@
-"""Time to first token with the KV of a prompt's chunks in the store, against computing it.
+"""Measures time to first token with a prompt's KV in the store against computing it.
 
-Cold: plain vLLM, without our connector and without its prefix cache. Warm: a fresh vLLM with our
-connector, whose own cache is empty, so that all reused KV comes out of the store. Same prompts,
-interleaved, medians.
+Cold is plain vLLM without our connector and without its prefix cache. Warm is a fresh vLLM with our
+connector and an empty cache of its own, so that all reused KV comes from the store. Prompts are the
+same, rounds are interleaved, figures are medians.
 
-The greedy tokens must be those of vLLM with its own prefix cache, which computes the same tokens
-over the same KV. Against a computation of the whole prompt they may differ late, for both alike:
-matrix products of another height sum in another order on some processors
-(``tokens_equal_to_cold`` and ``vllm_prefix_cache_equal_to_cold`` count how often). A value
-corrupted on disk must be detected, counted by the store, and computed instead.
+The greedy tokens must equal those of vLLM with its own prefix cache, which computes the same tokens
+over the same KV. They may differ from a computation of the whole prompt, for both alike: matrix
+products of another height sum in another order on some processors. ``tokens_equal_to_cold`` and
+``vllm_prefix_cache_equal_to_cold`` count that. A value that was corrupted on disk must be detected,
+counted by the store, and computed instead.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from tests.helpers.tiny_model import make_tiny_model
 DOMAIN = "public"
 HEAD_TOKENS = 48
 CHUNK_TOKENS = (256, 251, 240, 256, 197, 256, 249, 167)
-"""No multiples of a block, as in life. Only the whole context is one (1,920 = 15 x 128), so that
-vLLM's own prefix cache, the control, leaves the same tokens to compute as the store does."""
+"""Chunk sizes are no multiples of a block, as in practice. The whole context is one (1,920 = 15 x
+128), so that vLLM's prefix cache, the control, leaves the same tokens to compute as the store."""
 QUESTION_TOKENS = 32
 ANSWER_TOKENS = 64
-DAMAGED = 3  # place of the variant that is damaged; 0 is the head
+DAMAGED = 3  # index of the damaged variant; 0 is the head
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """A completion with the engine's record of it."""
+    """A completion with the engine's record."""
 
     completion: Completion
     record: engine_pb2.RequestRecord
 
 
 def make_prompt(rng: random.Random, vocabulary: int) -> Prompt:
-    """About 2,000 tokens: head, chunks, question."""
+    """Make a prompt of about 2,000 tokens: head, chunks, question."""
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(vocabulary) for _ in range(count)]
@@ -75,7 +75,7 @@ def make_prompt(rng: random.Random, vocabulary: int) -> Prompt:
 
 
 def ask_warm(engine: Engine, prompt: Prompt, space: KVSpace) -> Warm:
-    """Complete with a plan that reuses everything stored, and fetch the engine's record."""
+    """Complete with a plan that reuses all stored KV, and fetch the engine's record."""
     request = uuid.uuid4().hex
     plan = plan_exact(prompt, space, DOMAIN, request).to_json()
     completion = complete(engine.url, prompt.token_ids, max_tokens=ANSWER_TOKENS, plan=plan)
@@ -83,24 +83,24 @@ def ask_warm(engine: Engine, prompt: Prompt, space: KVSpace) -> Warm:
 
 
 def ask_vllm_prefix_cache(engine: Engine, prompt: Prompt) -> Completion:
-    """Complete without a plan over a prefix that vLLM computed and cached itself just before."""
-    salt = uuid.uuid4().hex  # keeps what was loaded for the plan out of it
+    """Complete without a plan over a prefix that vLLM has just computed and cached."""
+    salt = uuid.uuid4().hex  # excludes blocks that were loaded for the plan
     complete(engine.url, prompt.token_ids, max_tokens=1, cache_salt=salt)
     return complete(engine.url, prompt.token_ids, max_tokens=ANSWER_TOKENS, cache_salt=salt)
 
 
 def variants(prompt: Prompt, space: KVSpace) -> list[VariantKey]:
-    """Keys of the prompt's exact chain."""
+    """Return the keys of the prompt's exact chain."""
     plan = plan_exact(prompt, space, DOMAIN, "probe")
     return [named.variant for named in checked_segments(plan, prompt.token_ids, space)]
 
 
 def wait_until_stored(address: str, keys: Sequence[VariantKey]) -> None:
-    """Saving happens behind the answer; wait until all of it is in the store."""
+    """Wait until the store has everything; saves follow the answer."""
     client = StoreClient(address)
     deadline = time.monotonic() + 60
-    wants = [LookupKey.of(key) for key in keys]
-    while not all(found.held for found in client.lookup(wants, timeout_s=5).variants):
+    wants = [LookupKey.for_variant(key) for key in keys]
+    while not all(found.stored for found in client.lookup(wants, timeout_s=5).variants):
         if time.monotonic() > deadline:
             raise RuntimeError("the engine did not save its chunk-caches within a minute")
         time.sleep(0.1)
@@ -108,7 +108,7 @@ def wait_until_stored(address: str, keys: Sequence[VariantKey]) -> None:
 
 
 def run(rounds: int, folder: Path) -> dict[str, object]:
-    """Measure; returns the figures of the JSON line."""
+    """Measure and return the figures of the JSON line."""
     model = make_tiny_model(folder / "model", layers=12, hidden=768, heads=12, kv_heads=4)
     loaded = load_model_folder(str(model))
     space = loaded.space("auto")
@@ -118,7 +118,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
     damaged, warm_up = make_prompt(rng, vocabulary), make_prompt(rng, vocabulary)
 
     with contextlib.ExitStack() as stack:
-        # Both start while the store is filled; neither serves anything until it is needed.
+        # Both start while the store is filled, and are not used before.
         plain = launch_engine(folder, model, None, "--no-enable-prefix-caching")
         stack.callback(plain.service.stop)
         print("filling the store", file=sys.stderr)
@@ -129,7 +129,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
             for prompt in [*measured, damaged]:
                 ask_warm(filler, prompt, space)
                 wait_until_stored(store.address, variants(prompt, space))
-        # Restarted, so that the warm engine's values come off the disk.
+        # A restart makes the warm engine's values come from disk.
         corrupt(folder / "store" / "data", variants(damaged, space)[DAMAGED])
         store = stack.enter_context(running_cachestore(folder / "store"))
         wait_for_engine(plain)
@@ -154,16 +154,16 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
                 f"vLLM's prefix cache {controls[-1].ttft_s * 1e3:.0f} ms",
                 file=sys.stderr,
             )
-        repaired = ask_warm(warm_engine, damaged, space).record
+        recomputed = ask_warm(warm_engine, damaged, space).record
         client = StoreClient(store.address)
         corrupt_found = client.stats().corrupt
         client.close()
     cold_s = statistics.median(run.ttft_s for run in cold_runs)
     warm_s = statistics.median(run.completion.ttft_s for run in warm_runs)
     length = len(damaged.token_ids)
-    # Nothing from the damaged chunk on may have been loaded. (Tokens alone would not show a bit.)
+    # No chunk from the damaged one on may be loaded; tokens alone would not show one bit.
     corrupt_was_computed = (
-        corrupt_found >= 1 and repaired.loaded_tokens <= damaged.chunk_ends[DAMAGED - 2]
+        corrupt_found >= 1 and recomputed.loaded_tokens <= damaged.chunk_ends[DAMAGED - 2]
     )
     return {
         "exact_tokens_equal": corrupt_was_computed
@@ -189,7 +189,7 @@ def run(rounds: int, folder: Path) -> dict[str, object]:
             for control, cold in zip(controls, cold_runs, strict=True)
         ),
         "corrupt_values_detected": corrupt_found,
-        "corrupt_tokens_loaded": repaired.loaded_tokens,
+        "corrupt_tokens_loaded": recomputed.loaded_tokens,
         "prompt_tokens": length,
         "rounds": rounds,
     }

@@ -50,7 +50,7 @@ def values_table(schema: Schema) -> str:
 
 
 def readme(text: str, schema: Schema) -> str:
-    """The README with its table made anew."""
+    """Return the README with a new table."""
     before, rest = text.split(_BEGIN)
     after = rest.split(_END)[1]
     return f"{before}{_BEGIN}\n{values_table(schema)}\n{_END}{after}"

@@ -45,7 +45,6 @@ STAGES: Final = (
             "python tools/generate_crds.py --check",
             "python tools/generate_chart.py --check",
             "python tools/generate_settings.py --check",
-            "python tools/generate_settings.py --check",
             "python -m tools.prose",
             "python -m tools.house --check",
         ),

@@ -1,4 +1,4 @@
-"""What every compared store can do, and the values that it is asked to hold."""
+"""The interface of a compared store, and the values that it stores."""
 
 from __future__ import annotations
 
@@ -11,58 +11,59 @@ import numpy as np
 import xxhash
 
 POOL_BYTES = 96 << 20
-"""Bytes that values are cut from, and bytes that they are read into: far beyond a CPU's cache."""
+"""Sizes of the source and target pools, far larger than a CPU's cache."""
 
 
 class Absent(Exception):
-    """The store is not installed, or does not start here; says why."""
+    """The store is not installed or does not start; the message says why."""
 
 
 class Contestant(ABC):
-    """One store, opened in its own process. Raises Absent when it cannot be."""
+    """One store, opened in its own process. Raises Absent if that fails."""
 
     verifies = False
-    """Whether get has compared every byte's checksum itself; the others are checked after it."""
+    """Whether ``get`` compares checksums itself; other stores are checked after it."""
 
     counts = True
-    """Whether the get that has just ended was of the kind that is measured."""
+    """Whether the last get was of the measured kind."""
 
     @abstractmethod
     def __init__(self, folder: Path) -> None: ...
 
     def prepare_put(self, number: int, value: memoryview) -> None:  # noqa: B027
-        """Whatever a caller whose data lies where the store wants it need not do; not timed."""
+        """Do untimed work that a caller with registered memory would not do."""
 
     def prepare_get(self, number: int) -> None:  # noqa: B027
-        """What goes before a get in the store's own protocol; not timed."""
+        """Do the untimed steps before a get in the store's own protocol."""
 
     @abstractmethod
     def put(self, number: int, value: memoryview) -> None:
-        """Store a value in place of any that number had; returns once a get would find it."""
+        """Store a value under a number; return when a get would find it."""
 
     @abstractmethod
     def get(self, number: int, buffer: memoryview) -> memoryview | None:
         """Put every byte of a value into the caller's own buffer.
 
-        None, or another buffer of the caller's that the bytes are in.
+        Returns:
+            None, or another buffer of the caller with the bytes.
         """
 
     def settle(self) -> None:  # noqa: B027
-        """Finish what puts left to the background."""
+        """Finish the background work of puts."""
 
     def close(self) -> None:  # noqa: B027
-        """End what was started."""
+        """Stop everything that was started."""
 
 
 def page_aligned(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Zeroed memory that begins at a page, as an engine's tensors of that size do."""
+    """Allocate zeroed, page-aligned memory, like large tensors of an engine."""
     room = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
     start = -room.ctypes.data % mmap.PAGESIZE
     return room[start : start + num_bytes]
 
 
 class Values:
-    """Distinct values of one size: windows of random bytes at offsets of their own."""
+    """Distinct values of one size: windows into random bytes."""
 
     def __init__(self, num_bytes: int, seed: int) -> None:
         self._num_bytes = num_bytes
@@ -72,16 +73,16 @@ class Values:
         self._buffers = page_aligned(POOL_BYTES)
 
     def value(self, number: int) -> memoryview:
-        """Bytes of a value."""
-        # An odd stride, so that no two values are equal and all of the pool is used.
+        """Return the bytes of a value."""
+        # An odd stride makes all values different and uses all of the pool.
         start = number * (self._num_bytes + 4099) % POOL_BYTES
         return memoryview(self._pool[start : start + self._num_bytes]).cast("B")
 
     def buffer(self, number: int) -> memoryview:
-        """Where to read a value to; buffers take turns, so that none stays in the CPU's cache."""
+        """Return a target buffer; buffers rotate, so that none stays in the CPU's cache."""
         start = number * self._num_bytes % (POOL_BYTES - self._num_bytes + 1)
         return memoryview(self._buffers[start : start + self._num_bytes]).cast("B")
 
     def checksum(self, number: int) -> int:
-        """XXH3-64 of a value."""
+        """Return the XXH3-64 checksum of a value."""
         return xxhash.xxh3_64_intdigest(self.value(number))

@@ -1,4 +1,4 @@
-"""What no store can beat: a copy within the process, one file per value, gRPC with bytes in it."""
+"""Lower bounds: a copy within the process, one file per value, bytes in gRPC messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Files(Contestant):
 
 
 class GrpcBytes(Contestant):
-    """A dict behind gRPC, values as bytes of unary messages; the server in a process of its own."""
+    """A dict behind gRPC with values in unary messages; its server is a separate process."""
 
     def __init__(self, folder: Path) -> None:
         from bench.contestants.servers import grpc_server  # noqa: PLC0415
@@ -80,7 +80,7 @@ class GrpcBytes(Contestant):
 
 
 def serve_grpc(port: int) -> None:
-    """The server of GrpcBytes; does not return."""
+    """Run the server of GrpcBytes; it does not return."""
     held: dict[bytes, bytes] = {}
 
     def put(request: bytes, _: Any) -> bytes:

@@ -19,7 +19,7 @@ from bench.contestants.contestant import Absent, Contestant
 from bench.contestants.servers import Server, free_port
 
 _TOKENS = 256
-"""Of the one chunk that a value of the multi-process server is."""
+"""Tokens of the one chunk that a value of the multi-process server has."""
 
 _BLOCKS = 16
 _MOST_PUTS = 64

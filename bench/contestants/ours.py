@@ -19,11 +19,11 @@ from ragcache_kv.values.outgoing_value import ReadyValue
 
 TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20
-"""A value of 8 MiB has eight parts, as KV of eight layers has."""
+"""Size of a part: a value of 8 MiB has eight, like KV of eight layers."""
 
 
 class RagCache(Contestant):
-    """One shard. transport: how its values travel; ack: what a put waits for."""
+    """One shard, with a transport for values and an acknowledgement that a put waits for."""
 
     verifies = True
     transport = "shared"
@@ -41,7 +41,7 @@ class RagCache(Contestant):
             "RAGCACHE_DATA_DIR": str(folder / "data"),
             "RAGCACHE_MEMORY_BYTES": str(self.memory_bytes),
             "RAGCACHE_DISK_BYTES": str(self.disk_bytes),
-            # The newest values are asked for here, which a cache by worth may drop for older ones.
+            # The benchmark reads the newest values, which the score may evict for older ones.
             "RAGCACHE_POLICY": "lru",
             "RAGCACHE_LOG_LEVEL": "warning",
         }
@@ -58,7 +58,7 @@ class RagCache(Contestant):
         sizes = tuple([min(_PART_BYTES, len(value) - start) for start in starts])
         info = VariantInfo(256, len(value), 0, Provenance(exact=True))
         self._puts[number] += 1
-        # A variant does not change: other bytes are another variant, for which an old one goes.
+        # A variant never changes, so other bytes are another variant that replaces an old one.
         self._keys[number] = VariantKey(number.to_bytes(16), self._puts[number].to_bytes(16))
         new = NewVariant(self._keys[number], info, Origin(), None, sizes, FORMAT)
         outgoing = ReadyValue.with_checksums(value, sizes, cost_s=0.01)
@@ -76,7 +76,7 @@ class RagCache(Contestant):
             time.sleep(0.02)
 
     def note(self, tier: Tier) -> None:
-        """Where a value came from."""
+        """Note the tier of a value."""
 
     def close(self) -> None:
         """See Contestant."""
@@ -91,19 +91,19 @@ class RagCacheSocket(RagCache):
 
 
 class RagCacheGrpc(RagCache):
-    """Inside gRPC, where nothing else can be had."""
+    """Through gRPC messages, the fallback transport."""
 
     transport = "grpc"
 
 
 class RagCacheDurable(RagCache):
-    """A put that is back has survived kill -9."""
+    """Durable puts: an acknowledged one survives kill -9."""
 
     ack = Ack.DURABLE
 
 
 class RagCacheDisk(RagCacheDurable):
-    """Values that memory has no room for: gets from the disk tier, page cache warm."""
+    """More values than memory holds: gets come from the disk tier with a warm page cache."""
 
     memory_bytes = 32 << 20
 

@@ -1,4 +1,4 @@
-"""Server processes of contestants: started on a free loopback port, ended by pid."""
+"""Starts server processes of contestants on free loopback ports, and ends them by pid."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Server:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now.
+    """Return a free loopback port.
 
-    Not kept, as ours are (``bench.support.processes``): foreign servers need not set SO_REUSEADDR.
+    The port is not reserved, because other servers may not set SO_REUSEADDR.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def grpc_server() -> tuple[Server, str]:
-    """The server of floors.GrpcBytes."""
+    """Start the server of floors.GrpcBytes."""
     port = free_port()
     code = f"from bench.contestants.floors import serve_grpc; serve_grpc({port})"
     return Server([sys.executable, "-c", code], port), f"127.0.0.1:{port}"

@@ -17,11 +17,11 @@ import xxhash
 from bench.contestants.contestant import Absent, Contestant, Values
 
 PASSES = 3
-"""Timed gets of everything in one turn, which is some milliseconds for the fastest stores."""
+"""Timed passes of gets in one turn; a pass takes milliseconds for the fastest stores."""
 
 
 class Measure:
-    """Times puts and gets of one store and checks what comes back."""
+    """Times puts and gets of one store and verifies the results."""
 
     def __init__(self, store: Contestant) -> None:
         self._store = store
@@ -31,49 +31,51 @@ class Measure:
         self._checksums: dict[int, int] = {}
 
     def begin(self, num_bytes: int, first: int, count: int) -> dict[str, Any]:
-        """Take values of a size from now on."""
+        """Use values of this size from now on."""
         self._values = Values(num_bytes, seed=1)
         self._numbers = list(range(first, first + count))
         self._generation = 0
         return {}
 
     def put(self) -> dict[str, Any]:
-        """Seconds for a put of new bytes under every number, one after another, and how many."""
+        """Put new bytes under every number; return the seconds and the number of puts."""
         self._generation += 1
         taken = 0.0
         for number in self._numbers:
             value = self._value(number)
-            # Reads every byte: no store pays for a page that was not touched for long.
+            # Reads every byte, so that no store pays for a cold page.
             xxhash.xxh3_64_intdigest(value)
             self._store.prepare_put(number, value)
             begin = time.perf_counter()
-            if not self._store.verifies:  # else it does that itself, and is timed as well
+            if not self._store.verifies:  # otherwise the store does that itself, within the time
                 self._checksums[number] = xxhash.xxh3_64_intdigest(value)
             self._store.put(number, value)
             taken += time.perf_counter() - begin
         return {"passes": [(taken, len(self._numbers))]}
 
     def get(self) -> dict[str, Any]:
-        """Seconds for gets until every byte is in the caller's buffer and its checksum compared,
-        and how many gets, of each timed pass.
+        """Time gets until every byte is in the caller's buffer and its checksum was compared.
 
-        Everything is got once before, untimed: what was not touched while the others had their turn
-        is slow to touch again, whoever it belongs to.
+        One untimed pass comes first, because memory that was idle during the other stores' turns
+        is slow to touch again.
+
+        Returns:
+            Seconds and number of gets of each timed pass.
         """
         self._get_all()
         return {"passes": [self._get_all() for _ in range(PASSES)]}
 
     def _get_all(self) -> tuple[float, int]:
         taken, count = 0.0, 0
-        for place, number in enumerate(random.sample(self._numbers, len(self._numbers))):
+        for index, number in enumerate(random.sample(self._numbers, len(self._numbers))):
             value, wanted = self._value(number), self._checksums.get(number, 0)
-            buffer = self._values.buffer(place)
+            buffer = self._values.buffer(index)
             self._store.prepare_get(number)
             begin = time.perf_counter()
             buffer = self._store.get(number, buffer) or buffer
             found = wanted if self._store.verifies else xxhash.xxh3_64_intdigest(buffer)
             seconds = time.perf_counter() - begin
-            # What verifies by itself is not taken at its word either, outside the time.
+            # A store that verifies by itself is checked as well, outside the time.
             if found != wanted or not np.array_equal(buffer, value):
                 raise ValueError(f"value {number} came back changed")
             if self._store.counts:
@@ -93,7 +95,7 @@ def main() -> int:
     """Entry point: worker.py MODULE CLASS FOLDER."""
     module, name, folder = sys.argv[1:4]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a store prints must not be taken for an answer
+    os.dup2(2, 1)  # output of a store must not be read as an answer
     try:
         store = getattr(importlib.import_module(f"bench.contestants.{module}"), name)(Path(folder))
     except (Absent, ImportError) as reason:

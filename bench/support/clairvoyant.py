@@ -1,4 +1,4 @@
-"""How much a policy could save that knows all requests to come, and may leave things unstored.
+"""Bounds the savings of a policy that knows all later requests and may leave chunks unstored.
 
 To hit at its next use an entry must be held from one use to the next: an *interval*, which costs
 its bytes over the requests between, and gains what the hit saves. A clairvoyant policy chooses
@@ -34,20 +34,20 @@ class Choice:
 
 
 class Intervals:
-    """All intervals of a trace, by start, then by place in the prompt (parents before children)."""
+    """All intervals of a trace, by start, then by position in the prompt (parents first)."""
 
     def __init__(self, trace: Trace) -> None:
         parent_of: dict[int, int | None] = {}
         last: dict[int, int] = {}
         rows: list[tuple[int, int, int, int, int, float]] = []
         for number, request in enumerate(trace.requests):
-            for place, access in enumerate(request.accesses):
+            for position, access in enumerate(request.accesses):
                 parent_of[access.key] = access.parent
                 if access.key in last:
                     rows.append(
                         (
                             last[access.key],
-                            place,
+                            position,
                             access.key,
                             number,
                             access.num_tokens,
@@ -58,14 +58,14 @@ class Intervals:
         rows.sort()
         self.num_requests = len(trace.requests)
         self.start: Ints = np.array([row[0] for row in rows], dtype=np.int64)
-        self.place: Ints = np.array([row[1] for row in rows], dtype=np.int64)
+        self.position: Ints = np.array([row[1] for row in rows], dtype=np.int64)
         self.end: Ints = np.array([row[3] for row in rows], dtype=np.int64)
         self.tokens: Floats = np.array([row[4] for row in rows], dtype=np.float64)
         self.cost_s: Floats = np.array([row[5] for row in rows], dtype=np.float64)
         self.parents = self._parents([row[2] for row in rows], parent_of)
 
     def _parents(self, keys: list[int], parent_of: dict[int, int | None]) -> list[Ints | None]:
-        """For each interval those of its parent, which fill the same time without a gap."""
+        """Return for each interval those of its parent, which cover the same time without a gap."""
         of_key: dict[int, list[int]] = defaultdict(list)
         for index, key in enumerate(keys):
             of_key[key].append(index)
@@ -84,7 +84,7 @@ class Intervals:
 
 
 def clairvoyant(intervals: Intervals, gains: Floats, capacity_bytes: int) -> Choice:
-    """The best of Belady's choice, that by gain per token and request, and each filled up."""
+    """Return the best choice: Belady's, by gain density, and both filled up."""
     if not len(gains):
         return Choice(0.0, 0.0)
     capacity = capacity_bytes // BYTES_PER_TOKEN
@@ -100,12 +100,12 @@ def clairvoyant(intervals: Intervals, gains: Floats, capacity_bytes: int) -> Cho
 
 
 def _belady(intervals: Intervals, capacity: int) -> Bools:
-    """Hold what is used soonest. A child is never used before its parent is: it goes first."""
+    """Keep what is used soonest. A child is never used before its parent and is evicted first."""
     chosen: Bools = np.ones(len(intervals.start), dtype=np.bool_)
-    start, end, place = (
+    start, end, position = (
         intervals.start.tolist(),
         intervals.end.tolist(),
-        intervals.place.tolist(),
+        intervals.position.tolist(),
     )
     tokens = intervals.tokens.tolist()
     held: list[tuple[int, int, int]] = []
@@ -115,7 +115,7 @@ def _belady(intervals: Intervals, capacity: int) -> Bools:
     for request in range(intervals.num_requests):
         used -= sum(tokens[over] for over in ending.pop(request, ()) if chosen[over])
         while index < len(start) and start[index] == request:
-            heapq.heappush(held, (-end[index], -place[index], index))
+            heapq.heappush(held, (-end[index], -position[index], index))
             ending[end[index]].append(index)
             used += tokens[index]
             index += 1
@@ -127,18 +127,18 @@ def _belady(intervals: Intervals, capacity: int) -> Bools:
 
 
 def _by_density(intervals: Intervals, gains: Floats) -> Ints:
-    """Intervals by gain per token and request, none before its parents."""
+    """Choose intervals by gain per token and request, parents first."""
     density = gains / (intervals.tokens * (intervals.end - intervals.start))
-    for index in np.argsort(intervals.place, kind="stable").tolist():
+    for index in np.argsort(intervals.position, kind="stable").tolist():
         parents = intervals.parents[index]
         if parents is not None:
             density[index] = min(density[index], density[parents].min())
-    order: Ints = np.lexsort((intervals.place, -density))
+    order: Ints = np.lexsort((intervals.position, -density))
     return order
 
 
 def _fill(intervals: Intervals, capacity: int, chosen: Bools, order: Ints) -> Bools:
-    """Add to what is chosen whatever still fits, in this order, parents being there."""
+    """Add all intervals that still fit, in this order, if their parents are chosen."""
     chosen = chosen.copy()
     start, end = intervals.start.tolist(), intervals.end.tolist()
     tokens = intervals.tokens.tolist()
@@ -157,11 +157,11 @@ def _fill(intervals: Intervals, capacity: int, chosen: Bools, order: Ints) -> Bo
 
 
 def _bound(intervals: Intervals, gains: Floats, capacity: int) -> float:
-    """Gains of the densest intervals that fit into the room of all requests together."""
+    """Return the gains of the densest intervals that fit into the pooled bytes of all requests."""
     room = intervals.tokens * (intervals.end - intervals.start)
     order = np.argsort(-gains / room, kind="stable")
     filled = np.cumsum(room[order])
     limit = float(capacity) * intervals.num_requests
-    # What does not fit wholly counts for its share, so nothing is left out of the bound.
+    # The last interval counts for the share that fits, so that the bound holds.
     share = np.clip((limit - (filled - room[order])) / room[order], 0.0, 1.0)
     return float((gains[order] * share).sum())

@@ -33,13 +33,13 @@ def complete(
     *,
     max_tokens: int,
     plan: dict[str, Any] | None = None,
-    seal: str | None = None,
+    signature: str | None = None,
     cache_salt: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Completion:
     """Generate greedily. plan: JSON of a ReusePlan, for an engine with our connector.
 
-    seal: the plan's (``plan_seal``), for an engine that asks for one.
+    signature: the plan's (``plan_seal``), for an engine that asks for one.
     """
     body: dict[str, Any] = {
         "model": "model",
@@ -52,8 +52,8 @@ def complete(
     }
     if plan is not None:
         body["kv_transfer_params"] = {"ragcache": plan}
-        if seal is not None:
-            body["kv_transfer_params"][SIGNATURE_FIELD] = seal
+        if signature is not None:
+            body["kv_transfer_params"][SIGNATURE_FIELD] = signature
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The same as ``bench.support.host_tier.Loader`` for a GPU: values end on the device, decoded there."""
+"""The counterpart of ``bench.support.host_tier.Loader`` for a GPU, which decodes on the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ragcache_kv.codecs.device import decode_part
 
 
 class DeviceLoader:
-    """Brings the values of a prompt's chunks, decoded, into memory of the device.
+    """Loads and decodes the values of a prompt's chunks on the device.
 
-    What is on disk is read into pinned memory by some threads at once (the baseline's too, to its
-    favour); bytes cross the bus as they are held. Checksums are verified on the host, so not of
-    what lies on the device already.
+    Threads read values from disk into pinned memory, also for the baseline, which favours it.
+    Encoded bytes cross the bus. The host verifies checksums, except of values already on the
+    device.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DeviceLoader:
         self._kept: dict[int, torch.Tensor] = {}
 
     def keep(self, value: Encoded, memory: Placement) -> None:
-        """Put a value, as held, into one of the memories."""
+        """Keep an encoded value in one of the memories."""
         if memory is Placement.DISK:
             return
         host = torch.from_numpy(aligned(value.num_bytes))
@@ -56,7 +56,7 @@ class DeviceLoader:
             self._kept[id(value)] = host
 
     def make_ready(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
-        """Touch all host memory that loading these may use, and clear what was delivered last."""
+        """Touch all host memory that these loads may use, and overwrite the last results."""
         kept = (self._kept.get(id(values[chunk])) for chunk in chunks)
         touch(one.numpy() for one in kept if one is not None and one.device.type == "cpu")
         touch(one.numpy() for one in self._staging)
@@ -68,38 +68,38 @@ class DeviceLoader:
     def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""
         coming: dict[Future[None], int] = {}
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             if id(values[chunk]) not in self._kept:
-                size, buffer = values[chunk].num_bytes, self._staging[place].numpy()
-                coming[self.readers.read(disk, chunk, size, buffer)] = place
-        for place, chunk in enumerate(chunks):
+                size, buffer = values[chunk].num_bytes, self._staging[index].numpy()
+                coming[self.readers.read(disk, chunk, size, buffer)] = index
+        for index, chunk in enumerate(chunks):
             kept = self._kept.get(id(values[chunk]))
             if kept is not None:
-                self._deliver(values[chunk], kept, place)
+                self._deliver(values[chunk], kept, index)
         for read in as_completed(coming):
             read.result()
-            place = coming[read]
-            self._deliver(values[chunks[place]], self._staging[place], place)
+            index = coming[read]
+            self._deliver(values[chunks[index]], self._staging[index], index)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def delivered(self, place: int) -> Bytes:
-        """A value in ``outs``, on the host."""
-        return np.asarray(self.outs[place].cpu().numpy())
+    def delivered(self, index: int) -> Bytes:
+        """Return a value of ``outs``, on the host."""
+        return np.asarray(self.outs[index].cpu().numpy())
 
     def close(self) -> None:
         self.readers.close()
 
-    def _deliver(self, value: Encoded, source: torch.Tensor, place: int) -> None:
+    def _deliver(self, value: Encoded, source: torch.Tensor, index: int) -> None:
         held = source[: value.num_bytes]
         if source.device.type == "cpu":
             verify(value, held.numpy())
         if value.precision.lossless:
-            self.outs[place].copy_(held, non_blocking=True)
+            self.outs[index].copy_(held, non_blocking=True)
             return
         if source.device != self._device:
-            held = self._arrived[place][: value.num_bytes].copy_(held, non_blocking=True)
-        layers = self.outs[place].view(torch.bfloat16).view(self._shape.num_layers, -1)
+            held = self._arrived[index][: value.num_bytes].copy_(held, non_blocking=True)
+        layers = self.outs[index].view(torch.bfloat16).view(self._shape.num_layers, -1)
         shape = (2, self._num_tokens, self._shape.num_kv_heads, self._shape.head_dim)
         start = 0
         for layer, part in zip(layers, value.parts, strict=True):

@@ -1,4 +1,4 @@
-"""Where an arm of ``bench/hotness.py`` keeps its values: a file past the page cache, and memory."""
+"""Tiers of an arm of ``bench/hotness.py``: memory, and a file that bypasses the page cache."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Encoded:
 
 
 def aligned(num_bytes: int) -> Bytes:
-    """Memory that is there already, as a store's arena is, in huge pages where there are any.
+    """Allocate touched memory like a store's memory tier, in huge pages if there are any.
 
-    A read past the page cache is cut at every jump between the physical pages of its target. With
-    small ones its speed depends on which pages happen to be free: on one virtual disk 0.9 to 1.4
-    GB/s, from buffer to buffer, and 2.0 to 2.5 into huge ones.
+    A direct read is split at every jump between physical pages of its target. With small pages its
+    speed depends on their addresses: on one virtual disk 0.9 to 1.4 GB/s, and 2.0 to 2.5 GB/s into
+    huge pages.
     """
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES
@@ -62,22 +62,22 @@ def aligned(num_bytes: int) -> Bytes:
 
 
 def touch(memories: Iterable[Bytes]) -> None:
-    """Look at every page: what has lain idle may have been taken away by the machine's host."""
+    """Touch every page, because the host of a virtual machine may reclaim idle memory."""
     for memory in memories:
         memory[:: mmap.PAGESIZE].max()
 
 
 class Disk(Protocol):
-    """Where values are read from."""
+    """A disk that values are read from."""
 
     def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
-        """Read a value into buffer, which begins at a page and has room for whole pages."""
+        """Read a value into a page-aligned buffer with room for whole pages."""
 
 
 class ValueRegion:
-    """Values in one file, each from a page on, read past the page cache (O_DIRECT).
+    """Values in one file, page-aligned and read with O_DIRECT.
 
-    Where the file system has no O_DIRECT, ``drop`` empties the page cache of the file instead.
+    If the file system has no O_DIRECT, ``drop`` removes the file from the page cache instead.
     """
 
     def __init__(self, path: Path, values: Mapping[int, Encoded]) -> None:
@@ -98,11 +98,11 @@ class ValueRegion:
         self.drop()
 
     def drop(self) -> None:
-        """Take the file out of the page cache."""
+        """Remove the file from the page cache."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def resident_share(self) -> float:
-        """Share of the file that the page cache holds (mincore)."""
+        """Return the share of the file in the page cache (mincore)."""
         return resident_share(self._fd)
 
     def read(self, name: int, num_bytes: int, buffer: Bytes) -> None:
@@ -116,7 +116,7 @@ class ValueRegion:
 
 
 class PacedDisk:
-    """Another disk's reads, none of which ends before one of a stated rate would have served it."""
+    """A disk whose reads end no earlier than at a stated rate."""
 
     def __init__(self, disk: Disk, bytes_per_s: float) -> None:
         self._disk = disk
@@ -133,18 +133,18 @@ class PacedDisk:
 
 
 class Readers:
-    """Threads that read values, and how fast they got them."""
+    """Threads that read values, and their rate."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
         self._spans: list[tuple[float, float, int]] = []
 
     def read(self, disk: Disk, name: int, num_bytes: int, buffer: Bytes) -> Future[None]:
-        """Begin to read a value."""
+        """Start to read a value."""
         return self._pool.submit(self._read, disk, name, num_bytes, buffer)
 
     def take_rate(self) -> float | None:
-        """Bytes a second since the last call, from the first read's begin to the last one's end."""
+        """Return and reset the rate since the last call, in bytes per second."""
         if not self._spans:
             return None
         begun, ended, sizes = zip(*self._spans, strict=True)
@@ -161,7 +161,7 @@ class Readers:
 
 
 def resident_share(fd: int) -> float:
-    """Share of a file that is in the page cache."""
+    """Return the share of a file in the page cache."""
     size = os.fstat(fd).st_size
     with contextlib.closing(mmap.mmap(fd, size, prot=mmap.PROT_READ)) as mapped:
         view = np.frombuffer(mapped, np.uint8)
@@ -179,10 +179,10 @@ def resident_share(fd: int) -> float:
 
 
 class Loader:
-    """Brings the values of a prompt's chunks, decoded, into the caller's buffers.
+    """Loads and decodes the values of a prompt's chunks into the caller's buffers.
 
-    What is on disk is read by some threads at once, what is in memory is taken where it lies;
-    checksums are verified, then values decoded, by the calling thread as they come.
+    Threads read values from disk; values in memory are used in their memory. The calling thread
+    verifies checksums and decodes values as they arrive.
     """
 
     def __init__(self, shape: ValueShape, num_tokens: int, most_chunks: int, threads: int) -> None:
@@ -196,13 +196,13 @@ class Loader:
         self._kept: dict[int, Bytes] = {}
 
     def keep(self, value: Encoded, memory: Placement) -> None:
-        """Put a value, as held, into memory: without a GPU there is but one kind."""
+        """Keep an encoded value in memory; without a GPU there is one kind of memory."""
         if memory is not Placement.DISK:
             self._kept[id(value)] = aligned(value.num_bytes)
             self._kept[id(value)][:] = value.raw
 
     def make_ready(self, chunks: list[int], values: Mapping[int, Encoded]) -> None:
-        """Touch all memory that loading these chunks may use, and clear what was delivered last."""
+        """Touch all memory that these loads may use, and overwrite the last results."""
         touch(self._kept[id(values[one])] for one in chunks if id(values[one]) in self._kept)
         touch(self._staging)
         for out in self.outs:
@@ -211,25 +211,25 @@ class Loader:
     def load(self, chunks: list[int], values: Mapping[int, Encoded], disk: Disk) -> None:
         """Fill ``outs`` with the chunks' native values, in order."""
         coming: dict[Future[None], int] = {}
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             value = values[chunk]
             if id(value) not in self._kept:
-                buffer = (self.outs if value.precision.lossless else self._staging)[place]
-                coming[self.readers.read(disk, chunk, value.num_bytes, buffer)] = place
-        for place, chunk in enumerate(chunks):
+                buffer = (self.outs if value.precision.lossless else self._staging)[index]
+                coming[self.readers.read(disk, chunk, value.num_bytes, buffer)] = index
+        for index, chunk in enumerate(chunks):
             kept = self._kept.get(id(values[chunk]))
             if kept is not None:
-                self._deliver(values[chunk], kept, self.outs[place])
+                self._deliver(values[chunk], kept, self.outs[index])
         for read in as_completed(coming):
             read.result()
-            place = coming[read]
-            value = values[chunks[place]]
-            buffer = (self.outs if value.precision.lossless else self._staging)[place]
-            self._deliver(value, buffer, self.outs[place])
+            index = coming[read]
+            value = values[chunks[index]]
+            buffer = (self.outs if value.precision.lossless else self._staging)[index]
+            self._deliver(value, buffer, self.outs[index])
 
-    def delivered(self, place: int) -> Bytes:
-        """A value in ``outs``."""
-        return self.outs[place]
+    def delivered(self, index: int) -> Bytes:
+        """Return a value of ``outs``."""
+        return self.outs[index]
 
     def close(self) -> None:
         self.readers.close()
@@ -249,7 +249,7 @@ class Loader:
 
 
 def verify(value: Encoded, raw: Bytes) -> None:
-    """Check every part's checksum, as a client does. raw: the value, and perhaps more."""
+    """Verify every part's checksum, as a client does; ``raw`` may be longer than the value."""
     start = 0
     for part in value.parts:
         if checksum(memoryview(raw[start : start + part.num_bytes])) != part.checksum:

@@ -1,4 +1,4 @@
-"""KV to measure codecs on: of the bundled model over its handbook, and heavy-tailed random."""
+"""KV samples for codecs: of the bundled model over its handbook, and heavy-tailed random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache_core.identity.variant import ValueShape
 
 MODEL = Path(__file__).resolve().parents[2] / "models/tinyrag/model"
 QUERIES = 64
-"""Last positions of a text whose attention over all before them is looked at."""
+"""Number of last positions of a text whose attention is measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""A Llama in plain torch over a paged cache in vLLM's layout; for where there is no vLLM.
+"""A Llama in plain torch over a paged cache in vLLM's layout, for machines without vLLM.
 
-Weights are random. To the plugin's own code its layers look like vLLM's: ``PagedCache`` writes and
-reads them, ``AttentionObserver`` sees their queries, and ``Passes`` stands for ``Recomputer``, so
-that ``RecomputationQueue`` does with it what it does in an engine.
+Weights are random. Its layers look like vLLM's to the plugin: ``PagedCache`` writes and reads
+them, and ``AttentionObserver`` sees their queries. ``Passes`` replaces ``Recomputer``, so that
+``RecomputationQueue`` works as in an engine.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Attention:
         return mixed[0].transpose(0, 1)
 
 
-def nobody(layer: int) -> None:
-    """Who is told of layers where nobody waits for them."""
+def ignore_layer(layer: int) -> None:
+    """Ignore the layer hook."""
 
 
 class Llama:
@@ -129,7 +129,7 @@ class Llama:
         self,
         ids: torch.Tensor,
         positions: Sequence[int],
-        needed: Callable[[int], None] = nobody,
+        needed: Callable[[int], None] = ignore_layer,
         *,
         blocks: Sequence[int] | None = None,
         writes: bool = True,
@@ -175,7 +175,7 @@ class Llama:
 
 
 class Passes:
-    """In place of ``ragcache_engine.blend.recomputer.Recomputer``: the same passes through a Llama."""
+    """Replaces ``ragcache_engine.blend.recomputer.Recomputer``: the same passes through a Llama."""
 
     max_tokens = MAX_TOKENS
     max_runs = MAX_RUNS
@@ -192,11 +192,13 @@ class Passes:
         *,
         writes: bool = True,
     ) -> torch.Tensor:
-        """Compute the KV of runs of a prompt's positions anew, in place."""
+        """Recompute the KV of runs of a prompt's positions, in place."""
         return self.recompute_slices([PromptSlice(token_ids, blocks, runs)], writes=writes)
 
-    def recompute_slices(self, parts: Sequence[PromptSlice], *, writes: bool = True) -> torch.Tensor:
-        """The same of one prompt, which is all that is asked for here."""
+    def recompute_slices(
+        self, parts: Sequence[PromptSlice], *, writes: bool = True
+    ) -> torch.Tensor:
+        """Recompute slices of one prompt, which is all that this benchmark needs."""
         [part] = parts
         positions = [position for run in part.runs for position in run]
         assert 0 < len(positions) <= self.max_tokens

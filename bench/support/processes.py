@@ -1,4 +1,4 @@
-"""Start the real services as processes and end them again; used by benchmarks and tests."""
+"""Starts the real services as processes and stops them, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH_BYTES = 107  # unix(7), without the byte that ends it
 _SPIN_S = 1.2
-"""So long after a step, and a little more, vLLM's workers look for the next without sleeping."""
+"""How long vLLM's workers poll after a step before they sleep, with a margin."""
 
 KV_TRANSFER = {
     "kv_connector": "RagCacheConnector",
@@ -34,25 +34,25 @@ KV_TRANSFER = {
 
 
 COMPUTES_PLAIN = {"RAGCACHE_PLAIN_PREFIXES": "off"}
-"""Setting under which an engine computes what comes without a plan, for whoever compares with it;
-else the store would serve that, too."""
+"""Setting with which an engine computes prompts without a plan. Comparisons need it, because the
+store would serve these prompts as well."""
 
 
 def let_engines_sleep() -> None:
-    """Wait until engines that do nothing take no CPU, before another one is timed.
+    """Wait until idle engines use no CPU, before another one is timed.
 
-    All of them have their workers on the same CPUs, so one that still looks for its next step would
-    halve the speed of the one that is timed.
+    Their workers share the CPUs, so one that still polls for its next step would halve the speed of
+    the measured one.
     """
     time.sleep(_SPIN_S)
 
 
 def free_port() -> int:
-    """A port on loopback for a server that is started later; ours as long as this process lives.
+    """Reserve a loopback port for a server that starts later, while this process lives.
 
-    It stays bound here without listening. The kernel then gives it to nobody who asks for any port,
-    and connections to it are refused, but a server that sets SO_REUSEADDR can listen there, again
-    and again. Else another test's server may come up there first, and answer for the one awaited.
+    The port stays bound here without listening. The kernel then assigns it to no other socket and
+    refuses connections, but a server that sets SO_REUSEADDR can listen on it, repeatedly. Without
+    this, another test's server could take the port and answer in its stead.
     """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,10 +68,10 @@ def _end(*_: object) -> NoReturn:
 
 
 class Service:
-    """One process in a group of its own, its output in a file.
+    """A process in its own process group, with its output in a file.
 
-    A group of its own does not end with ours: where nobody handles a SIGTERM it is made to do what
-    Ctrl-C does, so that whoever started services stops them.
+    Its group does not end with this process. A SIGTERM without a handler therefore raises
+    KeyboardInterrupt, as Ctrl-C does, so that the services are stopped.
     """
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path):
@@ -105,13 +105,13 @@ class Service:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it at once, as a crash would (the whole group: vLLM has children)."""
+        """Kill the whole group, as a crash would; vLLM has child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
-        """Ask it to end; kill what is left of its group."""
+        """Ask it to end, then kill the rest of its group."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,7 +158,7 @@ def start_cachestore(
 ) -> CacheStore:
     """Start a cache store and wait until it serves.
 
-    shared: offer the lane of shared memory too, unless folder's path is too long for a socket's.
+    ``shared`` also offers shared memory, unless the path is too long for a Unix socket.
     members: RAGCACHE_CACHESTORE, for one shard of several. env: further settings.
     """
     store = launch_cachestore(

@@ -1,4 +1,4 @@
-"""A trace driven through a policy and an admission, as a tier of the store drives them."""
+"""Replays a trace through a policy and an admission, as a tier of the store does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ragcache_core.eviction import EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction.admission import Admission
 
 CONTEXT_IMPACT = 0.7
-"""Cache-Craft's CCI, in [0.5, 1): the data has no attention, so all chunks have the same."""
+"""Cache-Craft's CCI, in [0.5, 1): the data has no attention, so all chunks get the same."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a replay saved. Seconds are those of the prefill profile."""
+    """The savings of a replay; seconds are those of the prefill profile."""
 
     tokens: int = 0
     hit_tokens: int = 0
@@ -32,7 +32,7 @@ class Tally:
 
 
 class Replay:
-    """One tier of capacity_bytes."""
+    """One tier of ``capacity_bytes``."""
 
     def __init__(
         self, policy: EvictionPolicy[int], admission: Admission[int], capacity_bytes: int
@@ -41,10 +41,10 @@ class Replay:
         self._admission = admission
         self._free_bytes = capacity_bytes
         self._sizes: dict[int, int] = {}
-        self._prefixes: dict[int, frozenset[int]] = {}  # what came before when it was computed
+        self._prefixes: dict[int, frozenset[int]] = {}  # the chunks before it at its computation
 
     def run(self, trace: Trace) -> Tally:
-        """Every request: what is held counts and is touched, the rest is computed and offered."""
+        """Replay every request: count and touch stored chunks, compute and offer the others."""
         tally = Tally()
         for request in trace.requests:
             asked = {access.key for access in request.accesses}
@@ -53,7 +53,7 @@ class Replay:
             for access in request.accesses:
                 tally.tokens += access.num_tokens
                 tally.cost_s += access.cost_s
-                # In `exact` nothing after a gap is of use; the tree never holds such a thing.
+                # In `exact` a chunk after a gap cannot be used, and the tree never stores one.
                 if access.key in self._policy and not (trace.exact and missing):
                     tally.hit_tokens += access.num_tokens
                     tally.saved_s += access.cost_s
@@ -70,13 +70,13 @@ class Replay:
                     tally.written_bytes += access.num_bytes
                     self._prefixes[access.key] = prefix
                 elif trace.exact:
-                    break  # its children would be out of reach
+                    break  # its children could not be reached
         return tally
 
     def _offer(
         self, key: int, candidate: EvictionCandidate[int], now: float, asked: set[int]
     ) -> bool:
-        """Put an entry, if it is admitted and there is room; what the request uses is leased."""
+        """Insert an entry if it is admitted and fits; chunks of the request are leased."""
 
         def may(victim: int) -> bool:
             return victim not in asked
@@ -101,7 +101,7 @@ class Replay:
         return True
 
     def _fix_overhead(self, key: int, before: list[int]) -> float:
-        """CFO (Cache-Craft eq. 12, alpha 1): what its old prefix has that this one has not."""
+        """Return the CFO (Cache-Craft eq. 12, alpha 1) from the missing part of its prefix."""
         prefix = self._prefixes[key]
         if not prefix:
             return CONTEXT_IMPACT if before else 0.0

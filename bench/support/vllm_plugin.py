@@ -1,4 +1,4 @@
-"""Plugins of vLLM made where they are needed, for engines that are to be unlike a usual one."""
+"""Writes vLLM plugins for engines that a benchmark needs to behave differently."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ def register():
 
     shm_broadcast.sched_yield = lambda: time.sleep(50e-6)
 """
-"""vLLM's processes wait for one another asleep. They do it by ``sched_yield`` without end, and
-Linux 6.18 then leaves what shares their core without any CPU for seconds at a time: the API server,
-and whoever measures. Whether it does is chance, and differs from one minute to the next."""
+"""Makes vLLM's processes sleep while they wait for each other. By default they call ``sched_yield``
+in a loop. Linux 6.18 can then starve other processes on their core for seconds at a time, such as
+the
+API server and the benchmark. It happens by chance and changes from minute to minute."""
 
 
 def plugin_settings(folder: Path, source: str) -> dict[str, str]:
-    """Write a package to ``folder`` whose ``register`` vLLM calls in each of its processes.
+    """Write a package whose ``register`` vLLM calls in each of its processes.
 
-    source: of its only module. Returns the environment in which an engine finds it.
+    Args:
+        folder: Where the package is written.
+        source: The source of its only module.
+
+    Returns:
+        The environment with which an engine finds it.
     """
     known = folder / "engine_plugin-1.dist-info"
     known.mkdir(parents=True)

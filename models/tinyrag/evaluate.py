@@ -109,7 +109,9 @@ def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description="Measure the bundled model through vLLM.")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} questions of each kind")
-    parser.add_argument("--seed", type=int, help="repeat an earlier run; drawn anew without it")
+    parser.add_argument(
+        "--seed", type=int, help="repeat an earlier run; otherwise a new one is drawn"
+    )
     parser.add_argument("--documents", type=int, default=8, help="documents in each prompt")
     parser.add_argument("--model", type=Path, default=MODEL)
     args = parser.parse_args()

@@ -40,7 +40,7 @@ _ANSWERED: tuple[Kind, ...] = ("single", "two_step")
 Ints = npt.NDArray[np.int64]
 
 
-Places = dict[tuple[str, str], list[int]]
+ValuePositions = dict[tuple[str, str], list[int]]
 """(service, attribute) to the context positions where its value starts."""
 
 NOWHERE = 0
@@ -148,14 +148,14 @@ class Encoder:
         self, rng: Random, scene: Scene, split: Split, questions: int, absent_share: float
     ) -> Example:
         """The scene with `questions` questions about it, about `absent_share` of them absent."""
-        context, subject, tag, title, places = self._context(scene)
+        context, subject, tag, title, value_positions = self._context(scene)
         rows: list[tuple[Ints, ...]] = []
         kinds: list[int] = []
         while len(rows) < questions:
             kind: Kind = "absent" if rng.random() < absent_share else rng.choice(_ANSWERED)
             question = ask(rng, scene.documents, split, kind)
             if question is not None:
-                rows.append(self._row(question, places))
+                rows.append(self._row(question, value_positions))
                 kinds.append(KINDS.index(kind))
         asked, answers, asked_subject, asked_tag, source = (
             np.stack(column) for column in zip(*rows, strict=True)
@@ -173,13 +173,13 @@ class Encoder:
             kinds=np.array(kinds),
         )
 
-    def _context(self, scene: Scene) -> tuple[Ints, Ints, Ints, Ints, Places]:
+    def _context(self, scene: Scene) -> tuple[Ints, Ints, Ints, Ints, ValuePositions]:
         """Ids and labels of the scene's chunks, and where its values start."""
         context = list(self._head)
         subject = [[IGNORED] * SLOTS] * len(context)
         tag = [IGNORED] * len(context)
         title = [IGNORED] * len(context)
-        places: Places = {}
+        value_positions: ValuePositions = {}
         for document, chunks in zip(scene.documents, scene.chunks, strict=True):
             pieces = name_pieces(document.title)
             title_end = len(context) + self._count(f"# {document.title}") - 1
@@ -194,11 +194,13 @@ class Encoder:
                 for stated in chunk.stated:
                     first = start + self._count(chunk.text[: stated.start].rstrip(" "))
                     last = start + self._count(chunk.text[: stated.start + len(stated.value)])
-                    places.setdefault((document.title, stated.attribute), []).append(first)
+                    value_positions.setdefault((document.title, stated.attribute), []).append(first)
                     tag[first:last] = [ATTRIBUTE_IDS[stated.attribute]] * (last - first)
-        return np.array(context), np.array(subject), np.array(tag), np.array(title), places
+        return np.array(context), np.array(subject), np.array(tag), np.array(title), value_positions
 
-    def _row(self, question: Question, places: Places) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    def _row(
+        self, question: Question, value_positions: ValuePositions
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Ids and labels of one question."""
         prefix = frame(self._tokenizer, question.text)[1]
         ids = np.zeros(QUESTION_TOKENS, np.int64)
@@ -210,7 +212,9 @@ class Encoder:
         at = len(prefix) - 1  # the token that predicts the next one of the answer
         for text, lookup, copied in _segments(question):
             tokens = [self._end] if text == END else self._ids(text)
-            starts = [NOWHERE] if text == ABSENT_ANSWER else places[lookup] if copied else []
+            starts = (
+                [NOWHERE] if text == ABSENT_ANSWER else value_positions[lookup] if copied else []
+            )
             for offset, token in enumerate(tokens):
                 answers[at] = token
                 ids[at + 1] = token

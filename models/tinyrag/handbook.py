@@ -102,9 +102,9 @@ class Document:
 class Question:
     """A question with its one right answer.
 
-    `subject` is the service the question names, `supports` the ids of the documents that hold the
-    answer (none when it is absent), and `needs_earlier_chunk` says that the fact asked for is
-    stated after the first paragraph of its page, where the service is only "it".
+    `subject` is the service that the question names. `supports` has the ids of the documents with
+    the answer, or none. `needs_earlier_chunk` is set if the fact is stated after the first
+    paragraph of its page, where the service is only "it".
     """
 
     kind: Kind

@@ -194,8 +194,8 @@ class Losses:
     answer: Tensor
     subject: Tensor
     tag: Tensor
-    title_look: Tensor
-    source_look: Tensor
+    title_target: Tensor
+    source_target: Tensor
 
 
 class Teacher(nn.Module):

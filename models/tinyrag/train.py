@@ -2,9 +2,9 @@
 
     python models/tinyrag/train.py --minutes 90
 
-Stopped and started again, it goes on from its last checkpoint; delete the checkpoint folder to
-begin anew. The number of documents in a context grows as the model masters fewer: copying *some*
-value is learned at once, binding a value to its service only where several could be meant.
+A restart resumes from the last checkpoint; delete the checkpoint folder to start from the beginning.
+The number of documents in a context grows as the model masters fewer. It learns at once to copy
+*some* value, and to bind a value to its service only if several are possible.
 """
 
 import argparse
@@ -120,7 +120,7 @@ class Trainer:
                 group["lr"] = rate
         with torch.autocast("cpu", torch.bfloat16):
             losses, exact = self.model(batch)
-        teaching = losses.subject + losses.tag + 0.5 * (losses.title_look + losses.source_look)
+        teaching = losses.subject + losses.tag + 0.5 * (losses.title_target + losses.source_target)
         loss = losses.answer + (0.1 + 0.4 * fade) * teaching
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _say(line: str) -> None:
-    # A build takes minutes; whoever reads it through a pipe wants to see it go on.
+    # A build takes minutes, so that its progress must also appear in a pipe.
     print(line, flush=True)
 
 

@@ -86,7 +86,7 @@ class Image:
             if process.wait() != 0:
                 said.seek(0)
                 problem = f"{command[0]} did not take {self.name}: {said.read().decode().strip()}"
-                raise InvalidInput("load", problem, "mend what it says")
+                raise InvalidInput("load", problem, "correct what it reports")
 
     def _documents(self) -> tuple[bytes, bytes, bytes]:
         """Config, manifest and index, each naming the one before by its digest."""

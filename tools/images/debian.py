@@ -139,7 +139,7 @@ def _file_entries(source: Path, path: str) -> list[Entry]:
 def _entry(source: Path, path: str) -> Entry:
     state = source.lstat()
     uid, gid = state.st_uid, state.st_gid
-    # No program gives whoever runs it another user's rights.
+    # No program runs with the rights of another user.
     mode = stat.S_IMODE(state.st_mode) & ~(stat.S_ISUID | stat.S_ISGID)
     if stat.S_ISLNK(state.st_mode):
         return Entry(path, link=os.readlink(source), uid=uid, gid=gid)

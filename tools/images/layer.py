@@ -133,9 +133,9 @@ def held(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def portable_bytecode(source: Path, shown: str) -> bytes | None:
-    """Bytecode of a module that is valid whatever its source's time; None if it cannot be compiled.
+    """Compile a module to bytecode that is valid for any source time; None if that fails.
 
-    What is already compiled beside source is taken over. shown: the path tracebacks give otherwise.
+    Existing bytecode beside the source is reused. ``shown`` is the path in tracebacks otherwise.
     """
     content = source.read_bytes()
     cached = Path(importlib.util.cache_from_source(str(source)))

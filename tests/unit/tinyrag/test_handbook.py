@@ -106,7 +106,7 @@ def test_answers_stand_in_the_supporting_documents(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_late_facts_are_stated_after_the_paragraph_that_names_the_service(seed):
+def test_later_facts_are_stated_after_the_paragraph_that_names_the_service(seed):
     rng = random.Random(seed)
     for document in _handbook(seed).documents:
         for key, value in document.facts.items():
