@@ -1,4 +1,4 @@
-"""What the operator counts of itself, for Prometheus."""
+"""Prometheus metrics of the operator process."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Metrics:
-    """One operator's counters in a registry of their own."""
+    """The metrics of one operator, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._pass_seconds = Histogram(
             "ragcache_operator_reconcile_seconds",
-            "One pass over an object, by its kind and outcome.",
+            "Duration of a reconcile pass, by kind and outcome.",
             ("kind", "outcome"),
             buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0),
             registry=self.registry,
         )
-        self._applied = Counter(
+        self._applies = Counter(
             "ragcache_operator_applies_total",
-            "Children written, by kind.",
+            "Number of written children, by kind.",
             ("kind",),
             registry=self.registry,
         )
         self.leading = Gauge(
             "ragcache_operator_leading",
-            "1 while this replica reconciles.",
+            "1 while this replica leads and reconciles, else 0.",
             registry=self.registry,
         )
 
     @contextmanager
     def time_pass(self, kind: str) -> Iterator[None]:
-        """Time a pass over an object of a kind."""
+        """Measure the duration and the outcome of a reconcile pass."""
         started = time.monotonic()
         outcome = "failed"
         try:
@@ -48,6 +48,6 @@ class Metrics:
         finally:
             self._pass_seconds.labels(kind, outcome).observe(time.monotonic() - started)
 
-    def applied(self, kind: str) -> None:
-        """Count a child that was written."""
-        self._applied.labels(kind).inc()
+    def count_apply(self, kind: str) -> None:
+        """Count one written child."""
+        self._applies.labels(kind).inc()

@@ -1,1 +1,1 @@
-"""The RagCollection's side of the operator: when to sync, the Job that does, what came of it."""
+"""Reconciles RagCollections: schedules syncs, creates their Jobs and reports their outcome."""

@@ -1,4 +1,4 @@
-"""What a RagCollection's status says: pure, from the last sync and what is done about the next."""
+"""Builds the status of a RagCollection from the last sync and the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ragcache_operator.collections.job import format_time
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.schedule import AwaitJob, Postpone, Situation, SyncStep
 from ragcache_operator.kube.resources import Object
-from ragcache_operator.status.conditions import Condition, ObjectEvent, Truth, find
+from ragcache_operator.status.conditions import Condition, Truth, find
+from ragcache_operator.status.events import ObjectEvent
 
 READY = "Ready"
 SYNCED = "Synced"
@@ -27,12 +28,12 @@ INVALID = "Invalid"
 _WARNINGS = frozenset(
     {CACHE_NOT_FOUND, SOURCE_NOT_FOUND, PARTLY_SYNCED, SYNC_REFUSED, SYNC_FAILED, INVALID}
 )
-"""Reasons that somebody has to look at; the others pass by themselves."""
+"""Reasons that need a user's action. The others resolve without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionState:
-    """One condition, without what follows from the one before it."""
+    """Status, reason and message of one condition."""
 
     status: Truth
     reason: str
@@ -42,9 +43,11 @@ class ConditionState:
 def make_status(
     before: Mapping[str, Any], generation: int, situation: Situation, step: SyncStep, progress: str
 ) -> Object:
-    """Status of a RagCollection that is acted on. before: its status so far.
+    """Return the status of an accepted RagCollection.
 
-    progress: how far the running sync is, or what its pod waits for; empty when none runs.
+    Args:
+        before: Its status so far.
+        progress: Progress of the running sync, or what its pod waits for. Empty if none runs.
     """
     synced = _synced(situation, step)
     ready = _ready(before, situation, synced)
@@ -56,9 +59,9 @@ def make_status(
     }
     if progress:
         status["progress"] = progress
-    if last is not None and last.outcome.verdict in ("well", "partly"):
+    if last is not None and last.outcome.verdict in ("complete", "partial"):
         status |= {"documents": last.outcome.documents, "chunks": last.outcome.chunks}
-    if last is not None and last.outcome.verdict == "well":
+    if last is not None and last.outcome.verdict == "complete":
         status |= {"lastSyncTime": format_time(last.at), "sourceRevision": str(last.revision)}
     if last is not None:
         status["failures"] = list(last.outcome.failures)
@@ -67,7 +70,7 @@ def make_status(
 
 
 def refused_status(before: Mapping[str, Any], generation: int, message: str, now: float) -> Object:
-    """Status of a RagCollection whose spec is not acted on; what it brought stays."""
+    """Return the status of a rejected RagCollection. Its documents stay."""
     state = ConditionState("False", INVALID, message)
     return {
         **{key: value for key, value in before.items() if key != "progress"},
@@ -78,7 +81,7 @@ def refused_status(before: Mapping[str, Any], generation: int, message: str, now
 
 
 def events_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ObjectEvent]:
-    """Events that the change of Synced earns; what there is to say of Ready, Synced says too."""
+    """Return the Event for a change of Synced. Ready changes for the same reasons."""
     old = find(before.get("conditions") or (), SYNCED)
     new = find(after["conditions"], SYNCED)
     assert new is not None
@@ -89,14 +92,14 @@ def events_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Obje
 
 
 def document_events(outcome: Outcome) -> list[ObjectEvent]:
-    """Events that the end of a sync earns beside those of the conditions."""
+    """Return the Event for the documents that a sync changed."""
     if not outcome.written and not outcome.deleted:
         return []
-    words = (
-        f"{outcome.written} documents written, {outcome.deleted} deleted; "
-        f"{outcome.documents} are there"
+    message = (
+        f"{outcome.written} documents written, {outcome.deleted} deleted, "
+        f"{outcome.documents} in total"
     )
-    return [ObjectEvent("Normal", "DocumentsChanged", words)]
+    return [ObjectEvent("Normal", "DocumentsChanged", message)]
 
 
 def _synced(situation: Situation, step: SyncStep) -> ConditionState:
@@ -111,30 +114,30 @@ def _synced(situation: Situation, step: SyncStep) -> ConditionState:
 
 
 def _state_of(outcome: Outcome) -> ConditionState:
-    there = f"{outcome.documents} documents in {outcome.chunks} chunks"
+    count = f"{outcome.documents} documents in {outcome.chunks} chunks"
     match outcome.verdict:
-        case "well":
-            of_revision = f", of revision {outcome.revision}" if outcome.revision else ""
-            return ConditionState("True", SYNCED, f"{there}{of_revision}")
-        case "partly":
-            words = f"{there}; {outcome.failure_count} failures, the first: {outcome.message}"
-            return ConditionState("False", PARTLY_SYNCED, words)
-        case "mistake":
+        case "complete":
+            of_revision = f", revision {outcome.revision}" if outcome.revision else ""
+            return ConditionState("True", SYNCED, f"{count}{of_revision}")
+        case "partial":
+            message = f"{count}; {outcome.failure_count} failures, the first: {outcome.message}"
+            return ConditionState("False", PARTLY_SYNCED, message)
+        case "refused":
             return ConditionState("False", SYNC_REFUSED, outcome.message)
-        case "lost":
+        case "failed":
             return ConditionState("False", SYNC_FAILED, outcome.message)
 
 
 def _ready(
     before: Mapping[str, Any], situation: Situation, synced: ConditionState
 ) -> ConditionState:
-    """Whether documents are there to be asked, if only those of the sync before."""
+    """Return the condition Ready: whether documents of this or an earlier sync can be searched."""
     if situation.blocked is not None and situation.blocked[0] == CACHE_NOT_FOUND:
         return ConditionState("False", *situation.blocked)
     last = situation.last
     if last is not None and last.revision == situation.revision:
         outcome = last.outcome
-        if outcome.verdict == "well" or (outcome.verdict == "partly" and outcome.documents):
+        if outcome.verdict == "complete" or (outcome.verdict == "partial" and outcome.documents):
             return ConditionState("True", synced.reason, synced.message)
     old = find(before.get("conditions") or (), READY)
     if old is not None and old["status"] == "True":

@@ -1,4 +1,4 @@
-"""The Jobs of a RagCollection: built here, and read back."""
+"""Builds the Jobs of a RagCollection, and reads their state."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ from ragcache_operator.spec import (
 )
 
 COLLECTION_LABEL: Final = f"{GROUP}/collection"
-"""Tells the Jobs and pods of one RagCollection; its value is the object's name."""
+"""Label of the Jobs and pods of a RagCollection. Its value is the name of the object."""
 REVISION: Final = f"{GROUP}/revision"
 ATTEMPT: Final = f"{GROUP}/attempt"
 STARTED: Final = f"{GROUP}/started"
-"""The operator's own time: the API server's knows no order of two Jobs in one second."""
+"""The operator's time of creation, because the API server's has a resolution of one second."""
 PURPOSE: Final = f"{GROUP}/purpose"
 OUTCOME: Final = f"{GROUP}/outcome"
 REMOVAL: Final = "remove"
 
 CONTAINER: Final = "sync"
-LONGEST_SYNC_S: Final = 4 * 3600
-"""A sync that takes longer hangs, or goes on with the next: what is written stays written."""
-LONGEST_REMOVAL_S: Final = 300
-_REMOVAL_PATIENCE_S: Final = 120
-_SHORTEST_TTL_S: Final = 3600
+SYNC_TIMEOUT_S: Final = 4 * 3600
+"""The next sync continues after a timeout, because written documents stay."""
+REMOVAL_JOB_TIMEOUT_S: Final = 300
+_GATEWAY_PATIENCE_S: Final = 120
+_MIN_TTL_S: Final = 3600
 _SCRATCH: Final = "1Gi"
-# Beyond what sources may take: git's own files beside the pack, unpacked text beside its archive.
+# More than the limit of sources: git keeps files next to the pack, and archives are unpacked.
 _SCRATCH_VOLUME: Final = "2Gi"
 _RESULT: Final = "/dev/termination-log"
 
 
 @dataclass(frozen=True, slots=True)
 class SyncJob:
-    """A Job as decisions see it. Times in seconds since 1970.
+    """The state of a Job. Times are in seconds since 1970.
 
-    started_at: when it was made, which orders Jobs as they ended, because no two run at once.
-    finished_at: None while it runs. outcome: None until it was read. ending: it is being deleted,
-    and its pod may still run.
+    Args:
+        started_at: Time of creation. It also orders Jobs by their end, because only one runs.
+        finished_at: None while the Job runs.
+        outcome: None until the operator has stored it.
+        ending: Whether the Job is being deleted, so that its pod may still run.
     """
 
     name: str
@@ -65,7 +67,7 @@ class SyncJob:
 
     @property
     def may_run(self) -> bool:
-        """Whether a pod of it may be at work."""
+        """Whether a pod of the Job may still run."""
         return self.finished_at is None or self.ending
 
 
@@ -81,11 +83,15 @@ def sync_job(
     image: str,
     gateway_url: str,
 ) -> Object:
-    """The Job that brings a RagCollection's documents.
+    """Return the Job that syncs a RagCollection.
 
-    uid: of the RagCollection. after: the time of the sync before, so that every sync has a name of
-    its own and asking twice for one makes one. now: the time. claims: volume claims that are there;
-    a pod that mounts another would wait for ever, and no source would be read.
+    Args:
+        uid: Uid of the RagCollection.
+        after: Time of the last sync. The Job's name depends on it, so that each sync has another
+            name and a repeated request creates one Job.
+        now: The current time in seconds since 1970.
+        claims: The existing volume claims. A pod that mounts a missing claim would never start, and
+            the sync would read no source.
     """
     key = json.dumps([uid, str(revision), attempt, after])
     name = f"{collection.metadata.name}-sync-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
@@ -104,11 +110,11 @@ def sync_job(
         "controller": True,
         "blockOwnerDeletion": False,
     }
-    job = _job(collection, cache, name, image, gateway_url, ("--scratch", _SCRATCH), LONGEST_SYNC_S)
+    job = _job(collection, cache, name, image, gateway_url, ("--scratch", _SCRATCH), SYNC_TIMEOUT_S)
     annotations = {REVISION: str(revision), ATTEMPT: str(attempt), STARTED: f"{now:.3f}"}
     job["metadata"] |= {"annotations": annotations, "ownerReferences": [owner]}
-    # The last Job says how the last sync ended, so it outlives the wait for the next.
-    job["spec"]["ttlSecondsAfterFinished"] = max(_SHORTEST_TTL_S, 2 * interval_s)
+    # The last Job records how the last sync ended, so it must exist until the next sync.
+    job["spec"]["ttlSecondsAfterFinished"] = max(_MIN_TTL_S, 2 * interval_s)
     pod = job["spec"]["template"]["spec"]
     pod["volumes"] += [{"name": mount, **volume} for mount, volume in mounts]
     container = pod["containers"][0]
@@ -122,30 +128,30 @@ def sync_job(
 def removal_job(
     collection: RagCollection, uid: str, cache: RagCache, image: str, gateway_url: str
 ) -> Object:
-    """The Job that deletes a RagCollection's documents.
+    """Return the Job that deletes a RagCollection's documents.
 
-    It has no owner: one that is being deleted may take what it owns along before it is done.
+    It has no owner, because Kubernetes may delete it together with a deleted owner.
     """
     name = removal_name(collection.metadata.name, uid)
-    words = ("--remove", "--patience", str(_REMOVAL_PATIENCE_S))
-    job = _job(collection, cache, name, image, gateway_url, words, LONGEST_REMOVAL_S)
+    options = ("--remove", "--patience", str(_GATEWAY_PATIENCE_S))
+    job = _job(collection, cache, name, image, gateway_url, options, REMOVAL_JOB_TIMEOUT_S)
     job["metadata"]["annotations"] = {PURPOSE: REMOVAL}
-    job["spec"]["ttlSecondsAfterFinished"] = _SHORTEST_TTL_S
+    job["spec"]["ttlSecondsAfterFinished"] = _MIN_TTL_S
     return job
 
 
 def removal_name(collection: str, uid: str) -> str:
-    """Name of the Job that deletes a RagCollection's documents."""
+    """Return the name of the Job that deletes a RagCollection's documents."""
     return f"{collection}-{REMOVAL}-{hashlib.sha256(uid.encode()).hexdigest()[:10]}"
 
 
 def is_removal(job: Object) -> bool:
-    """Whether a Job is one that deletes documents."""
+    """Whether a Job deletes documents."""
     return (job["metadata"].get("annotations") or {}).get(PURPOSE) == REMOVAL
 
 
 def read_job(job: Object) -> SyncJob:
-    """A live Job as decisions see it."""
+    """Read the state of a live Job."""
     meta = job["metadata"]
     annotations = meta.get("annotations") or {}
     outcome = annotations.get(OUTCOME)
@@ -161,18 +167,18 @@ def read_job(job: Object) -> SyncJob:
 
 
 def parse_time(text: str) -> float:
-    """Seconds since 1970 of a time as the API server writes it."""
+    """Parse a time of the API server to seconds since 1970."""
     return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def format_time(at: float) -> str:
-    """A time as the API server writes it, to the second."""
-    moment = datetime.datetime.fromtimestamp(int(at), datetime.UTC)
-    return moment.isoformat().replace("+00:00", "Z")
+    """Format a time as the API server does, in whole seconds."""
+    time = datetime.datetime.fromtimestamp(int(at), datetime.UTC)
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def _number(text: str) -> float:
-    """A number that we wrote; 0 for what somebody else made of it."""
+    """Parse a number of our annotations. Invalid text counts as 0."""
     return float(text) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text, re.ASCII) else 0.0
 
 
@@ -191,14 +197,14 @@ def _job(
     name: str,
     image: str,
     gateway_url: str,
-    words: tuple[str, ...],
-    longest_s: int,
+    options: tuple[str, ...],
+    timeout_s: int,
 ) -> Object:
-    """A Job that runs ``ragcache sync``, without what the sources need."""
+    """Return a Job that runs ``ragcache sync``, without the mounts and tokens of the sources."""
     manifest = collection.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"metadata": {"uid"}}
     )
-    mine = {
+    pod_labels = {
         **labels(cache.metadata.name, SYNC_COMPONENT),
         COLLECTION_LABEL: collection.metadata.name,
     }
@@ -208,12 +214,12 @@ def _job(
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["ragcache", "sync"],
-        "args": [*arguments, *words],
+        "args": [*arguments, *options],
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
         ],
-        # What sources hold is somebody else's: it may not take the node's memory.
+        # Sources are not trusted, so a limit protects the node's memory.
         "resources": {
             "requests": {"cpu": "100m", "memory": "256Mi"},
             "limits": {"memory": "1Gi"},
@@ -236,20 +242,24 @@ def _job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": collection.metadata.namespace, "labels": mine},
+        "metadata": {
+            "name": name,
+            "namespace": collection.metadata.namespace,
+            "labels": pod_labels,
+        },
         "spec": {
-            # Whether and when to try again is for the operator to say.
+            # The operator decides about retries.
             "backoffLimit": 0,
-            "activeDeadlineSeconds": longest_s,
-            "template": {"metadata": {"labels": mine}, "spec": pod},
+            "activeDeadlineSeconds": timeout_s,
+            "template": {"metadata": {"labels": pod_labels}, "spec": pod},
         },
     }
 
 
 def _volume(source: SourceSpec) -> Object | None:
-    """The pod's volume for a source that is one."""
+    """Return the pod's volume for a source, or None for a source that is downloaded."""
     if source.config_map is not None:
-        # One that is missing is an empty folder, which the sync reports; the pod starts.
+        # With a missing ConfigMap the pod starts with an empty folder, and the sync reports it.
         return {"configMap": {"name": source.config_map.name, "optional": True}}
     if source.volume is not None:
         claim = {"claimName": source.volume.claim_name, "readOnly": True}
@@ -262,6 +272,6 @@ def _token(index: int, source: SourceSpec) -> list[Object]:
     if fetched is None or fetched.bearer_secret is None:
         return []
     secret = fetched.bearer_secret
-    # As with ConfigMaps: the sync says that it is missing.
+    # Optional as for ConfigMaps: the sync reports a missing Secret.
     reference = {"name": secret.name, "key": secret.key, "optional": True}
     return [{"name": token_variable(index), "valueFrom": {"secretKeyRef": reference}}]

@@ -1,16 +1,16 @@
-"""Where a sync finds what its pod brings: agreed between the Job and ``ragcache sync`` in it."""
+"""Mount paths and environment variables shared by the sync Job and ``ragcache sync``."""
 
 from __future__ import annotations
 
 MOUNTS = "/sources"
-"""Folder with a mount for each source that is a ConfigMap or a volume."""
+"""Folder with one mount for each source that is a ConfigMap or a volume."""
 
 
 def mount_name(index: int) -> str:
-    """Name of a source's mount. index: the source's place in the RagCollection, from 0."""
+    """Return the mount name of the source with this index in ``spec.sources``."""
     return f"source-{index}"
 
 
 def token_variable(index: int) -> str:
-    """Environment variable that holds a source's token."""
+    """Return the environment variable with the token of the source with this index."""
     return f"RAGCACHE_SOURCE_{index}_TOKEN"

@@ -1,4 +1,4 @@
-"""What a sync said when it ended, out of its Job and its pod."""
+"""Reads the outcome of a sync from its Job and its pod."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any, Literal
 
 from ragcache_operator.kube.resources import Object
 
-SyncVerdict = Literal["well", "partly", "mistake", "lost"]
-_MISTAKE_STATUS = 2
-_LONGEST_WORDS = 500
+SyncVerdict = Literal["complete", "partial", "refused", "failed"]
+_REFUSED_EXIT_CODE = 2
+_MAX_MESSAGE_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a sync ended.
 
-    verdict: ``partly``: some source or document failed, all others are there. ``mistake``: it was
-    refused for what the RagCollection says. ``lost``: it did not come to its end.
-    message: what went wrong, in words; empty if nothing did. revision: of what was read, as the
-    sync names it. failure_count: of all; failures holds those that fit.
+    Args:
+        verdict: ``complete``, or ``partial`` if some documents failed and all others were written.
+            ``refused`` if the spec of the RagCollection is invalid. ``failed`` if the sync did not
+            finish.
+        message: The first failure. Empty if there is none.
+        revision: Revision of the sources, as the sync reports it.
+        failures: The failures that fit into the status.
+        failure_count: Number of all failures.
     """
 
     verdict: SyncVerdict
@@ -35,54 +39,55 @@ class Outcome:
     failure_count: int = 0
 
     def to_json(self) -> str:
-        """As the Job's annotation keeps it."""
+        """Return the outcome as text for an annotation of the Job."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """From the Job's annotation; one that somebody else wrote over counts as lost."""
+        """Parse the annotation of a Job. An invalid annotation counts as a failed sync."""
         try:
             fields = json.loads(text)
             return cls(**{**fields, "failures": tuple(fields["failures"])})
         except (ValueError, TypeError, KeyError):
-            return cls("lost", "its record cannot be read")
+            return cls("failed", "the outcome annotation is invalid")
 
 
 def outcome_of(job: Object, pods: Sequence[Object]) -> Outcome:
-    """How a finished Job ended. pods: its own, of which the youngest counts."""
+    """Return how a finished Job ended, from its youngest pod."""
     for pod in sorted(pods, key=_created, reverse=True):
         for status in (pod.get("status") or {}).get("containerStatuses") or ():
             ended = (status.get("state") or {}).get("terminated")
             if ended is not None:
                 return _outcome_of_container(ended)
-    words = [
+    messages = [
         condition.get("message") or condition.get("reason") or ""
         for condition in (job.get("status") or {}).get("conditions") or ()
         if condition["type"] == "Failed" and condition["status"] == "True"
     ]
-    return Outcome("lost", (words or ["its pod is gone"])[0][:_LONGEST_WORDS])
+    return Outcome("failed", (messages or ["the pod no longer exists"])[0][:_MAX_MESSAGE_CHARS])
 
 
 def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
-    status = int(ended.get("exitCode", 0))
-    said = str(ended.get("message") or "")
+    exit_code = int(ended.get("exitCode", 0))
+    last_line = str(ended.get("message") or "").strip().rpartition("\n")[2]
     try:
-        result = json.loads(said.strip().rpartition("\n")[2])
+        result = json.loads(last_line)
         failures = tuple(filter(None, map(_failure, result["failures"])))
         numbers = {name: int(result[name]) for name in _NUMBERS}
         finished, revision = bool(result["finished"]), str(result["revision"])
         count = int(result["failureCount"])
     except (ValueError, TypeError, KeyError):
-        last = said.strip().rpartition("\n")[2] or f"it ended with status {status}"
-        return Outcome("lost", f"{ended.get('reason') or 'Error'}: {last}"[:_LONGEST_WORDS])
+        cause = last_line or f"exit code {exit_code}"
+        message = f"{ended.get('reason') or 'Error'}: {cause}"
+        return Outcome("failed", message[:_MAX_MESSAGE_CHARS])
     verdict: SyncVerdict
     if finished:
-        verdict = "partly" if failures else "well"
+        verdict = "partial" if failures else "complete"
     else:
-        verdict = "mistake" if status == _MISTAKE_STATUS else "lost"
+        verdict = "refused" if exit_code == _REFUSED_EXIT_CODE else "failed"
     message = failures[0] if failures else ""
-    if verdict in ("mistake", "lost"):
-        message = message or f"it ended with status {status}"
+    if verdict in ("refused", "failed"):
+        message = message or f"the sync exited with code {exit_code}"
     return Outcome(
         verdict, message, failures=failures, failure_count=count, revision=revision, **numbers
     )
@@ -92,13 +97,13 @@ _NUMBERS = ("documents", "chunks", "written", "deleted")
 
 
 def _failure(failure: Mapping[str, Any]) -> str:
-    """One line of a failure: source, document, problem, as far as it has them."""
+    """Format a failure as one line of source, document and problem."""
     parts = (failure["source"], failure["document"], failure["problem"])
     return ": ".join(str(part) for part in parts if part)
 
 
 def waiting_reason(pods: Sequence[Object]) -> str:
-    """Why the youngest pod of a Job does not run yet; empty if it does, or nobody knows."""
+    """Return why the youngest pod of a Job does not run yet. Empty if it runs or is unknown."""
     youngest = max(pods, key=_created, default=None)
     if youngest is None:
         return ""
@@ -106,16 +111,16 @@ def waiting_reason(pods: Sequence[Object]) -> str:
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting")
         if waiting is not None:
-            return _joined(waiting)
+            return _reason_and_message(waiting)
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return _joined(condition)
+            return _reason_and_message(condition)
     return ""
 
 
-def _joined(words: Mapping[str, Any]) -> str:
-    parts = (words.get("reason"), words.get("message"))
-    return ": ".join(str(part) for part in parts if part)[:_LONGEST_WORDS]
+def _reason_and_message(status: Mapping[str, Any]) -> str:
+    parts = (status.get("reason"), status.get("message"))
+    return ": ".join(str(part) for part in parts if part)[:_MAX_MESSAGE_CHARS]
 
 
 def _created(obj: Object) -> str:

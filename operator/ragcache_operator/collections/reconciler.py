@@ -1,7 +1,7 @@
-"""The shell around a RagCollection's decisions: read what is there, act, say what came of it.
+"""The reconcile pass of a RagCollection: observe, decide the next step, perform it, report.
 
-Level-triggered like the RagCache's: every pass looks at everything, and one that finds all as it
-should be writes nothing.
+A pass is level-triggered: it observes everything, so a lost event or a restart has no effect. If
+nothing changed, a pass writes nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ragcache_operator.collections.conditions import (
 from ragcache_operator.collections.job import (
     COLLECTION_LABEL,
     CONTAINER,
-    LONGEST_REMOVAL_S,
     OUTCOME,
+    REMOVAL_JOB_TIMEOUT_S,
     SyncJob,
     format_time,
     is_removal,
@@ -73,25 +73,25 @@ from ragcache_operator.kube.status import write_status
 from ragcache_operator.spec import RagCache, RagCollection, parse_duration
 from ragcache_operator.spec.manifest import parse_collection, parse_manifest
 from ragcache_operator.spec.rules import find_problems
-from ragcache_operator.status.conditions import ObjectEvent, find
+from ragcache_operator.status.conditions import find
+from ragcache_operator.status.events import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)
 
 JOB_POLL_S = 2.0
-"""Between two looks at a Job that runs; what its pod says is on no watch."""
-REMOVAL_TIMEOUT_S = LONGEST_REMOVAL_S + 60.0
-"""How long a deletion waits for its Job, the time to start its pod included."""
+"""Interval of reading the progress of a running Job. No watch delivers it."""
+REMOVAL_TIMEOUT_S = REMOVAL_JOB_TIMEOUT_S + 60.0
+"""How long a deletion waits for its Job, including the start of the pod."""
 _IMAGE = "tools"
-
-PostEvent = Callable[[ObjectEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedCache:
-    """The RagCache a collection belongs to, as far as it can be used.
+    """The RagCache of a collection.
 
-    spec: None while it is not one that is acted on. problem: why it takes no documents now, as a
-    condition's reason and message.
+    Args:
+        spec: None while the RagCache cannot be used.
+        problem: Reason and message of a condition if it takes no documents now, else None.
     """
 
     uid: str
@@ -100,7 +100,12 @@ class ObservedCache:
 
 
 class CollectionReconciler:
-    """Keeps collections in step with their sources. images, tag: of the parts' images."""
+    """Keeps collections in sync with their sources.
+
+    Args:
+        images: Registry and path before the name of an image.
+        tag: Tag of the images.
+    """
 
     def __init__(
         self, api: Api, *, images: str, tag: str, clock: Callable[[], float] = time.time
@@ -110,10 +115,14 @@ class CollectionReconciler:
         self._tag = tag
         self._clock = clock
 
-    async def reconcile(self, body: Object, memory: object, post_event: PostEvent) -> float | None:
-        """One pass over a RagCollection. Returns the seconds after which to look again by oneself.
+    async def reconcile(self, body: Object, state: object, post_event: PostEvent) -> float | None:
+        """Run one pass over a RagCollection.
 
-        None: only when something changes. memory: nothing is kept in it. say: posts an Event.
+        Args:
+            state: Unused, because a pass needs no memory of earlier passes.
+
+        Returns:
+            The seconds until the next pass; None if only a change requires one.
         """
         problems = find_problems(body)
         if problems:
@@ -123,7 +132,7 @@ class CollectionReconciler:
             await self._write(body, status, post_event)
             return None
         collection = parse_collection(body)
-        cache = await self._cache(collection)
+        cache = await self._observe_cache(collection)
         situation = await self._observe(body, collection, cache)
         step = next_step(situation)
         if isinstance(step, RecordOutcome):
@@ -132,7 +141,7 @@ class CollectionReconciler:
                 post_event(event)
             situation = await self._observe(body, collection, cache)
             step = next_step(situation)
-        again_s = await self._act(body, collection, cache, step)
+        wait_s = await self._perform(body, collection, cache, step)
         running = step.job if isinstance(step, AwaitJob) else None
         progress = "" if running is None else await self._progress(body, running)
         generation = body["metadata"]["generation"]
@@ -140,12 +149,12 @@ class CollectionReconciler:
         await self._write(body, status, post_event)
         for job in superseded(situation.jobs):
             await self._api.delete(JOBS, job.name, _namespace(body))
-        return again_s
+        return wait_s
 
     async def remove(self, body: Object, post_event: PostEvent) -> bool:
-        """Delete a deleted RagCollection's documents; False while that is not done yet.
+        """Delete the documents of a deleted RagCollection. Return whether that is finished.
 
-        Documents stay where nobody can delete them, and where prune says that they do.
+        The documents stay if ``prune`` is false, or if no Job can delete them.
         """
         jobs = await self._jobs(body, of_any_owner=True)
         syncs = [job for job in jobs if not is_removal(job)]
@@ -153,27 +162,27 @@ class CollectionReconciler:
             await self._delete_job(job, "Foreground")
         if syncs:
             return False
-        mine = removal_name(body["metadata"]["name"], body["metadata"]["uid"])
-        removal = next((job for job in jobs if job["metadata"]["name"] == mine), None)
-        words = await self._removed(body, removal)
-        if words is None:
+        name = removal_name(body["metadata"]["name"], body["metadata"]["uid"])
+        removal = next((job for job in jobs if job["metadata"]["name"] == name), None)
+        event = await self._advance_removal(body, removal)
+        if event is None:
             return False
-        post_event(words)
+        post_event(event)
         if removal is not None:
             await self._delete_job(removal, "Background")
         return True
 
-    async def _removed(self, body: Object, removal: Object | None) -> ObjectEvent | None:
-        """What came of the deletion of its documents; None while it goes on."""
+    async def _advance_removal(self, body: Object, removal: Object | None) -> ObjectEvent | None:
+        """Start or check the removal Job. Return the final Event, or None while it continues."""
         try:
             collection = parse_collection(body)
         except InvalidInput:
-            return _left("Warning", "its spec is invalid, so nothing says which to delete")
-        cache = await self._cache(collection)
+            return _documents_left("Warning", "the spec is invalid, so the documents are unknown")
+        cache = await self._observe_cache(collection)
         if cache.spec is None:
-            return _left("Normal", cache.problem[1] if cache.problem else "")
+            return _documents_left("Normal", cache.problem[1] if cache.problem else "")
         if not collection.spec.prune:
-            return _left("Normal", "prune is false")
+            return _documents_left("Normal", "prune is false")
         if removal is None:
             site, uid = self._site(cache.spec), body["metadata"]["uid"]
             image = site.image(_IMAGE)
@@ -183,23 +192,23 @@ class CollectionReconciler:
             except ApiError as error:
                 if not error.is_permanent:
                     raise
-                # A quota, or rights: nobody may ever change them, and the object has to go.
-                return _left("Warning", f"the Job that deletes them is refused: {error}")
+                # A quota or missing permissions may never change, and the object must go.
+                return _documents_left("Warning", f"the API server rejects the Job: {error}")
         elif read_job(removal).finished_at is not None:
             outcome = outcome_of(removal, await self._pods(body, removal["metadata"]["name"]))
-            return _deleted(outcome)
+            return _removal_event(outcome)
         waited_s = self._clock() - parse_time(body["metadata"]["deletionTimestamp"])
-        late = _left("Warning", "nothing could be started that deletes them")
-        return late if waited_s > REMOVAL_TIMEOUT_S else None
+        timed_out = _documents_left("Warning", "the Job that deletes them did not start in time")
+        return timed_out if waited_s > REMOVAL_TIMEOUT_S else None
 
-    # Looking
+    # Observe
 
-    async def _cache(self, collection: RagCollection) -> ObservedCache:
+    async def _observe_cache(self, collection: RagCollection) -> ObservedCache:
         name, namespace = collection.spec.cache_ref.name, collection.metadata.namespace
         found = await self._api.get(RAG_CACHES, name, namespace)
         if found is None:
-            words = f"there is no RagCache {name} in namespace {namespace}"
-            return ObservedCache("", None, (CACHE_NOT_FOUND, words))
+            message = f"there is no RagCache {name} in namespace {namespace}"
+            return ObservedCache("", None, (CACHE_NOT_FOUND, message))
         uid = found["metadata"]["uid"]
         if "deletionTimestamp" in found["metadata"]:
             return ObservedCache(
@@ -211,14 +220,14 @@ class CollectionReconciler:
             return ObservedCache(
                 uid, None, (CACHE_NOT_READY, f"the RagCache {name} is refused: {error}")
             )
-        # Documents can come before the model has loaded.
+        # The retriever and the gateway suffice: documents do not need a loaded model.
         conditions = (found.get("status") or {}).get("conditions") or ()
-        for part in ("RetrieverReady", "GatewayReady"):
-            condition = find(conditions, part)
+        for condition_type in ("RetrieverReady", "GatewayReady"):
+            condition = find(conditions, condition_type)
             if condition is None or condition["status"] != "True":
-                said = "" if condition is None else f": {condition['message']}"
-                words = f"the RagCache {name} is not {part}{said}"
-                return ObservedCache(uid, spec, (CACHE_NOT_READY, words))
+                detail = "" if condition is None else f": {condition['message']}"
+                message = f"the RagCache {name} is not {condition_type}{detail}"
+                return ObservedCache(uid, spec, (CACHE_NOT_READY, message))
         return ObservedCache(uid, spec, None)
 
     async def _observe(
@@ -242,7 +251,7 @@ class CollectionReconciler:
         meta = body["metadata"]
         selector = selector_text({COLLECTION_LABEL: meta["name"]})
         found = (await self._api.list(JOBS, meta["namespace"], labels=selector)).items
-        # One of a predecessor that had the name is about to go with it.
+        # A Job of a deleted RagCollection of the same name will be deleted with its owner.
         return [
             job
             for job in found
@@ -254,20 +263,20 @@ class CollectionReconciler:
         selector = selector_text({"job-name": job})
         return (await self._api.list(PODS, _namespace(body), labels=selector)).items
 
-    # Acting
+    # Perform
 
-    async def _act(
+    async def _perform(
         self, body: Object, collection: RagCollection, cache: ObservedCache, step: SyncStep
     ) -> float:
-        """Do what a step says; the seconds after which to look again."""
+        """Perform a step. Return the seconds until the next pass."""
         match step:
             case StopJob(job):
-                # In the foreground: the Job is there until its pod is gone.
+                # With foreground deletion, the Job exists until its pod is gone.
                 await self._api.delete(JOBS, job.name, _namespace(body), "Foreground")
             case StartJob(revision, attempt, after):
                 await self._start(body, collection, cache, revision, attempt, after)
-            case Postpone(_, _, again_s) | Idle(again_s):
-                return again_s
+            case Postpone(_, _, wait_s) | Idle(wait_s):
+                return wait_s
         return JOB_POLL_S
 
     async def _start(
@@ -279,7 +288,7 @@ class CollectionReconciler:
         attempt: int,
         after: float | None,
     ) -> None:
-        assert cache.spec is not None, "a RagCache that is not acted on blocks every start"
+        assert cache.spec is not None, "a RagCache without a spec blocks every start"
         namespace = _namespace(body)
         claims = {
             name
@@ -305,10 +314,10 @@ class CollectionReconciler:
         try:
             await self._api.create(JOBS, job)
         except Conflict:
-            log.info("Job %s is there already", job["metadata"]["name"])
+            log.info("collections: Job exists already name=%s", job["metadata"]["name"])
 
     async def _record(self, body: Object, job: SyncJob) -> Outcome:
-        """Keep what a finished Job said with the Job: its pod may go before it."""
+        """Store the outcome as an annotation of the Job, because its pod may be deleted earlier."""
         namespace = _namespace(body)
         live = await self._api.get(JOBS, job.name, namespace)
         outcome = outcome_of(live or {}, await self._pods(body, job.name))
@@ -317,7 +326,7 @@ class CollectionReconciler:
         return outcome
 
     async def _progress(self, body: Object, job: SyncJob) -> str:
-        """How far a Job is, or what its pod waits for."""
+        """Return the progress of a Job, or what its pod waits for."""
         pods = await self._pods(body, job.name)
         for pod in pods:
             if (pod.get("status") or {}).get("phase") == "Running":
@@ -327,20 +336,22 @@ class CollectionReconciler:
                         await self._api.text(path, container=CONTAINER, tailLines="1")
                     )
                 except ApiError:
-                    # It has just ended, or its node does not answer: nothing to say.
+                    # The pod has just ended, or its node does not answer.
                     return ""
         return waiting_reason(pods)
 
-    async def _delete_job(self, job: Object, how: Literal["Background", "Foreground"]) -> None:
+    async def _delete_job(
+        self, job: Object, propagation: Literal["Background", "Foreground"]
+    ) -> None:
         meta = job["metadata"]
         if "deletionTimestamp" not in meta:
-            await self._api.delete(JOBS, meta["name"], meta["namespace"], how)
+            await self._api.delete(JOBS, meta["name"], meta["namespace"], propagation)
 
     def _site(self, cache: RagCache) -> ClusterSite:
         return ClusterSite.of(cache, images=self._images, tag=self._tag)
 
     async def _write(self, body: Object, status: Object, post_event: PostEvent) -> None:
-        """Write the status if it says anything new, and tell of its transitions."""
+        """Write the status if it changed, and post an Event for a change of Synced."""
         live = body.get("status") or {}
         if await write_status(self._api, body, status):
             for event in events_for(live, status):
@@ -348,7 +359,7 @@ class CollectionReconciler:
 
 
 def last_sync(status: Object, jobs: Sequence[SyncJob]) -> LastSync | None:
-    """The sync before: as its Job tells, or once that is gone as the status remembers it."""
+    """Return the last sync from its Job, or from the status if the Job no longer exists."""
     newest = newest_job(jobs)
     if newest is not None and newest.outcome is not None and newest.finished_at is not None:
         return LastSync(newest.revision, newest.finished_at, newest.outcome, newest.attempt)
@@ -356,16 +367,16 @@ def last_sync(status: Object, jobs: Sequence[SyncJob]) -> LastSync | None:
     if not at or not revision:
         return None
     outcome = Outcome(
-        "well", documents=int(status.get("documents", 0)), chunks=int(status.get("chunks", 0))
+        "complete", documents=int(status.get("documents", 0)), chunks=int(status.get("chunks", 0))
     )
     return LastSync(Revision.parse(revision), parse_time(at), outcome)
 
 
 def progress_in(line: str) -> str:
-    """How far a sync is, in the last line that it printed: "12 of 40"; empty if it says nothing."""
+    """Return the progress in the last log line of a sync, like "12 of 40"; empty without one."""
     try:
-        said = json.loads(line)
-        return f"{int(said['done'])} of {int(said['total'])}"
+        progress = json.loads(line)
+        return f"{int(progress['done'])} of {int(progress['total'])}"
     except (ValueError, TypeError, KeyError):
         return ""
 
@@ -373,7 +384,7 @@ def progress_in(line: str) -> str:
 def _all_missing(
     collection: RagCollection, config_maps: Mapping[str, Object | None]
 ) -> tuple[str, str] | None:
-    """Why nothing could be read at all: every source is a ConfigMap that is not there."""
+    """Return a condition if every source is a missing ConfigMap, else None."""
     if any(source.config_map is None for source in collection.spec.sources):
         return None
     if any(found is not None for found in config_maps.values()):
@@ -382,15 +393,15 @@ def _all_missing(
     return SOURCE_NOT_FOUND, f"there is no ConfigMap {names} in its namespace"
 
 
-def _deleted(outcome: Outcome) -> ObjectEvent:
-    """What a Job that was to delete documents has come to."""
-    if outcome.verdict != "well":
-        return _left("Warning", outcome.message)
+def _removal_event(outcome: Outcome) -> ObjectEvent:
+    """Return the Event for a finished removal Job."""
+    if outcome.verdict != "complete":
+        return _documents_left("Warning", outcome.message)
     return ObjectEvent("Normal", "DocumentsDeleted", f"{outcome.deleted} documents deleted")
 
 
-def _left(kind: Literal["Normal", "Warning"], why: str) -> ObjectEvent:
-    return ObjectEvent(kind, "DocumentsLeft", f"its documents are left where they are: {why}")
+def _documents_left(kind: Literal["Normal", "Warning"], why: str) -> ObjectEvent:
+    return ObjectEvent(kind, "DocumentsLeft", f"the documents stay: {why}")
 
 
 def _namespace(body: Object) -> str:

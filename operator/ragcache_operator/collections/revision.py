@@ -1,4 +1,4 @@
-"""What is known of a RagCollection's sources without reading them, as a name for it."""
+"""Identifies what a sync would read, without reading the sources."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _CHARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """Names what a sync starts from.
+    """Hashes of the inputs of a sync.
 
-    spec: of what is asked for, the schedule apart, and of the RagCache that is to hold it.
-    contents: of the ConfigMaps; other sources are known only to who reads them.
+    Args:
+        spec: Hash of the spec without the schedule, and of the RagCache's uid.
+        contents: Hash of the ConfigMaps. Only a sync itself reads the other sources.
     """
 
     spec: str
@@ -30,19 +31,19 @@ class Revision:
 
     @classmethod
     def parse(cls, text: str) -> Revision:
-        """A revision as it was written."""
+        """Parse what ``str`` returns."""
         spec, _, contents = text.partition("-")
         return cls(spec, contents)
 
 
 def config_map_names(collection: RagCollection) -> list[str]:
-    """ConfigMaps among the sources, each once."""
+    """Return the names of the ConfigMaps among the sources, without duplicates."""
     found = (source.config_map for source in collection.spec.sources)
     return list(dict.fromkeys(source.name for source in found if source is not None))
 
 
 def claim_names(collection: RagCollection) -> list[str]:
-    """Volume claims among the sources, each once."""
+    """Return the names of the volume claims among the sources, without duplicates."""
     found = (source.volume for source in collection.spec.sources)
     return list(dict.fromkeys(source.claim_name for source in found if source is not None))
 
@@ -50,10 +51,13 @@ def claim_names(collection: RagCollection) -> list[str]:
 def revision_of(
     collection: RagCollection, cache_uid: str, config_maps: Mapping[str, Object | None]
 ) -> Revision:
-    """The revision now. config_maps: by name, None for one that is not there.
+    """Return the current revision.
 
-    A RagCache that was made anew has nothing yet, so its uid counts. Of a ConfigMap its contents
-    count and not its version, which moves for labels and annotations too.
+    It contains the uid of the RagCache, because a recreated RagCache has no documents. It contains
+    the data of ConfigMaps and not their versions, which also change with labels and annotations.
+
+    Args:
+        config_maps: ConfigMaps by name. None for a missing one.
     """
     spec = collection.spec.model_dump(mode="json", by_alias=True, exclude={"sync"})
     contents = {

@@ -1,4 +1,4 @@
-"""When a RagCollection is synced: one pure decision over what is there."""
+"""Decides when a RagCollection is synced, without side effects."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
 
 CONFIG_MAP_POLL_S = 30.0
-"""Between two looks at ConfigMaps: nobody tells the operator of their changes."""
+"""Interval of reading ConfigMaps. The operator does not watch them."""
 BLOCKED_RETRY_S = 5.0
-"""Between two looks at a RagCache that is not ready."""
+"""Interval of checking a RagCache that is not ready."""
 FAILED_RETRY_S = 30.0
-"""After a sync that was lost; twice as long after every further one, up to the interval."""
-_MOST_DOUBLINGS = 12
+"""Wait after a failed sync. It doubles with each further failure, up to the sync interval."""
+_MAX_DOUBLINGS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class LastSync:
-    """The sync before. at: when it ended, in seconds since 1970."""
+    """The last sync. ``at`` is its end in seconds since 1970."""
 
     revision: Revision
     at: float
@@ -30,11 +30,14 @@ class LastSync:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a decision is made from.
+    """The observed state from which the next step follows.
 
-    interval_s: between syncs. last: None if there was none. blocked: why no sync can start now, as
-    a condition's reason and message; None if one can. watched: whether something among the sources
-    may change that a look shows.
+    Args:
+        interval_s: Time between two syncs.
+        last: The last sync. None before the first.
+        blocked: Reason and message of a condition if no sync can start now, else None.
+        polls_sources: Whether the sources include ConfigMaps, which the operator polls.
+        now: Seconds since 1970.
     """
 
     interval_s: float
@@ -48,28 +51,28 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class StopJob:
-    """Delete a Job that brings what is no longer asked for."""
+    """Delete a Job that syncs an outdated spec."""
 
     job: SyncJob
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitJob:
-    """Wait for a Job."""
+    """Wait for the end of a running Job."""
 
     job: SyncJob
 
 
 @dataclass(frozen=True, slots=True)
 class RecordOutcome:
-    """Keep what a finished Job said."""
+    """Store the outcome of a finished Job."""
 
     job: SyncJob
 
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Start a Job. after: when the sync before ended; None if there was none."""
+    """Start a Job. ``after`` is the end of the last sync, or None."""
 
     revision: Revision
     attempt: int
@@ -78,28 +81,28 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class Postpone:
-    """A sync is due and cannot start. reason and message: a condition's."""
+    """Try again later, because a due sync cannot start. Reason and message are of a condition."""
 
     reason: str
     message: str
-    again_s: float
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to do for so long."""
+    """Do nothing for some seconds."""
 
-    again_s: float
+    wait_s: float
 
 
 SyncStep = StopJob | AwaitJob | RecordOutcome | StartJob | Postpone | Idle
 
 
 def next_step(situation: Situation) -> SyncStep:
-    """What to do next. There is never more than one Job that may run."""
+    """Return the next step. At most one Job runs at a time."""
     running = [job for job in situation.jobs if job.may_run]
     for job in running:
-        # A changed ConfigMap waits for its turn: stopping for it could go on for ever.
+        # A changed ConfigMap does not stop a Job: with frequent changes no sync would ever end.
         if not job.ending and job.revision.spec != situation.revision.spec:
             return StopJob(job)
     if running:
@@ -117,33 +120,33 @@ def next_step(situation: Situation) -> SyncStep:
 
 
 def newest_job(jobs: Sequence[SyncJob]) -> SyncJob | None:
-    """The Job that ended last."""
+    """Return the Job that ended last, or None."""
     ended = [job for job in jobs if not job.may_run]
     return max(ended, key=lambda job: job.started_at, default=None)
 
 
 def superseded(jobs: Sequence[SyncJob]) -> list[SyncJob]:
-    """Finished Jobs that nobody asks any more: all but the last.
+    """Return all finished Jobs except the last.
 
-    Newer clusters delete them in time; older ones never do.
+    Old clusters never delete finished Jobs, because they ignore their time to live.
     """
     newest = newest_job(jobs)
     return [job for job in jobs if not job.may_run and job is not newest]
 
 
 def due_at(situation: Situation) -> float:
-    """When the next sync is due, in seconds since 1970."""
+    """Return when the next sync is due, in seconds since 1970."""
     last = situation.last
     if last is None or last.revision != situation.revision:
         return situation.now
-    if last.outcome.verdict == "lost":
-        doublings = min(last.attempt, _MOST_DOUBLINGS)
+    if last.outcome.verdict == "failed":
+        doublings = min(last.attempt, _MAX_DOUBLINGS)
         return last.at + min(situation.interval_s, FAILED_RETRY_S * float(2**doublings))
     return last.at + situation.interval_s
 
 
 def _attempt(situation: Situation) -> int:
     last = situation.last
-    if last is None or last.revision != situation.revision or last.outcome.verdict != "lost":
+    if last is None or last.revision != situation.revision or last.outcome.verdict != "failed":
         return 0
     return last.attempt + 1

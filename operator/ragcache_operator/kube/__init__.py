@@ -1,1 +1,1 @@
-"""The Kubernetes API as the operator and the cli use it: plain objects in, plain objects out."""
+"""Client of the Kubernetes API for the operator and the CLI. Objects are plain dictionaries."""

@@ -1,7 +1,7 @@
-"""A thin client of the API server. Not found is a value, everything else that fails an exception.
+"""A thin client of the API server. A missing object is None, and other failures are exceptions.
 
-``kubernetes_asyncio`` brings authentication and TLS; objects stay plain JSON, because the operator
-compares what it wants with what is there, field by field.
+``kubernetes_asyncio`` provides authentication and TLS. Objects stay plain JSON, because the
+operator compares desired and live objects field by field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.kube.resources import Object, Resource, resource_of
 
 FIELD_MANAGER = "ragcache-operator"
-PART = "kubernetes"
+_COMPONENT = "kubernetes"
 _TIMEOUT_S = 30.0
 _GONE = 410
 _NOT_FOUND = 404
@@ -35,62 +35,63 @@ _MERGE = "application/merge-patch+json"
 _JSON = "application/json"
 
 _WATCH_GRACE_S = 60
-_BROKEN = (
+_STREAM_ERRORS = (
     aiohttp.ClientError,
     aiohttp.http_exceptions.HttpProcessingError,
     TimeoutError,
     ValueError,
 )
-"""How a stream ends badly: cut, silent, or with a line that is too long or no JSON."""
+"""Failures of a stream: a closed or silent connection, a line that is too long or not JSON."""
 
 EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 
 class ApiError(RagCacheError):
-    """The API server refused or failed a call. status: HTTP's, 0 if there was no answer."""
+    """A call to the API server failed. ``status`` is the HTTP status, or 0 without a response."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(f"{PART}: {message}" if message else f"{PART}: {reason}")
+        super().__init__(f"{_COMPONENT}: {message or reason}")
         self.status = status
         self.reason = reason
         self.message = message
 
     @property
     def is_permanent(self) -> bool:
-        """Whether the same call would be refused again: the object or the rights are wrong."""
+        """Whether a retry would fail too, because the object or the permissions are wrong."""
         return self.status in (400, 403, 405, 413, 415, 422)
 
 
 class Conflict(ApiError):
-    """Somebody else was faster: the object exists already, or its version has moved on."""
+    """The object exists already, or another client has changed its version."""
 
 
 class Expired(ApiError):
-    """A watch's place in history is gone; list again."""
+    """The server no longer has the resource version of a watch. The client must list again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Objects as of one version of the store, from which a watch goes on."""
+    """Objects at one resource version, from which a watch can continue."""
 
     items: tuple[Object, ...]
     resource_version: str
 
 
 class Api:
-    """One API server. Calls are safe to run side by side."""
+    """Client of one API server. Calls may run concurrently."""
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None, context: str | None = None) -> Api:
-        """The cluster this pod runs in, else the kubeconfig's (KUBECONFIG, ~/.kube/config).
+        """Connect to the cluster of this pod, or to that of the kubeconfig.
 
-        Raises InvalidInput if there is neither, or it cannot be read.
+        Raises:
+            InvalidInput: There is no kubeconfig (KUBECONFIG, ~/.kube/config), or it is invalid.
         """
         configuration = Configuration()
-        # Watches hold a connection each for as long as the operator lives.
+        # Each watch keeps a connection open while the operator runs.
         configuration.connection_pool_maxsize = 200
         try:
             if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -118,11 +119,11 @@ class Api:
         return str(self._client.configuration.host)
 
     async def close(self) -> None:
-        """Close every connection; watches end."""
+        """Close every connection and end the watches."""
         await self._client.close()
 
     async def __aenter__(self) -> Api:
-        """Itself, closed at the end."""
+        """Return the client. The context closes it."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -131,58 +132,58 @@ class Api:
     async def get(
         self, resource: Resource, name: str, namespace: str | None = None
     ) -> Object | None:
-        """The object, or None if there is none."""
+        """Return the object, or None if it does not exist."""
         return await self._find("GET", resource.path(namespace, name))
 
     async def read(self, path: str, **query: str) -> Any:
-        """JSON at a path that belongs to no resource: ``/version``, ``/apis``."""
+        """Return the JSON at a path that is not a resource, like ``/version`` or ``/apis``."""
         return await self._call("GET", path, query)
 
     async def text(self, path: str, **query: str) -> str:
-        """Text at a path: a pod's log."""
+        """Return the text at a path, like a pod's log."""
         response = await self._send("GET", path, query, timeout_s=_TIMEOUT_S)
         try:
             return await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _no_answer(error) from error
         finally:
-            _end(response)
+            _release(response)
 
     async def lines(self, path: str, **query: str) -> AsyncIterator[str]:
-        """Lines of a text that goes on: a pod's log with ``follow``."""
+        """Yield the lines of a text stream, like a pod's log with ``follow``."""
         response = await self._send("GET", path, query, timeout_s=None)
         try:
             async for line in response.content:
                 yield line.decode(errors="replace").rstrip("\n")
-        except _BROKEN as error:
+        except _STREAM_ERRORS as error:
             raise _no_answer(error) from error
         finally:
-            _end(response)
+            _release(response)
 
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> Listing:
-        """Objects that match the selectors, of one namespace or of all."""
+        """Return the objects that match the selectors, in one namespace or in all."""
         query = _selectors(labels, fields)
         found = await self._call("GET", resource.path(namespace), query)
-        # Items of a list do not say what they are.
+        # Items of a list have no apiVersion and kind.
         named = {"apiVersion": resource.api_version, "kind": resource.kind}
         items = tuple({**named, **item} for item in found.get("items") or ())
         return Listing(items, found["metadata"]["resourceVersion"])
 
     async def create(self, resource: Resource, obj: Object) -> Object:
-        """Create an object. Raises Conflict if it is there already."""
+        """Create an object. Raises Conflict if it already exists."""
         path = resource.path(obj["metadata"].get("namespace"))
         return await self._object("POST", path, {"fieldManager": FIELD_MANAGER}, obj)
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
-        """Replace an object by its next version. Raises Conflict if its version has moved on."""
+        """Replace an object. Raises Conflict if its resource version has changed."""
         meta = obj["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"])
         return await self._object("PUT", path, {"fieldManager": FIELD_MANAGER}, obj)
 
     async def apply(self, obj: Object) -> Object:
-        """Server-side apply: what obj names becomes so, what it no longer names is given up."""
+        """Apply an object server-side: set its fields, and release fields it no longer has."""
         meta = obj["metadata"]
         path = resource_of(obj).path(meta.get("namespace"), meta["name"])
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -196,7 +197,7 @@ class Api:
         patch: Object,
         subresource: str = "",
     ) -> Object | None:
-        """Merge a patch into an object, or into its status; None if it is gone."""
+        """Merge a patch into an object or its subresource. Return None if it does not exist."""
         path = resource.path(namespace, name) + (f"/{subresource}" if subresource else "")
         query = {"fieldManager": FIELD_MANAGER}
         return await self._find("PATCH", path, query, patch, _MERGE)
@@ -208,7 +209,7 @@ class Api:
         namespace: str | None = None,
         propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
     ) -> bool:
-        """Delete an object; False if there was none."""
+        """Delete an object. Return False if it did not exist."""
         options = {"propagationPolicy": propagation}
         path = resource.path(namespace, name)
         return await self._find("DELETE", path, {}, options) is not None
@@ -222,9 +223,11 @@ class Api:
         fields: str = "",
         timeout_s: int = 1800,
     ) -> AsyncIterator[tuple[EventType, Object]]:
-        """Changes since a version, until the server ends the stream after timeout_s or breaks off.
+        """Yield changes since a resource version, until the stream ends after ``timeout_s``.
 
-        Raises Expired when that version is no longer known.
+        Raises:
+            Expired: The server no longer knows the resource version.
+            ApiError: The stream failed.
         """
         query = {
             **_selectors(labels, fields),
@@ -233,7 +236,7 @@ class Api:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(timeout_s),
         }
-        # A connection that something in between has dropped says nothing at all, for ever.
+        # A connection that a proxy has dropped silently would otherwise never end.
         limit_s = timeout_s + _WATCH_GRACE_S
         response = await self._send("GET", resource.path(namespace), query, timeout_s=limit_s)
         try:
@@ -242,10 +245,10 @@ class Api:
                 if event["type"] == "ERROR":
                     raise _error(event["object"].get("code", 0), event["object"])
                 yield event["type"], event["object"]
-        except _BROKEN as error:
+        except _STREAM_ERRORS as error:
             raise _no_answer(error) from error
         finally:
-            _end(response)
+            _release(response)
 
     async def _object(
         self, method: str, path: str, query: dict[str, str], body: Object, media_type: str = _JSON
@@ -283,7 +286,7 @@ class Api:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise _no_answer(error) from error
         finally:
-            _end(response)
+            _release(response)
 
     async def _send(
         self,
@@ -295,7 +298,7 @@ class Api:
         *,
         timeout_s: float | None,
     ) -> aiohttp.ClientResponse:
-        """An answer whose body is still to be read; refusals are raised."""
+        """Send a request and return the response with an unread body. Raises ApiError."""
         try:
             response: aiohttp.ClientResponse = await self._client.call_api(
                 path,
@@ -319,14 +322,14 @@ class Api:
         except (aiohttp.ClientError, TimeoutError):
             raw = ""
         finally:
-            _end(response)
+            _release(response)
         raise _error(response.status, _status(raw))
 
 
-def _end(response: aiohttp.ClientResponse) -> None:
-    """Let go of an answer: of its connection, too, unless all was read.
+def _release(response: aiohttp.ClientResponse) -> None:
+    """Release a response, and abort its connection unless the body was read completely.
 
-    That one is cut off: the goodbye of TLS waits for the server, perhaps beyond the event loop.
+    A graceful TLS shutdown would wait for the server, possibly longer than the event loop runs.
     """
     if response.connection is not None and response.connection.transport is not None:
         response.connection.transport.abort()
@@ -339,7 +342,7 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
 
 
 def _status(raw: str) -> Object:
-    """The server's Status object; a proxy in between may have answered in its own words."""
+    """Return the server's Status object. A response of a proxy becomes its message."""
     try:
         status = json.loads(raw)
     except ValueError:

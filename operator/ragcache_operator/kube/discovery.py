@@ -1,6 +1,6 @@
-"""What this API server serves, asked once at the start.
+"""Discovers once, at the start, which API groups and versions the server serves.
 
-Clusters between Kubernetes 1.20 and today differ in the groups and versions they have.
+Clusters from Kubernetes 1.20 on differ in their groups and versions.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS
 
 
 async def discover(api: Api) -> Capabilities:
-    """Capabilities of the server. Raises ApiError."""
+    """Return the capabilities of the server. Raises ApiError."""
     groups = (await api.read("/apis"))["groups"]
     return capabilities_of(await api.read("/version"), groups)
 
 
 async def serves_our_kinds(api: Api) -> bool:
-    """Whether both kinds of ours are served. Raises ApiError, but not for their absence."""
+    """Whether the server serves RagCaches and RagCollections. Raises ApiError on other failures."""
     try:
         found = await api.read(f"/apis/{RAG_CACHES.api_version}")
     except ApiError as error:
@@ -33,14 +33,14 @@ async def serves_our_kinds(api: Api) -> bool:
 
 
 def capabilities_of(version: dict[str, Any], groups: Sequence[dict[str, Any]]) -> Capabilities:
-    """The pure half. version, groups: the server's answers under /version and /apis."""
+    """Return the capabilities that the responses of /version and /apis describe."""
     served = {entry["groupVersion"] for group in groups for entry in group.get("versions") or ()}
     return Capabilities(
         minor=_minor(version),
         autoscaling=_newest(served, "autoscaling", ("v2", "v2beta2")),
         policy=_newest(served, "policy", ("v1", "v1beta1")),
         http_route="gateway.networking.k8s.io/v1" in served,
-        # What KEDA serves (external.metrics.k8s.io) knows nothing of single pods.
+        # KEDA serves external.metrics.k8s.io, which has no metrics of single pods.
         custom_metrics=any(name.startswith("custom.metrics.k8s.io/") for name in served),
     )
 
@@ -50,6 +50,6 @@ def _newest(served: set[str], group: str, versions: Sequence[str]) -> str | None
 
 
 def _minor(version: dict[str, Any]) -> int:
-    """Minor version; providers decorate it (``27+``)."""
+    """Return the minor version. Some providers add a suffix (``27+``)."""
     digits = re.match(r"\d+", str(version.get("minor", "")))
     return int(digits[0]) if digits else 20

@@ -1,12 +1,12 @@
-"""What an object should say against what it says: pure, and blind to what others added.
+"""Compares a desired object with the live one, without side effects.
 
-A server fills in defaults and other controllers own fields of their own, so an object never equals
-what was applied. What must hold is that everything asked for is there. Server-side apply would
-restore just that, so comparing first saves a write whenever nothing is wrong.
+The server fills in defaults, and other controllers own some fields, so a live object never equals
+the applied one. It only must contain every desired field. Server-side apply would restore those, so
+a comparison first saves a write when nothing has drifted.
 
-Some fields mean something else as soon as anything is added to them: a selector that asks for one
-label more selects nothing, a rule more opens a network. These must say what is asked for and no
-more, which an apply does not restore; a merge patch of them does.
+Some fields change their meaning when another controller adds to them. A selector with one more
+label selects nothing, and a network policy with one more rule opens a connection. Such a field must
+equal the desired one. Server-side apply does not remove the addition, but a merge patch does.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "ip", "key")
-"""What items of a list are told apart by, the first that all of them have."""
+"""Keys that identify the items of a list. The first key that all items have applies."""
 
 _EXACT = {"Service": ("selector",), "NetworkPolicy": ()}
-"""By kind, where below ``spec`` nothing may be added; () is all of it."""
+"""By kind, the path below ``spec`` where additions are forbidden. () is the whole spec."""
 
 
 def difference(desired: Any, live: Any, path: str = "") -> str | None:
-    """Path of the first field in which live does not say what is desired; None if it says all.
+    """Return the path of the first desired field that the live value lacks, or None.
 
-    Items that live has beyond the desired ones are somebody else's and no difference, as are keys.
+    Additional keys and list items of the live value belong to other controllers and do not count.
     """
     if isinstance(desired, Mapping):
         if not desired and live is None:
@@ -41,41 +41,45 @@ def difference(desired: Any, live: Any, path: str = "") -> str | None:
     return None if _same(desired, live) else path
 
 
-def addition(desired: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
-    """Path of what others added where nothing may be added; None if there is nothing."""
-    where = _EXACT.get(desired["kind"])
-    if where is None:
+def forbidden_addition(desired: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
+    """Return the path of a forbidden addition, or None if there is none."""
+    exact_path = _EXACT.get(desired["kind"])
+    if exact_path is None:
         return None
-    path = ".".join(("spec", *where))
-    return path if _plain(_at(desired, where)) != _plain(_at(live, where)) else None
+    path = ".".join(("spec", *exact_path))
+    return (
+        path
+        if _without_empty(_at(desired, exact_path)) != _without_empty(_at(live, exact_path))
+        else None
+    )
 
 
-def restoration(desired: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge patch after which live has no addition."""
-    where = _EXACT[desired["kind"]]
-    wanted, found = _at(desired, where), _at(live, where)
+def removal_patch(desired: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merge patch that removes forbidden additions from the live object."""
+    exact_path = _EXACT[desired["kind"]]
+    wanted, found = _at(desired, exact_path), _at(live, exact_path)
     patch: Any = {**dict.fromkeys(found.keys() - wanted.keys()), **wanted}
-    for name in reversed(("spec", *where)):
+    for name in reversed(("spec", *exact_path)):
         patch = {name: patch}
     restored: dict[str, Any] = patch
     return restored
 
 
-def _at(obj: Mapping[str, Any], where: Sequence[str]) -> Mapping[str, Any]:
+def _at(obj: Mapping[str, Any], exact_path: Sequence[str]) -> Mapping[str, Any]:
     found: Any = obj["spec"]
-    for name in where:
+    for name in exact_path:
         found = found.get(name) or {}
     mapping: Mapping[str, Any] = found
     return mapping
 
 
-def _plain(value: Any) -> Any:
-    """A value without the empty ones in its mappings, which a server may leave out."""
+def _without_empty(value: Any) -> Any:
+    """Return a value without empty mapping entries, which a server may leave out."""
     if isinstance(value, Mapping):
-        kept = {key: _plain(item) for key, item in value.items()}
+        kept = {key: _without_empty(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item not in (None, [])}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return [_without_empty(item) for item in value]
     return value
 
 
@@ -112,5 +116,5 @@ def _key_of(items: Sequence[Any]) -> str | None:
 
 
 def _same(desired: Any, live: Any) -> bool:
-    # Builders write quantities the way the server keeps them (500m, not 0.5), so text will do.
+    # Builders write quantities in the server's canonical form (500m, not 0.5), so text suffices.
     return bool(desired == live and isinstance(desired, bool) == isinstance(live, bool))

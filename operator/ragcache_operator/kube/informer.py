@@ -1,7 +1,7 @@
-"""A local copy of the objects of one kind, kept fresh by one watch per namespace.
+"""A local copy of the objects of one kind, updated by one watch for each namespace.
 
-Kopf watches the objects it serves, whole kinds at a time; of children only those with our label are
-wanted, so that an operator in a large cluster does not hold every pod of it in memory.
+Kopf watches complete kinds. The operator needs only children with the platform's label, so that it
+does not keep every pod of a large cluster in memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from ragcache_operator.kube.resources import Object, Resource
 
 log = logging.getLogger(__name__)
 
-_SHORTEST_WATCH_S = 1.0
+_MIN_WATCH_S = 1.0
 _BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 OnChange = Callable[[Object | None, Object | None], None]
-"""Called with (before, after) of one object; None where there is none."""
+"""Receives one object before and after a change. None means that the object does not exist."""
 
 
 class Informer:
-    """Objects of one kind that carry the labels. namespaces: empty for all."""
+    """Lists and watches the objects of one kind that have certain labels.
+
+    Args:
+        labels: Label selector.
+        namespaces: Namespaces to watch. Empty for all.
+    """
 
     def __init__(
         self,
@@ -40,33 +45,33 @@ class Informer:
         self._on_change = on_change
         self._namespaces = tuple(namespaces) or (None,)
         self._objects: dict[tuple[str, str], Object] = {}
-        self._heard = 0  # the newest version that the server has told of
+        self._latest_version = 0  # the newest resource version that a list or watch delivered
         self._unlisted = set(self._namespaces)
-        self._synced = asyncio.Event()
+        self._all_listed = asyncio.Event()
 
-    async def synced(self) -> None:
-        """Wait until everything has been listed once."""
-        await self._synced.wait()
+    async def wait_synced(self) -> None:
+        """Wait until every namespace has been listed once."""
+        await self._all_listed.wait()
 
     def get(self, namespace: str, name: str) -> Object | None:
-        """The object as last heard of."""
+        """Return the last known state of an object."""
         return self._objects.get((namespace, name))
 
-    def learn(self, obj: Object) -> bool:
-        """Take in an object that a write just gave back, ahead of the watch; False if it is old."""
+    def record_write(self, obj: Object) -> bool:
+        """Store a write's response before the watch delivers it. Return False if it is old."""
         named = {"apiVersion": self.resource.api_version, "kind": self.resource.kind, **obj}
-        # Of what the watch has told already, the object may be gone since.
-        if _version(named) <= self._heard:
+        # The watch is already further: it may have delivered the deletion of the object.
+        if _version(named) <= self._latest_version:
             return False
         self._objects[_key(named)] = named
         return True
 
-    def forget(self, namespace: str, name: str) -> None:
-        """Drop an object that a delete just found gone, ahead of the watch."""
+    def record_delete(self, namespace: str, name: str) -> None:
+        """Remove an object that a delete call did not find, before the watch delivers it."""
         self._objects.pop((namespace, name), None)
 
     async def run(self) -> None:
-        """Follow the kind until cancelled."""
+        """List and watch the kind until cancelled."""
         async with asyncio.TaskGroup() as group:
             for namespace in self._namespaces:
                 group.create_task(self._follow(namespace))
@@ -83,23 +88,28 @@ class Informer:
                     self.resource, version, namespace, self._labels
                 ):
                     version = obj["metadata"]["resourceVersion"]
-                    self._heard = max(self._heard, int(version))
+                    self._latest_version = max(self._latest_version, int(version))
                     failures = 0
                     if kind != "BOOKMARK":
-                        self._take(obj, gone=kind == "DELETED")
-                if asyncio.get_running_loop().time() - began_s < _SHORTEST_WATCH_S:
-                    # Something in between answers and hangs up.
-                    await asyncio.sleep(_SHORTEST_WATCH_S)
+                        self._store(obj, gone=kind == "DELETED")
+                if asyncio.get_running_loop().time() - began_s < _MIN_WATCH_S:
+                    # A proxy may accept each connection and close it again.
+                    await asyncio.sleep(_MIN_WATCH_S)
             except Expired:
                 version = ""
             except Exception as error:
-                # Whatever one object or one answer brings, the kind must go on being followed.
+                # One malformed object or response must not end the watch of the kind.
                 if not isinstance(error, RagCacheError):
-                    log.exception("%s: an event could not be taken in", self.resource.plural)
+                    log.exception("informer: event failed resource=%s", self.resource.plural)
                 delay_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
                 failures += 1
-                log.warning("%s: %s; again in %.1f s", self.resource.plural, error, delay_s)
-                # What was missed meanwhile is only certain after a fresh list.
+                log.warning(
+                    "informer: watch failed resource=%s error=%s retry_s=%.1f",
+                    self.resource.plural,
+                    error,
+                    delay_s,
+                )
+                # Events may have been missed, so the next try lists the objects again.
                 version = ""
                 await asyncio.sleep(delay_s)
 
@@ -107,24 +117,24 @@ class Informer:
         listing = await self._api.list(self.resource, namespace, self._labels)
         seen = {_key(obj) for obj in listing.items}
         for obj in listing.items:
-            self._take(obj, gone=False)
+            self._store(obj, gone=False)
         for key in [key for key in self._objects if key not in seen]:
             if namespace in (None, key[0]):
-                self._take(self._objects[key], gone=True)
-        self._heard = max(self._heard, int(listing.resource_version))
+                self._store(self._objects[key], gone=True)
+        self._latest_version = max(self._latest_version, int(listing.resource_version))
         self._unlisted.discard(namespace)
         if not self._unlisted:
-            self._synced.set()
+            self._all_listed.set()
         return listing.resource_version
 
-    def _take(self, obj: Object, *, gone: bool) -> None:
+    def _store(self, obj: Object, *, gone: bool) -> None:
         obj = {"apiVersion": self.resource.api_version, "kind": self.resource.kind, **obj}
         key = _key(obj)
         before = self._objects.get(key)
         if gone:
             self._objects.pop(key, None)
         elif before is not None and _version(before) > _version(obj):
-            return  # a write of ours gave back something newer
+            return  # the response of a write was newer
         else:
             self._objects[key] = obj
         after = None if gone else obj
@@ -137,5 +147,5 @@ def _key(obj: Object) -> tuple[str, str]:
 
 
 def _version(obj: Object) -> int:
-    """Versions of one kind grow; etcd's revision is what every API server gives."""
+    """Return the resource version, which is etcd's revision and grows with each write."""
     return int(obj["metadata"]["resourceVersion"])

@@ -1,9 +1,8 @@
-"""One active replica: whoever holds a Lease works, the others wait.
+"""Leader election: the replica that holds a Lease reconciles, the others wait.
 
-Clocks of different machines are never compared. A contender notes by its own clock when it last
-saw the Lease change, and takes it over once that is longer ago than the holder asked for; the
-holder gives up, by its own clock, well before that. In between lies the time that its work may take
-to end.
+The replicas never compare clocks of different machines. A candidate measures by its own clock how
+long the Lease has not changed, and takes it over after the duration that the holder announced. The
+holder stops, by its own clock, earlier than that. The difference is the time for its work to end.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class LeaseLost(RagCacheError):
-    """The Lease could not be renewed in time. Another replica may be at work: exit."""
+    """The Lease could not be renewed in time. Another replica may lead: the process must exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTiming:
-    """Seconds. The defaults are those of Kubernetes' own controllers.
+    """Intervals in seconds. The defaults are those of the Kubernetes controllers.
 
-    duration_s: how long others wait for a holder that has fallen silent; whole, as the API has it.
-    renew_deadline_s: how long the holder goes on without a renewal that succeeded.
-    retry_s: between two looks at the Lease; jitter makes it up to a fifth longer.
+    Args:
+        duration_s: How long candidates wait after the holder's last renewal; an integer.
+        renew_deadline_s: How long the holder works without a successful renewal.
+        retry_s: Time between two tries. Jitter makes it up to a fifth longer.
     """
 
     duration_s: int = 15
@@ -44,16 +44,18 @@ class LeaseTiming:
 
     @property
     def stop_window_s(self) -> float:
-        """How long the work of a holder that lost the Lease may take to end."""
+        """How long the work may take to end after the holder lost the Lease."""
         return self.duration_s - self.renew_deadline_s
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedLease:
-    """What a contender knows of the Lease.
+    """A candidate's last observation of the Lease.
 
-    holder: empty if nobody has it. version: changes with every renewal; empty if there is no Lease.
-    since_s: when, by the contender's clock, it was first seen at this version.
+    Args:
+        holder: Identity of the holder. Empty if there is none.
+        version: Resource version, which changes with every renewal. Empty if there is no Lease.
+        since_s: When the candidate first saw this version, by its own clock.
     """
 
     holder: str
@@ -65,11 +67,11 @@ class ObservedLease:
 def observe_lease(
     before: ObservedLease | None, lease: Object | None, now_s: float
 ) -> ObservedLease:
-    """Take note of the Lease as it is now."""
+    """Return the observation of the current Lease, given the observation before."""
     if lease is None:
         if before is None:
             return ObservedLease("", 0.0, "", now_s)
-        # Somebody deleted it, which tells its holder nothing: it has as long as after a renewal.
+        # A deletion does not reach the holder, so it keeps the time that a renewal would give it.
         return before if not before.version else replace(before, version="", since_s=now_s)
     version = lease["metadata"]["resourceVersion"]
     if before is not None and before.version == version:
@@ -79,22 +81,29 @@ def observe_lease(
     return ObservedLease(spec.get("holderIdentity") or "", duration_s, version, now_s)
 
 
-def may_acquire(seen: ObservedLease, identity: str, now_s: float) -> bool:
-    """Whether the Lease is given up, was ours all along, or its holder has fallen silent."""
-    return seen.holder in ("", identity) or now_s >= seen.since_s + seen.duration_s
+def may_acquire(observed: ObservedLease, identity: str, now_s: float) -> bool:
+    """Whether the Lease is released, already ours, or not renewed within its duration."""
+    expired = now_s >= observed.since_s + observed.duration_s
+    return observed.holder in ("", identity) or expired
 
 
-def lease_spec(identity: str, lease: Object | None, timing: LeaseTiming, wall: datetime) -> Object:
-    """Spec of a Lease that identity takes or renews at wall, a time that only people read."""
+def lease_spec(
+    identity: str, lease: Object | None, timing: LeaseTiming, wall_time: datetime
+) -> Object:
+    """Return the spec of a Lease that ``identity`` acquires or renews.
+
+    Args:
+        wall_time: The time of the write. Only people read it.
+    """
     before: Object = (lease or {}).get("spec") or {}
-    at = wall.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    now = wall_time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     if before.get("holderIdentity") == identity:
-        return {**before, "leaseDurationSeconds": timing.duration_s, "renewTime": at}
+        return {**before, "leaseDurationSeconds": timing.duration_s, "renewTime": now}
     return {
         "holderIdentity": identity,
         "leaseDurationSeconds": timing.duration_s,
-        "acquireTime": at,
-        "renewTime": at,
+        "acquireTime": now,
+        "renewTime": now,
         "leaseTransitions": int(before.get("leaseTransitions") or 0) + 1 if lease else 0,
     }
 
@@ -109,22 +118,27 @@ async def run_while_leading(
     timing: LeaseTiming = LeaseTiming(),
     jitter: Callable[[], float] = random.random,
 ) -> None:
-    """Wait for the Lease, run while it is held, give it up; returns or raises as run does.
+    """Acquire the Lease, run while it is held, release it. Return or raise as ``run`` does.
 
-    identity: a new one for every process. jitter: random in [0, 1].
+    A cancellation also cancels ``run``, and the Lease is held until ``run`` has ended.
 
-    When cancelled, run is cancelled too, and keeps the Lease until it has ended. Raises LeaseLost,
-    after run is cancelled and has had timing.ending_s to end; the process must then exit, because
-    a run that ignores its cancellation would work beside the next holder.
+    Args:
+        identity: Identity of the holder. Every process needs a new one.
+        jitter: Returns random numbers in [0, 1].
+
+    Raises:
+        LeaseLost: The Lease could not be renewed. ``run`` was cancelled and had
+            ``timing.stop_window_s`` to end. The process must exit, because a ``run`` that ignores
+            its cancellation would work at the same time as the next holder.
     """
-    contender = _Candidate(api, namespace, name, identity, timing, jitter)
-    await contender.take()
+    candidate = _Candidate(api, namespace, name, identity, timing, jitter)
+    await candidate.acquire()
     work = asyncio.ensure_future(run())
-    renewal = asyncio.create_task(contender.keep())
+    renewal = asyncio.create_task(candidate.renew_until_lost())
     try:
         await asyncio.wait((work, renewal), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        # Cancelled, the work goes on for as long as its end takes, and must be alone until then.
+        # Cancelled work takes time to end, and no other replica may lead until then.
         work.cancel()
         await asyncio.wait((work, renewal), return_when=asyncio.FIRST_COMPLETED)
         if renewal.done():
@@ -133,7 +147,7 @@ async def run_while_leading(
         else:
             renewal.cancel()
             await asyncio.wait((renewal,))
-            await contender.give_up()
+            await candidate.release()
     if not renewal.cancelled():
         await renewal
     await work
@@ -155,58 +169,62 @@ class _Candidate:
         self._identity = identity
         self._timing = timing
         self._jitter = jitter
-        self._seen: ObservedLease | None = None
-        self._held: Object | None = None  # the Lease as this replica last wrote it
-        self._renewed_s = 0.0  # when that write was begun
+        self._observed: ObservedLease | None = None
+        self._written: Object | None = None  # the Lease as this replica last wrote it
+        self._renewed_s = 0.0  # when that write started
 
-    async def take(self) -> None:
-        """Return once the Lease is held."""
-        trouble, holder = "", None
+    async def acquire(self) -> None:
+        """Return once this replica holds the Lease."""
+        problem, holder = "", None
         while True:
             try:
                 async with asyncio.timeout(self._timing.renew_deadline_s):
-                    taken = await self._try()
+                    acquired = await self._try()
             except Conflict:
-                # Somebody else was faster.
-                taken = False
+                # Another replica was faster.
+                acquired = False
             except (ApiError, TimeoutError) as error:
-                taken, before, trouble = False, trouble, str(error) or "no answer in time"
-                if trouble != before:
-                    log.warning("cannot look at lease %s: %s", self._name, trouble)
-            if taken:
-                log.info("%s holds lease %s", self._identity, self._name)
+                acquired, before, problem = False, problem, str(error) or "no answer in time"
+                if problem != before:
+                    log.warning("lease: read failed name=%s error=%s", self._name, problem)
+            if acquired:
+                log.info("lease: acquired name=%s identity=%s", self._name, self._identity)
                 return
-            if self._seen is not None and self._seen.holder != holder:
-                holder = self._seen.holder
-                log.info("waiting for lease %s, held by %s", self._name, holder or "nobody")
-            await self._pause()
+            if self._observed is not None and self._observed.holder != holder:
+                holder = self._observed.holder
+                log.info("lease: waiting name=%s holder=%s", self._name, holder or "none")
+            await self._wait_retry()
 
-    async def keep(self) -> None:
-        """Renew until that fails for too long, then raise LeaseLost."""
+    async def renew_until_lost(self) -> None:
+        """Renew the Lease until renewal fails for the renew deadline, then raise LeaseLost."""
         while True:
             deadline_s = self._renewed_s + self._timing.renew_deadline_s
-            trouble = "no answer in time"
+            problem = "no answer in time"
             try:
                 async with asyncio.timeout_at(deadline_s):
                     while True:
-                        await self._pause()
+                        await self._wait_retry()
                         try:
                             renewed = await self._try()
                         except ApiError as error:
-                            trouble = str(error)
+                            problem = str(error)
                         else:
                             break
             except TimeoutError as error:
                 raise LeaseLost(
                     f"lease {self._name} could not be renewed for "
-                    f"{self._timing.renew_deadline_s:g} s: {trouble}"
+                    f"{self._timing.renew_deadline_s:g} s: {problem}"
                 ) from error
             if not renewed:
-                assert self._seen is not None
-                raise LeaseLost(f"lease {self._name} was taken by {self._seen.holder or 'nobody'}")
+                assert self._observed is not None
+                holder = self._observed.holder or "nothing"
+                raise LeaseLost(f"lease {self._name} was taken by {holder}")
 
-    async def give_up(self) -> None:
-        """Let the next one in at once; a Lease that cannot be given up runs out by itself."""
+    async def release(self) -> None:
+        """Release the Lease, so that the next candidate acquires it at once.
+
+        A Lease that cannot be released expires after its duration.
+        """
         try:
             async with asyncio.timeout(self._timing.stop_window_s):
                 lease = await self._api.get(LEASES, self._name, self._namespace)
@@ -215,23 +233,26 @@ class _Candidate:
                 lease["spec"]["holderIdentity"] = ""
                 await self._api.replace(LEASES, lease)
         except (ApiError, TimeoutError) as error:
-            log.warning("cannot give up lease %s: %s", self._name, error or "no answer in time")
+            reason = error or "no answer in time"
+            log.warning("lease: release failed name=%s error=%s", self._name, reason)
         else:
-            log.info("%s gave up lease %s", self._identity, self._name)
+            log.info("lease: released name=%s identity=%s", self._name, self._identity)
 
     async def _try(self) -> bool:
-        """Take or renew the Lease if that may be; False if it may not.
+        """Acquire or renew the Lease. Return False if another replica holds it.
 
-        Raises Conflict when somebody wrote in between, ApiError; the next look tells more.
+        Raises:
+            Conflict: Another replica wrote the Lease at the same time.
+            ApiError: A call failed. The next try reads the Lease again.
         """
         clock = asyncio.get_running_loop().time
-        # What it wrote itself need not be read again; if anything went wrong since, it must be.
-        lease, self._held = self._held, None
+        # The Lease that this replica wrote need not be read again, unless a call failed since.
+        lease, self._written = self._written, None
         if lease is None:
             lease = await self._api.get(LEASES, self._name, self._namespace)
-        self._seen = observe_lease(self._seen, lease, clock())
+        self._observed = observe_lease(self._observed, lease, clock())
         began_s = clock()
-        if not may_acquire(self._seen, self._identity, began_s):
+        if not may_acquire(self._observed, self._identity, began_s):
             return False
         spec = lease_spec(self._identity, lease, self._timing, datetime.now(UTC))
         if lease is None:
@@ -241,9 +262,9 @@ class _Candidate:
             written = await self._api.create(LEASES, new)
         else:
             written = await self._api.replace(LEASES, {**lease, "spec": spec})
-        self._seen = observe_lease(self._seen, written, clock())
-        self._held, self._renewed_s = written, began_s
+        self._observed = observe_lease(self._observed, written, clock())
+        self._written, self._renewed_s = written, began_s
         return True
 
-    async def _pause(self) -> None:
+    async def _wait_retry(self) -> None:
         await asyncio.sleep(self._timing.retry_s * (1 + 0.2 * self._jitter()))

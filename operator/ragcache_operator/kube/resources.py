@@ -1,4 +1,4 @@
-"""Kinds of objects, and where the API server keeps them."""
+"""The kinds of objects that the operator uses, and their paths on the API server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Object = dict[str, Any]
-"""A Kubernetes object as JSON has it."""
+"""A Kubernetes object as a JSON value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind in one version. plural: its name in paths."""
+    """One kind in one version. ``plural`` is its name in paths."""
 
     group: str
     version: str
@@ -21,11 +21,11 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """As objects say it: ``apps/v1``, ``v1``."""
+        """The ``apiVersion`` of its objects, like ``apps/v1`` or ``v1``."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None) -> str:
-        """Path on the server; without a namespace it is that of all namespaces."""
+        """Return the path on the server. Without a namespace, the path covers all namespaces."""
         parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
         if self.namespaced and namespace:
             parts += ["namespaces", namespace]
@@ -83,11 +83,11 @@ _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL
 
 
 def resource_of(obj: Object) -> Resource:
-    """Where an object belongs. Raises KeyError for a kind that nothing here deals with."""
+    """Return the resource of an object. Raises KeyError for an unknown kind."""
     return _BY_KIND[obj["apiVersion"], obj["kind"]]
 
 
 def identity(obj: Object) -> tuple[str, str, str]:
-    """(kind, namespace, name): what one object is the same by, whichever version it is read in."""
+    """Return (kind, namespace, name), which identifies an object across API versions."""
     meta = obj["metadata"]
     return obj["kind"], meta.get("namespace", ""), meta["name"]

@@ -1,4 +1,4 @@
-"""Writing the status of an object of ours, if it says anything new."""
+"""Writes the status of RagCaches and RagCollections when it has changed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from ragcache_operator.kube.resources import Object, resource_of
 
 
 async def write_status(api: Api, body: Object, status: Object) -> bool:
-    """Make status the object's; False if it says that already.
+    """Write a status, unless it equals the current one. Return whether it was written.
 
-    body takes in what the write gave back: what is compared with next is what has just been said,
-    not what a watch says of it later.
+    The function updates ``body`` with the server's response. The next comparison then uses the
+    status just written, even if the watch has not delivered it yet.
     """
     live = body.get("status") or {}
     if status == live:
         return False
-    # A merge patch keeps what it does not name.
+    # A merge patch keeps keys that it does not name, so removed keys are set to null.
     patch = {"status": {**dict.fromkeys(live.keys() - status.keys()), **status}}
     meta = body["metadata"]
     written = await api.merge(resource_of(body), meta["name"], meta["namespace"], patch, "status")

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Reconciles RagCaches: Kopf handlers, the reconcile pass, writes of children, status reports."""

@@ -1,4 +1,4 @@
-"""From what should be and what is to what to do: pure."""
+"""Plans the actions that make the live children equal the desired ones, without side effects."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from dataclasses import dataclass
 
 from ragcache_operator.builders.labels import WORKLOADS
 from ragcache_operator.builders.objects.ownership import SPEC_HASH
-from ragcache_operator.kube.drift import addition, difference
+from ragcache_operator.kube.drift import difference, forbidden_addition
 from ragcache_operator.kube.resources import Object, identity
 
 _NEVER_PRUNED = frozenset({"Pod", "PersistentVolumeClaim", "Job"})
-"""What others make for us: pods and claims of workloads, and collections' Jobs."""
+"""Kinds that other controllers create: pods and claims of workloads, and Jobs of collections."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateChild:
-    """Make an object that is not there."""
+    """Create a missing object."""
 
     obj: Object
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateChild:
-    """Make an object say what this spec, or this release, asks for."""
+    """Apply an object whose desired content changed with the spec or the release."""
 
     obj: Object
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectDrift:
-    """Undo what others changed. path: the first field. added: they added what may not be added."""
+    """Undo a change by another client.
+
+    Args:
+        path: The first field that differs.
+        added: Whether the client added something that must not be there.
+    """
 
     obj: Object
     path: str
@@ -39,14 +44,14 @@ class CorrectDrift:
 
 @dataclass(frozen=True, slots=True)
 class DeleteChild:
-    """Delete an object that the spec asks for no more."""
+    """Delete an object that the spec no longer needs."""
 
     obj: Object
 
 
 @dataclass(frozen=True, slots=True)
 class NameConflict:
-    """An object of this name belongs to somebody else, and is left alone."""
+    """Another owner has an object of this name. The operator does not change it."""
 
     obj: Object
 
@@ -57,19 +62,23 @@ Action = CreateChild | UpdateChild | CorrectDrift | DeleteChild | NameConflict
 def plan_actions(
     desired: Sequence[Object],
     live: Callable[[Object], Object | None],
-    held: Sequence[Object],
+    existing: Sequence[Object],
     uid: str,
 ) -> list[Action]:
-    """What to do so that the children are as desired.
+    """Return the actions that make the children equal the desired ones.
 
-    live: the object with the identity of a desired one. held: every child there is. uid: of the
-    RagCache that owns them.
+    Args:
+        live: Returns the live object with the identity of a desired one.
+        existing: All existing children.
+        uid: Uid of the RagCache that owns the children.
     """
-    actions = [action for obj in desired if (action := _for(obj, live(obj), uid)) is not None]
+    actions = [
+        action for obj in desired if (action := _action_for(obj, live(obj), uid)) is not None
+    ]
     wanted = {identity(obj) for obj in desired}
     actions.extend(
         DeleteChild(obj)
-        for obj in held
+        for obj in existing
         if obj["kind"] not in _NEVER_PRUNED
         and identity(obj) not in wanted
         and is_owned(obj, uid)
@@ -84,10 +93,15 @@ def may_be_missing(
     live: Callable[[Object], Object | None],
     pods: Sequence[Object],
 ) -> bool:
-    """Whether a Secret of this name may not be there, as far as can be told without reading it.
+    """Whether a Secret may be missing, without reading it.
 
-    It is made before the workloads that mount it; a pod whose Secret has been deleted since then
-    is not started. desired, live: as of ``plan_actions``. pods: of these workloads.
+    The operator creates the Secret before the workloads that mount it. If the Secret is deleted
+    later, new pods do not start.
+
+    Args:
+        desired: As for ``plan_actions``.
+        live: As for ``plan_actions``.
+        pods: The pods of these workloads.
     """
     for obj in desired:
         if obj["kind"] in WORKLOADS and _mounts(obj["spec"]["template"], secret):
@@ -98,29 +112,29 @@ def may_be_missing(
 
 
 def _mounts(pod: Object, secret: str) -> bool:
-    """pod: or a template of pods."""
+    """Whether a pod, or a pod template, mounts a Secret."""
     volumes = pod["spec"].get("volumes") or ()
     return any((volume.get("secret") or {}).get("secretName") == secret for volume in volumes)
 
 
 def _is_being_set_up(pod: Object) -> bool:
-    """Whether a node has the pod and still brings its volumes and images."""
+    """Whether a node still mounts the pod's volumes and pulls its images."""
     containers = (pod.get("status") or {}).get("containerStatuses") or ()
     waiting = ((container.get("state") or {}).get("waiting") or {} for container in containers)
     return any(one.get("reason") == "ContainerCreating" for one in waiting)
 
 
-def _for(obj: Object, found: Object | None, uid: str) -> Action | None:
+def _action_for(obj: Object, found: Object | None, uid: str) -> Action | None:
     if found is None:
         return CreateChild(obj)
     if not is_owned(found, uid):
         return NameConflict(obj)
-    # The hash first: what differs then is what we ask for, and nobody's doing.
+    # A different hash means that the desired content changed, so this is no drift.
     if _hash(obj) != _hash(found):
         return UpdateChild(obj)
     if (path := difference(obj, found)) is not None:
         return CorrectDrift(obj, path)
-    if (path := addition(obj, found)) is not None:
+    if (path := forbidden_addition(obj, found)) is not None:
         return CorrectDrift(obj, path, added=True)
     return None
 
@@ -131,6 +145,6 @@ def _hash(obj: Object) -> str | None:
 
 
 def is_owned(obj: Object, uid: str) -> bool:
-    """Whether the object names the RagCache of this uid as its owner."""
+    """Whether the object has the RagCache of this uid as an owner."""
     owners = obj["metadata"].get("ownerReferences") or ()
     return any(owner["uid"] == uid for owner in owners)

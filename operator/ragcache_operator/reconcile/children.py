@@ -1,4 +1,4 @@
-"""Every object that belongs to RagCaches, as last heard of, by the RagCache it belongs to."""
+"""A local copy of the children of every RagCache, indexed by their RagCache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from ragcache_operator.kube.resources import Object, Resource, identity
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 CHILD_SELECTOR = "app.kubernetes.io/name=ragcache,app.kubernetes.io/instance"
-"""Selects what belongs to some RagCache: pods and claims carry what their workload's selector says,
-which must never change, so it says no more than this."""
+"""Selects the children of every RagCache.
+
+Pods and claims have only the labels of their workload's selector, which are immutable, so this
+selector uses only these two labels."""
 
 Owner = tuple[str, str]
 """(namespace, name) of a RagCache."""
 
 
+def owner_key(body: Object) -> Owner:
+    """Return the namespace and name of a RagCache."""
+    return body["metadata"]["namespace"], body["metadata"]["name"]
+
+
 def child_resources(capabilities: Capabilities) -> list[Resource]:
-    """Kinds of children that this server serves."""
+    """Return the kinds of children that the server serves."""
     kinds = [
         *(resources.PODS, resources.SERVICES, resources.CONFIG_MAPS, resources.SERVICE_ACCOUNTS),
         *(resources.CLAIMS, resources.DEPLOYMENTS, resources.STATEFUL_SETS, resources.JOBS),
@@ -37,14 +44,19 @@ def child_resources(capabilities: Capabilities) -> list[Resource]:
 
 
 def owner_of(obj: Object) -> Owner | None:
-    """The RagCache an object belongs to, by its label."""
+    """Return the RagCache that an object belongs to, by its label."""
     meta = obj["metadata"]
     name = (meta.get("labels") or {}).get(INSTANCE_LABEL)
     return (meta["namespace"], name) if name else None
 
 
 class Children:
-    """Informers of every kind of child. on_change: called with each that changed or went."""
+    """Watches every kind of child.
+
+    Args:
+        on_change: Receives every child that was created, changed or deleted.
+        namespaces: Namespaces to watch. Empty for all.
+    """
 
     def __init__(
         self,
@@ -61,40 +73,40 @@ class Children:
         }
 
     async def run(self) -> None:
-        """Follow every kind until cancelled."""
+        """Watch every kind until cancelled."""
         async with asyncio.TaskGroup() as group:
             for informer in self._informers.values():
                 group.create_task(informer.run())
 
-    async def synced(self) -> None:
+    async def wait_synced(self) -> None:
         """Wait until every kind has been listed once."""
         for informer in self._informers.values():
-            await informer.synced()
+            await informer.wait_synced()
 
-    def of(self, owner: Owner, *kinds: str) -> list[Object]:
-        """Objects of a RagCache; of some kinds, or of all."""
+    def list_for(self, owner: Owner, *kinds: str) -> list[Object]:
+        """Return the children of a RagCache, of some kinds or of all."""
         found: Iterable[Object] = self._by_owner.get(owner, {}).values()
         return [obj for obj in found if not kinds or obj["kind"] in kinds]
 
     def get(self, like: Object) -> Object | None:
-        """The live object with the identity of this one."""
+        """Return the live object with the kind, namespace and name of this one."""
         informer = self._informers.get(like["kind"])
         meta = like["metadata"]
         return informer.get(meta["namespace"], meta["name"]) if informer else None
 
     def resource(self, obj: Object) -> Resource:
-        """The kind of an object, in the version that is followed."""
+        """Return the resource of an object, in the version that is watched."""
         return self._informers[obj["kind"]].resource
 
-    def learn(self, obj: Object) -> None:
-        """Take in what a write gave back."""
-        if self._informers[obj["kind"]].learn(obj):
+    def record_write(self, obj: Object) -> None:
+        """Store the response of a write, before the watch delivers it."""
+        if self._informers[obj["kind"]].record_write(obj):
             self._index(None, obj)
 
-    def forget(self, obj: Object) -> None:
-        """Drop what a delete found gone."""
+    def record_delete(self, obj: Object) -> None:
+        """Remove an object that a delete call did not find."""
         meta = obj["metadata"]
-        self._informers[obj["kind"]].forget(meta["namespace"], meta["name"])
+        self._informers[obj["kind"]].record_delete(meta["namespace"], meta["name"])
         self._index(obj, None)
 
     def _changed(self, before: Object | None, after: Object | None) -> None:

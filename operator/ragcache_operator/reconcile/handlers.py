@@ -1,8 +1,7 @@
-"""Kopf's side of the operator: which objects to look after, when to start, stop and let go.
+"""Kopf handlers: watch objects, run their reconcile passes, and clean up after a deletion.
 
-A daemon per object runs passes of its reconciler for as long as the object lives; what wakes it are
-watches of the object and of its children. A finalizer holds a deleted object until its children are
-gone.
+Each object has a daemon that runs passes while the object exists. Watches of the object and of its
+children wake the daemon. A finalizer keeps a deleted object until its children are gone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 import kopf
 
@@ -22,33 +21,35 @@ from ragcache_core.errors import RagCacheError
 from ragcache_operator.collections.reconciler import CollectionReconciler
 from ragcache_operator.kube.resources import RAG_CACHES, RAG_COLLECTIONS, Object, Resource
 from ragcache_operator.metrics import Metrics
-from ragcache_operator.reconcile.reconciler import CacheReconciler, PostEvent, ReconcileState
+from ragcache_operator.reconcile.reconciler import CacheReconciler
+from ragcache_operator.reconcile.state import ReconcileState, backoff_s
 from ragcache_operator.reconcile.wakeups import Key, Wakeups, wait_for_wakeup
 from ragcache_operator.spec import GROUP
-from ragcache_operator.status.conditions import ObjectEvent
+from ragcache_operator.status.events import ObjectEvent, PostEvent
 
 log = logging.getLogger(__name__)
 
-RETRY_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""After a pass that failed in a way nobody foresaw."""
-PASS_PATIENCE_S = 5.0
-"""For a pass to end by itself when its object goes, or the operator stops; then it is cancelled."""
-CANCELLATION_S = 2.0
-REMOVE_RETRY_S = 1.0
-REMOVE_FAILED_RETRY_S = 10.0
-REMOVE_PATIENCE_S = 900.0
-"""A deletion that takes longer is waited for no more: what is left is owned, and so collected."""
+PASS_BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 60.0)
+"""Waits after consecutive failed passes."""
+PASS_END_TIMEOUT_S: Final = 5.0
+"""How long a pass may run on after its object was deleted or the operator stops."""
+CANCELLATION_TIMEOUT_S: Final = 2.0
+REMOVE_POLL_S: Final = 1.0
+REMOVE_FAILED_RETRY_S: Final = 10.0
+REMOVE_TIMEOUT_S: Final = 900.0
+"""How long a deletion waits for the children. Kubernetes garbage-collects the owned ones later."""
 
 
 def configure(settings: kopf.OperatorSettings) -> None:
-    """How Kopf keeps house: its marks under our own name, no log lines as Events, no peering."""
+    """Set Kopf's annotations to our own prefix, and disable log Events and peering."""
     settings.persistence.finalizer = f"{GROUP}/finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
     settings.posting.enabled = True
     settings.posting.loggers = False
     settings.peering.standalone = True
-    # Kinds are there before this starts, and namespaces are named: no rights to list either.
+    # The kinds exist before Kopf starts and namespaces are given by name. So the operator needs no
+    # permission to list either.
     settings.scanning.disabled = True
     settings.watching.server_timeout = 1800
     settings.watching.client_timeout = 1900
@@ -61,16 +62,18 @@ def reconciling_registry(
     collection_wakeups: Wakeups,
     metrics: Metrics,
 ) -> kopf.OperatorRegistry:
-    """Handlers that act on objects; for the one replica that leads."""
+    """Return the handlers that reconcile objects, for the leading replica."""
     registry = kopf.OperatorRegistry()
-    # One of them fits.
+    # Kopf uses the first login that succeeds.
     kopf.on.login(registry=registry, id="pod")(kopf.login_with_service_account)
     kopf.on.login(registry=registry, id="kubeconfig")(kopf.login_with_kubeconfig)
-    look_after(registry, RAG_CACHES, caches.reconcile, caches.remove, cache_wakeups, metrics)
-    look_after(
-        *(registry, RAG_COLLECTIONS, collections.reconcile, collections.remove),
-        *(collection_wakeups, metrics),
-    )
+    for handlers in (
+        ObjectHandlers(RAG_CACHES, caches.reconcile, caches.remove, cache_wakeups, metrics),
+        ObjectHandlers(
+            RAG_COLLECTIONS, collections.reconcile, collections.remove, collection_wakeups, metrics
+        ),
+    ):
+        handlers.register(registry)
     return registry
 
 
@@ -78,120 +81,151 @@ Reconcile = Callable[[Object, ReconcileState, PostEvent], Awaitable[float | None
 Remove = Callable[[Object, PostEvent], Awaitable[bool]]
 
 
-def look_after(
-    registry: kopf.OperatorRegistry,
-    resource: Resource,
-    reconcile: Reconcile,
-    remove: Remove,
-    wakeups: Wakeups,
-    metrics: Metrics,
-) -> None:
-    """Register what every kind of ours needs: a daemon, what wakes it, and a deletion."""
-    selector = (resource.group, resource.version, resource.plural)
-    asked: dict[str, object] = {}
-    # A pass that has begun must not make again what a deletion takes down.
-    locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+class ObjectHandlers:
+    """Watches and reconciles the objects of one kind.
 
-    @kopf.on.event(*selector, registry=registry)
-    def changed(body: kopf.Body, uid: str, event: Any, **_: Any) -> None:
+    Args:
+        reconcile: Runs one pass. Returns the seconds until the next pass; None without a limit.
+        remove: Cleans up after a deleted object. Returns whether everything is gone.
+    """
+
+    def __init__(
+        self,
+        resource: Resource,
+        reconcile: Reconcile,
+        remove: Remove,
+        wakeups: Wakeups,
+        metrics: Metrics,
+    ) -> None:
+        self._resource = resource
+        self._reconcile = reconcile
+        self._remove = remove
+        self._wakeups = wakeups
+        self._metrics = metrics
+        self._triggers: dict[str, object] = {}
+        # A pass must not recreate what a concurrent deletion removes.
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def register(self, registry: kopf.OperatorRegistry) -> None:
+        """Register the event handler, the daemon and the deletion handler with Kopf."""
+        selector = (self._resource.group, self._resource.version, self._resource.plural)
+        kopf.on.event(*selector, id="changed", registry=registry)(self.wake_on_change)
+        kopf.daemon(
+            *selector,
+            id="run",
+            registry=registry,
+            cancellation_backoff=PASS_END_TIMEOUT_S,
+            cancellation_timeout=CANCELLATION_TIMEOUT_S,
+        )(self.watch_and_reconcile)
+        kopf.on.delete(*selector, id="delete", registry=registry)(self.remove_children)
+
+    def wake_on_change(self, body: kopf.Body, uid: str, event: Any, **_: Any) -> None:
+        """Wake the daemon of an object whose spec, annotations or deletion mark changed."""
         if event["type"] == "DELETED":
-            asked.pop(uid, None)
-            locks.pop(uid, None)
+            self._triggers.pop(uid, None)
+            self._locks.pop(uid, None)
             return
-        # What we write into its status is no news.
-        asks = _asked(body)
-        if asked.get(uid) != asks:
-            asked[uid] = asks
-            wakeups.wake(_key(body))
+        # Status updates by the operator itself do not change the trigger.
+        trigger = _trigger(body)
+        if self._triggers.get(uid) != trigger:
+            self._triggers[uid] = trigger
+            self._wakeups.wake(_key(body))
 
-    @kopf.daemon(
-        *selector,
-        registry=registry,
-        cancellation_backoff=PASS_PATIENCE_S,
-        cancellation_timeout=CANCELLATION_S,
-    )
-    async def run(body: kopf.Body, uid: str, stopped: kopf.DaemonStopped, **_: Any) -> None:
-        key = _key(body)
+    async def watch_and_reconcile(
+        self, body: kopf.Body, uid: str, stopped: kopf.DaemonStopped, **_: Any
+    ) -> None:
+        """Run passes over one object until it is deleted or the operator stops."""
         state = ReconcileState()
         written: Object | None = None
         failures = 0
-        with wakeups.subscribe(key) as flag:
+        with self._wakeups.subscribe(_key(body)) as flag:
             while not stopped:
-                async with locks[uid]:
-                    seen = _newer(_plain(body), written)
+                async with self._locks[uid]:
+                    seen = _newest(_copy(body), written)
                     if "deletionTimestamp" in body["metadata"]:
                         return
                     try:
-                        with metrics.time_pass(resource.kind):
-                            wait_s = await reconcile(seen, state, _say_for(body))
+                        with self._metrics.time_pass(self._resource.kind):
+                            wait_s = await self._reconcile(seen, state, _event_poster(body))
                         failures = 0
                     except Exception as error:
-                        # One object's trouble must not end the looking after of all others.
-                        wait_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
+                        # A failure of one object must not stop the daemons of the others.
+                        wait_s = backoff_s(PASS_BACKOFF_S, failures)
                         failures += 1
-                        foreseen = isinstance(error, RagCacheError)
-                        log.warning(
-                            *("%s: %s; again in %.0f s", "/".join(key), error, wait_s),
-                            exc_info=None if foreseen else error,
-                        )
+                        self._log_failure(body, error, wait_s)
                     written = seen
                 timeout_s = None if wait_s is None else wait_s * _jitter()
-                await _first(wait_for_wakeup(flag, timeout_s), stopped.wait())
+                await _wait_any(wait_for_wakeup(flag, timeout_s), stopped.wait())
 
-    @kopf.on.delete(*selector, registry=registry)
-    async def delete(body: kopf.Body, uid: str, started: Any, **_: Any) -> None:
+    async def remove_children(self, body: kopf.Body, uid: str, started: Any, **_: Any) -> None:
+        """Clean up after a deleted object. Kopf calls this again until it returns normally.
+
+        Raises:
+            kopf.TemporaryError: Children still exist.
+        """
         error: RagCacheError | None = None
         try:
-            async with locks[uid]:
-                if await remove(_plain(body), _say_for(body)):
+            async with self._locks[uid]:
+                if await self._remove(_copy(body), _event_poster(body)):
                     return
-        except RagCacheError as found:
-            error = found
-        if time.time() - started.timestamp() > REMOVE_PATIENCE_S:
-            words = f"children remain: {error or 'they take their time'}"
-            kopf.event(body, type="Warning", reason="DeletionSlow", message=words)
+        except RagCacheError as failure:
+            error = failure
+        if time.time() - started.timestamp() > REMOVE_TIMEOUT_S:
+            message = f"children remain: {error or 'Kubernetes has not deleted them yet'}"
+            kopf.event(body, type="Warning", reason="DeletionSlow", message=message)
             return
-        delay_s = REMOVE_RETRY_S if error is None else REMOVE_FAILED_RETRY_S
-        raise kopf.TemporaryError(str(error or "children are still there"), delay=delay_s)
+        delay_s = REMOVE_POLL_S if error is None else REMOVE_FAILED_RETRY_S
+        raise kopf.TemporaryError(str(error or "children still exist"), delay=delay_s)
+
+    def _log_failure(self, body: kopf.Body, error: Exception, wait_s: float) -> None:
+        expected = isinstance(error, RagCacheError)
+        log.warning(
+            "reconciler: pass failed kind=%s object=%s error=%s retry_s=%.0f",
+            self._resource.kind,
+            "/".join(_key(body)),
+            error,
+            wait_s,
+            exc_info=None if expected else error,
+        )
 
 
-def _asked(body: kopf.Body) -> object:
-    """What of an object asks for a pass: its spec, its deletion, and a user's annotation."""
+def _trigger(body: kopf.Body) -> object:
+    """Return the fields whose change triggers a pass: spec, deletion and users' annotations."""
     meta = body["metadata"]
-    own = {
+    annotations = {
         name: value
         for name, value in (meta.get("annotations") or {}).items()
         if not name.startswith(f"{GROUP}/")
     }
-    return meta.get("generation"), meta.get("deletionTimestamp"), own
+    return meta.get("generation"), meta.get("deletionTimestamp"), annotations
 
 
 def _key(body: kopf.Body) -> Key:
     return body["metadata"]["namespace"], body["metadata"]["name"]
 
 
-def _plain(body: kopf.Body) -> Object:
-    """A copy that a pass may write into; Kopf's own is a view of the latest state."""
+def _copy(body: kopf.Body) -> Object:
+    """Return a copy that a pass may modify. Kopf's body is a view of its latest state."""
     plain: Object = copy.deepcopy(dict(body))
     return plain
 
 
-def _newer(seen: Object, written: Object | None) -> Object:
-    """What Kopf has seen, or what we wrote if the watch has not brought that yet."""
+def _newest(seen: Object, written: Object | None) -> Object:
+    """Return what Kopf has seen, or our own write if the watch has not delivered it yet."""
     if written is None:
         return seen
     return max((written, seen), key=lambda obj: int(obj["metadata"]["resourceVersion"]))
 
 
-def _say_for(body: kopf.Body) -> PostEvent:
-    def post_event(transition: ObjectEvent) -> None:
-        kopf.event(body, type=transition.kind, reason=transition.reason, message=transition.message)
+def _event_poster(body: kopf.Body) -> PostEvent:
+    def post(event: ObjectEvent) -> None:
+        kopf.event(body, type=event.kind, reason=event.reason, message=event.message)
 
-    return post_event
+    return post
 
 
-async def _first(*waits: Awaitable[object]) -> None:
-    """Wait for any of several, and end the waiting for the others."""
+async def _wait_any(*waits: Awaitable[object]) -> None:
+    """Wait until one of several awaitables ends, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -201,5 +235,5 @@ async def _first(*waits: Awaitable[object]) -> None:
 
 
 def _jitter() -> float:
-    """Between 0.9 and 1.1, so that a hundred objects do not ask at once."""
+    """Return a factor from 0.9 to 1.1, so that objects do not reconcile all at the same time."""
     return random.uniform(0.9, 1.1)

@@ -1,9 +1,10 @@
-"""The work of the one replica that leads: follow children, reconcile, until told to stop."""
+"""The work of the leading replica: watch the children and reconcile every object."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Final
 
 import kopf
 
@@ -22,25 +23,27 @@ from ragcache_operator.status.gateway_client import GatewayClient
 
 log = logging.getLogger(__name__)
 
-KINDS_POLL_S = 5.0
+KINDS_POLL_S: Final = 5.0
 
 
 async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> None:
-    """Look after every object of ours until cancelled."""
+    """Reconcile every RagCache and RagCollection until cancelled."""
     while not await serves_our_kinds(api):
-        log.warning("the server does not serve our kinds yet: are the CRDs installed?")
+        log.warning(
+            "leader: API server does not serve RagCache and RagCollection; install the CRDs"
+        )
         await asyncio.sleep(KINDS_POLL_S)
     capabilities = await discover(api)
-    log.info("the server is %s", capabilities)
+    log.info("leader: API server capabilities=%s", capabilities)
     cache_wakeups, collection_wakeups = Wakeups(), Wakeups()
 
-    def changed(child: Object) -> None:
+    def wake_owners(child: Object) -> None:
         namespace, labels = child["metadata"]["namespace"], child["metadata"].get("labels") or {}
         cache_wakeups.wake((namespace, labels[INSTANCE_LABEL]))
         if child["kind"] == JOBS.kind and COLLECTION_LABEL in labels:
             collection_wakeups.wake((namespace, labels[COLLECTION_LABEL]))
 
-    children = Children(api, capabilities, changed, config.namespaces)
+    children = Children(api, capabilities, wake_owners, config.namespaces)
     gateway_client = GatewayClient()
     caches = CacheReconciler(
         api,
@@ -53,32 +56,33 @@ async def reconcile_all(api: Api, config: OperatorConfig, metrics: Metrics) -> N
         operator_namespace=config.namespace,
     )
     collections = CollectionReconciler(api, images=config.images, tag=config.tag)
-    settings = kopf.OperatorSettings()
-    configure(settings)
-    following = asyncio.create_task(children.run())
-
-    async def work() -> None:
-        # What is not known yet looks like what does not exist.
-        await children.synced()
-        await kopf.operator(
-            registry=reconciling_registry(
-                caches, cache_wakeups, collections, collection_wakeups, metrics
-            ),
-            settings=settings,
-            standalone=True,
-            clusterwide=not config.namespaces,
-            namespaces=config.namespaces,
-        )
-
-    working = asyncio.create_task(work())
+    registry = reconciling_registry(caches, cache_wakeups, collections, collection_wakeups, metrics)
+    watching = asyncio.create_task(children.run())
+    working = asyncio.create_task(_run_kopf(registry, children, config))
     metrics.leading.set(1)
     try:
-        # Without its eyes it must not go on working: a restart gives it new ones.
-        await asyncio.wait((following, working), return_when=asyncio.FIRST_COMPLETED)
-        (following if following.done() else working).result()
+        # Without its watches the operator must stop. A restart creates new ones.
+        await asyncio.wait((watching, working), return_when=asyncio.FIRST_COMPLETED)
+        (watching if watching.done() else working).result()
     finally:
         metrics.leading.set(0)
-        for task in (working, following):
+        for task in (working, watching):
             task.cancel()
-        await asyncio.gather(working, following, return_exceptions=True)
+        await asyncio.gather(working, watching, return_exceptions=True)
         await gateway_client.close()
+
+
+async def _run_kopf(
+    registry: kopf.OperatorRegistry, children: Children, config: OperatorConfig
+) -> None:
+    # Before the first list, every child looks as if it did not exist.
+    await children.wait_synced()
+    settings = kopf.OperatorSettings()
+    configure(settings)
+    await kopf.operator(
+        registry=registry,
+        settings=settings,
+        standalone=True,
+        clusterwide=not config.namespaces,
+        namespaces=config.namespaces,
+    )

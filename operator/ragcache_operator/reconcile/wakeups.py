@@ -1,35 +1,36 @@
-"""Which objects have something to look at: one flag each, however many events set it."""
+"""One wake-up flag for each object. Any number of events sets it once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 Key = tuple[str, str]
 """(namespace, name) of an object."""
 
-SETTLE_S = 0.05
-"""Changes come in bunches (an object, then its status); a pass after the bunch sees all of it."""
+SETTLE_S: Final = 0.05
+"""Wait after a wake-up. Changes come in bursts, and one pass should see all of them."""
 
 
 class Wakeups:
-    """Flags of the objects that somebody looks after; waking any other does nothing."""
+    """The wake-up flags of the objects that have a daemon."""
 
     def __init__(self) -> None:
         self._flags: dict[Key, asyncio.Event] = {}
 
     def wake(self, key: Key) -> None:
-        """Have the object looked at."""
+        """Set the flag of an object. An object without a daemon is ignored."""
         flag = self._flags.get(key)
         if flag is not None:
             flag.set()
 
     @contextmanager
     def subscribe(self, key: Key) -> Iterator[asyncio.Event]:
-        """The flag of an object, for as long as it is looked after.
+        """Yield the flag of an object, which exists until the context ends.
 
-        Of two that have one name after each other, each has a flag of its own.
+        A new object of the same name gets a new flag.
         """
         flag = self._flags[key] = asyncio.Event()
         try:
@@ -40,7 +41,7 @@ class Wakeups:
 
 
 async def wait_for_wakeup(flag: asyncio.Event, timeout_s: float | None) -> None:
-    """Return once the flag was set, or after timeout_s."""
+    """Wait until the flag is set and clear it, or return after the timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             await flag.wait()

@@ -1,1 +1,1 @@
-"""What is observed of a RagCache, as conditions: pure functions from objects to status."""
+"""Derives conditions, phase and Events of a RagCache from what the operator observes."""

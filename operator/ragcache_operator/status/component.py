@@ -1,4 +1,4 @@
-"""How one component does, read off its workloads and their pods."""
+"""Derives the state of a component from its workloads and their pods."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ STARTUP_REASONS = {
     "engine": ("LoadingModel", "loading the model"),
     "retriever": ("Indexing", "opening the index"),
 }
-"""What a running pod of a component does before it is ready: reason and words for it."""
+"""Reason and message of a running pod that is not ready, by component."""
 
 _PULL_FAILURES = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _CONFIG_FAILURES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-_LONGEST_MESSAGE = 600
-_SERIOUS = 2
+_MAX_MESSAGE_CHARS = 600
+_LAST_SERIOUS_RANK = 2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadState:
-    """A Deployment or StatefulSet.
+    """The state of a Deployment or StatefulSet.
 
-    wanted, ready: replicas. settled: no rollout or scaling goes on. problem: why pods are refused.
+    Args:
+        wanted: Desired number of replicas.
+        ready: Number of ready replicas.
+        settled: Whether no rollout or scaling is in progress.
+        problem: Why the API server rejects its pods. Empty if it does not.
     """
 
     name: str
@@ -41,9 +45,10 @@ class WorkloadState:
 
 @dataclass(frozen=True, slots=True)
 class ComponentState:
-    """All workloads of a component together.
+    """The state of all workloads of a component.
 
-    available: at least one replica of each is ready, so that it can do its work, if with less.
+    Args:
+        available: Whether each workload has a ready replica, so that the component can work.
     """
 
     component: str
@@ -56,7 +61,7 @@ class ComponentState:
 
 
 def workload_state(name: str, live: Object | None) -> WorkloadState:
-    """State of a workload; live is None before it exists."""
+    """Return the state of a workload. ``live`` is None before it exists."""
     if live is None:
         return WorkloadState(name, wanted=1, ready=0, settled=False)
     status = live.get("status") or {}
@@ -67,7 +72,7 @@ def workload_state(name: str, live: Object | None) -> WorkloadState:
     if live["kind"] == "StatefulSet" and status.get("currentRevision") == status.get(
         "updateRevision"
     ):
-        # A StatefulSet stops counting updated replicas once its update is through.
+        # A StatefulSet no longer counts updated replicas after its update.
         updated = status.get("currentReplicas", 0)
     settled = seen and updated == wanted == status.get("replicas", 0)
     return WorkloadState(name, wanted, ready, settled, _replica_failure(status))
@@ -87,10 +92,13 @@ def component_state(
     exists: bool,
     progress: Mapping[str, str],
 ) -> ComponentState:
-    """State of a component.
+    """Return the state of a component.
 
-    pods: all of its pods. exists: whether every workload has been created. progress: what pods that
-    are not ready yet say of themselves, by pod name (``indexing 12 of 40``).
+    Args:
+        pods: All pods of the component.
+        exists: Whether every workload has been created.
+        progress: Startup progress of pods that are not ready, by pod name, like ``indexing 12 of
+            40``.
     """
     wanted = sum(workload.wanted for workload in workloads)
     ready = sum(workload.ready for workload in workloads)
@@ -99,8 +107,8 @@ def component_state(
     available = exists and all(w.ready > 0 or w.wanted == 0 for w in workloads)
 
     def state(reason: str, message: str) -> ComponentState:
-        said = message[:_LONGEST_MESSAGE]
-        return ComponentState(component, wanted, ready, settled, available, reason, said)
+        short = message[:_MAX_MESSAGE_CHARS]
+        return ComponentState(component, wanted, ready, settled, available, reason, short)
 
     counted = f"{ready} of {wanted} replicas are ready"
     if not exists:
@@ -108,7 +116,7 @@ def component_state(
     worst = _worst_problem(component, pods, progress)
     for workload in workloads:
         if workload.problem and worst is None:
-            worst = _SERIOUS, "PodsRefused", workload.problem
+            worst = _LAST_SERIOUS_RANK, "PodsRefused", workload.problem
     if not available:
         _, reason, message = worst or (0, STARTING, "waiting for its pods to be created")
         return state(reason, message)
@@ -118,14 +126,14 @@ def component_state(
     if worst is None:
         return state(reason, counted)
     rank, problem, message = worst
-    # A rollout whose new pods cannot start goes on for ever; nothing else would tell.
-    return state(problem if rank <= _SERIOUS else reason, f"{counted}; {message}")
+    # A rollout whose new pods cannot start never ends, so the reason must name the problem.
+    return state(problem if rank <= _LAST_SERIOUS_RANK else reason, f"{counted}; {message}")
 
 
 def _worst_problem(
     component: str, pods: Sequence[Object], progress: Mapping[str, str]
 ) -> tuple[int, str, str] | None:
-    """Rank, reason and message of the worst among pods that are not ready; None if all are."""
+    """Return rank, reason and message of the worst pod that is not ready, or None."""
     found = [
         _pod_problem(component, pod, progress)
         for pod in pods
@@ -135,12 +143,12 @@ def _worst_problem(
 
 
 def _has_ended(pod: Object) -> bool:
-    """Whether it was evicted or is done: it stays listed beside its successor."""
+    """Whether a pod was evicted or has ended. It stays listed next to its successor."""
     return (pod.get("status") or {}).get("phase") in ("Failed", "Succeeded")
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether the pod is Ready."""
+    """Whether the pod has the condition Ready."""
     return _condition(pod, "Ready").get("status") == "True"
 
 
@@ -150,7 +158,7 @@ def _condition(pod: Object, name: str) -> Mapping[str, Any]:
 
 
 def _pod_problem(component: str, pod: Object, progress: Mapping[str, str]) -> tuple[int, str, str]:
-    """(rank, reason, message): the lower the worse; up to _SERIOUS it does not pass by itself."""
+    """Return (rank, reason, message). A lower rank is worse; serious ranks need a user's action."""
     name = pod["metadata"]["name"]
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
@@ -174,18 +182,18 @@ def _pod_problem(component: str, pod: Object, progress: Mapping[str, str]) -> tu
 def _container_problem(name: str, container: Mapping[str, Any]) -> tuple[int, str, str] | None:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = waiting.get("reason", "")
-    said = waiting.get("message", "")
+    message = waiting.get("message", "")
     if reason in _PULL_FAILURES:
-        return 0, "ImagePullFailed", f"{name}: {said or reason}"
+        return 0, "ImagePullFailed", f"{name}: {message or reason}"
     if reason in _CONFIG_FAILURES:
-        return 1, "ConfigError", f"{name}: {said or reason}"
+        return 1, "ConfigError", f"{name}: {message or reason}"
     ended = (container.get("state") or {}).get("terminated")
     if waiting:
         ended = ended or (container.get("lastState") or {}).get("terminated")
     if ended and (ended.get("exitCode") or reason == "CrashLoopBackOff"):
         if ended.get("reason") == "OOMKilled":
-            return 1, "OutOfMemory", f"{name}: killed for using more memory than its limit"
-        last_words = (ended.get("message") or "").strip().splitlines()
-        words = f": {last_words[-1]}" if last_words else ""
-        return 1, "CrashLooping", f"{name}: ended with status {ended.get('exitCode')}{words}"
+            return 1, "OutOfMemory", f"{name}: killed because it used more memory than its limit"
+        lines = (ended.get("message") or "").strip().splitlines()
+        last_line = f": {lines[-1]}" if lines else ""
+        return 1, "CrashLooping", f"{name}: exited with code {ended.get('exitCode')}{last_line}"
     return None

@@ -1,4 +1,4 @@
-"""From component states and a self-test to conditions, a phase, and the Events they earn."""
+"""Derives conditions, phase and Events from the component states and the self-test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ragcache_operator.status.component import ComponentState
+from ragcache_operator.status.events import ObjectEvent
 
 Condition = dict[str, Any]
 Truth = Literal["True", "False", "Unknown"]
@@ -20,14 +21,16 @@ CONDITION_OF = {
     "engine": "EnginesReady",
     "gateway": "GatewayReady",
 }
-"""Condition type per component, in the order in which parts depend on each other."""
+"""Condition type of each component. A component comes after those that it depends on."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """What the last question to the gateway brought. passed: None while none was asked.
+    """Result of the last question to the gateway.
 
-    generation: of the object it was asked for.
+    Args:
+        passed: None before the first question.
+        generation: ``metadata.generation`` of the RagCache at the time of the question.
     """
 
     passed: bool | None
@@ -38,7 +41,7 @@ class SelfTest:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Whether the spec could be acted on in full."""
+    """Whether the operator could apply the spec completely."""
 
     truth: Truth
     reason: str
@@ -46,15 +49,6 @@ class Acceptance:
 
 
 VALID = Acceptance("True", "Valid", "the spec is valid")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectEvent:
-    """A change worth an Event."""
-
-    kind: Literal["Normal", "Warning"]
-    reason: str
-    message: str
 
 
 def make_conditions(
@@ -65,7 +59,12 @@ def make_conditions(
     now: str,
     accepted: Acceptance = VALID,
 ) -> list[Condition]:
-    """Conditions of a RagCache that is acted on. before: its conditions so far. now: RFC 3339."""
+    """Return the conditions of an accepted RagCache.
+
+    Args:
+        before: Its conditions so far.
+        now: The current time in RFC 3339 format.
+    """
     builder = _ConditionBuilder(generation, before, now)
     made = [builder.make(ACCEPTED, accepted.truth, accepted.reason, accepted.message)]
     for state in components:
@@ -79,9 +78,9 @@ def make_conditions(
     if waiting is not None:
         made.append(builder.make(READY, "False", waiting.reason, _named(waiting)))
     elif test.passed:
-        # Of the generation that the question was asked of, which may be the one before.
-        words = "the gateway answers questions"
-        made.append(builder.make(READY, "True", "Answering", words, generation=test.generation))
+        # The self-test may have run for the generation before this one.
+        message = "the gateway answers questions"
+        made.append(builder.make(READY, "True", "Answering", message, generation=test.generation))
     else:
         made.append(builder.make(READY, "False", test.reason, test.message))
     return made
@@ -90,7 +89,7 @@ def make_conditions(
 def refused_conditions(
     reason: str, message: str, generation: int, before: Sequence[Condition], now: str
 ) -> list[Condition]:
-    """Conditions of a RagCache that is not acted on; what runs goes on and is judged no further."""
+    """Return the conditions of a rejected RagCache. Conditions of components stay unchanged."""
     builder = _ConditionBuilder(generation, before, now)
     kept = [c for c in before if c["type"] not in (ACCEPTED, READY)]
     return [
@@ -101,7 +100,7 @@ def refused_conditions(
 
 
 def self_test_of(before: Sequence[Condition]) -> SelfTest:
-    """The self-test as the status remembers it."""
+    """Return the self-test that the conditions of a status record."""
     condition = find(before, SELF_TEST)
     if condition is None or condition["status"] == "Unknown":
         return NOT_TESTED
@@ -113,23 +112,24 @@ def self_test_of(before: Sequence[Condition]) -> SelfTest:
     )
 
 
-NOT_TESTED = SelfTest(None, "Waiting", "asked once every component is ready", 0)
+NOT_TESTED = SelfTest(None, "Waiting", "waiting until every component is ready", 0)
 
 
 def is_test_due(components: Sequence[ComponentState], test: SelfTest, generation: int) -> bool:
-    """Whether the gateway should be asked a question.
+    """Whether the operator should send a question to the gateway.
 
-    Once everything runs as asked for, if the last good answer was given before that.
+    It does so when all components are ready and settled, unless the self-test has already passed
+    for this generation.
     """
     settled = all(state.available and state.settled for state in components)
     return settled and not (test.passed and test.generation == generation)
 
 
 def current_test(components: Sequence[ComponentState], test: SelfTest, generation: int) -> SelfTest:
-    """The self-test as it counts now.
+    """Return the self-test as far as it is still valid.
 
-    Forgotten when a component it went through is gone; of the past while one is being changed, so
-    that it is asked again when that is done, whether or not the spec has changed.
+    It is dropped when a component is unavailable. During a rollout it counts for an earlier
+    generation, so that the operator repeats it after the rollout.
     """
     if not all(state.available for state in components):
         return NOT_TESTED
@@ -141,21 +141,21 @@ def current_test(components: Sequence[ComponentState], test: SelfTest, generatio
 def phase_of(
     conditions: Sequence[Condition], components: Sequence[ComponentState], generation: int
 ) -> str:
-    """One word for the printed column."""
+    """Return the phase, the summary of the conditions."""
     ready, accepted = find(conditions, READY), find(conditions, ACCEPTED)
     if ready is None or ready["status"] != "True":
         return "Progressing" if any(state.ready for state in components) else "Pending"
-    in_trouble = any(state.reason in _WARNINGS for state in components)
-    if in_trouble or accepted is None or accepted["status"] != "True":
+    has_warning = any(state.reason in _WARNINGS for state in components)
+    if has_warning or accepted is None or accepted["status"] != "True":
         return "Degraded"
     if any(not state.settled for state in components) or ready["observedGeneration"] != generation:
         return "Progressing"
-    whole = all(state.ready >= state.wanted for state in components)
-    return "Ready" if whole else "Degraded"
+    complete = all(state.ready >= state.wanted for state in components)
+    return "Ready" if complete else "Degraded"
 
 
 def progress_of(components: Sequence[ComponentState], test: SelfTest) -> str:
-    """What is being waited for, in a line; empty when nothing is."""
+    """Return what the operator waits for as one line, or an empty string."""
     waiting = [state for state in components if not state.available or not state.settled]
     if waiting:
         return "; ".join(f"{state.component}: {state.message}" for state in waiting)
@@ -163,7 +163,7 @@ def progress_of(components: Sequence[ComponentState], test: SelfTest) -> str:
 
 
 def events_for(before: Sequence[Condition], after: Sequence[Condition]) -> list[ObjectEvent]:
-    """Events that the change of conditions earns."""
+    """Return the Events for the conditions that changed."""
     made = []
     for condition in after:
         old = find(before, condition["type"])
@@ -187,7 +187,7 @@ def events_for(before: Sequence[Condition], after: Sequence[Condition]) -> list[
 
 
 def find(conditions: Sequence[Condition], name: str) -> Condition | None:
-    """The condition of a type."""
+    """Return the condition of a type, or None."""
     return next((c for c in conditions if c["type"] == name), None)
 
 
@@ -198,7 +198,7 @@ _WARNINGS = frozenset(
         "NotServed",
     }
 )
-"""Reasons that somebody has to look at; the others pass by themselves."""
+"""Reasons that need a user's action. The others resolve without one."""
 
 
 def _named(state: ComponentState) -> str:

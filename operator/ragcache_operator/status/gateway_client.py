@@ -1,4 +1,4 @@
-"""What the operator asks of a gateway: a question, to know that all parts answer, and the cache."""
+"""Client of the gateways: the self-test question, the cache usage and the startup progress."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import httpx
 
 SELF_TEST_COLLECTION = "ragcache-self-test"
-"""Made by the first self-test of a platform that holds no documents yet."""
+"""The first self-test creates this collection if the platform has no documents."""
 
 _DOCUMENT = {
     "collection": SELF_TEST_COLLECTION,
     "id": "self-test.md",
-    "text": "# Self-test\n\nThis page is the operator's. It is asked for before Ready is said.\n",
+    "text": "# Self-test\n\nThis page belongs to the operator. Its self-test asks about it.\n",
 }
-_QUESTION = "Whose is the self-test page?"
+_QUESTION = "Who owns the self-test page?"
 _ANSWER_TOKENS = 8
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 120.0
-"""A first answer computes everything, on slow processors too."""
+"""The first answer computes the whole prompt, possibly on a slow processor."""
 _PROGRESS_TIMEOUT_S = 2.0
-_LARGEST_ANSWER_BYTES = 4 << 20
-_NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
+_MAX_RESPONSE_BYTES = 4 << 20
+_CONNECTION_ERRORS = (httpx.HTTPError, httpx.InvalidURL)
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """Of one self-test. message: one line that names what failed."""
+    """Result of one self-test. ``message`` is one line."""
 
     passed: bool
     message: str
@@ -37,18 +37,18 @@ class SelfTestResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """Of all shards of a platform. hit_rate: share of reads that hit; None before the first."""
+    """Usage of all shards. ``hit_rate`` is the share of reads that hit, None without reads."""
 
     hit_rate: float | None
     num_bytes: int
 
 
 class GatewayClient:
-    """Client of any number of gateways, by base URL."""
+    """Client of the gateways of all platforms, by base URL."""
 
     def __init__(self) -> None:
-        # Parts of a cluster reach each other directly, whatever proxy the environment names.
-        # Each call has a limit of its own over all of it; this one is for silence.
+        # Connections inside a cluster must not use a proxy of the environment. Each call has its
+        # own total timeout; this timeout limits a single read.
         self._client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT_S, trust_env=False)
 
     async def close(self) -> None:
@@ -56,7 +56,7 @@ class GatewayClient:
         await self._client.aclose()
 
     async def self_test(self, url: str, model: str) -> SelfTestResult:
-        """Ask a question of the collection with most documents, or of one made for it."""
+        """Ask a question of the largest collection, or of a new test collection."""
         try:
             collection = await self._collection(url)
             answer = await self._json(
@@ -74,33 +74,33 @@ class GatewayClient:
             num_tokens = answer["usage"]["completion_tokens"]
         except _ErrorResponse as error:
             return SelfTestResult(False, str(error))
-        except (*_NO_ANSWER, TimeoutError) as error:
+        except (*_CONNECTION_ERRORS, TimeoutError) as error:
             return SelfTestResult(False, f"{url} does not answer: {error or type(error).__name__}")
         except (ValueError, KeyError, TypeError) as error:
-            return SelfTestResult(False, f"{url} gave no answer that can be read: {error!r}")
+            return SelfTestResult(False, f"{url} sent an invalid answer: {error!r}")
         if not citations:
-            return SelfTestResult(False, f"an answer from {collection!r} cited nothing")
+            return SelfTestResult(False, f"the answer from {collection!r} has no citations")
         if num_tokens < 1:
-            return SelfTestResult(False, "the engine answered with no token")
+            return SelfTestResult(False, "the engine's answer has no tokens")
         return SelfTestResult(True, f"a question to {collection!r} was answered with citations")
 
-    async def cache(self, url: str) -> StoreUsage | None:
-        """What the store holds; None when nobody says."""
+    async def store_usage(self, url: str) -> StoreUsage | None:
+        """Return the usage of the cache store, or None if the gateway does not answer."""
         try:
-            said = await self._json("GET", f"{url}/v1/cache")
-            return StoreUsage(said["hit_rate"], int(said["disk_bytes"]))
-        except (_ErrorResponse, *_NO_ANSWER, TimeoutError, ValueError, KeyError, TypeError):
+            usage = await self._json("GET", f"{url}/v1/cache")
+            return StoreUsage(usage["hit_rate"], int(usage["disk_bytes"]))
+        except (_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
-    async def progress(self, address: str) -> str | None:
-        """What a pod that is not ready yet says of itself; address: "host:port" of its health."""
+    async def startup_progress(self, address: str) -> str | None:
+        """Return the startup progress of a pod. ``address`` is "host:port" of its health port."""
         try:
             async with asyncio.timeout(_PROGRESS_TIMEOUT_S):
                 _, body = await self._send("GET", f"http://{address}/readyz", None)
-            said = json.loads(body).get("progress")
-        except (*_NO_ANSWER, TimeoutError, ValueError, AttributeError):
+            progress = json.loads(body).get("progress")
+        except (*_CONNECTION_ERRORS, TimeoutError, ValueError, AttributeError):
             return None
-        return str(said)[:200] if said else None
+        return str(progress)[:200] if progress else None
 
     async def _collection(self, url: str) -> str:
         listed = await self._json("GET", f"{url}/v1/collections")
@@ -121,29 +121,29 @@ class GatewayClient:
         body: dict[str, Any] | None = None,
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> Any:
-        """What a call gave back. Raises _Refused for what is no success."""
+        """Return the JSON of a response. Raises _ErrorResponse for an HTTP error."""
         async with asyncio.timeout(timeout_s):
             status, raw = await self._send(method, url, body)
         if not 200 <= status < 300:
-            raise _ErrorResponse(_said(status, raw))
+            raise _ErrorResponse(_error_text(status, raw))
         return json.loads(raw)
 
     async def _send(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-        """Status and body. Whatever answers is a tenant's, so neither is trusted to end."""
+        """Return status and body. The server is a tenant's, so the size of the body is limited."""
         async with self._client.stream(method, url, json=body) as response:
             raw = bytearray()
             async for piece in response.aiter_bytes():
                 raw += piece
-                if len(raw) > _LARGEST_ANSWER_BYTES:
-                    raise ValueError(f"more than {_LARGEST_ANSWER_BYTES} bytes")
+                if len(raw) > _MAX_RESPONSE_BYTES:
+                    raise ValueError(f"response over {_MAX_RESPONSE_BYTES} bytes")
             return response.status_code, bytes(raw)
 
 
 class _ErrorResponse(Exception):
-    """The gateway answered that it does not."""
+    """The gateway answered with an HTTP error."""
 
 
-def _said(status: int, raw: bytes) -> str:
+def _error_text(status: int, raw: bytes) -> str:
     try:
         message = json.loads(raw)["error"]["message"]
     except (ValueError, KeyError, TypeError):

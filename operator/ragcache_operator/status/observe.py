@@ -1,4 +1,4 @@
-"""From a RagCache's objects to the states of its components."""
+"""Derives the states of all components from the objects of a RagCache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache_operator.status.conditions import CONDITION_OF
 def workload_states(
     desired: Sequence[Object], live: Callable[[Object], Object | None]
 ) -> dict[str, WorkloadState]:
-    """States of the desired workloads, by name."""
+    """Return the states of the desired workloads, by name."""
     return {
         obj["metadata"]["name"]: workload_state(obj["metadata"]["name"], live(obj))
         for obj in desired
@@ -32,7 +32,11 @@ def component_states(
     pods: Sequence[Object],
     progress: Mapping[str, str],
 ) -> list[ComponentState]:
-    """One state per component, in the order of CONDITION_OF. progress: words of pods, by name."""
+    """Return one state for each component, in the order of CONDITION_OF.
+
+    Args:
+        progress: Startup progress of pods, by name.
+    """
     workloads = [obj for obj in desired if obj["kind"] in WORKLOADS]
     states = []
     for component in CONDITION_OF:

@@ -1,4 +1,4 @@
-"""The status of a RagCache as a whole, from its conditions and what was observed."""
+"""Builds the status of a RagCache from its conditions and the observed states."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ def accepted_status(
     workloads: Mapping[str, WorkloadState],
     conditions: Sequence[Condition],
     test: SelfTest,
-    use: StoreUsage | None,
+    usage: StoreUsage | None,
     url: str,
     selector: str,
 ) -> Object:
-    """Status of a RagCache that is acted on.
+    """Return the status of an accepted RagCache.
 
-    workloads: by object name. use: what the store was last seen to hold. url: of the gateway.
-    selector: labels of the gateway's pods, for whoever scales it.
+    Args:
+        workloads: States of the workloads, by object name.
+        usage: Last observed usage of the cache store.
+        url: Base URL of the gateway.
+        selector: Label selector of the gateway's pods, for autoscalers.
     """
     name = cache.metadata.name
     by_component = {state.component: state for state in components}
@@ -52,16 +55,16 @@ def accepted_status(
     }
     if progress := progress_of(components, test):
         status["progress"] = progress
-    if use is not None:
-        status["cache"] = {"bytes": use.num_bytes}
-        if use.hit_rate is not None:
-            # Two digits: a status is written anew whenever it changes.
-            status["cache"]["hitRate"] = f"{use.hit_rate:.2f}"
+    if usage is not None:
+        status["cache"] = {"bytes": usage.num_bytes}
+        if usage.hit_rate is not None:
+            # More digits would change, and so rewrite, the status after each read.
+            status["cache"]["hitRate"] = f"{usage.hit_rate:.2f}"
     return status
 
 
 def refused_status(body: Object, conditions: Sequence[Condition]) -> Object:
-    """Status of a RagCache that is not acted on: what runs is still reported as it last was."""
+    """Return the status of a rejected RagCache. Reports of running components stay unchanged."""
     kept = {key: value for key, value in (body.get("status") or {}).items() if key != "progress"}
     return {
         **kept,

@@ -25,8 +25,8 @@ from ragcache_operator.status.conditions import find
 REVISION = Revision("aaaa", "bbbb")
 CHANGED = Revision("aaaa", "cccc")
 NOW = 1_800_000_000.0
-WELL = Outcome("well", documents=40, chunks=120, written=3, revision="1234")
-PARTLY = Outcome("partly", "b.md: is empty", 39, 118, 0, 0, "1234", ("b.md: is empty",), 1)
+WELL = Outcome("complete", documents=40, chunks=120, written=3, revision="1234")
+PARTLY = Outcome("partial", "b.md: is empty", 39, 118, 0, 0, "1234", ("b.md: is empty",), 1)
 NO_CACHE = ("CacheNotFound", "there is no RagCache docs in namespace team")
 
 
@@ -84,7 +84,7 @@ def test_nothing_that_came_over_is_not_ready() -> None:
 
 def test_a_sync_that_was_lost_takes_nothing_from_what_was_known() -> None:
     good = status(WELL)
-    made = status(Outcome("lost", "OOMKilled: Killed"), good)
+    made = status(Outcome("failed", "OOMKilled: Killed"), good)
     assert said(made, "Synced") == ("False", "SyncFailed")
     assert said(made, "Ready") == ("True", "Synced")
     for kept in ("documents", "chunks", "lastSyncTime", "sourceRevision"):
@@ -157,9 +157,9 @@ def test_the_sync_before_is_remembered_without_its_job() -> None:
     assert last is not None
     assert (last.revision, last.at, last.outcome.documents) == (REVISION, NOW - 10, 40)
     assert last_sync({}, []) is None
-    failed = SyncJob("a", CHANGED, 2, NOW - 9, NOW - 5, Outcome("lost"))
+    failed = SyncJob("a", CHANGED, 2, NOW - 9, NOW - 5, Outcome("failed"))
     newer = last_sync(status(WELL), [failed])
-    assert newer == LastSync(CHANGED, NOW - 5, Outcome("lost"), 2)
+    assert newer == LastSync(CHANGED, NOW - 5, Outcome("failed"), 2)
 
 
 outcomes = st.builds(

@@ -194,7 +194,7 @@ def test_a_job_that_is_read_back_says_what_it_was_made_for() -> None:
     assert read.started_at == 1_800_000_000.25
     assert read.may_run
     assert read.outcome is None
-    said = Outcome("partly", "a: b", documents=3, failures=("a: b",), failure_count=1)
+    said = Outcome("partial", "a: b", documents=3, failures=("a: b",), failure_count=1)
     live["metadata"]["annotations"][OUTCOME] = said.to_json()
     live["status"] = {
         "conditions": [
@@ -205,7 +205,7 @@ def test_a_job_that_is_read_back_says_what_it_was_made_for() -> None:
     assert (read.outcome, read.finished_at) == (said, parse_time("2026-01-01T00:01:00Z"))
     assert not read.may_run
     live["metadata"]["annotations"][OUTCOME] = "{}"
-    assert read_job(live).outcome == Outcome("lost", "its record cannot be read")
+    assert read_job(live).outcome == Outcome("failed", "the outcome annotation is invalid")
 
 
 @given(at=st.integers(0, 2**32))
@@ -232,34 +232,34 @@ FAILURE = {"source": "configMap faq", "document": "a.md", "problem": "is empty"}
 
 def test_the_outcome_is_what_the_command_said() -> None:
     well = outcome_of({}, [pod(0, result())])
-    assert (well.verdict, well.documents, well.chunks, well.revision) == ("well", 2, 4, "1234")
+    assert (well.verdict, well.documents, well.chunks, well.revision) == ("complete", 2, 4, "1234")
     partly = outcome_of({}, [pod(1, result(failures=[FAILURE], failureCount=7))])
-    assert (partly.verdict, partly.failure_count) == ("partly", 7)
+    assert (partly.verdict, partly.failure_count) == ("partial", 7)
     assert partly.failures == ("configMap faq: a.md: is empty",)
     lost = {**FAILURE, "source": "", "document": ""}
     unfinished = result(finished=False, failures=[lost], failureCount=1)
-    assert outcome_of({}, [pod(1, unfinished)]).verdict == "lost"
+    assert outcome_of({}, [pod(1, unfinished)]).verdict == "failed"
     mistake = outcome_of({}, [pod(2, unfinished)])
-    assert (mistake.verdict, mistake.message) == ("mistake", "is empty")
+    assert (mistake.verdict, mistake.message) == ("refused", "is empty")
 
 
 def test_a_command_that_died_leaves_its_last_line() -> None:
     # Without a result of its own the message is the end of the log.
     died = outcome_of({}, [pod(137, '{"done": 1, "total": 2}\nKilled', "OOMKilled")])
-    assert (died.verdict, died.message) == ("lost", "OOMKilled: Killed")
-    assert outcome_of({}, [pod(1, "")]).message == "Error: it ended with status 1"
+    assert (died.verdict, died.message) == ("failed", "OOMKilled: Killed")
+    assert outcome_of({}, [pod(1, "")]).message == "Error: exit code 1"
 
 
 def test_a_job_without_a_pod_says_why_itself() -> None:
     failed = {"type": "Failed", "status": "True", "message": "it was active longer than 14400 s"}
     outcome = outcome_of({"status": {"conditions": [failed]}}, [])
-    assert (outcome.verdict, outcome.message) == ("lost", "it was active longer than 14400 s")
-    assert outcome_of({}, []).message == "its pod is gone"
+    assert (outcome.verdict, outcome.message) == ("failed", "it was active longer than 14400 s")
+    assert outcome_of({}, []).message == "the pod no longer exists"
 
 
 @given(message=st.one_of(st.text(), st.recursive(st.none(), st.lists).map(json.dumps)))
 def test_no_message_confuses_the_operator(message: str) -> None:
-    assert outcome_of({}, [pod(1, message)]).verdict == "lost"
+    assert outcome_of({}, [pod(1, message)]).verdict == "failed"
 
 
 def test_what_a_pod_waits_for_is_told() -> None:

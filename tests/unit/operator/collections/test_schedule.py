@@ -56,29 +56,29 @@ def test_the_first_sync_starts_at_once() -> None:
 
 
 def test_a_sync_that_went_well_is_followed_after_the_interval() -> None:
-    assert next_step(situation(last=last("well", 100))) == Idle(200)
-    assert isinstance(next_step(situation(last=last("well", 300))), StartJob)
+    assert next_step(situation(last=last("complete", 100))) == Idle(200)
+    assert isinstance(next_step(situation(last=last("complete", 300))), StartJob)
 
 
 def test_config_maps_are_looked_at_between_syncs() -> None:
-    assert next_step(situation(last=last("well", 100), polls_sources=True)) == Idle(
+    assert next_step(situation(last=last("complete", 100), polls_sources=True)) == Idle(
         CONFIG_MAP_POLL_S
     )
 
 
 def test_a_changed_config_map_is_synced_at_once() -> None:
     changed = Revision("aaaa", "cccc")
-    step = next_step(situation(last=last("well", 1), revision=changed))
+    step = next_step(situation(last=last("complete", 1), revision=changed))
     assert step == StartJob(changed, 0, NOW - 1)
 
 
 def test_a_mistake_waits_for_the_interval() -> None:
-    for verdict in ("mistake", "partly"):
+    for verdict in ("refused", "partial"):
         assert next_step(situation(last=last(verdict, 100))) == Idle(200)
 
 
 def test_a_lost_sync_is_tried_again_ever_more_patiently_up_to_the_interval() -> None:
-    waits = [due_at(situation(last=last("lost", 0, n))) - NOW for n in range(30)]
+    waits = [due_at(situation(last=last("failed", 0, n))) - NOW for n in range(30)]
     assert waits[:5] == [
         FAILED_RETRY_S,
         2 * FAILED_RETRY_S,
@@ -87,11 +87,11 @@ def test_a_lost_sync_is_tried_again_ever_more_patiently_up_to_the_interval() -> 
         INTERVAL_S,
     ]
     assert set(waits[4:]) == {INTERVAL_S}
-    assert next_step(situation(last=last("lost", 60, 1))) == StartJob(REVISION, 2, NOW - 60)
+    assert next_step(situation(last=last("failed", 60, 1))) == StartJob(REVISION, 2, NOW - 60)
 
 
 def test_a_short_interval_bounds_the_retry_too() -> None:
-    assert due_at(situation(last=last("lost", 0), interval_s=10.0)) == NOW + 10
+    assert due_at(situation(last=last("failed", 0), interval_s=10.0)) == NOW + 10
 
 
 def test_what_blocks_a_sync_is_said_only_when_one_is_due() -> None:
@@ -99,7 +99,7 @@ def test_what_blocks_a_sync_is_said_only_when_one_is_due() -> None:
     step = next_step(situation(blocked=blocked))
     assert isinstance(step, Postpone)
     assert (step.reason, step.message) == blocked
-    assert isinstance(next_step(situation(blocked=blocked, last=last("well", 1))), Idle)
+    assert isinstance(next_step(situation(blocked=blocked, last=last("complete", 1))), Idle)
 
 
 def test_a_running_job_is_watched() -> None:
@@ -194,7 +194,7 @@ events = st.lists(
         st.tuples(st.just("time"), st.floats(0, 1000)),
         st.tuples(st.just("spec"), st.sampled_from("xyz")),
         st.tuples(st.just("contents"), st.sampled_from("xyz")),
-        st.tuples(st.just("end"), st.sampled_from(["well", "partly", "mistake", "lost"])),
+        st.tuples(st.just("end"), st.sampled_from(["complete", "partial", "refused", "failed"])),
         st.tuples(st.just("blocked"), st.booleans()),
         st.tuples(st.just("forget jobs"), st.none()),
     ),
@@ -229,7 +229,7 @@ def test_whatever_happens_it_settles_on_the_newest_sources(
         if isinstance(step, Idle):
             break
         world.now += 1
-        world.end_jobs("well")
+        world.end_jobs("complete")
     else:
         raise AssertionError("never at rest")
     # At rest after a good sync, or in the wait after one that was not.
@@ -237,16 +237,16 @@ def test_whatever_happens_it_settles_on_the_newest_sources(
     assert world.last.revision == world.revision
 
 
-@given(verdict=st.sampled_from(["well", "partly", "mistake", "lost"]))
+@given(verdict=st.sampled_from(["complete", "partial", "refused", "failed"]))
 def test_an_hour_of_any_outcome_takes_few_passes_and_jobs(verdict: SyncVerdict) -> None:
     world = World()
     end = world.now + 3600
     while world.now < end:
         step = world.pass_over()
         match step:
-            case Idle(again_s) | Postpone(_, _, again_s):
-                assert again_s > 0
-                world.now += again_s
+            case Idle(wait_s) | Postpone(_, _, wait_s):
+                assert wait_s > 0
+                world.now += wait_s
             case StartJob() | AwaitJob():
                 world.now += 2
                 world.end_jobs(verdict)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_operator.kube.drift import addition, difference, restoration
+from ragcache_operator.kube.drift import forbidden_addition, difference, removal_patch
 
 JSON = st.recursive(
     st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
@@ -96,8 +96,8 @@ def policy(**spec: Any) -> dict[str, Any]:
 def test_a_policy_that_was_opened_further_says_more_than_it_may(
     desired: dict[str, Any], live: dict[str, Any]
 ) -> None:
-    assert addition(desired, live) == "spec"
-    assert merged(live, restoration(desired, live))["spec"] == desired["spec"]
+    assert forbidden_addition(desired, live) == "spec"
+    assert merged(live, removal_patch(desired, live))["spec"] == desired["spec"]
 
 
 def test_a_selector_that_asks_for_more_selects_nothing() -> None:
@@ -106,15 +106,15 @@ def test_a_selector_that_asks_for_more_selects_nothing() -> None:
         "kind": "Service",
         "spec": {"selector": {"app": "x", "b": "c"}, "clusterIP": "10.0.0.1"},
     }
-    assert addition(desired, live) == "spec.selector"
-    restored = merged(live, restoration(desired, live))["spec"]
+    assert forbidden_addition(desired, live) == "spec.selector"
+    restored = merged(live, removal_patch(desired, live))["spec"]
     assert restored == {"selector": {"app": "x"}, "clusterIP": "10.0.0.1"}
 
 
 def test_what_a_server_leaves_out_or_adds_elsewhere_is_no_addition() -> None:
-    assert addition(policy(egress=[]), policy()) is None
+    assert forbidden_addition(policy(egress=[]), policy()) is None
     assert (
-        addition({"kind": "Deployment", "spec": {}}, {"kind": "Deployment", "spec": {"x": 1}})
+        forbidden_addition({"kind": "Deployment", "spec": {}}, {"kind": "Deployment", "spec": {"x": 1}})
         is None
     )
 

@@ -88,9 +88,9 @@ async def test_what_a_write_gave_back_is_not_undone_by_older_news() -> None:
     api = FakeApi([[obj("a", 1)]], [[]])
     informer = Informer(api, CONFIG_MAPS, "", lambda *_: None)  # type: ignore[arg-type]
     task = asyncio.create_task(informer.run())
-    await informer.synced()
-    assert informer.learn(obj("a", 9, data={"new": "1"}))
-    assert not informer.learn(obj("b", 1))
+    await informer.wait_synced()
+    assert informer.record_write(obj("a", 9, data={"new": "1"}))
+    assert not informer.record_write(obj("b", 1))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     found = informer.get("ns", "a")
@@ -101,7 +101,7 @@ async def test_what_a_write_gave_back_is_not_undone_by_older_news() -> None:
 
 async def test_a_wake_during_a_pass_is_kept_for_the_next_wait() -> None:
     wakeups = Wakeups()
-    with wakeups.listening(("ns", "a")) as flag:
+    with wakeups.subscribe(("ns", "a")) as flag:
         wakeups.wake(("ns", "a"))
         wakeups.wake(("ns", "b"))
         await asyncio.wait_for(wait_for_wakeup(flag, None), 5)
@@ -110,7 +110,7 @@ async def test_a_wake_during_a_pass_is_kept_for_the_next_wait() -> None:
 
 async def test_a_successor_of_the_name_has_a_flag_of_its_own() -> None:
     wakeups = Wakeups()
-    with wakeups.listening(("ns", "a")) as old, wakeups.listening(("ns", "a")) as new:
+    with wakeups.subscribe(("ns", "a")) as old, wakeups.subscribe(("ns", "a")) as new:
         wakeups.wake(("ns", "a"))
         assert new.is_set()
         assert not old.is_set()

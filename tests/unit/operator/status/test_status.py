@@ -85,7 +85,7 @@ STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
                 lastState={"terminated": {"exitCode": 2, "message": "a\nRAGCACHE_MODEL: bad"}},
             ),
             "CrashLooping",
-            "status 2: RAGCACHE_MODEL: bad",
+            "code 2: RAGCACHE_MODEL: bad",
         ),
         (
             pod(

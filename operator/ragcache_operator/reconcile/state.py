@@ -1,0 +1,39 @@
+"""What the reconciler remembers of one RagCache between two passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ragcache_operator.status.gateway_client import StoreUsage
+
+
+@dataclass(slots=True)
+class DriftCorrection:
+    """How often the operator has corrected an object, and when it may do so again."""
+
+    count: int = 0
+    not_before_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ReconcileState:
+    """State between passes. After a restart the operator starts with an empty state.
+
+    Times ending in ``_s`` are of the monotonic clock.
+    """
+
+    test_failures: int = 0
+    next_test_s: float = 0.0
+    api_failures: int = 0
+    rejections: int = 0
+    store_usage: StoreUsage | None = None
+    next_usage_s: float = 0.0
+    next_signing_key_s: float = 0.0
+    reported: frozenset[str] = frozenset()
+    """Messages of unsupported features that an Event has reported."""
+    corrections: dict[tuple[str, str, str], DriftCorrection] = field(default_factory=dict)
+
+
+def backoff_s(steps: tuple[float, ...], failures: int) -> float:
+    """Return the wait after a number of consecutive failures. The last step repeats."""
+    return steps[min(failures, len(steps) - 1)]

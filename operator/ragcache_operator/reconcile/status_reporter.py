@@ -1,0 +1,181 @@
+"""Observes a RagCache's pods and gateway, and writes its status."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from ragcache_operator.builders.labels import component_selectors
+from ragcache_operator.builders.site import ClusterSite
+from ragcache_operator.kube.api import Api
+from ragcache_operator.kube.resources import Object
+from ragcache_operator.kube.status import write_status
+from ragcache_operator.reconcile.actions import is_owned
+from ragcache_operator.reconcile.children import Children, Owner, owner_key
+from ragcache_operator.reconcile.state import ReconcileState, backoff_s
+from ragcache_operator.spec import RagCache
+from ragcache_operator.status.component import is_ready
+from ragcache_operator.status.conditions import (
+    Acceptance,
+    Condition,
+    SelfTest,
+    current_test,
+    events_for,
+    is_test_due,
+    make_conditions,
+    refused_conditions,
+    self_test_of,
+)
+from ragcache_operator.status.events import PostEvent
+from ragcache_operator.status.gateway_client import GatewayClient
+from ragcache_operator.status.observe import component_states, workload_states
+from ragcache_operator.status.report import accepted_status, refused_status
+
+PROGRESS_POLL_S: Final = 3.0
+"""Interval of reading the startup progress of pods. No watch delivers it."""
+USAGE_POLL_S: Final = 60.0
+TEST_BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class StatusReporter:
+    """Writes the status of RagCaches, and runs their self-test."""
+
+    def __init__(self, api: Api, children: Children, gateway_client: GatewayClient) -> None:
+        self._api = api
+        self._children = children
+        self._gateway_client = gateway_client
+
+    async def refuse(self, body: Object, reason: str, message: str, post_event: PostEvent) -> None:
+        """Report that the operator does not apply the spec. Running components stay unchanged."""
+        generation = body["metadata"]["generation"]
+        conditions = refused_conditions(reason, message, generation, _conditions(body), _now())
+        await self._write(body, refused_status(body, conditions), conditions, post_event)
+
+    async def report(
+        self,
+        body: Object,
+        cache: RagCache,
+        site: ClusterSite,
+        desired: Sequence[Object],
+        accepted: Acceptance,
+        state: ReconcileState,
+        post_event: PostEvent,
+    ) -> float | None:
+        """Run the self-test if it is due, and write the status.
+
+        Returns:
+            The seconds until the next report; None if only a change requires one.
+        """
+        pods = self._children.list_for(owner_key(body), "Pod")
+        progress = await self._startup_progress(owner_key(body), pods)
+        components = component_states(desired, self._children.get, pods, progress)
+        generation = body["metadata"]["generation"]
+        test = current_test(components, self_test_of(_conditions(body)), generation)
+        url = site.gateway_url
+
+        async def write(test: SelfTest) -> None:
+            conditions = make_conditions(
+                components, test, generation, _conditions(body), _now(), accepted
+            )
+            status = accepted_status(
+                cache,
+                generation,
+                components,
+                workload_states(desired, self._children.get),
+                conditions,
+                test,
+                state.store_usage,
+                url,
+                component_selectors(cache)["gateway"],
+            )
+            await self._write(body, status, conditions, post_event)
+
+        waits_s = [PROGRESS_POLL_S] if progress else []
+        if is_test_due(components, test, generation):
+            if time.monotonic() >= state.next_test_s:
+                if test.passed is None:
+                    await write(
+                        SelfTest(None, "Asking", f"sending a question to {url}", generation)
+                    )
+                test = await self._run_self_test(url, cache, generation, state)
+            if not test.passed or test.generation != generation:
+                waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
+        if test.passed:
+            await self._refresh_store_usage(url, state)
+            waits_s.append(USAGE_POLL_S)
+        await write(test)
+        return min(waits_s, default=None)
+
+    async def _run_self_test(
+        self, url: str, cache: RagCache, generation: int, state: ReconcileState
+    ) -> SelfTest:
+        result = await self._gateway_client.self_test(url, cache.spec.model.served_name)
+        if result.passed:
+            state.test_failures, state.next_test_s = 0, 0.0
+            return SelfTest(True, "Answered", result.message, generation)
+        state.next_test_s = time.monotonic() + backoff_s(TEST_BACKOFF_S, state.test_failures)
+        state.test_failures += 1
+        return SelfTest(False, "SelfTestFailed", result.message, generation)
+
+    async def _refresh_store_usage(self, url: str, state: ReconcileState) -> None:
+        if time.monotonic() >= state.next_usage_s:
+            state.next_usage_s = time.monotonic() + USAGE_POLL_S
+            state.store_usage = await self._gateway_client.store_usage(url) or state.store_usage
+
+    async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
+        """Return the startup progress of pods that run but are not ready, by pod name.
+
+        Only pods of our own StatefulSets are asked. Only they have a health port, and any client
+        can put the platform's labels on a pod.
+        """
+        sets = {obj["metadata"]["uid"] for obj in self._children.list_for(owner, "StatefulSet")}
+        addresses = {
+            pod["metadata"]["name"]: address
+            for pod in pods
+            if not is_ready(pod)
+            and any(is_owned(pod, uid) for uid in sets)
+            and (address := health_address(pod)) is not None
+        }
+        answers = await asyncio.gather(
+            *map(self._gateway_client.startup_progress, addresses.values())
+        )
+        return {name: text or "" for name, text in zip(addresses, answers, strict=True)}
+
+    async def _write(
+        self,
+        body: Object,
+        status: Object,
+        conditions: Sequence[Condition],
+        post_event: PostEvent,
+    ) -> None:
+        """Write the status if it changed, and post an Event for each changed condition."""
+        before = _conditions(body)
+        if await write_status(self._api, body, status):
+            for event in events_for(before, conditions):
+                post_event(event)
+
+
+def health_address(pod: Object) -> str | None:
+    """Return "host:port" of a started pod's health port, or None if it has none."""
+    status = pod.get("status") or {}
+    containers = status.get("containerStatuses") or ()
+    if not status.get("podIP") or not all("running" in (c.get("state") or {}) for c in containers):
+        return None
+    for container in pod["spec"]["containers"]:
+        for port in container.get("ports") or ():
+            if port.get("name") == "health":
+                host = f"[{status['podIP']}]" if ":" in status["podIP"] else status["podIP"]
+                return f"{host}:{port['containerPort']}"
+    return None
+
+
+def _conditions(body: Object) -> Sequence[Condition]:
+    return (body.get("status") or {}).get("conditions") or ()
+
+
+def _now() -> str:
+    now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    return now.isoformat().replace("+00:00", "Z")
