@@ -198,8 +198,8 @@ class Lab:
             for i, ids in enumerate(before)
         )
         return Captured(
-            value=self.cache.read(table, place.start, place.stop),
-            position=place.start,
+            value=self.cache.read(table, positions.start, positions.stop),
+            position=positions.start,
             cci=context_impact(len(chunk), float(own.sum()), prefix).cci,
             prefix=prefix,
             ranking=tuple(rank_by_attention(others.sum(1).tolist())),

@@ -2,9 +2,9 @@
 
     python models/tinyrag/train.py --minutes 90
 
-A restart resumes from the last checkpoint; delete the checkpoint folder to start from the beginning.
-The number of documents in a context grows as the model masters fewer. It learns at once to copy
-*some* value, and to bind a value to its service only if several are possible.
+A restart resumes from the last checkpoint; delete the checkpoint folder to start from the
+beginning. The number of documents in a context grows as the model masters fewer. It learns at once
+to copy *some* value, and to bind a value to its service only if several are possible.
 """
 
 import argparse
