@@ -101,7 +101,7 @@ class KeyRotation:
 
     def _on_processor(self, given: Bits, delta: int, out: Bits, layout: _Layout) -> None:
         # Imported here: whoever never rotates does without numba.
-        from ragcache_kv.rotation import cpu
+        from ragcache_kv.rotation import cpu  # noqa: PLC0415
 
         number = NUMBERS[self.dtype]
         for array in (given, out):

@@ -1,7 +1,7 @@
-"""Async client of one cache store: control calls of its own, values on threads.
+"""Async client of one cache store: control calls on the event loop, values on threads.
 
-Moving a value is copying memory and waiting for the kernel, which a thread does without the event
-loop: the loop stays free meanwhile, and the transports are the blocking client's.
+To move a value is to copy memory and to wait for the kernel. A thread does that with the blocking
+client's transports, so the event loop stays free.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ class AsyncStoreClient:
         return "" if self._blocking is None else self._blocking.transport
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Close every connection; calls in flight end at once, control calls after grace_s."""
+        """Close every connection. Running calls end at once, control calls after grace_s."""
         if self._blocking is not None:
             self._blocking.close()
         await self._channel.close(grace_s)
 
     async def lookup(
         self,
-        wants: Sequence[LookupKey],
+        keys: Sequence[LookupKey],
         timeout_s: float = LOOKUP_TIMEOUT_S,
         exact: bool = False,
         domain: str = "",
     ) -> LookupAnswer:
         """See StoreClient.lookup."""
-        return await asyncio.to_thread(self._values().lookup, wants, timeout_s, exact, domain)
+        return await asyncio.to_thread(
+            self._blocking_client().lookup, keys, timeout_s, exact, domain
+        )
 
     async def get(
         self,
@@ -80,11 +82,11 @@ class AsyncStoreClient:
         domain: str = "",
         allocate: Allocate | None = None,
     ) -> list[StoredValue | Miss]:
-        """All values, in the order of keys. See StoreClient.get; allocate is called on a thread."""
-        client = self._values()
+        """Return all values in the order of keys. Another thread calls allocate."""
+        client = self._blocking_client()
 
         def get() -> list[StoredValue | Miss]:
-            return [found for _, found in client.get(keys, timeout_s, exact, domain, allocate)]
+            return [value for _, value in client.get(keys, timeout_s, exact, domain, allocate)]
 
         return await asyncio.to_thread(get)
 
@@ -92,10 +94,10 @@ class AsyncStoreClient:
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
         """See StoreClient.put."""
-        return await asyncio.to_thread(self._values().put, variant, value, timeout_s, ack)
+        return await asyncio.to_thread(self._blocking_client().put, variant, value, timeout_s, ack)
 
     async def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:
-        """Remove what deletion names, for good when this returns; how many variants went."""
+        """See StoreClient.delete."""
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         reply: pb.DeleteReply = await self._call(self._stub.Delete, request, timeout_s)
         return reply.removed
@@ -103,16 +105,13 @@ class AsyncStoreClient:
     async def prefetch(
         self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S
     ) -> int:
-        """Bring values from disk into memory, in the background; for how many that begins."""
+        """See StoreClient.prefetch."""
         request = pb.PrefetchRequest(keys=map(to_key, keys))
         reply: pb.PrefetchReply = await self._call(self._stub.Prefetch, request, timeout_s)
         return reply.started
 
     async def watch(self, boot: bytes = b"", after: int = 0) -> AsyncGenerator[Event, None]:
-        """Events after one of a boot, if they are still remembered; else a snapshot, then events.
-
-        A caller that stops early ends the call. Raises Unavailable when the store goes away.
-        """
+        """Yield the store's events; see StoreClient.watch. Raises Unavailable when it stops."""
         request = pb.WatchRequest(boot=boot, after=after)
         call = self._stub.Watch(request, metadata=metadata(traceparent()))
         try:
@@ -124,7 +123,7 @@ class AsyncStoreClient:
             call.cancel()
 
     async def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
-        """Counters and sizes. Raises Unavailable."""
+        """See StoreClient.stats."""
         reply: pb.StatsReply = await self._call(self._stub.Stats, pb.StatsRequest(), timeout_s)
         return reply
 
@@ -135,7 +134,7 @@ class AsyncStoreClient:
         except grpc.RpcError as error:
             raise from_rpc_error(SERVICE, error) from error
 
-    def _values(self) -> StoreClient:
+    def _blocking_client(self) -> StoreClient:
         if self._blocking is None:
             self._blocking = StoreClient(self._address, self._transports)
         return self._blocking

@@ -1,12 +1,11 @@
-"""Blocking client of one cache store: gRPC for control, the fastest transport there is for values.
+"""Blocking client of one cache store: gRPC for control calls, the fastest transport for values.
 
-A miss is a value; an outage is the exception Unavailable, NoAnswer where nothing came back at all.
-Only a connection that breaks before the store has answered is tried once more, since a store
-that was restarted looks like that; beyond it nothing is tried twice: whoever asks has something
-better to do with the time, which is to compute.
+A miss is a result. An outage raises Unavailable, or NoAnswer if the store sent nothing. The client
+repeats a call only if the connection broke before the store answered, as after a restart. It never
+repeats other calls, since the caller can compute the KV in that time.
 
-Threads may share a client. A process that forks makes its own client in the child: connections
-cannot be shared between processes, so one that was inherited refuses every call.
+Threads may share a client, but processes may not. After a fork, the child makes its own client: an
+inherited one refuses every call.
 """
 
 from __future__ import annotations
@@ -71,25 +70,34 @@ log = logging.getLogger("ragcache.store")
 LOOKUP_TIMEOUT_S = 1.0
 DELETE_TIMEOUT_S = 10.0
 TRANSPORTS = ("shared", "socket", "grpc")
-"""Every transport, the fastest first."""
+"""All transports, the fastest first."""
 
 FASTER_TRANSPORT_EVERY_S = 60.0
-"""How often a transport that did not connect is tried again, while a slower one is in use."""
+"""Time between two attempts to connect a faster transport while a slower one is in use."""
 
 FASTER_TRANSPORT_TIMEOUT_S = 0.1
-"""How long the call that tries it may wait for that."""
+"""Time that such an attempt may add to a call."""
 
 R = TypeVar("R")
 
 
 class StoreClient:
-    """Client of the store at address ("host:port"). transports: those to try, in this order.
+    """Client of the store at address ("host:port").
 
-    transport: the one in use, "" before the first call. hello: what the store has said of itself.
+    Attributes:
+        hello: The store's identity; None before the first call.
     """
 
     def __init__(self, address: str, transports: Sequence[str] = TRANSPORTS) -> None:
-        """Connects at the first call. Raises InvalidInput for a transport that does not exist."""
+        """Keep the address. The client connects at its first call.
+
+        Args:
+            address: "host:port".
+            transports: The transports to try, in this order.
+
+        Raises:
+            InvalidInput: A transport is unknown.
+        """
         for name in transports:
             if name not in TRANSPORTS:
                 raise InvalidInput("transports", f"has {name!r}", f"name some of {TRANSPORTS}")
@@ -100,8 +108,8 @@ class StoreClient:
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
         self._transport: Transport | None = None
-        self._doubted = False
-        self._better_at = float("inf")
+        self._needs_check = False
+        self._try_faster_at = float("inf")
         self._pid = os.getpid()
 
     @property
@@ -110,7 +118,7 @@ class StoreClient:
         return "" if self._transport is None else self._transport.name
 
     def close(self) -> None:
-        """Close every connection; calls in flight end."""
+        """Close every connection and end running calls."""
         if os.getpid() != self._pid:
             return
         if self._transport is not None:
@@ -118,20 +126,20 @@ class StoreClient:
         self._channel.close()
 
     def connect(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
-        """Connect and pick a transport now. Raises Unavailable."""
+        """Connect and choose a transport now. Raises Unavailable."""
         self._connected(time.monotonic() + timeout_s)
 
     def lookup(
         self,
-        wants: Sequence[LookupKey],
+        keys: Sequence[LookupKey],
         timeout_s: float = LOOKUP_TIMEOUT_S,
         exact: bool = False,
         domain: str = "",
     ) -> LookupAnswer:
-        """What is held of wants, without values. Raises Unavailable."""
+        """Return what the store has of keys, without values. Raises Unavailable."""
         deadline = time.monotonic() + timeout_s
         hello, _ = self._connected(deadline)
-        request = to_lookup_request(wants, exact, domain)
+        request = to_lookup_request(keys, exact, domain)
         reply = self._call(self._stub.Lookup, request, deadline - time.monotonic())
         return _read(lambda: from_lookup_reply(reply, hello.store))
 
@@ -143,14 +151,22 @@ class StoreClient:
         domain: str = "",
         allocate: Allocate | None = None,
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
-        """Ask now; gives values in the order of keys, each as soon as it is whole and verified.
+        """Send the request now, and return the values in the order of keys.
 
-        exact: only what may stand for a computation. domain: only variants of it; "" for any.
-        allocate: gives the memory that a value lands in, in no order of keys; None for new memory;
-        asked anew for a value that turns out to be of another size. A value that does not
-        match its checksums is Miss.CORRUPT, and the store is told. Raises Unavailable when the
-        store goes away or timeout_s ends before the last value. A caller that stops early ends the
-        call.
+        The iterator returns each value when it is complete and verified. A value that does not
+        match its checksums is Miss.CORRUPT, and the client reports it to the store. A caller that
+        stops early ends the call.
+
+        Args:
+            keys: The variants.
+            timeout_s: Time for all values.
+            exact: Whether to read only variants that equal a full computation.
+            domain: Read only variants of this domain; "" for any.
+            allocate: Returns the memory of a value; None for new memory. It is called in any order
+                of the keys, and again if a value has another size than before.
+
+        Raises:
+            Unavailable: The store stopped, or the time ended before the last value.
         """
         keys = list(keys)
         if not keys:
@@ -168,7 +184,7 @@ class StoreClient:
         domain: str = "",
         allocate: Allocate | None = None,
     ) -> LayeredValues:
-        """As get, but layer by layer over all keys, in the order an engine computes."""
+        """As get, but layer by layer over all keys, in the order in which an engine computes."""
         keys = list(keys)
         if not keys:
             return LayeredValues([], iter(()))
@@ -179,36 +195,49 @@ class StoreClient:
     def put(
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
     ) -> PutOutcome:
-        """Store a value, each part of it as soon as that is there.
+        """Store a value. Each part goes out as soon as it is ready.
 
-        Raises Unavailable, InvalidInput, and IncompleteValue for a value that does not become whole.
+        Raises:
+            Unavailable: The store does not answer in time.
+            InvalidInput: The value does not match its variant.
+            IncompleteValue: The value was not completed in time.
         """
         deadline = time.monotonic() + timeout_s
         return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
 
     def note_reads(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
-        """Say that copies of values that the caller keeps were read, so that they stay hot.
+        """Report reads of the caller's own copies, so that the variants stay hot in the store.
 
-        A hint, which only a store on the same machine takes. Raises Unavailable.
+        Only a store on the same machine accepts such reports. Raises Unavailable.
         """
         deadline = time.monotonic() + timeout_s
         self._carry(deadline, lambda transport: transport.note_reads(keys, deadline))
 
     def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
-        """Bring values from disk into memory, in the background; for how many that begins."""
+        """Bring values from disk into memory, in the background.
+
+        Returns:
+            The number of values for which that started.
+        """
         request = pb.PrefetchRequest(keys=map(to_key, keys))
         return self._call(self._stub.Prefetch, request, timeout_s).started
 
     def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:
-        """Remove what deletion names, for good when this returns; how many variants went."""
+        """Delete durably. Return the number of removed variants."""
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         return self._call(self._stub.Delete, request, timeout_s).removed
 
     def tombstones(self, since_ms: int, idle_s: float = DELETE_TIMEOUT_S) -> Iterator[Deletion]:
-        """Deletes that the store has applied since then (Unix time), in that order.
+        """Return the deletes that the store has applied since a time, in that order.
 
-        There may be many, so that it is idle_s that the next one may take. A caller that stops
-        early ends the call. Raises Unavailable.
+        A caller that stops early ends the call.
+
+        Args:
+            since_ms: Unix time.
+            idle_s: Time that the next one may take. There may be many.
+
+        Raises:
+            Unavailable: The store does not answer in time.
         """
         self._require_own()
         request = pb.TombstonesRequest(since_ms=since_ms)
@@ -218,16 +247,20 @@ class StoreClient:
     def change_replica(
         self, key: VariantKey, shard: str, drop: bool, timeout_s: float = LOOKUP_TIMEOUT_S
     ) -> bool:
-        """Make a copy of a variant on another shard, or drop it there; whether that changed it."""
+        """Make or drop a copy of a variant on another shard. Return whether that changed it."""
         request = pb.ChangeReplicaRequest(key=to_key(key), shard=shard, drop=drop)
         return self._call(self._stub.ChangeReplica, request, timeout_s).changed
 
     def watch(
         self, boot: bytes = b"", after: int = 0, timeout_s: float | None = None
     ) -> Iterator[Event]:
-        """Events after one of a boot, if they are still remembered; else a snapshot, then events.
+        """Return the store's events. A caller that stops early ends the call.
 
-        Ends with timeout_s (None: never by itself). A caller that stops early ends the call.
+        Args:
+            boot: Continue after an event of this boot, if the store still remembers it. Otherwise a
+                snapshot comes first.
+            after: Sequence number of that event.
+            timeout_s: Time after which the call ends; None for no limit.
         """
         self._require_own()
         request = pb.WatchRequest(boot=boot, after=after)
@@ -236,7 +269,7 @@ class StoreClient:
         return _events(call)
 
     def stats(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> pb.StatsReply:
-        """Counters and sizes. Raises Unavailable."""
+        """Return counters and sizes. Raises Unavailable."""
         return self._call(self._stub.Stats, pb.StatsRequest(), timeout_s)
 
     def _call(self, method: Callable[..., R], request: Any, timeout_s: float) -> R:
@@ -245,31 +278,36 @@ class StoreClient:
             return method(request, timeout=max(0.0, timeout_s), metadata=metadata(traceparent()))
         except grpc.RpcError as error:
             failure = from_rpc_error(SERVICE, error)
-            self._doubted |= isinstance(failure, NoAnswer)
+            self._needs_check |= isinstance(failure, NoAnswer)
             raise failure from error
-        except ValueError as error:  # grpc's, of a channel that was closed meanwhile
-            raise Unavailable(SERVICE, "its client was closed") from error
+        except ValueError as error:  # gRPC raises it for a closed channel
+            raise Unavailable(SERVICE, "the client is closed") from error
 
     def _carry(self, deadline: float, call: Callable[[Transport], R]) -> R:
-        """Call with a transport, and if that breaks once more with a fresh connection."""
+        """Make a call. If its connection breaks, repeat it once on a new connection."""
         _, transport = self._connected(deadline)
         try:
             try:
                 return call(transport)
-            except TimedOut as error:  # TooManyCalls is one, too
+            except TimedOut as error:  # also TooManyCalls
                 raise to_unavailable(error) from error
             except ConnectionBroken as error:
-                log.info("the %s transport to %s broke: %s", transport.name, self.address, error)
+                log.info(
+                    "store client: connection broken address=%s transport=%s error=%s",
+                    self.address,
+                    transport.name,
+                    error,
+                )
             if isinstance(transport, FramedTransport):
                 transport.pool.drop_idle()
-            self._doubted = True
+            self._needs_check = True
             _, transport = self._connected(deadline)
             try:
                 return call(transport)
             except ConnectionBroken as error:
                 raise to_unavailable(error) from error
         except NoAnswer:
-            self._doubted = True
+            self._needs_check = True
             raise
 
     def _noting(
@@ -278,40 +316,42 @@ class StoreClient:
         try:
             yield from answers
         except NoAnswer:
-            self._doubted = True
+            self._needs_check = True
             raise
 
     def _connected(self, deadline: float) -> tuple[Hello, Transport]:
-        """What the store said of itself and the transport to it, asked anew where in doubt."""
+        """Return the store's identity and the transport to it. Connect if necessary."""
         self._require_own()
         hello, transport = self.hello, self._transport
-        if hello is not None and transport is not None and not self._doubted:
-            if time.monotonic() >= self._better_at:
-                transport = self._better(hello, transport, deadline)
+        if hello is not None and transport is not None and not self._needs_check:
+            if time.monotonic() >= self._try_faster_at:
+                transport = self._try_faster(hello, transport, deadline)
             return hello, transport
         left_s = deadline - time.monotonic()
         if not self._lock.acquire(timeout=max(0.0, left_s)):
-            raise NoAnswer(SERVICE, f"{self.address} does not say who it is")
+            raise NoAnswer(SERVICE, f"{self.address} did not answer Hello in time")
         try:
-            if self.hello is None or self._transport is None or self._doubted:
-                said = self._call(self._stub.Hello, pb.HelloRequest(), deadline - time.monotonic())
-                hello = _read(lambda: from_hello(said))
+            if self.hello is None or self._transport is None or self._needs_check:
+                reply = self._call(self._stub.Hello, pb.HelloRequest(), deadline - time.monotonic())
+                hello = _read(lambda: from_hello(reply))
                 if hello != self.hello or self._transport is None:
                     if self._transport is not None:
                         self._transport.close()
                         self._transport = None
-                    self._transport = self._pick(hello, deadline, self._transports)
+                    self._transport = self._choose(hello, deadline, self._transports)
                     self.hello = hello
                     log.info(
-                        "values from %s come over the %s transport", self.address, self.transport
+                        "store client: connected address=%s transport=%s",
+                        self.address,
+                        self.transport,
                     )
-                self._doubted = False
+                self._needs_check = False
             return self.hello, self._transport
         finally:
             self._lock.release()
 
-    def _better(self, hello: Hello, transport: Transport, deadline: float) -> Transport:
-        """A faster transport if one connects by now, else the same; one call at a time tries."""
+    def _try_faster(self, hello: Hello, transport: Transport, deadline: float) -> Transport:
+        """Return a faster transport if one connects now, else the same."""
         if not self._lock.acquire(blocking=False):
             return transport
         try:
@@ -319,25 +359,32 @@ class StoreClient:
                 return self._transport or transport
             faster = self._transports[: self._transports.index(transport.name)]
             try:
-                found = self._pick(
+                chosen = self._choose(
                     hello, min(deadline, time.monotonic() + FASTER_TRANSPORT_TIMEOUT_S), faster
                 )
             except Unavailable:
-                self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
+                self._try_faster_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
                 return transport
-            self._transport = found
+            self._transport = chosen
             if isinstance(transport, FramedTransport):
                 transport.pool.retire()
                 transport.pool.drop_idle()
-            log.info("values from %s come over the %s transport now", self.address, found.name)
-            return found
+            log.info(
+                "store client: changed transport address=%s transport=%s",
+                self.address,
+                chosen.name,
+            )
+            return chosen
         finally:
             self._lock.release()
 
-    def _pick(self, hello: Hello, deadline: float, names: Sequence[str]) -> Transport:
-        """The first transport that connects, each in half of the time left. Raises Unavailable."""
+    def _choose(self, hello: Hello, deadline: float, names: Sequence[str]) -> Transport:
+        """Return the first transport that connects. Each one has half of the time left.
+
+        Raises Unavailable.
+        """
         reasons, refused = [], False
-        self._better_at = float("inf")
+        self._try_faster_at = float("inf")
         for name in names:
             transport = self._make(name, hello)
             if not isinstance(transport, FramedTransport):
@@ -349,10 +396,15 @@ class StoreClient:
                 now = time.monotonic()
                 transport.pool.give(transport.pool.take(now + (deadline - now) / 2))
             except (ConnectionBroken, RagCacheError) as error:
-                self._better_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
+                self._try_faster_at = time.monotonic() + FASTER_TRANSPORT_EVERY_S
                 refused |= isinstance(error, RagCacheError)
                 reasons.append(f"{name}: {error}")
-                log.info("no %s transport to %s: %s", name, self.address, error)
+                log.info(
+                    "store client: connect failed address=%s transport=%s error=%s",
+                    self.address,
+                    name,
+                    error,
+                )
                 transport.close()
             except BaseException:
                 transport.close()
@@ -374,9 +426,7 @@ class StoreClient:
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
-            raise Unavailable(
-                SERVICE, "this client belongs to the process that forked; make another"
-            )
+            raise Unavailable(SERVICE, "the client belongs to the parent process; make a new one")
 
 
 def _events(call: Any) -> Iterator[Event]:
@@ -390,7 +440,7 @@ def _events(call: Any) -> Iterator[Event]:
 
 
 def _read_deletions(call: Any, idle_s: float) -> Iterator[Deletion]:
-    waiting_since: list[float] = [time.monotonic()]  # empty while the caller is at work
+    waiting_since: list[float] = [time.monotonic()]  # empty while the caller works
     ended = threading.Event()
 
     def watch() -> None:
@@ -413,8 +463,8 @@ def _read_deletions(call: Any, idle_s: float) -> Iterator[Deletion]:
 
 
 def _read(read: Callable[[], R]) -> R:
-    """What read gives; a reply that makes no sense is the store's mistake, not the caller's."""
+    """Return the result of read. An invalid reply is the store's error, not the caller's."""
     try:
         return read()
     except InvalidInput as error:
-        raise RagCacheError(f"the {SERVICE} sent what makes no sense: {error}") from error
+        raise RagCacheError(f"the {SERVICE} sent an invalid message: {error}") from error

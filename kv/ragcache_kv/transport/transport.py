@@ -42,7 +42,7 @@ class Transport(ABC):
     """Carries values. Safe for threads.
 
     A call raises ConnectionBroken if the connection breaks before the store has answered. The
-    client may then repeat it. It raises NoAnswer if the connection breaks later, or at the deadline.
+    client may then repeat it. It raises NoAnswer if the connection breaks later or times out.
     """
 
     name: str

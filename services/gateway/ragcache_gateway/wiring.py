@@ -15,7 +15,7 @@ from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.deletions import DeletionDelivery
 from ragcache_gateway.documents.events import DocumentEvents
-from ragcache_gateway.documents.invalidation import RemovedChunkKeys, VariantInvalidation
+from ragcache_gateway.documents.invalidation import VariantInvalidation
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
 from ragcache_gateway.engines.pool import EnginePool
@@ -26,7 +26,7 @@ from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_gateway.prompts.reuse_mode import ReuseMode
 from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.health_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.settings import GatewaySettings
@@ -186,6 +186,4 @@ def _document_writer(
     if precomputer is not None:
         events.subscribe(precomputer.document_changed)
     events.subscribe(VariantInvalidation(deletions).invalidate)
-    model = tools.model
-    keys = RemovedChunkKeys(tools.prompts, tools.tokenizing, model.space, model.domain)
-    return DocumentWriter(clients.retriever, events, keys, model.domain)
+    return DocumentWriter(clients.retriever, events, tools.model.domain)

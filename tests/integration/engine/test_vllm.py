@@ -481,7 +481,7 @@ def test_shards_may_join_while_an_engine_runs(platform: Platform) -> None:
             several.ask(prompt, max_tokens=1)
         deadline = time.monotonic() + 30
         wants = [LookupKey.for_variant(key) for key in keys]
-        while client.lookup(wants).held().keys() != set(keys):
+        while client.lookup(wants).by_key().keys() != set(keys):
             assert time.monotonic() < deadline, "not saved"
             time.sleep(0.05)
         client.close()

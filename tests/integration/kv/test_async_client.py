@@ -14,7 +14,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Deletion, EventKind, LookupKey, PutOutcome
 from ragcache_kv.store_client.async_client import AsyncStoreClient
-from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import TIMEOUT_S, key, put_value, serving, value, variant, whole
 
@@ -66,7 +66,11 @@ async def test_a_watch_begins_with_what_is_held_and_goes_on(tmp_path: Path) -> N
 
 async def test_an_outage_is_an_exception(tmp_path: Path) -> None:
     client = AsyncStoreClient("127.0.0.1:9")
-    for call in (client.stats(), client.lookup([LookupKey.for_variant(key(1))]), client.get([key(1)], 1.0)):
+    for call in (
+        client.stats(),
+        client.lookup([LookupKey.for_variant(key(1))]),
+        client.get([key(1)], 1.0),
+    ):
         with pytest.raises(Unavailable):
             await call
     with pytest.raises(Unavailable):

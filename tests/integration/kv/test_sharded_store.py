@@ -20,7 +20,9 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin
 from ragcache_core.store_api import AsOf, Deletion, LookupKey, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
-from ragcache_kv.store_client.sharded import AsyncShardedStore, ShardedLookup, ShardedStore
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue, ReadyValue
 from ragcache_wire.watched.members import FixedMembers
 from tests.helpers.cachestore_parts import (
@@ -190,12 +192,12 @@ def test_a_lost_shard_is_misses_and_holds_up_nobody(shards: list[Served], way: s
                 put(store, wanted, raw_of(wanted))
         expected = [raw_of(wanted) if wanted in kept else Miss.LOST for wanted in KEYS]
         first = store.lookup(WANTS, TIMES_OUT_S)
-        assert first.held().keys() == kept
+        assert first.by_key().keys() == kept
         assert lost not in first.as_of
         # Known to be lost now: not even its time is waited for.
         began = time.monotonic()
         again = store.lookup(WANTS)
-        assert again.held().keys() == kept
+        assert again.by_key().keys() == kept
         assert misses(again) == {Miss.LOST}, "the next shard cannot say that it is nowhere"
         assert values(store, KEYS) == expected
         orphan = next(wanted for wanted in KEYS if wanted not in kept)
@@ -226,10 +228,10 @@ def test_a_lost_shard_that_comes_back_is_asked_again(
     addresses, kept = lost_among(shards, f"127.0.0.1:{port}")
     orphan = next(wanted for wanted in KEYS if wanted not in kept)
     with opened(*addresses) as store:
-        assert store.lookup(WANTS, TIMES_OUT_S).held() == {}
+        assert store.lookup(WANTS, TIMES_OUT_S).by_key() == {}
         with caplog.at_level("INFO"), serving(tmp_path / "late", port=port) as late:
             # Nobody needs to ask it in vain for that.
-            eventually(lambda: "is back" in caplog.text)
+            eventually(lambda: "available again" in caplog.text)
             assert put(store, orphan, raw_of(orphan)) is PutOutcome.STORED
             assert late.client.lookup([LookupKey.for_variant(orphan)]).variants[0].stored
 
@@ -244,7 +246,7 @@ def test_a_shard_is_not_lost_for_a_caller_that_had_no_time(
         with suppress(Unavailable):
             list(store.get(KEYS, 1e-6))
         assert values(store, KEYS) == [raw_of(wanted) for wanted in KEYS]
-        assert "is lost" not in caplog.text
+        assert "lost, its chunks" not in caplog.text
 
 
 def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
@@ -256,7 +258,7 @@ def test_a_shard_that_refuses_a_value_is_not_lost(shards: list[Served]) -> None:
             sums = whole(wrong, b"x").wait_for_parts(0, 0.0)
             with pytest.raises(InvalidInput):
                 store.put(wrong, ReadyValue(memoryview(b"y"), sums), TIMEOUT_S)
-        assert store.lookup(WANTS[:6]).held().keys() == set(KEYS[:6])
+        assert store.lookup(WANTS[:6]).by_key().keys() == set(KEYS[:6])
 
 
 def test_an_only_shard_is_asked_every_time() -> None:
@@ -380,7 +382,7 @@ def test_a_hot_variant_is_served_by_two_shards(shards: list[Served]) -> None:
     raw = value(4 * MIB)
     owner, second = replicated(shards, KEYS[0], raw)
     with opened(*(shard.address for shard in shards)) as store:
-        assert store.lookup(WANTS[:1]).held()[KEYS[0]].replicas == (second.address,)
+        assert store.lookup(WANTS[:1]).by_key()[KEYS[0]].replicas == (second.address,)
         # Of two that read at once, one asks the other shard: that has less to send.
         first, other = store.get(KEYS[:1], TIMEOUT_S), store.get(KEYS[:1], TIMEOUT_S)
         for reading in (first, other):
@@ -494,7 +496,7 @@ def test_a_shard_that_was_dead_during_a_delete_never_serves_what_it_removed(
         doomed = own[: len(own) // 2]
         result = store.delete(deletion(*(wanted.chunk for wanted in doomed)))
         assert set(result.acknowledged) == set(shards.addresses) - {dead}
-        assert set(result.silent) == {dead}
+        assert set(result.unacknowledged) == {dead}
 
         served: list[VariantKey] = []
         stop = threading.Event()
@@ -528,7 +530,9 @@ def held_by(address: str, keys: list[VariantKey]) -> set[VariantKey]:
     client, give_up = StoreClient(address), time.monotonic() + TIMEOUT_S
     while True:
         try:
-            found = client.lookup([LookupKey.for_variant(wanted) for wanted in keys], TIMEOUT_S).variants
+            found = client.lookup(
+                [LookupKey.for_variant(wanted) for wanted in keys], TIMEOUT_S
+            ).variants
         except Unavailable:  # this process' gRPC has not yet tried again to connect
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -571,17 +575,17 @@ def test_what_is_hot_gets_a_replica_that_stands_in_for_its_owner(tmp_path: Path)
         assert put(store, hot, raw) is PutOutcome.STORED
         owner, second = RendezvousHash(shards.addresses).ranked([hot.chunk], 2)[0]
         give_up = time.monotonic() + 60
-        while not store.lookup([LookupKey.for_variant(hot)]).held()[hot].replicas:
+        while not store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].replicas:
             assert time.monotonic() < give_up, "it was not replicated"
             for _ in range(50):
                 assert values(store, [hot]) == [raw]
-        assert store.lookup([LookupKey.for_variant(hot)]).held()[hot].replicas == (second,)
+        assert store.lookup([LookupKey.for_variant(hot)]).by_key()[hot].replicas == (second,)
         shards.kill(owner)
         eventually(lambda: values(store, [hot], 5.0) == [raw])
-        assert hot in store.lookup([LookupKey.for_variant(hot)]).held()
+        assert hot in store.lookup([LookupKey.for_variant(hot)]).by_key()
         assert values(store, [hot]) == [raw]
         result = store.delete(deletion(hot.chunk))
-        assert owner in result.silent
+        assert owner in result.unacknowledged
         assert values(store, [hot]) == [Miss.LOST]
         shards.restart(owner)
         eventually(lambda: owner in store.lookup([LookupKey.for_variant(hot)]).as_of)

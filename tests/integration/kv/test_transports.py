@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from bench.support.processes import free_port
-from ragcache_cachestore.api import data_server
+from ragcache_cachestore.api import data_connection, data_server
 from ragcache_cachestore.api.data_server import DataServer
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.components import StoreOptions
@@ -84,9 +84,7 @@ class Served:
     def __init__(
         self, folder: Path, memory_bytes: int, disk_bytes: int, policy: str = DEFAULT_POLICY
     ) -> None:
-        self.store = Store(
-            folder / "data", StoreOptions(memory_bytes, disk_bytes, policy=policy)
-        )
+        self.store = Store(folder / "data", StoreOptions(memory_bytes, disk_bytes, policy=policy))
         self.transports = DataServer(self.store, folder / "transport.sock", ("127.0.0.1", 0))
         self.transports.start()
         self._loop = asyncio.new_event_loop()
@@ -520,7 +518,7 @@ def test_a_value_that_does_not_come_in_time_is_not_the_stores_fault(
     client.connect(TIMEOUT_S)
     with pytest.raises(IncompleteValue):
         client.put(variant, coming, 2.0)
-    assert not client._doubted
+    assert not client._needs_check
     coming.come(4)
     coming.end(well=True)
     assert client.put(variant, coming, TIMEOUT_S) is PutOutcome.STORED
@@ -720,7 +718,7 @@ def test_a_client_that_dies_while_putting_leaves_nothing(served: Served, transpo
 def test_a_slow_client_is_let_go(
     served: Served, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_cachestore.api.data_server.LEASE_S", 0.3)
+    monkeypatch.setattr("ragcache_cachestore.api.data_connection.LEASE_S", 0.3)
     with client_of(served.address, transport) as client:
         for number in range(8):
             variant, value = new(number, [4 * MIB])
@@ -984,7 +982,7 @@ def test_a_store_that_stands_still_is_unavailable_in_time(
 def test_a_connection_that_cannot_be_served_ends_no_lane(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served_by = data_server._Connection.start
+    served_by = data_connection.DataConnection.start
     failed = threading.Event()
 
     def start(self: Any) -> None:
@@ -993,7 +991,7 @@ def test_a_connection_that_cannot_be_served_ends_no_lane(
             raise RuntimeError("no more threads")
         served_by(self)
 
-    monkeypatch.setattr(data_server._Connection, "start", start)
+    monkeypatch.setattr(data_connection.DataConnection, "start", start)
     with client_of(served.address, "socket") as client, contextlib.suppress(Unavailable):
         client.connect()
     assert failed.is_set()
@@ -1280,7 +1278,7 @@ def test_more_rereads_than_are_believed_count_as_many(served: Served) -> None:
         unknown = pb.ReadReport.Read(key=to_key(key(2)), times=1, seconds=1)
         never = pb.ReadReport.Read(key=to_key(key(1)), times=0)
         channel.send(FrameKind.READS, pb.ReadReport(reads=[read, unknown, never]))
-        wanted = before + data_server.MAX_REREADS
+        wanted = before + data_connection.MAX_REREADS
         eventually(lambda: served.store.stats().hits[Tier.MEMORY] == wanted)
         channel.close()
         assert isinstance(only(client, 1), StoredValue)

@@ -16,7 +16,8 @@ from ragcache_core.plan.reuse_plan import Action, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
 from ragcache_core.store_api import LookupKey
 from ragcache_engine.scheduler.variant_candidates import find_candidates
-from ragcache_kv.store_client.sharded import ShardedLookup, ShardedStore
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.store_client.sharded_results import ShardedLookup
 from ragcache_wire.trace_context import metadata
 from ragcache_wire.tracing import SpanKind, Tracer
 
@@ -41,13 +42,13 @@ class LookupResult:
     @property
     def num_exact(self) -> int:
         """Return how many leading segments have an exact variant."""
-        infos = {key: entry.info for key, entry in self.answer.held().items()}
+        infos = {key: entry.info for key, entry in self.answer.by_key().items()}
         return len(longest_exact_chain(self.segments, infos))
 
     @property
     def variants_on_disk(self) -> list[VariantKey]:
         """Return the variants on the store's disk that the request may load."""
-        stored = self.answer.held()
+        stored = self.answer.by_key()
         if self.blend is not None:
             used = [source.variant for source in self.blend.sources]
         else:

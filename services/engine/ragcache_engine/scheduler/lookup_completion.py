@@ -73,7 +73,7 @@ class LookupCompletion:
         if result.may_complete_later and _schedule_repeat(request, answered=True):
             return False
         answer = result.answer
-        request.stored = answer.held()
+        request.stored = answer.by_key()
         request.blend = result.blend if self._lookups.blending_enabled else None
         # The gateway chose the chunks before this answer, so deletes since then count, too.
         planned_at_ms = request.plan.planned_at_ms

@@ -45,7 +45,7 @@ from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import PromptBuilder, TemplateFrame
 from ragcache_gateway.prompts.served_model import ServedModel
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.v1 import engine_pb2
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.store_api import ID_BYTES, Deletion
 from ragcache_gateway.status.metrics import Metrics
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_kv.store_client.client import SERVICE
-from ragcache_kv.store_client.sharded import AsyncShardedStore
 
 log = logging.getLogger(__name__)
 

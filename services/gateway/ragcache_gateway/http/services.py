@@ -11,7 +11,7 @@ from ragcache_gateway.chat.pipeline import ChatServices
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.http.readiness import Readiness
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.settings import GatewaySettings
 

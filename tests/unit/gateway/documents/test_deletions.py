@@ -12,7 +12,7 @@ from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.store_api import Deletion
 from ragcache_gateway.documents.deletions import SHARD_RESET_AFTER_MS, DeletionDelivery
 from ragcache_gateway.status.metrics import Metrics
-from ragcache_kv.store_client.sharded import AsyncShardedStore
+from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 
 AWAY = Unavailable("cachestore", "gone")
 

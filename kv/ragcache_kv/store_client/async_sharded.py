@@ -1,0 +1,126 @@
+"""Async client of all shards, for the calls that services other than the engine make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from ragcache_core.cluster.sharding import RendezvousHash
+from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey
+from ragcache_kv.store_client.async_client import AsyncStoreClient
+from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, SERVICE
+from ragcache_kv.store_client.sharded_results import NO_SHARDS
+from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.watched.members import Members
+
+T = TypeVar("T")
+
+
+class AsyncShardedStore:
+    """Async client of every shard among members."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._addresses: tuple[str, ...] = ()
+        self._clients: dict[str, AsyncStoreClient] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Close every channel and end running calls."""
+        for client in self._clients.values():
+            await client.close()
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the current shards."""
+        return tuple(self._current())
+
+    async def delete_on(self, address: str, deletion: Deletion) -> int:
+        """Delete on one shard. Return the number of removed variants.
+
+        Raises Unavailable, InvalidInput.
+        """
+        client = self._current().get(address)
+        if client is None:
+            raise Unavailable(SERVICE, f"shard {address} is no member")
+        return await client.delete(deletion, DELETE_TIMEOUT_S)
+
+    async def stats(self) -> dict[str, pb.StatsReply | None]:
+        """Return counters and sizes by the shard's address; None for one that does not answer."""
+        clients = self._current()
+        replies = await _gather(client.stats() for client in clients.values())
+        return {
+            address: None if isinstance(reply, RagCacheError) else reply
+            for address, reply in zip(clients, replies, strict=True)
+        }
+
+    async def lookup(self, keys: Sequence[LookupKey]) -> tuple[ChunkVariants, ...]:
+        """Return what the owners of the chunks store of each key.
+
+        Raises Unavailable if an owner does not answer.
+        """
+        clients = self._current()
+        if not clients:
+            raise Unavailable(SERVICE, NO_SHARDS)
+        indexes_by_owner: dict[str, list[int]] = {}
+        for i, owner in enumerate(RendezvousHash(clients).owners([key.chunk for key in keys])):
+            indexes_by_owner.setdefault(owner, []).append(i)
+        answers = await asyncio.gather(
+            *(
+                clients[owner].lookup([keys[i] for i in indexes])
+                for owner, indexes in indexes_by_owner.items()
+            )
+        )
+        found = dict(
+            pair
+            for indexes, answer in zip(indexes_by_owner.values(), answers, strict=True)
+            for pair in zip(indexes, answer.variants, strict=True)
+        )
+        return tuple(found[i] for i in range(len(keys)))
+
+    async def prefetch(self, keys: Sequence[VariantKey]) -> int:
+        """Bring variants from disk into memory. Return how many that starts for. Never raises."""
+        clients = self._current()
+        if not clients or not keys:
+            return 0
+        owners = RendezvousHash(clients).owners([key.chunk for key in keys])
+        keys_by_owner: dict[str, list[VariantKey]] = {}
+        for key, owner in zip(keys, owners, strict=True):
+            keys_by_owner.setdefault(owner, []).append(key)
+        started = await _gather(
+            clients[owner].prefetch(group) for owner, group in keys_by_owner.items()
+        )
+        return sum(number for number in started if isinstance(number, int))
+
+    def _current(self) -> dict[str, AsyncStoreClient]:
+        addresses = self._members.current()
+        if addresses is not self._addresses:
+            self._addresses = addresses
+            before = self._clients
+            # This client moves no values, so it needs no faster transport.
+            self._clients = {
+                name: before.get(name) or AsyncStoreClient(name, ("grpc",)) for name in addresses
+            }
+            for name in before.keys() - self._clients.keys():
+                # Running calls end at their deadlines, in the background.
+                task = asyncio.create_task(before[name].close(DELETE_TIMEOUT_S))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        return self._clients
+
+
+async def _gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | RagCacheError]:
+    """Run calls concurrently. Return the result of each, or its core error."""
+
+    async def result(call: Coroutine[Any, Any, T]) -> T | RagCacheError:
+        try:
+            return await call
+        except RagCacheError as error:
+            return error
+
+    return await asyncio.gather(*map(result, calls))

@@ -1,0 +1,295 @@
+"""The connector's scheduler half over a fake store, for tests of the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from ragcache_core.cost.load_or_compute import ReuseCosts
+from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import (
+    Miss,
+    Tier,
+    ValuePart,
+)
+from ragcache_core.plan.prefix_pieces import PIECE_TOKENS
+from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, StoredVariant
+from ragcache_engine.protocol.messages import (
+    LoadJob,
+    SaveJob,
+)
+from ragcache_engine.protocol.roles import EngineRole
+from ragcache_engine.scheduler.scheduler import ConnectorScheduler
+from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.store_client.sharded_results import ShardedLookup
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.settings import EngineSettings
+from ragcache_wire.watched.members import FixedMembers
+from ragcache_wire.watched.signing_keys import SigningKeys
+
+SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+PROMPT = assemble(range(20), [range(100, 140), range(200, 250), range(300, 330)], range(9))
+LENGTH = len(PROMPT.token_ids)
+BLOCKS = tuple(range(10, 40))
+PLAIN = [n * 7919 % 1000 for n in range(3 * PIECE_TOKENS + 30)]
+
+
+AS_OF = {"shard:1": AsOf(bytes(16), 7)}
+PROFILE = PrefillProfile((0,), (1, 1000), ((1e-3, 1.0),), 2048)
+"""One millisecond per token."""
+
+
+class FakeLookupStore:
+    """Answers lookups from a dict; an exception in ``outage`` is raised instead."""
+
+    def __init__(self) -> None:
+        self.stored: dict[VariantKey, StoredVariant] = {}
+        self.misses: dict[VariantKey, Miss] = {}
+        self.outage: Exception | None = None
+        self.prefetched: list[list[VariantKey]] = []
+
+    def lookup(
+        self, wants: Sequence[LookupKey], timeout_s: float = 1.0, *, exact: bool, domain: str
+    ) -> ShardedLookup:
+        assert exact
+        assert domain
+        if self.outage is not None:
+            raise self.outage
+        return ShardedLookup(tuple(self._answer(want) for want in wants), AS_OF)
+
+    def _answer(self, want: LookupKey) -> ChunkVariants:
+        assert want.prefix is not None
+        key = VariantKey(want.chunk, want.prefix)
+        if key in self.stored:
+            return ChunkVariants((self.stored[key],))
+        return ChunkVariants(miss=self.misses.get(key, Miss.NEVER_STORED))
+
+    def prefetch(self, keys: Sequence[VariantKey], timeout_s: float) -> int:
+        self.prefetched.append(list(keys))
+        return len(keys)
+
+    def connect(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SchedulerHarness:
+    """Calls the connector's scheduler half in vLLM's order."""
+
+    def __init__(
+        self,
+        plan_keys: SigningKeys | None = None,
+        *,
+        plain_prefixes: bool = True,
+        role: EngineRole = EngineRole.BOTH,
+        store: FakeLookupStore | None = None,
+        handoff_wait_s: float = 60.0,
+    ) -> None:
+        self.store = store or FakeLookupStore()
+        self.records = RequestRecords()
+        config = EngineSettings(
+            cachestore=FixedMembers(()),
+            signing_key_file=plan_keys,
+            lookup_wait_s=5.0,
+            min_load_tokens=16,
+            plain_prefixes=plain_prefixes,
+            handoff_wait_s=handoff_wait_s,
+        )
+        self.costs = ReuseCosts()
+        store = cast("ShardedStore", self.store)
+        self.scheduler = ConnectorScheduler(
+            config, SPACE, self.records, store, self.costs, role=role
+        )
+
+    def arrive(self, request_id: str, prompt: Prompt = PROMPT, **kwargs: object) -> None:
+        plan = plan_exact(prompt, SPACE, "public", request_id).to_json()
+        self.scheduler.on_new_request(
+            request_id, prompt.token_ids, {"ragcache": {**plan, **kwargs}}
+        )
+
+    def loaded(self, request_id: str) -> int:
+        """Ask until the lookup is complete, as vLLM does. Return the number of loaded tokens."""
+        deadline = time.monotonic() + 20
+        while (tokens := self.scheduler.loadable_tokens(request_id, 0)) is None:
+            assert time.monotonic() < deadline, "the lookup never completes"
+            time.sleep(0.001)
+        self.scheduler.on_allocated(request_id, BLOCKS, tokens)
+        return tokens
+
+    def prefill(self, request_id: str, computed: int = 0, pieces: int = 1) -> list[VariantKey]:
+        """Run the prefill in pieces. Return the saved variants in order."""
+        return [job.span.variant for job in self.saves(request_id, computed, pieces)]
+
+    def saves(self, request_id: str, computed: int = 0, pieces: int = 1) -> list[SaveJob]:
+        """Run the prefill in pieces. Return the saves in order."""
+        saved: list[SaveJob] = []
+        size = -(-(LENGTH - computed) // pieces)
+        while computed < LENGTH:
+            scheduled = min(size, LENGTH - computed)
+            jobs = self.scheduler.step([(request_id, computed, scheduled)], lambda _: BLOCKS)
+            saved += jobs.saves
+            for job in jobs.saves:
+                assert job.span.end <= computed + scheduled
+                key = job.span.variant
+                self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
+            computed += scheduled
+        return saved
+
+    def plain(
+        self, request_id: str, token_ids: Sequence[int] = PLAIN, **given: Any
+    ) -> tuple[int, list[VariantKey]]:
+        """Run a request without a plan: load from the store, then compute in two passes.
+
+        Return how many tokens are loaded, and the saved variants.
+        """
+        self.scheduler.on_new_request(request_id, token_ids, None, **given)
+        loaded = self.scheduler.loadable_tokens(request_id, 0)
+        assert loaded is not None
+        self.scheduler.on_allocated(request_id, BLOCKS, loaded)
+        saved = []
+        for end in (len(token_ids) // 2, len(token_ids)):
+            jobs = self.scheduler.step(
+                [(request_id, loaded, max(1, end - loaded))], lambda _: BLOCKS
+            )
+            for job in jobs.saves:
+                key = job.span.variant
+                saved.append(key)
+                self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
+        self.scheduler.on_finished(request_id, BLOCKS)
+        return loaded, saved
+
+    def record(self, request_id: str) -> RequestRecord:
+        record = self.records.get(request_id)
+        assert record is not None
+        return record
+
+
+TEMPLATE, TAIL = range(20), range(9)
+A, B, C, D = range(100, 140), range(200, 250), range(300, 330), range(400, 460)
+BLOCK = 16
+BLOCKS = tuple(range(10, 40))
+
+
+class FakeBlendStore:
+    """Answers lookups of variants and chunks, and stores observations of some."""
+
+    def __init__(self) -> None:
+        self.stored: dict[VariantKey, StoredVariant] = {}
+        self.seen: dict[VariantKey, bytes] = {}
+        self.get_outage: Exception | None = None
+
+    def lookup(
+        self,
+        wants: Sequence[LookupKey],
+        timeout_s: float = 1.0,
+        *,
+        exact: bool = False,
+        domain: str,
+    ) -> ShardedLookup:
+        assert domain
+        return ShardedLookup(tuple(self._answer(want, exact) for want in wants), AS_OF)
+
+    def _answer(self, want: LookupKey, exact: bool) -> ChunkVariants:
+        found = [
+            held
+            for key, held in self.stored.items()
+            if key.chunk == want.chunk and want.prefix in (None, key.prefix)
+            if held.info.serves_exact or not exact
+        ]
+        return ChunkVariants(tuple(found)) if found else ChunkVariants(miss=Miss.NEVER_STORED)
+
+    def get(
+        self, keys: Sequence[VariantKey], timeout_s: float, *, domain: str
+    ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
+        for key in keys:
+            if self.get_outage:
+                raise self.get_outage
+            raw = self.seen.get(key)
+            if raw is None:
+                yield key, Miss.NEVER_STORED
+                continue
+            info = next(iter(self.stored.values())).info
+            part = ValuePart(len(raw), 0)
+            yield key, StoredValue(info, (part,), None, 0, memoryview(raw), Tier.MEMORY)
+
+    def connect(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FakeBlock:
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+
+
+class FakeBlockPool:
+    """vLLM's block pool."""
+
+    num_gpu_blocks = 400
+
+    def __init__(self) -> None:
+        self.free = [FakeBlock(n) for n in range(1000, 1100)]
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        return taken
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        self.free += ordered_blocks
+
+
+class BlendHarness:
+    """Calls the connector's scheduler half in vLLM's order."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.store, self.pool, self.records = FakeBlendStore(), FakeBlockPool(), RequestRecords()
+        config = EngineSettings(
+            cachestore=FixedMembers(()), lookup_wait_s=5.0, min_load_tokens=32, **settings
+        )
+        self.costs = ReuseCosts()
+        store = cast("ShardedStore", self.store)
+        self.scheduler = ConnectorScheduler(config, SPACE, self.records, store, self.costs)
+        self.scheduler.bind(self.pool, BLOCK)
+
+    def arrive(self, name: str, prompt: Prompt, recompute_share: float = 0.2, **given: Any) -> None:
+        """given: fields of the plan."""
+        plan = replace(plan_blend(prompt, SPACE, "public", name, recompute_share), **given)
+        self.scheduler.on_new_request(name, prompt.token_ids, {"ragcache": plan.to_json()})
+
+    def load(self, name: str, local: int = 0) -> LoadJob:
+        """Allocate blocks for the load, and return its job."""
+        tokens = self.scheduler.loadable_tokens(name, local)
+        assert tokens
+        self.scheduler.on_allocated(name, BLOCKS, tokens)
+        (job,) = self.scheduler.step([], lambda _: BLOCKS).loads
+        return job
+
+    def compute(self, name: str, prompt: Prompt, computed: int = 0) -> list[SaveJob]:
+        """Prefill the rest, and store the saves."""
+        self.scheduler.on_allocated(name, BLOCKS, 0)
+        left = len(prompt.token_ids) - computed
+        saves = list(self.scheduler.step([(name, computed, left)], lambda _: BLOCKS).saves)
+        for job in saves:
+            key = job.span.variant
+            self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
+        return saves
+
+    def run_first(self, name: str, prompt: Prompt, **given: Any) -> list[SaveJob]:
+        self.arrive(name, prompt, **given)
+        assert self.scheduler.loadable_tokens(name, 0) == 0
+        return self.compute(name, prompt)
+
+    def finish(self, name: str) -> bool:
+        return self.scheduler.on_finished(name, BLOCKS)
