@@ -1,4 +1,4 @@
-"""Stand-ins for what the gateway talks to: real servers on loopback, canned answers."""
+"""Fakes of the components that the gateway calls: real servers on loopback, fixed answers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.builder import PromptBuilder
@@ -48,9 +49,14 @@ def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
 
 
 class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
-    """Canned hits; documents in a dict, each one chunk."""
+    """Returns fixed hits; keeps documents in a dict, each as one chunk.
 
-    def __init__(self) -> None:
+    Args:
+        chunk_key: Returns the key of a chunk's text.
+    """
+
+    def __init__(self, chunk_key: Callable[[str], bytes] | None = None) -> None:
+        self.chunk_key = chunk_key or (lambda text: text.encode()[:16].ljust(16))
         self.hits = [
             retriever_pb2.Hit(
                 chunk=chunk("billing.md", 1), score=0.9, before=[chunk("billing.md", 0)]
@@ -61,7 +67,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
         self.searches: list[retriever_pb2.SearchRequest] = []
         self.hold: asyncio.Event | None = None
-        self.holding = asyncio.Event()
+        self.waiting = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     async def Search(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
@@ -69,7 +75,7 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         self._known(request.collection)
         yield retriever_pb2.SearchStage(hits=self.hits[:1], progress=0.5, embed_us=9500)
         if self.hold is not None:
-            self.holding.set()
+            self.waiting.set()
             try:
                 await self.hold.wait()
             except asyncio.CancelledError:
@@ -92,18 +98,18 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         stored.num_chunks = 1
         stored.title = document.title or document.id
         changed = old is None or old.text != document.text
-        removed = [old.text] if old is not None and changed else []
+        removed = [self.chunk_key(old.text)] if old is not None and changed else []
         return retriever_pb2.UpsertDocumentReply(
             document=stored,
             changed=changed,
-            removed_chunks=removed,
+            removed_chunk_keys=removed,
             chunks=[document.text] if changed else [],
         )
 
     async def DeleteDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         document = self._document(request)
         del self.documents[request.id]
-        return retriever_pb2.DeleteDocumentReply(removed_chunks=[document.text])
+        return retriever_pb2.DeleteDocumentReply(removed_chunk_keys=[self.chunk_key(document.text)])
 
     async def GetDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         if not request.id:
@@ -142,16 +148,19 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
 
 
 class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
-    """Remembers which chunks were asked for and deleted, and every deletion.
+    """Records which chunks were looked up and deleted, and every deletion.
 
-    away: no lookup is answered, lost: none of these chunks. held: variants of chunks, by the
-    chunk. stats: what it counts.
+    Args:
+        unavailable: Whether it refuses every lookup.
+        unavailable_chunks: Chunks whose lookup it refuses.
+        stored: Variants by chunk.
+        stats: Its counters.
     """
 
     def __init__(self) -> None:
-        self.away = False
-        self.lost: set[bytes] = set()
-        self.held: dict[bytes, list[cachestore_pb2.StoredVariant]] = {}
+        self.unavailable = False
+        self.unavailable_chunks: set[bytes] = set()
+        self.stored: dict[bytes, list[cachestore_pb2.StoredVariant]] = {}
         self.asked: list[bytes] = []
         self.deleted: list[bytes] = []
         self.deletions: list[cachestore_pb2.Deletion] = []
@@ -164,14 +173,16 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         return cachestore_pb2.HelloReply(boot=bytes(16), store=bytes(16))
 
     async def Lookup(self, request: Any, context: Any) -> Any:  # noqa: N802
-        if self.away or not self.lost.isdisjoint(key.chunk for key in request.keys):
+        if self.unavailable or not self.unavailable_chunks.isdisjoint(
+            key.chunk for key in request.keys
+        ):
             raise Unavailable("cachestore", "it is starting")
         self.asked += [key.chunk for key in request.keys]
         return cachestore_pb2.LookupReply(variants=[self._variants(key) for key in request.keys])
 
     def _variants(self, want: Any) -> Any:
         held = [
-            one for one in self.held.get(want.chunk, []) if want.prefix in (b"", one.key.prefix)
+            one for one in self.stored.get(want.chunk, []) if want.prefix in (b"", one.key.prefix)
         ]
         miss = cachestore_pb2.MISS_UNSPECIFIED if held else cachestore_pb2.MISS_NEVER_STORED
         return cachestore_pb2.ChunkVariants(stored=held, miss=miss)
@@ -183,26 +194,30 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
 
 
 class FakeRecords(engine_pb2_grpc.EngineServicer):
-    """A record of every request, unless told to forget.
+    """Returns a record of every request.
 
-    away: nothing is answered. pass_tokens: computed in one step; 0: it does not say. says: of the
-    records, beside what they always say; says_of: likewise, by the request.
+    Args:
+        has_no_records: Whether it has no record of any request.
+        unavailable: Whether it refuses every call.
+        pass_tokens: Tokens of one engine step; 0: it does not report them.
+        fields: Fields of every record that differ from the defaults.
+        fields_of: Returns such fields by request.
     """
 
     def __init__(self) -> None:
-        self.forgetful = False
-        self.away = False
+        self.has_no_records = False
+        self.unavailable = False
         self.pass_tokens = 0
-        self.says: dict[str, Any] = {}
-        self.says_of: Callable[[str], dict[str, Any]] = lambda _: {}
+        self.fields: dict[str, Any] = {}
+        self.fields_of: Callable[[str], dict[str, Any]] = lambda _: {}
         self.asked: list[str] = []
 
     async def GetRequestRecord(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self._answers()
+        self._raise_if_unavailable()
         self.asked.append(request.request)
-        if self.forgetful:
+        if self.has_no_records:
             raise NotFound("record", request.request, "ask sooner")
-        said = {
+        fields = {
             "queue_s": 0.001,
             "load_s": 0.002,
             "prefill_s": 0.003,
@@ -214,40 +229,40 @@ class FakeRecords(engine_pb2_grpc.EngineServicer):
             "recomputed_tokens": 5,
             "recompute_s": 0.0015,
         }
-        said |= self.says | self.says_of(request.request)
-        return engine_pb2.RequestRecord(request=request.request, **said)
+        fields |= self.fields | self.fields_of(request.request)
+        return engine_pb2.RequestRecord(request=request.request, **fields)
 
     async def GetCosts(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self._answers()
+        self._raise_if_unavailable()
         costs = engine_pb2.Costs()
         if self.pass_tokens:
             costs.prefill.pass_tokens = self.pass_tokens
         return costs
 
-    def _answers(self) -> None:
-        if self.away:
-            raise Unavailable("engine", "its records are away")
+    def _raise_if_unavailable(self) -> None:
+        if self.unavailable:
+            raise Unavailable("engine", "its records are unavailable")
 
 
 class FakeEngine:
-    """An ASGI app that speaks vLLM's /v1/completions."""
+    """An ASGI app with vLLM's /v1/completions."""
 
     def __init__(self) -> None:
         self.healthy = True
         self.words = ["It runs in ", "eu-north", "."]
-        self.blend_words: list[str] | None = None  # of blends, where they differ
+        self.blend_words: list[str] | None = None  # the words of blends, if they differ
         self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []  # of each request
+        self.headers: list[dict[str, str]] = []  # by request
         self.probes = 0
         self.refuse: tuple[int, dict[str, Any]] | None = None
         self.fail_after: int | None = None  # words, then an error event
         self.drop_after: int | None = None  # words, then the stream ends
-        self.says_usage = True
+        self.sends_usage = True
         self.hold_after: int | None = None  # words, then nothing until the client leaves
         self.prefill: asyncio.Event | None = None  # before the first word, until it is set
         self.pause: asyncio.Event | None = None  # after the first word, until it is set
         self.aborted = asyncio.Event()
-        self.holding = asyncio.Event()
+        self.waiting = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
@@ -275,13 +290,13 @@ class FakeEngine:
             return
         for index, word in enumerate([*words, ""]):
             if index == self.hold_after:
-                self.holding.set()
+                self.waiting.set()
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 self.aborted.set()
                 return
             if index == 1 and self.pause is not None:
-                self.holding.set()
+                self.waiting.set()
                 await self.pause.wait()
             if index == self.fail_after:
                 await event({"error": {"message": "the engine died", "code": 500}})
@@ -293,7 +308,7 @@ class FakeEngine:
                 reason = "stop" if index == last else None
                 choice = {"index": 0, "text": word, "finish_reason": reason}
                 await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
-        if self.says_usage:
+        if self.sends_usage:
             prompt, answer = len(body["prompt"]), len(words)
             usage = {"prompt_tokens": prompt, "completion_tokens": answer}
             usage["total_tokens"] = prompt + answer
@@ -303,8 +318,8 @@ class FakeEngine:
         await _part(send, b"", more=False)
 
     async def _prefilled(self, prefill: asyncio.Event, receive: Any) -> bool:
-        """Whether the client was there until the end."""
-        self.holding.set()
+        """Wait for the prefill; return whether the client stayed connected."""
+        self.waiting.set()
         ended, gone = asyncio.create_task(prefill.wait()), asyncio.create_task(receive())
         await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -339,14 +354,14 @@ async def _body(receive: Any) -> bytes:
 
 @asynccontextmanager
 async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGenerator[int, None]:
-    """Serve an ASGI app on loopback; gives its port."""
+    """Serve an ASGI app on loopback; yields its port."""
     config = uvicorn.Config(
         app, host, port, log_config=None, ws="none", timeout_graceful_shutdown=1
     )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # Without the main loop around it, which polls, and takes the signals of the whole process.
+    # Server.serve would also poll, and handle the signals of the whole process.
     await server.startup()
     try:
         yield server.servers[0].sockets[0].getsockname()[1]
@@ -356,7 +371,7 @@ async def serving(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncGene
 
 @dataclass
 class World:
-    """A gateway between its fakes, and a client of it."""
+    """A gateway with its fakes, and a client of it."""
 
     config: GatewaySettings
     retriever: FakeRetriever = field(default_factory=FakeRetriever)
@@ -385,6 +400,8 @@ class World:
             cachestore=FixedMembers((f"127.0.0.1:{self.servers['cachestore'].port}",)),
             engines=(self.engine_name(engine_port), *self.config.engines),
         )
+        if isinstance(self.retriever, FakeRetriever):
+            self.retriever.chunk_key = self.chunk_key
         port = await stack.enter_async_context(serving(self.app()))
         self.base_url = f"http://127.0.0.1:{port}"
         self.client = await stack.enter_async_context(
@@ -403,9 +420,15 @@ class World:
             cache_bytes=self.config.token_cache_bytes,
         )
 
+    def space(self) -> KVSpace:
+        return load_model_folder(self.config.model).space("auto")
+
+    def chunk_key(self, text: str) -> bytes:
+        """Return the key of a chunk, as the retriever does."""
+        return chunk_key(self.space(), PUBLIC_DOMAIN, self.prompts().encode_chunk(text))
+
     def app(self) -> Any:
-        space = load_model_folder(self.config.model).space("auto")
-        return create_app(self.config, space, self.prompts())
+        return create_app(self.config, self.space(), self.prompts())
 
     async def ask(self, question: str = "Where does billing run?", **more: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": question}], **more}
@@ -438,12 +461,12 @@ CONFIG = GatewaySettings(
 
 @asynccontextmanager
 async def world(model: Path, **changes: Any) -> AsyncGenerator[World, None]:
-    """A running gateway and its fakes. changes: to the gateway's settings."""
+    """Run a gateway and its fakes. The changes apply to the gateway's settings."""
     async with AsyncExitStack() as stack:
         yield await World(CONFIG.replace(**changes)).start(stack, model)
 
 
 def data_of(stream: str) -> list[Any]:
-    """Parsed data of a stream's events; the end stays ``[DONE]``."""
+    """Parse the data of a stream's events; the end stays ``[DONE]``."""
     events = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     return [event if event == "[DONE]" else json.loads(event) for event in events]

@@ -16,11 +16,10 @@ import httpx
 import pytest
 
 from bench.support.processes import CacheStore, Engine, running_cachestore, running_engine
-from ragcache_core.identity.keys import chunk_key
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
 from ragcache_gateway.app import create_app
 from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from ragcache_gateway.prompts.served_model import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.server import GrpcServer
@@ -143,7 +142,7 @@ async def until_computed(gateway: World) -> None:
 
 def held(site: Site, gateway: World, text: str) -> tuple[StoredVariant, ...]:
     space = load_model_folder(gateway.config.model).space("bfloat16")
-    key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
+    key = chunk_key(space, PUBLIC_DOMAIN, gateway.prompts().encode_chunk(text))
     client = StoreClient(site.store.address)
     try:
         return client.lookup([LookupKey(key)], 60).variants[0].stored
@@ -298,7 +297,7 @@ async def asked_for(gateway: World) -> int:
 def forget(site: Site, gateway: World, text: str) -> None:
     """Have the store hold nothing of a chunk."""
     space = load_model_folder(gateway.config.model).space("bfloat16")
-    key = chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text))
+    key = chunk_key(space, PUBLIC_DOMAIN, gateway.prompts().encode_chunk(text))
     client = StoreClient(site.store.address)
     try:
         client.delete(Deletion(uuid.uuid4().bytes, (key,), made_at_ms=time.time_ns() // 1_000_000))

@@ -1,4 +1,4 @@
-"""Answers through real sockets: what comes back, what reaches the other parts, what stops."""
+"""Answers through real sockets: responses, calls to the other components, and cancellation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
         yield running
 
 
-async def test_a_whole_answer_has_text_citations_timing_and_cache(gateway: World) -> None:
+async def test_a_complete_answer_has_text_citations_timing_and_cache(gateway: World) -> None:
     response = await gateway.ask(model=MODEL)
     assert response.status_code == 200
     answer = response.json()
@@ -66,7 +66,7 @@ async def test_a_whole_answer_has_text_citations_timing_and_cache(gateway: World
     assert gateway.records.asked == [answer["id"]]
 
 
-async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> None:
+async def test_the_plan_matches_the_prompt_that_is_sent(gateway: World) -> None:
     before_ms = time.time_ns() // 1_000_000
     await gateway.ask()
     sent = gateway.engine.requests[0]
@@ -75,7 +75,7 @@ async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> Non
     # Head, two chunks of billing.md in document order, one of search.md.
     assert len(checked_segments(plan, sent["prompt"], space)) == len(plan.segments) == 4
     assert plan.domain == "public"
-    # What is deleted after that must not be stored again.
+    # KV of a document deleted after that must not be stored again.
     assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
     documents = [segment.document for segment in plan.segments]
     assert documents == ["", *["default/billing.md"] * 2, "default/search.md"]
@@ -84,7 +84,7 @@ async def test_the_plan_holds_for_the_prompt_that_is_sent(gateway: World) -> Non
     assert sent["stream_options"] == {"include_usage": True}
 
 
-async def test_plans_are_sealed_with_the_first_key_of_a_file_that_may_change(
+async def test_plans_are_signed_with_the_first_key_of_a_file_that_may_change(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     one, two, path = bytes([1] * 32), bytes([2] * 32), tmp_path / "keys"
@@ -93,15 +93,15 @@ async def test_plans_are_sealed_with_the_first_key_of_a_file_that_may_change(
     async with world(tiny_model, signing_key_file=SigningKeys(path, lambda: now_s)) as gateway:
         for reuse in ("exact", "blend", "off"):
             await gateway.ask(ragcache={"reuse": reuse})
-            assert is_sealed_under(one, gateway.engine.requests[-1])
+            assert is_signed_with(one, gateway.engine.requests[-1])
         path.write_text(f"{two.hex()}\n")
         now_s += CHECK_EVERY_S
         await gateway.ask()
-        assert is_sealed_under(two, gateway.engine.requests[-1])
-        assert not is_sealed_under(one, gateway.engine.requests[-1])
+        assert is_signed_with(two, gateway.engine.requests[-1])
+        assert not is_signed_with(one, gateway.engine.requests[-1])
 
 
-def is_sealed_under(key: bytes, sent: dict[str, Any]) -> bool:
+def is_signed_with(key: bytes, sent: dict[str, Any]) -> bool:
     params = sent["kv_transfer_params"]
     return is_signed(params["ragcache"], sent["prompt"], params["ragcache_signature"], [key])
 
@@ -116,11 +116,13 @@ async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) 
 
 
 def sent_plan(gateway: World) -> ReusePlan:
-    """Plan of the last question."""
+    """Return the plan of the last question."""
     return ReusePlan.from_json(gateway.engine.requests[-1]["kv_transfer_params"]["ragcache"])
 
 
-async def test_blend_takes_chunks_from_anywhere_and_the_head_only_as_it_is(gateway: World) -> None:
+async def test_blend_reuses_chunks_after_any_prefix_and_the_head_only_exactly(
+    gateway: World,
+) -> None:
     response = await gateway.ask(ragcache={"reuse": "blend", "max_recompute": 0.5})
     assert response.status_code == 200
     plan = sent_plan(gateway)
@@ -131,12 +133,12 @@ async def test_blend_takes_chunks_from_anywhere_and_the_head_only_as_it_is(gatew
     assert plan.recompute_share == 0.5
     assert plan.planned_at_ms > 0
     assert "cache_salt" not in gateway.engine.requests[-1]
-    # Without a share of its own, what the platform is set to.
+    # A request without a share gets the platform's.
     await gateway.ask(ragcache={"reuse": "blend"})
     assert sent_plan(gateway).recompute_share == gateway.config.max_recompute_share
 
 
-async def test_a_platform_that_blends_does_so_unless_asked_otherwise(tiny_model: Path) -> None:
+async def test_a_platform_set_to_blend_blends_unless_a_request_chooses(tiny_model: Path) -> None:
     async with world(tiny_model, reuse="blend", max_recompute_share=0.3) as gateway:
         await gateway.ask()
         assert (sent_plan(gateway).blends, sent_plan(gateway).recompute_share) == (True, 0.3)
@@ -149,7 +151,7 @@ async def test_a_platform_that_blends_does_so_unless_asked_otherwise(tiny_model:
 
 
 @pytest.mark.parametrize("reuse", [None, "exact", "off"])
-async def test_a_share_to_recompute_is_only_for_blend(gateway: World, reuse: str | None) -> None:
+async def test_a_recompute_share_is_only_for_blend(gateway: World, reuse: str | None) -> None:
     response = await gateway.ask(ragcache={"reuse": reuse, "max_recompute": 0.2})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -175,7 +177,7 @@ async def test_only_an_allowlist_reaches_the_engine(gateway: World) -> None:
         vllm_xargs={"a": 1},
         prompt_token_ids=[1, 2],
         request_id="forged",
-        user="somebody",
+        user="a user",
     )
     assert response.status_code == 200
     sent = gateway.engine.requests[0]
@@ -233,7 +235,7 @@ async def test_text_with_odd_line_breaks_survives_the_stream(gateway: World) -> 
 
 
 async def test_without_a_record_the_engines_share_is_null(gateway: World) -> None:
-    gateway.records.forgetful = True
+    gateway.records.has_no_records = True
     answer = (await gateway.ask()).json()["ragcache"]
     assert set(answer["cache"].values()) == {None}
     assert answer["timing_ms"]["prefill"] is None
@@ -241,14 +243,14 @@ async def test_without_a_record_the_engines_share_is_null(gateway: World) -> Non
     assert (await gateway.ask()).status_code == 200
 
 
-async def test_an_answer_without_usage_is_still_whole(gateway: World) -> None:
-    gateway.engine.says_usage = False
+async def test_an_answer_without_usage_is_complete(gateway: World) -> None:
+    gateway.engine.sends_usage = False
     answer = (await gateway.ask()).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"] is None
 
 
-async def test_history_stands_after_the_documents(gateway: World) -> None:
+async def test_history_comes_after_the_documents(gateway: World) -> None:
     messages = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
@@ -278,7 +280,7 @@ async def test_a_budget_too_small_for_one_chunk_is_a_clear_error(gateway: World)
     assert "make the collection's chunks smaller" in response.json()["error"]["message"]
 
 
-async def test_bad_input_names_the_field_and_reaches_nobody(gateway: World) -> None:
+async def test_wrong_input_names_the_field_and_reaches_no_engine(gateway: World) -> None:
     for change, param in (
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content"),
         ({"ragcache": {"top_k": 10_000}}, "ragcache.top_k"),
@@ -304,7 +306,7 @@ async def test_unknown_names_are_404(gateway: World) -> None:
         assert response.json()["error"]["code"] == code
 
 
-async def test_what_the_engine_refuses_is_the_clients_mistake(gateway: World) -> None:
+async def test_a_refusal_of_the_engine_is_400(gateway: World) -> None:
     gateway.engine.refuse = (400, {"error": {"message": "stop is odd", "code": 400}})
     response = await gateway.ask()
     assert response.status_code == 400
@@ -324,7 +326,7 @@ async def test_an_engine_that_fails_before_the_first_token_is_503(
 
 
 @pytest.mark.parametrize("way", ["fail_after", "drop_after"])
-async def test_an_engine_that_fails_midway_ends_the_stream_with_an_error(
+async def test_an_engine_that_fails_during_a_stream_ends_it_with_an_error(
     gateway: World, way: str
 ) -> None:
     setattr(gateway.engine, way, 2)
@@ -333,10 +335,12 @@ async def test_an_engine_that_fails_midway_ends_the_stream_with_an_error(
     *_, word, last = data_of(response.text)
     assert word["choices"][0]["delta"] == {"content": "eu-north"}
     assert last["error"]["code"] == "engine_unavailable"
-    assert (await gateway.ask()).status_code == 503, "a whole answer is not cut short silently"
+    assert (await gateway.ask()).status_code == 503, (
+        "an incomplete answer is not returned as complete"
+    )
 
 
-async def test_a_silent_engine_is_left_after_the_deadline(tiny_model: Path) -> None:
+async def test_a_silent_engine_times_out(tiny_model: Path) -> None:
     async with world(tiny_model, first_token_timeout_s=0.2, next_token_timeout_s=0.2) as gateway:
         gateway.engine.hold_after = 0
         assert (await gateway.ask()).status_code == 503
@@ -374,32 +378,32 @@ async def test_a_dead_retriever_is_503(gateway: World) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 1])
-async def test_a_client_that_leaves_aborts_the_engines_request(
+async def test_a_disconnecting_client_aborts_the_engines_request(
     gateway: World, stream: bool, after: int
 ) -> None:
     gateway.engine.hold_after = after
     asking = asyncio.create_task(gateway.ask(stream=stream))
-    await asyncio.wait_for(gateway.engine.holding.wait(), 10)
+    await asyncio.wait_for(gateway.engine.waiting.wait(), 10)
     asking.cancel()
     await asyncio.wait_for(gateway.engine.aborted.wait(), 10)
     await _until_idle(gateway)
 
 
-async def test_a_client_that_leaves_cancels_the_search(gateway: World) -> None:
+async def test_a_disconnecting_client_cancels_the_search(gateway: World) -> None:
     gateway.retriever.hold = asyncio.Event()
     asking = asyncio.create_task(gateway.ask())
-    await asyncio.wait_for(gateway.retriever.holding.wait(), 10)
+    await asyncio.wait_for(gateway.retriever.waiting.wait(), 10)
     asking.cancel()
     await asyncio.wait_for(gateway.retriever.cancelled.wait(), 10)
     assert gateway.engine.requests == []
     await _until_idle(gateway)
 
 
-async def test_more_requests_than_the_bound_are_429(tiny_model: Path) -> None:
+async def test_requests_above_the_limit_are_429(tiny_model: Path) -> None:
     async with world(tiny_model, max_in_flight=1) as gateway:
         gateway.engine.hold_after = 1
         asking = asyncio.create_task(gateway.ask())
-        await asyncio.wait_for(gateway.engine.holding.wait(), 10)
+        await asyncio.wait_for(gateway.engine.waiting.wait(), 10)
         response = await gateway.ask()
         assert response.status_code == 429
         assert response.json()["error"]["type"] == "rate_limit_error"
@@ -413,6 +417,6 @@ async def test_more_requests_than_the_bound_are_429(tiny_model: Path) -> None:
 
 async def _until_idle(gateway: World) -> None:
     async with asyncio.timeout(10):
-        # What to wait for is in the gateway, whose metrics are all that tells of it.
+        # Only the gateway's metrics show what to wait for.
         while "requests_in_flight 0.0" not in (await gateway.client.get("/metrics")).text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

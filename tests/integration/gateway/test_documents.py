@@ -1,4 +1,4 @@
-"""Documents, collections and search through real sockets, and the bounds on what comes in."""
+"""Documents, collections and search through real sockets, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_core.identity.keys import chunk_key
-from ragcache_gateway.prompts.served_model import DOMAIN
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
@@ -32,7 +31,7 @@ async def put(gateway: World, **fields: Any) -> httpx.Response:
     return await gateway.client.post("/v1/documents", json=body)
 
 
-async def test_a_document_lives_from_post_to_delete(gateway: World) -> None:
+async def test_a_document_can_be_written_read_listed_and_deleted(gateway: World) -> None:
     response = await put(gateway, metadata={"team": "core"})
     assert response.status_code == 200
     written = response.json()
@@ -62,29 +61,29 @@ async def test_pages_follow_each_other(gateway: World) -> None:
     assert ([d["id"] for d in page["data"]], page["has_more"], page["next"]) == (["c"], False, None)
 
 
-async def test_replacing_drops_the_variants_of_what_is_gone(gateway: World) -> None:
+async def test_replacing_a_document_deletes_the_variants_of_removed_chunks(gateway: World) -> None:
     await put(gateway, text="old text")
     assert gateway.store.deleted == []
     written = (await put(gateway, text="new text")).json()
     assert written["removed_variants"] == 2
     space = load_model_folder(gateway.config.model).space("auto")
     ids = gateway.prompts().encode_chunk("old text")
-    assert gateway.store.deleted == [chunk_key(space, DOMAIN, ids)]
-    # Nothing is said of the document, most of whose chunks may still be what they were.
+    assert gateway.store.deleted == [chunk_key(space, PUBLIC_DOMAIN, ids)]
+    # The delete does not name the document, as other chunks of it may be unchanged.
     (deletion,) = gateway.store.deletions
     assert (list(deletion.documents), deletion.domain) == ([], "")
     assert len(deletion.id) == 16
 
 
-async def test_a_document_that_is_gone_is_deleted_by_its_name_too(gateway: World) -> None:
+async def test_a_deleted_document_is_deleted_from_the_store_by_name_too(gateway: World) -> None:
     await put(gateway)
     await gateway.client.delete("/v1/documents/a/b.md")
     (deletion,) = gateway.store.deletions
-    assert (list(deletion.documents), deletion.domain) == (["default/a/b.md"], DOMAIN)
+    assert (list(deletion.documents), deletion.domain) == (["default/a/b.md"], PUBLIC_DOMAIN)
     assert len(deletion.chunks) == 1
 
 
-async def test_a_delete_that_nobody_acknowledged_is_tried_again(gateway: World) -> None:
+async def test_an_unacknowledged_delete_is_sent_again(gateway: World) -> None:
     await put(gateway)
     shard = gateway.servers["cachestore"]
     await shard.stop()
@@ -107,7 +106,7 @@ async def test_a_delete_that_nobody_acknowledged_is_tried_again(gateway: World) 
     assert list(deletion.documents) == ["default/a/b.md"]
 
 
-async def test_a_store_that_is_down_fails_nothing(gateway: World) -> None:
+async def test_an_unavailable_store_does_not_fail_a_delete(gateway: World) -> None:
     await put(gateway)
     await gateway.servers["cachestore"].stop()
     response = await gateway.client.delete("/v1/documents/a/b.md")
@@ -117,8 +116,8 @@ async def test_a_store_that_is_down_fails_nothing(gateway: World) -> None:
     assert 'upstream_failures_total{part="cachestore"} 1.0' in metrics
 
 
-async def test_files_come_as_forms(gateway: World) -> None:
-    large = "# Handbook\n\n" + "word " * (3 * MIB // 5)  # past what a parser would spool to disk
+async def test_a_file_is_written_from_a_form(gateway: World) -> None:
+    large = "# Handbook\n\n" + "word " * (3 * MIB // 5)  # more than a parser would keep in memory
     response = await gateway.client.post(
         "/v1/documents",
         files={"file": ("docs/handbook.md", large.encode())},
@@ -166,7 +165,7 @@ async def test_bad_documents_name_the_field(gateway: World) -> None:
         assert response.json()["error"]["param"] == param
 
 
-async def test_what_is_no_json_is_400(gateway: World) -> None:
+async def test_a_body_that_is_not_json_is_400(gateway: World) -> None:
     for path, body, content_type, param in (
         ("/v1/documents", b"{", "application/json", "body"),
         ("/v1/documents", b"[]", "application/json", "body"),
@@ -191,7 +190,7 @@ async def test_what_is_no_json_is_400(gateway: World) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions"])
-async def test_a_large_body_is_413_and_its_sender_gets_to_know(
+async def test_a_large_body_is_413_and_the_client_gets_the_error(
     gateway: World, announced: bool, path: str
 ) -> None:
     body = json.dumps({"id": "a", "text": "x" * (50 * MIB)}).encode()
@@ -208,7 +207,7 @@ async def test_a_large_body_is_413_and_its_sender_gets_to_know(
     assert (error["param"], error["code"]) == ("body", "too_large")
 
 
-async def test_all_bodies_together_are_bounded(tiny_model: Path) -> None:
+async def test_all_bodies_together_are_limited(tiny_model: Path) -> None:
     async with world(tiny_model, bodies_max_bytes=MIB) as gateway:
         for _ in range(2):
             assert (await put(gateway, text="x" * MIB)).status_code == 429
@@ -216,7 +215,7 @@ async def test_all_bodies_together_are_bounded(tiny_model: Path) -> None:
             assert (await put(gateway, text=f"{n}" * (MIB // 2))).status_code == 200
 
 
-async def test_a_body_that_never_ends_is_given_up(tiny_model: Path) -> None:
+async def test_a_body_that_never_ends_times_out(tiny_model: Path) -> None:
     async with world(tiny_model, body_timeout_s=0.1) as gateway:
         url = httpx.URL(gateway.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)

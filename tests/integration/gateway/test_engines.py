@@ -1,4 +1,4 @@
-"""Several engines behind one name: which one answers, and what becomes of those that are lost."""
+"""Several engines behind one host name: which one answers, and what happens when some fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "engines.test"
 
 @dataclass
 class Fleet:
-    """A gateway and engines on addresses of their own. addresses: what their name stands for."""
+    """A gateway and engines on several addresses, which are those of one host name."""
 
     client: httpx.AsyncClient
     port: int = 0
@@ -68,7 +68,7 @@ class Fleet:
 async def fleet(
     model: Path, monkeypatch: pytest.MonkeyPatch, count: int, **changes: Any
 ) -> AsyncGenerator[Fleet, None]:
-    """count engines that are well."""
+    """Run a gateway with this many healthy engines."""
     async with AsyncExitStack() as stack:
         parts: World = await stack.enter_async_context(world(model, **changes))
         found = Fleet(parts.client)
@@ -105,30 +105,30 @@ async def two(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerat
         yield running
 
 
-async def test_requests_go_to_the_engine_with_the_fewest(two: Fleet) -> None:
+async def test_requests_go_to_the_engine_with_the_fewest_in_flight(two: Fleet) -> None:
     first, second = two.engines.values()
     for _ in range(4):
         assert (await two.ask()).status_code == 200
-    assert two.asked() == [2, 2], "equals take turns"
+    assert two.asked() == [2, 2], "equally loaded engines take turns"
 
     first.hold_after = 1
-    held = asyncio.create_task(two.ask())
-    await asyncio.wait_for(first.holding.wait(), 10)
+    waiting = asyncio.create_task(two.ask())
+    await asyncio.wait_for(first.waiting.wait(), 10)
     before = len(first.requests)
     for _ in range(3):
         assert (await two.ask()).status_code == 200
-    assert len(first.requests) == before, "who is busy gets none while another is idle"
+    assert len(first.requests) == before, "a busy engine gets no request while another is idle"
     states = await two.endpoints()
     assert [states[ip]["in_flight"] for ip in two.engines] == [1, 0]
     metrics = (await two.client.get("/metrics")).text
     busy = f'ragcache_gateway_engine_requests_in_flight{{engine="127.0.0.2:{two.port}"}} 1.0'
     assert busy in metrics
-    held.cancel()
+    waiting.cancel()
     await asyncio.wait_for(first.aborted.wait(), 10)
     assert len(second.requests) == 5
 
 
-async def test_the_record_comes_from_the_very_engine_that_answered(two: Fleet) -> None:
+async def test_the_record_comes_from_the_engine_that_answered(two: Fleet) -> None:
     ids = [(await two.ask()).json()["id"] for _ in range(4)]
     for ip, engine in two.engines.items():
         answered = [body["kv_transfer_params"]["ragcache"]["request"] for body in engine.requests]
@@ -138,11 +138,11 @@ async def test_the_record_comes_from_the_very_engine_that_answered(two: Fleet) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["refuse", "fail_after", "drop_after"])
-async def test_a_request_whose_engine_is_lost_before_a_token_goes_to_another(
+async def test_a_request_goes_to_another_engine_if_one_fails_before_the_first_token(
     two: Fleet, way: str, stream: bool
 ) -> None:
-    lost = two.engines["127.0.0.2"]
-    setattr(lost, way, (500, {"error": {"message": "x"}}) if way == "refuse" else 0)
+    failing = two.engines["127.0.0.2"]
+    setattr(failing, way, (500, {"error": {"message": "x"}}) if way == "refuse" else 0)
     for _ in range(4):
         response = await two.ask(stream=stream)
         assert response.status_code == 200
@@ -152,26 +152,26 @@ async def test_a_request_whose_engine_is_lost_before_a_token_goes_to_another(
     assert all(state["in_flight"] == 0 for state in (await two.endpoints()).values())
 
 
-async def test_an_engine_that_failed_is_left_alone_until_it_is_well(two: Fleet) -> None:
-    lost = two.engines["127.0.0.2"]
-    lost.healthy, lost.refuse = False, (503, {"error": {"message": "dying"}})
+async def test_a_failed_engine_gets_no_request_until_it_is_healthy(two: Fleet) -> None:
+    failing = two.engines["127.0.0.2"]
+    failing.healthy, failing.refuse = False, (503, {"error": {"message": "dying"}})
     await two.until_ready("127.0.0.3")
     response = await two.client.get("/readyz")
-    assert response.status_code == 200, "one that is well is enough"
-    before = len(lost.requests)
+    assert response.status_code == 200, "one healthy engine is enough"
+    before = len(failing.requests)
     for _ in range(3):
         assert (await two.ask()).status_code == 200
-    assert len(lost.requests) == before
+    assert len(failing.requests) == before
     failures = (await two.client.get("/metrics")).text
     assert f'engine_failures_total{{engine="127.0.0.2:{two.port}"}}' in failures
-    lost.healthy, lost.refuse = True, None
+    failing.healthy, failing.refuse = True, None
     await two.until_ready("127.0.0.2", "127.0.0.3")
     await two.ask()
     await two.ask()
-    assert len(lost.requests) > before
+    assert len(failing.requests) > before
 
 
-async def test_when_none_is_well_all_are_named(two: Fleet) -> None:
+async def test_all_engines_are_named_if_none_is_healthy(two: Fleet) -> None:
     for engine in two.engines.values():
         engine.healthy, engine.refuse = False, (500, {"error": {"message": "out of blocks"}})
     await two.until_ready()
@@ -181,7 +181,7 @@ async def test_when_none_is_well_all_are_named(two: Fleet) -> None:
     assert all(f"{ip}:{two.port}: " in message for ip in two.engines)
 
 
-async def test_nothing_is_asked_again_once_a_token_came(two: Fleet) -> None:
+async def test_no_request_is_repeated_after_its_first_token(two: Fleet) -> None:
     for engine in two.engines.values():
         engine.drop_after = 1
     *_, last = data_of((await two.ask(stream=True)).text)
@@ -189,14 +189,14 @@ async def test_nothing_is_asked_again_once_a_token_came(two: Fleet) -> None:
     assert sum(two.asked()) == 1
 
 
-async def test_what_one_engine_refuses_no_other_is_asked(two: Fleet) -> None:
+async def test_a_refused_request_goes_to_no_other_engine(two: Fleet) -> None:
     for engine in two.engines.values():
         engine.refuse = (400, {"error": {"message": "stop is odd"}})
     assert (await two.ask()).status_code == 400
     assert all(state["ready"] for state in (await two.endpoints()).values())
 
 
-async def test_a_request_that_ends_engines_does_not_end_all(
+async def test_a_request_that_makes_engines_fail_does_not_reach_all(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tiny_model, monkeypatch, 4, engine_watch_s=60) as four:
@@ -206,7 +206,7 @@ async def test_a_request_that_ends_engines_does_not_end_all(
         assert sum(four.asked()) == MAX_LOST_ENGINES
 
 
-async def test_a_slow_engine_is_not_asked_twice_through_another(
+async def test_a_timed_out_request_goes_to_no_other_engine(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tiny_model, monkeypatch, 2, first_token_timeout_s=1) as slow:
@@ -216,7 +216,7 @@ async def test_a_slow_engine_is_not_asked_twice_through_another(
         assert sum(slow.asked()) == 1
 
 
-async def test_an_engine_that_leaves_its_name_finishes_what_it_has(two: Fleet) -> None:
+async def test_an_engine_that_leaves_finishes_its_requests(two: Fleet) -> None:
     two.engines["127.0.0.3"].refuse = (500, {"error": {"message": "x"}})
     staying = two.engines["127.0.0.2"]
     two.addresses = ("127.0.0.2",)
@@ -225,7 +225,7 @@ async def test_an_engine_that_leaves_its_name_finishes_what_it_has(two: Fleet) -
 
     staying.pause = asyncio.Event()
     answer = asyncio.create_task(two.ask())
-    await asyncio.wait_for(staying.holding.wait(), 10)
+    await asyncio.wait_for(staying.waiting.wait(), 10)
     two.engines["127.0.0.3"].refuse = None
     two.addresses = ("127.0.0.3",)
     await two.until_ready("127.0.0.3")
@@ -236,7 +236,7 @@ async def test_an_engine_that_leaves_its_name_finishes_what_it_has(two: Fleet) -
     assert whole.json()["ragcache"]["cache"]["loaded_tokens"] == 60, "its record, too"
 
 
-async def test_a_name_without_addresses_is_no_engine(two: Fleet) -> None:
+async def test_a_host_without_addresses_has_no_engine(two: Fleet) -> None:
     two.addresses = ()
     await two.until_ready()
     response = await two.ask()
@@ -246,19 +246,19 @@ async def test_a_name_without_addresses_is_no_engine(two: Fleet) -> None:
     assert NAME in (await two.client.get("/readyz")).json()["error"]["message"]
 
 
-async def test_a_resolver_that_is_away_takes_no_engine_along(two: Fleet) -> None:
+async def test_a_failing_lookup_removes_no_engine(two: Fleet) -> None:
     two.addresses = None
-    await asyncio.sleep(0.3)  # several looks
+    await asyncio.sleep(0.3)  # several lookups
     assert (await two.endpoints()).keys() == two.engines.keys()
     assert (await two.ask()).status_code == 200
 
 
-async def test_names_are_resolved_as_the_system_does() -> None:
+async def test_host_names_are_resolved_by_the_system() -> None:
     assert await resolve("127.0.0.1", 80) == ("127.0.0.1",)
     assert await resolve("::1", 80) == ("::1",)
     assert await resolve("localhost", 80) == ("127.0.0.1",)
     assert await resolve("no..name", 80) == ()
-    # Nobody may be there to say that it does not exist.
+    # The test machine may have no DNS server that answers.
     assert await resolve("does-not-exist.invalid", 80) in {(), None}
     assert host_and_port("::1", 80) == "[::1]:80"
     assert host_and_port("10.0.0.1", 80) == "10.0.0.1:80"

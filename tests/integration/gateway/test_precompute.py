@@ -1,4 +1,4 @@
-"""Chunks are computed before anybody asks for them (again), and never while somebody asks."""
+"""Chunks are computed ahead of questions, and never while a question is answered."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.identity.keys import chunk_key
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.plan.prompt import assemble
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.background import precompute
-from ragcache_gateway.prompts.served_model import DOMAIN
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -56,15 +55,15 @@ COMPUTED = {
     "recomputed_tokens": 0,
     "recompute_s": 0.0,
 }
-"""What the engine says of a question of which it had nothing."""
+"""The engine's record of a question without any cached chunk."""
 
-REPAIRED = {
+RECOMPUTED = {
     "prompt_tokens": 800,
     "loaded_tokens": 790,
     "recomputed_tokens": 100,
     "recompute_s": 0.2,
 }
-"""What it says of one that it put together from other prompts' KV."""
+"""The engine's record of a question blended from other prompts' KV."""
 
 
 def plan_of(body: dict[str, Any]) -> ReusePlan:
@@ -75,8 +74,8 @@ def precomputed(gateway: World) -> list[dict[str, Any]]:
     return [body for body in gateway.engine.requests if "priority" in body]
 
 
-def plan_holds(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
-    """Whether one of them has a chunk of these tokens."""
+def plan_contains(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
+    """Whether a plan has a chunk of these tokens."""
     return any(
         body["prompt"][segment.start : segment.end] == ids
         for body in bodies
@@ -84,7 +83,7 @@ def plan_holds(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
     )
 
 
-def held(
+def stored_variant(
     chunk: bytes, prefix: bytes, num_tokens: int, position: int
 ) -> cachestore_pb2.StoredVariant:
     one = cachestore_pb2.StoredVariant(tier="memory")
@@ -94,7 +93,7 @@ def held(
     return one
 
 
-async def test_each_chunk_is_computed_right_behind_the_template(gateway: World) -> None:
+async def test_each_chunk_is_computed_right_after_the_template(gateway: World) -> None:
     before_ms = time.time_ns() // 1_000_000
     await put(gateway, "a.md")
     await put(gateway, "b.md")
@@ -104,18 +103,16 @@ async def test_each_chunk_is_computed_right_behind_the_template(gateway: World) 
         plan = ReusePlan.from_json(body["kv_transfer_params"]["ragcache"])
         _, chunk = plan.segments
         ids = gateway.prompts().encode_chunk(f"Text of {name}.md.")
-        assert chunk.chunk == chunk_key(space, DOMAIN, ids)
+        assert chunk.chunk == chunk_key(space, PUBLIC_DOMAIN, ids)
         assert body["prompt"][chunk.start : chunk.end] == ids
-        assert (chunk.action, plan.domain) == (Action.BLEND, DOMAIN)
-        # So that a delete finds it, and one that comes first is not undone.
+        assert (chunk.action, plan.domain) == (Action.BLEND, PUBLIC_DOMAIN)
+        # A delete finds it by document, and an earlier delete is not undone.
         assert chunk.document == document_name("default", f"{name}.md")
         assert before_ms <= plan.planned_at_ms <= time.time_ns() // 1_000_000
         assert body["max_tokens"] == 1
 
 
-async def test_its_plans_are_sealed_like_those_of_questions(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_plans_of_background_requests_are_signed(tiny_model: Path, tmp_path: Path) -> None:
     key, path = bytes([1] * 32), tmp_path / "keys"
     path.write_text(key.hex())
     keys = SigningKeys(path)
@@ -127,7 +124,7 @@ async def test_its_plans_are_sealed_like_those_of_questions(
     assert is_signed(params["ragcache"], body["prompt"], params["ragcache_signature"], [key])
 
 
-async def test_it_is_the_prefix_that_questions_have(gateway: World) -> None:
+async def test_a_prefill_has_the_same_template_segment_as_questions(gateway: World) -> None:
     await put(gateway, "a.md")
     await until(lambda: len(gateway.engine.requests) == 1)
     await gateway.ask()
@@ -144,10 +141,10 @@ async def test_an_unchanged_document_is_not_computed_again(gateway: World) -> No
     assert len(gateway.engine.requests) == 2
 
 
-async def test_it_waits_while_a_question_is_answered(gateway: World) -> None:
+async def test_prefills_wait_while_a_question_is_answered(gateway: World) -> None:
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
-    await gateway.engine.holding.wait()
+    await gateway.engine.waiting.wait()
     await put(gateway, "a.md")
     await asyncio.sleep(0.2)
     assert len(gateway.engine.requests) == 1
@@ -158,8 +155,8 @@ async def test_it_waits_while_a_question_is_answered(gateway: World) -> None:
     await until(lambda: len(gateway.engine.requests) == 2)
 
 
-async def test_a_chunk_that_the_engine_refuses_holds_up_no_other(tiny_model: Path) -> None:
-    # Its health is not looked at meanwhile: that, too, would be refused.
+async def test_a_chunk_that_the_engine_refuses_does_not_block_the_next(tiny_model: Path) -> None:
+    # No health check runs meanwhile, which the engine would refuse, too.
     settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "engine_watch_s": 60}
     async with world(tiny_model, **settings) as gateway:
         await until(lambda: gateway.engine.probes == 1)
@@ -175,7 +172,7 @@ async def test_a_chunk_that_the_engine_refuses_holds_up_no_other(tiny_model: Pat
         await until(lambda: len(gateway.engine.requests) == 1)
 
 
-async def test_an_engine_that_is_away_is_waited_for(
+async def test_an_unavailable_engine_is_tried_again(
     gateway: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "RETRY_S", 0.05)
@@ -186,14 +183,14 @@ async def test_an_engine_that_is_away_is_waited_for(
     await until(lambda: len(gateway.engine.requests) == 1)
 
 
-async def test_what_does_not_fit_is_left_to_its_first_visitor(
+async def test_a_chunk_that_does_not_fit_the_queue_is_dropped(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "MAX_WAITING_BYTES", 1100)
     async with world(tiny_model, precompute=True, reuse="blend") as gateway:
         gateway.engine.pause = asyncio.Event()
         asked = asyncio.create_task(gateway.ask())
-        await gateway.engine.holding.wait()
+        await gateway.engine.waiting.wait()
         for name in ("a.md", "b.md", "c.md"):
             await put(gateway, name)  # 1,037 bytes each
         gateway.engine.pause.set()
@@ -205,18 +202,18 @@ async def test_what_does_not_fit_is_left_to_its_first_visitor(
         assert [value for name, value in found.items() if "dropped" in name] == [2.0]
 
 
-async def test_nothing_is_computed_unless_that_is_asked_for(tiny_model: Path) -> None:
+async def test_nothing_is_precomputed_unless_it_is_switched_on(tiny_model: Path) -> None:
     async with world(tiny_model, reuse="blend") as gateway:
         await put(gateway, "a.md")
-        gateway.records.says = COMPUTED
+        gateway.records.fields = COMPUTED
         for _ in range(3):
             await gateway.ask()
         await asyncio.sleep(0.2)
         assert precomputed(gateway) == []
 
 
-async def test_what_questions_missed_twice_is_computed_chunk_by_chunk(gateway: World) -> None:
-    gateway.records.says = COMPUTED
+async def test_chunks_that_questions_missed_twice_are_computed_one_by_one(gateway: World) -> None:
+    gateway.records.fields = COMPUTED
     await gateway.ask()
     await asyncio.sleep(0.2)
     assert precomputed(gateway) == []
@@ -230,8 +227,8 @@ async def test_what_questions_missed_twice_is_computed_chunk_by_chunk(gateway: W
     assert [name for name in sources if 'outcome="computed",source="asked"' in name]
 
 
-async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> None:
-    gateway.records.says = {
+async def test_a_missing_chunk_that_questions_met_twice_is_computed(gateway: World) -> None:
+    gateway.records.fields = {
         "prompt_tokens": 800,
         "local_tokens": 0,
         "loaded_tokens": 790,
@@ -245,22 +242,22 @@ async def test_a_hole_that_questions_met_twice_is_computed(gateway: World) -> No
     await gateway.ask()
     await until(lambda: len(precomputed(gateway)) == 2)
     await asyncio.sleep(0.2)
-    hole, context = map(plan_of, precomputed(gateway))
+    missing, context = map(plan_of, precomputed(gateway))
     asked = plan_of(gateway.engine.requests[0])
-    assert hole.segments[1].chunk == asked.segments[2].chunk
+    assert missing.segments[1].chunk == asked.segments[2].chunk
     assert [s.chunk for s in context.segments] == [s.chunk for s in asked.segments]
 
 
-async def test_what_questions_found_is_not_computed(gateway: World) -> None:
-    gateway.records.says = {"prompt_tokens": 800, "loaded_tokens": 790, "recompute_s": 0.0}
+async def test_chunks_that_questions_found_are_not_computed(gateway: World) -> None:
+    gateway.records.fields = {"prompt_tokens": 800, "loaded_tokens": 790, "recompute_s": 0.0}
     for _ in range(3):
         await gateway.ask()
     await asyncio.sleep(0.2)
     assert precomputed(gateway) == []
 
 
-async def test_what_was_repaired_twice_is_computed_as_it_stands(gateway: World) -> None:
-    gateway.records.says = REPAIRED
+async def test_a_context_that_was_recomputed_twice_is_computed_in_its_order(gateway: World) -> None:
+    gateway.records.fields = RECOMPUTED
     await gateway.ask()
     await asyncio.sleep(0.2)
     assert precomputed(gateway) == []
@@ -273,16 +270,16 @@ async def test_what_was_repaired_twice_is_computed_as_it_stands(gateway: World) 
     computed = plan_of(body).segments
     assert {segment.action for segment in computed} == {Action.EXACT}
     assert [(s.chunk, s.document) for s in computed] == [(s.chunk, s.document) for s in asked]
-    assert len({segment.document for segment in computed}) == 3  # the template is of none
+    assert len({segment.document for segment in computed}) == 3  # the template has none
 
 
-async def test_a_context_goes_with_any_of_its_documents(gateway: World) -> None:
+async def test_a_context_is_dropped_with_any_of_its_documents(gateway: World) -> None:
     await put(gateway, "search.md")
     await until(lambda: len(precomputed(gateway)) == 1)
-    gateway.records.says = REPAIRED
+    gateway.records.fields = RECOMPUTED
     await gateway.ask()
     gateway.engine.pause = asyncio.Event()
-    # While one is answered nothing is computed, and when it ends the context is asked for.
+    # While the first one is answered nothing is computed; its end makes the context due.
     asked = [asyncio.create_task(gateway.ask()) for _ in range(2)]
     await until(lambda: len(gateway.engine.requests) == 4)
     documents = {segment.document for segment in plan_of(gateway.engine.requests[-1]).segments}
@@ -294,11 +291,13 @@ async def test_a_context_goes_with_any_of_its_documents(gateway: World) -> None:
     assert len(precomputed(gateway)) == 1
 
 
-async def test_what_the_store_holds_meanwhile_is_skipped(gateway: World) -> None:
-    gateway.records.says = COMPUTED
+async def test_a_chunk_that_the_store_has_meanwhile_is_skipped(gateway: World) -> None:
+    gateway.records.fields = COMPUTED
     await gateway.ask()
     _, first, *_ = plan_of(gateway.engine.requests[0]).segments
-    gateway.store.held[first.chunk] = [held(first.chunk, bytes(16), first.end - first.start, 500)]
+    gateway.store.stored[first.chunk] = [
+        stored_variant(first.chunk, bytes(16), first.end - first.start, 500)
+    ]
     await gateway.ask()
     await until(lambda: len(precomputed(gateway)) == 2)
     await asyncio.sleep(0.1)
@@ -307,37 +306,37 @@ async def test_what_the_store_holds_meanwhile_is_skipped(gateway: World) -> None
     assert [value for name, value in outcomes.items() if "stored" in name] == [1.0]
 
 
-async def test_a_store_that_is_away_is_waited_for(
+async def test_an_unavailable_store_is_tried_again(
     gateway: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "RETRY_S", 0.05)
-    gateway.store.away = True
+    gateway.store.unavailable = True
     await put(gateway, "a.md")
     await asyncio.sleep(0.3)
     assert gateway.engine.requests == []
-    gateway.store.away = False
+    gateway.store.unavailable = False
     await until(lambda: len(gateway.engine.requests) == 1)
 
 
-async def test_a_lost_shard_holds_up_no_chunk_of_another(gateway: World) -> None:
+async def test_an_unavailable_shard_does_not_block_chunks_of_another(gateway: World) -> None:
     space = load_model_folder(gateway.config.model).space("auto")
 
     def key(name: str) -> bytes:
-        return chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(f"Text of {name}."))
+        return chunk_key(space, PUBLIC_DOMAIN, gateway.prompts().encode_chunk(f"Text of {name}."))
 
-    gateway.store.lost = {key("a.md")}
+    gateway.store.unavailable_chunks = {key("a.md")}
     await put(gateway, "a.md")
     await asyncio.sleep(0.1)
     await put(gateway, "b.md")
     await until(lambda: len(precomputed(gateway)) == 1)
     assert plan_of(precomputed(gateway)[0]).segments[1].chunk == key("b.md")
-    gateway.store.lost = set()
+    gateway.store.unavailable_chunks = set()
     await until(lambda: len(precomputed(gateway)) == 2)
     assert plan_of(precomputed(gateway)[1]).segments[1].chunk == key("a.md")
 
 
-async def test_a_chunk_that_engines_are_lost_over_is_given_up(tiny_model: Path) -> None:
-    # Their health is asked for soon, and is good again.
+async def test_a_chunk_that_makes_engines_fail_is_abandoned(tiny_model: Path) -> None:
+    # The next health check comes soon and succeeds.
     settings: dict[str, Any] = {"precompute": True, "reuse": "blend", "engine_watch_s": 0.05}
     async with world(tiny_model, **settings) as gateway:
         await until(lambda: gateway.engine.probes > 0)
@@ -354,7 +353,7 @@ async def test_a_chunk_that_engines_are_lost_over_is_given_up(tiny_model: Path) 
         await until(lambda: len(gateway.engine.requests) == 3)
 
 
-async def test_what_was_given_up_once_is_tried_as_often_again(
+async def test_an_abandoned_chunk_gets_as_many_attempts_the_next_time(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "RETRY_S", 0.02)
@@ -362,7 +361,7 @@ async def test_what_was_given_up_once_is_tried_as_often_again(
         await until(lambda: gateway.engine.probes > 0)
         space = load_model_folder(gateway.config.model).space("auto")
         waiting = gateway.prompts().encode_chunk("Text of waiting.md.")
-        gateway.store.lost = {chunk_key(space, DOMAIN, waiting)}
+        gateway.store.unavailable_chunks = {chunk_key(space, PUBLIC_DOMAIN, waiting)}
         await put(gateway, "waiting.md")
         gateway.engine.drop_after = 0
         for times, name in enumerate(("a.md", "b.md"), start=1):
@@ -376,10 +375,10 @@ async def test_what_was_given_up_once_is_tried_as_often_again(
             assert len(gateway.engine.requests) == times * precompute.MAX_LOST_ENGINES
 
 
-async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
+async def test_a_chunk_deleted_before_its_turn_is_not_computed(gateway: World) -> None:
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
-    await gateway.engine.holding.wait()
+    await gateway.engine.waiting.wait()
     for name in ("a.md", "b.md", "c.md"):
         await put(gateway, name)
     await gateway.client.delete("/v1/documents/a.md")
@@ -391,14 +390,14 @@ async def test_what_is_deleted_before_its_turn_is_not_computed(gateway: World) -
     space = load_model_folder(gateway.config.model).space("auto")
     texts = ("Text of c.md.", "Another text.")
     assert [plan_of(body).segments[1].chunk for body in precomputed(gateway)] == [
-        chunk_key(space, DOMAIN, gateway.prompts().encode_chunk(text)) for text in texts
+        chunk_key(space, PUBLIC_DOMAIN, gateway.prompts().encode_chunk(text)) for text in texts
     ]
 
 
-async def test_under_exact_the_document_that_stands_first_is_computed(tiny_model: Path) -> None:
+async def test_under_exact_the_first_document_is_computed(tiny_model: Path) -> None:
     async with world(tiny_model, precompute=True) as gateway:
         await put(gateway, "a.md")
-        gateway.records.says = COMPUTED
+        gateway.records.fields = COMPUTED
         for _ in range(2):
             await gateway.ask()
         await until(lambda: len(precomputed(gateway)) == 1)
@@ -412,9 +411,9 @@ async def test_under_exact_the_document_that_stands_first_is_computed(tiny_model
             == (gateway.engine.requests[0]["prompt"][: asked.segments[2].end])
         )
 
-        gateway.store.held = {
+        gateway.store.stored = {
             named.segment.chunk: [
-                held(
+                stored_variant(
                     named.segment.chunk,
                     named.variant.prefix,
                     named.segment.end - named.segment.start,
@@ -427,7 +426,7 @@ async def test_under_exact_the_document_that_stands_first_is_computed(tiny_model
                 load_model_folder(gateway.config.model).space("auto"),
             )
         }
-        for _ in range(3):  # what was computed once has to be missed more often
+        for _ in range(3):  # a chunk that was computed once needs more misses
             await gateway.ask()
         stored: list[float] = []
         deadline = time.monotonic() + 10
@@ -438,11 +437,11 @@ async def test_under_exact_the_document_that_stands_first_is_computed(tiny_model
         assert len(precomputed(gateway)) == 1
 
 
-async def test_under_exact_nothing_stands_behind_a_clients_own_system_prompt(
+async def test_under_exact_nothing_is_computed_after_a_clients_own_system_prompt(
     tiny_model: Path,
 ) -> None:
     async with world(tiny_model, precompute=True) as gateway:
-        gateway.records.says = COMPUTED
+        gateway.records.fields = COMPUTED
         messages = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Where does billing run?"},
@@ -456,27 +455,27 @@ async def test_under_exact_nothing_stands_behind_a_clients_own_system_prompt(
 LONG = "A long text. " * 30
 
 
-def test_pieces_go_on_behind_a_template_that_is_no_longer_than_they_are() -> None:
+def test_beginnings_extend_a_template_that_is_shorter_than_a_step() -> None:
     prompt = assemble(range(10), [range(25), range(10)], range(3))
-    assert [len(piece.token_ids) for piece in precompute.prompt_beginnings(prompt, 10)] == [
+    assert [len(beginning.token_ids) for beginning in precompute.prompt_beginnings(prompt, 10)] == [
         20,
         30,
         40,
         48,
     ]
-    assert [piece.chunk_ends for piece in precompute.prompt_beginnings(prompt, 10)] == [
+    assert [beginning.chunk_ends for beginning in precompute.prompt_beginnings(prompt, 10)] == [
         (),
         (),
         (35,),
         (35, 45),
     ]
-    assert [piece.head for piece in precompute.prompt_beginnings(prompt, 10)] == [10] * 4
+    assert [beginning.head for beginning in precompute.prompt_beginnings(prompt, 10)] == [10] * 4
 
 
-def test_a_longer_template_is_cut_and_no_segment_before_it_is_whole() -> None:
+def test_a_longer_template_is_cut_and_no_segment_before_its_end_is_complete() -> None:
     prompt = assemble(range(25), [range(10)], range(3))
     found = precompute.prompt_beginnings(prompt, 10)
-    assert [(len(piece.token_ids), piece.head) for piece in found] == [
+    assert [(len(beginning.token_ids), beginning.head) for beginning in found] == [
         (10, 0),
         (20, 0),
         (30, 25),
@@ -485,16 +484,16 @@ def test_a_longer_template_is_cut_and_no_segment_before_it_is_whole() -> None:
 
 
 async def until_cut(gateway: World, most: int) -> None:
-    """A long prefill has come, each piece with so many tokens more than the one before at most."""
+    """Wait for a long prefill, each request with at most this many tokens more than the last."""
     ids = gateway.prompts().encode_chunk(LONG)
-    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    await until(lambda: plan_contains(gateway.engine.requests, ids))
     bodies = precomputed(gateway)
     whole = bodies[-1]["prompt"]
     lengths = [len(body["prompt"]) for body in bodies]
     assert [body["prompt"] for body in bodies] == [whole[:length] for length in lengths]
     assert [b - a for a, b in itertools.pairwise(lengths[:-1])] == [most] * (len(lengths) - 2)
     assert lengths[-1] - lengths[-2] <= most
-    # Nothing of a segment is saved before it is whole.
+    # No segment is saved before it is complete.
     last = plan_of(bodies[-1])
     assert [plan_of(body).segments for body in bodies] == [
         tuple(segment for segment in last.segments if segment.end <= length) for length in lengths
@@ -507,31 +506,31 @@ async def test_a_long_prefill_is_cut_into_halves_of_a_step(gateway: World) -> No
     await until_cut(gateway, 20)
 
 
-@pytest.mark.parametrize("away", [False, True])
-async def test_the_prefill_of_an_engine_that_does_not_say_its_step_is_cut_small(
-    gateway: World, monkeypatch: pytest.MonkeyPatch, away: bool
+@pytest.mark.parametrize("unavailable", [False, True])
+async def test_a_prefill_is_cut_small_if_the_engine_does_not_report_its_step(
+    gateway: World, monkeypatch: pytest.MonkeyPatch, unavailable: bool
 ) -> None:
     monkeypatch.setattr(precompute, "UNKNOWN_STEP_TOKENS", 60)
-    gateway.records.away = away
+    gateway.records.unavailable = unavailable
     await put(gateway, "a.md", LONG)
     await until_cut(gateway, 30)
 
 
-@pytest.mark.parametrize(("kept", "pieces"), [(0, 3), (4, 5)])
-async def test_a_chunk_of_which_the_engine_keeps_nothing_is_given_up(
-    gateway: World, kept: int, pieces: int
+@pytest.mark.parametrize(("num_kept", "num_requests"), [(0, 3), (4, 5)])
+async def test_a_chunk_that_the_engine_evicts_between_requests_is_abandoned(
+    gateway: World, num_kept: int, num_requests: int
 ) -> None:
     gateway.records.pass_tokens = 40
 
-    def says_of(request: str) -> dict[str, int]:
-        """As of an engine that evicts all it has after so many pieces."""
+    def fields_of(request: str) -> dict[str, int]:
+        """Make the record of an engine that evicts everything after so many requests."""
         requests = [plan_of(body).request for body in gateway.engine.requests]
-        place = requests.index(request)
-        length = len(gateway.engine.requests[place]["prompt"])
-        local = length - 20 if place < kept else 0
+        index = requests.index(request)
+        length = len(gateway.engine.requests[index]["prompt"])
+        local = length - 20 if index < num_kept else 0
         return {"prompt_tokens": length, "local_tokens": local, "loaded_tokens": 0}
 
-    gateway.records.says_of = says_of
+    gateway.records.fields_of = fields_of
     await put(gateway, "a.md", LONG)
     outcomes: dict[str, float] = {}
     deadline = time.monotonic() + 10
@@ -540,58 +539,58 @@ async def test_a_chunk_of_which_the_engine_keeps_nothing_is_given_up(
         outcomes = await counted(gateway, "precomputed_chunks_total")
     [(labels, count)] = outcomes.items()
     assert ('outcome="evicted"' in labels, count) == (True, 1.0)
-    # The one that took more than a step was the last.
-    assert len(precomputed(gateway)) == pieces
-    # It goes on with others.
-    gateway.records.says_of = lambda _: {}
+    # The request that took more than a step was the last.
+    assert len(precomputed(gateway)) == num_requests
+    # Other chunks are still computed.
+    gateway.records.fields_of = lambda _: {}
     await put(gateway, "b.md")
     ids = gateway.prompts().encode_chunk("Text of b.md.")
-    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    await until(lambda: plan_contains(gateway.engine.requests, ids))
 
 
-async def test_a_question_comes_between_two_pieces(gateway: World) -> None:
+async def test_a_question_is_answered_between_two_requests_of_a_prefill(gateway: World) -> None:
     gateway.records.pass_tokens = 40
     gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
-    await gateway.engine.holding.wait()
+    await gateway.engine.waiting.wait()
     await put(gateway, "a.md", LONG)
-    gateway.engine.holding.clear()
+    gateway.engine.waiting.clear()
     gateway.engine.pause.set()
     await asked
-    piece = gateway.engine.pause = asyncio.Event()
-    await gateway.engine.holding.wait()  # in the first of the pieces that is held up
+    paused = gateway.engine.pause = asyncio.Event()
+    await gateway.engine.waiting.wait()  # in the first request that the engine pauses
     before = len(precomputed(gateway))
     question = gateway.engine.pause = asyncio.Event()
     again = asyncio.create_task(gateway.ask())
     await until(lambda: len(gateway.engine.requests) == before + 2)
-    piece.set()
+    paused.set()
     await asyncio.sleep(0.3)
     assert len(precomputed(gateway)) == before
     gateway.engine.pause = None
     question.set()
     assert (await again).status_code == 200
     ids = gateway.prompts().encode_chunk(LONG)
-    await until(lambda: plan_holds(gateway.engine.requests, ids))
+    await until(lambda: plan_contains(gateway.engine.requests, ids))
     assert len(precomputed(gateway)) > before
 
 
-async def test_of_what_is_deleted_between_two_pieces_no_other_is_sent(gateway: World) -> None:
+async def test_a_prefill_stops_when_its_document_is_deleted(gateway: World) -> None:
     gateway.records.pass_tokens = 40
-    piece = gateway.engine.pause = asyncio.Event()
+    paused = gateway.engine.pause = asyncio.Event()
     await put(gateway, "a.md", LONG)
-    await gateway.engine.holding.wait()
+    await gateway.engine.waiting.wait()
     assert (await gateway.client.delete("/v1/documents/a.md")).status_code == 200
     gateway.engine.pause = None
-    piece.set()
+    paused.set()
     await asyncio.sleep(0.3)
     assert len(precomputed(gateway)) == 1
     await put(gateway, "b.md")
     ids = gateway.prompts().encode_chunk("Text of b.md.")
-    await until(lambda: plan_holds(gateway.engine.requests, ids))
-    assert not plan_holds(gateway.engine.requests, gateway.prompts().encode_chunk(LONG))
+    await until(lambda: plan_contains(gateway.engine.requests, ids))
+    assert not plan_contains(gateway.engine.requests, gateway.prompts().encode_chunk(LONG))
 
 
-async def test_an_engine_that_is_busy_is_not_lost(
+async def test_a_busy_engine_does_not_count_as_failed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompute, "RETRY_S", 0.02)

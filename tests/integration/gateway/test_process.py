@@ -35,7 +35,9 @@ async def start(env: dict[str, str]) -> asyncio.subprocess.Process:
     )
 
 
-async def test_it_lives_without_the_other_parts_and_stops_cleanly(tiny_model: Path) -> None:
+async def test_the_process_runs_without_the_other_components_and_stops_cleanly(
+    tiny_model: Path,
+) -> None:
     port = free_port()
     process = await start(environment(tiny_model, f"127.0.0.1:{port}"))
     try:
@@ -62,15 +64,15 @@ async def test_it_lives_without_the_other_parts_and_stops_cleanly(tiny_model: Pa
     assert b"POST '/v1/chat/completions' 503" in log
 
 
-async def until_it_accepts_nobody(port: int) -> None:
-    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as newcomer:
+async def until_it_refuses_connections(port: int) -> None:
+    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
         while True:
             try:
-                await newcomer.get(f"http://127.0.0.1:{port}/healthz")
+                await client.get(f"http://127.0.0.1:{port}/healthz")
             except httpx.ConnectError:
                 return
             except httpx.TransportError:
-                continue  # accepted, and closed with the rest
+                continue  # accepted, and closed with the other connections
 
 
 async def until_it_answers(client: httpx.AsyncClient) -> None:
@@ -84,8 +86,8 @@ async def until_it_answers(client: httpx.AsyncClient) -> None:
                 return
 
 
-def surrounded(gateway: World, listen: str, **changes: str) -> dict[str, str]:
-    """An environment in which the other parts are the fakes of gateway."""
+def environment_with(gateway: World, listen: str, **changes: str) -> dict[str, str]:
+    """Make an environment in which the other components are the fakes."""
     (engine,), (shard,) = gateway.config.engines, gateway.config.cachestore.current()
     return environment(Path(gateway.config.model), listen) | {
         "RAGCACHE_RETRIEVER": gateway.config.retriever,
@@ -95,14 +97,14 @@ def surrounded(gateway: World, listen: str, **changes: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("patient", [True, False])
+@pytest.mark.parametrize("long_grace", [True, False])
 async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
-    tiny_model: Path, patient: bool
+    tiny_model: Path, long_grace: bool
 ) -> None:
     port = free_port()
     async with world(tiny_model) as fakes:
-        grace = {"RAGCACHE_STOP_GRACE_S": "60" if patient else "1"}
-        process = await start(surrounded(fakes, f"127.0.0.1:{port}", **grace))
+        grace = {"RAGCACHE_STOP_GRACE_S": "60" if long_grace else "1"}
+        process = await start(environment_with(fakes, f"127.0.0.1:{port}", **grace))
         try:
             async with httpx.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60
@@ -111,10 +113,10 @@ async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
                 fakes.engine.pause = asyncio.Event()
                 ask = {"messages": [{"role": "user", "content": "Where?"}], "stream": True}
                 answer = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
-                await asyncio.wait_for(fakes.engine.holding.wait(), 30)
+                await asyncio.wait_for(fakes.engine.waiting.wait(), 30)
                 process.send_signal(signal.SIGTERM)
-                await until_it_accepts_nobody(port)
-                if patient:
+                await until_it_refuses_connections(port)
+                if long_grace:
                     await asyncio.sleep(1)
                     fakes.engine.pause.set()
                     assert (await answer).text.endswith("data: [DONE]\n\n")
@@ -138,7 +140,7 @@ async def test_a_stop_lets_answers_in_flight_end_within_the_grace(
         ({"RAGCACHE_MODEL": "/nowhere"}, "/nowhere"),
     ],
 )
-async def test_a_bad_setting_is_one_line(
+async def test_a_wrong_setting_prints_one_line(
     tiny_model: Path, changes: dict[str, str], message: str
 ) -> None:
     env = {**environment(tiny_model, "127.0.0.1:0"), "HF_HUB_OFFLINE": "1", **changes}
@@ -149,7 +151,7 @@ async def test_a_bad_setting_is_one_line(
     assert len(log.decode().splitlines()) == 1
 
 
-async def test_a_port_in_use_is_said(tiny_model: Path) -> None:
+async def test_a_port_in_use_is_reported(tiny_model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

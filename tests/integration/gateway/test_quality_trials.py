@@ -1,4 +1,4 @@
-"""Blended questions are asked again in idle time, and what comes of it decides about later ones."""
+"""Blended questions are asked again in idle windows, and the results decide later blends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.signature import is_signed
 from ragcache_core.quality.controller import (
-    MAX_LOST,
+    MAX_ENGINE_LOSSES,
     MIN_QUESTIONS,
     RETRY_EVERY,
     alpha_ladder,
@@ -24,9 +24,13 @@ from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.helpers.gateway_fakes import World, world
 
-BUDGET = 0.4
-REPLAYS = 1 + len(alpha_ladder(BUDGET))
-SETTINGS: dict[str, Any] = {"reuse": "blend", "max_recompute_share": BUDGET, "quality": 0.9}
+RECOMPUTE_SHARE = 0.4
+REPLAYS = 1 + len(alpha_ladder(RECOMPUTE_SHARE))
+SETTINGS: dict[str, Any] = {
+    "reuse": "blend",
+    "max_recompute_share": RECOMPUTE_SHARE,
+    "quality": 0.9,
+}
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def plan_of(body: dict[str, Any]) -> ReusePlan:
 
 
 async def tried(gateway: World, questions: int = 1) -> list[dict[str, Any]]:
-    """Ask questions and wait until each has been tried; the last one's replays."""
+    """Ask questions, wait for their trials, and return those of the last one."""
     for number in range(questions):
         before = len(gateway.engine.requests)
         assert (await gateway.ask(f"Question {number}?")).status_code == 200
@@ -61,21 +65,23 @@ async def metric(gateway: World, name: str) -> float:
     return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
-async def held_replay(gateway: World) -> asyncio.Event:
-    """Ask a question; its replay in full goes on when the event is set."""
+async def paused_replay(gateway: World) -> asyncio.Event:
+    """Ask a question and return an event that resumes the full computation of its trial."""
     first = gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
-    await gateway.engine.holding.wait()
-    gateway.engine.holding.clear()
+    await gateway.engine.waiting.wait()
+    gateway.engine.waiting.clear()
     second = gateway.engine.pause = asyncio.Event()
     first.set()
     assert (await asked).status_code == 200
-    await gateway.engine.holding.wait()
+    await gateway.engine.waiting.wait()
     assert len(gateway.engine.requests) == 2
     return second
 
 
-async def test_a_question_is_asked_in_full_and_as_a_blend_with_every_alpha(gateway: World) -> None:
+async def test_a_question_is_asked_again_in_full_and_as_a_blend_with_each_alpha(
+    gateway: World,
+) -> None:
     replays = await tried(gateway)
     question = gateway.engine.requests[0]
     assert plan_of(question).alpha is None
@@ -84,14 +90,14 @@ async def test_a_question_is_asked_in_full_and_as_a_blend_with_every_alpha(gatew
         assert body["prompt"] == question["prompt"]
         assert (body["temperature"], body["max_tokens"]) == (0.0, quality_trials.MAX_ANSWER_TOKENS)
         assert plan_of(body).trial
-        # Nothing of it is found in the engine's own prefix cache, nor by anybody else.
+        # The engine's own prefix cache serves neither this request nor others from it.
         assert body["cache_salt"] == plan_of(body).request
     full, *blends = map(plan_of, replays)
     assert {segment.action for segment in full.segments} == {Action.COMPUTE}
-    assert [plan.alpha for plan in blends] == list(alpha_ladder(BUDGET))
+    assert [plan.alpha for plan in blends] == list(alpha_ladder(RECOMPUTE_SHARE))
     for plan in blends:
         assert plan.blends
-        assert plan.recompute_share == BUDGET
+        assert plan.recompute_share == RECOMPUTE_SHARE
         assert plan.planned_at_ms == plan_of(question).planned_at_ms
         assert [s.document for s in plan.segments] == [
             "",
@@ -102,9 +108,7 @@ async def test_a_question_is_asked_in_full_and_as_a_blend_with_every_alpha(gatew
     assert len({plan.request for plan in (full, *blends)}) == REPLAYS
 
 
-async def test_its_plans_are_sealed_like_those_of_questions(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_plans_of_background_requests_are_signed(tiny_model: Path, tmp_path: Path) -> None:
     key, path = bytes([1] * 32), tmp_path / "keys"
     path.write_text(key.hex())
     async with world(tiny_model, **SETTINGS, signing_key_file=SigningKeys(path)) as gateway:
@@ -115,19 +119,19 @@ async def test_its_plans_are_sealed_like_those_of_questions(
             )
 
 
-async def test_trials_are_no_questions_to_metrics(gateway: World) -> None:
+async def test_trials_do_not_count_as_questions_in_metrics(gateway: World) -> None:
     await tried(gateway)
     assert await metric(gateway, "first_token_seconds_count") == 1
     assert await metric(gateway, 'prompt_tokens_total{source="blended"}') == 15
 
 
-async def test_later_plans_have_the_least_alpha_that_is_enough(gateway: World) -> None:
+async def test_later_plans_have_the_least_alpha_that_reaches_the_target(gateway: World) -> None:
     await tried(gateway, MIN_QUESTIONS - 1)
     assert plan_of(gateway.engine.requests[-REPLAYS - 1]).alpha is None
     assert await metric(gateway, "blend_alpha") == 3.0
     assert math.isnan(await metric(gateway, "blend_expected_quality"))
     await tried(gateway)
-    # The answers are all the same, whatever is recomputed.
+    # All answers are equal, for every share that is recomputed.
     await until_metric(gateway, "blend_alpha", 0.0)
     assert await metric(gateway, "blend_expected_quality") == 1.0
     assert await metric(gateway, "blend_expected_recomputed") == 0.25  # as the records say
@@ -135,7 +139,11 @@ async def test_later_plans_have_the_least_alpha_that_is_enough(gateway: World) -
     assert await metric(gateway, 'blend_trials_total{outcome="tried"}') == trials
     await gateway.ask("And now?")
     question = plan_of(gateway.engine.requests[MIN_QUESTIONS * (REPLAYS + 1)])
-    assert (question.alpha, question.recompute_share, question.trial) == (0.0, BUDGET, False)
+    assert (question.alpha, question.recompute_share, question.trial) == (
+        0.0,
+        RECOMPUTE_SHARE,
+        False,
+    )
 
 
 async def until_metric(gateway: World, name: str, value: float) -> None:
@@ -144,13 +152,13 @@ async def until_metric(gateway: World, name: str, value: float) -> None:
         assert time.monotonic() < deadline
 
 
-async def test_where_nothing_is_enough_questions_are_reused_exactly(gateway: World) -> None:
-    gateway.engine.blend_words = ["Nobody ", "knows."]
+async def test_questions_are_reused_exactly_if_no_alpha_reaches_the_target(gateway: World) -> None:
+    gateway.engine.blend_words = ["Something ", "else."]
     await tried(gateway, MIN_QUESTIONS)
     await until_metric(gateway, "blend_alpha", math.inf)
     assert await metric(gateway, "blend_expected_quality") == 1.0
     gateway.engine.requests.clear()
-    gateway.records.says = {"blended_tokens": 0}
+    gateway.records.fields = {"blended_tokens": 0}
     for _ in range(RETRY_EVERY):
         await gateway.ask()
     await until(lambda: len(gateway.engine.requests) == RETRY_EVERY + 2)
@@ -158,26 +166,26 @@ async def test_where_nothing_is_enough_questions_are_reused_exactly(gateway: Wor
     *exact, left, full, blend = map(plan_of, gateway.engine.requests)
     for plan in (*exact, left):
         assert {segment.action for segment in plan.segments} == {Action.EXACT}
-    # One is not stored, so that it can be tried; here it turns out to be no blend.
+    # The KV of one is not stored, so that a trial can blend it; here no chunk is blended.
     assert [plan.trial for plan in (*exact, left)] == [False] * (RETRY_EVERY - 1) + [True]
     assert (full.trial, blend.trial, blend.blends) == (True, True, True)
     assert await metric(gateway, 'blend_trials_total{outcome="unblended"}') == 1
 
 
-async def test_what_does_not_ask_for_a_blend_is_left_alone(gateway: World) -> None:
-    gateway.records.says = {"blended_tokens": 0}
+async def test_questions_that_are_not_blended_are_not_asked_again(gateway: World) -> None:
+    gateway.records.fields = {"blended_tokens": 0}
     for reuse in ("exact", "off"):
         await gateway.ask(ragcache={"reuse": reuse})
     await asyncio.sleep(0.2)
     assert len(gateway.engine.requests) == 2
 
 
-async def test_a_trial_makes_way_for_a_question_and_is_made_again(gateway: World) -> None:
-    goes_on = await held_replay(gateway)
+async def test_a_question_interrupts_a_trial_which_runs_again(gateway: World) -> None:
+    resume = await paused_replay(gateway)
     third = gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask("Another?"))
     await until(lambda: len(gateway.engine.requests) == 3)
-    goes_on.set()
+    resume.set()
     await asyncio.sleep(0.2)
     assert len(gateway.engine.requests) == 3
     gateway.engine.pause = None
@@ -189,15 +197,15 @@ async def test_a_trial_makes_way_for_a_question_and_is_made_again(gateway: World
     assert {s.action for s in plan_of(gateway.engine.requests[3]).segments} == {Action.COMPUTE}
 
 
-async def test_a_trial_makes_way_even_before_its_first_token(gateway: World) -> None:
+async def test_a_question_interrupts_a_trial_before_its_first_token(gateway: World) -> None:
     first = gateway.engine.pause = asyncio.Event()
     asked = asyncio.create_task(gateway.ask())
-    await gateway.engine.holding.wait()
-    gateway.engine.holding.clear()
+    await gateway.engine.waiting.wait()
+    gateway.engine.waiting.clear()
     gateway.engine.pause, gateway.engine.prefill = None, asyncio.Event()
     first.set()
     assert (await asked).status_code == 200
-    await gateway.engine.holding.wait()
+    await gateway.engine.waiting.wait()
     assert not gateway.engine.aborted.is_set()
     gateway.engine.prefill = None
     second = gateway.engine.pause = asyncio.Event()
@@ -216,28 +224,28 @@ async def test_trials_have_the_lowest_priority_and_questions_none(gateway: World
 
 
 @pytest.mark.parametrize("change", ["delete", "replace"])
-async def test_nothing_is_asked_about_a_document_that_is_gone(gateway: World, change: str) -> None:
+async def test_no_trial_is_run_about_a_deleted_document(gateway: World, change: str) -> None:
     body = {"id": "search.md", "text": "Chunk 0 of search.md."}
     await gateway.client.post("/v1/documents", json=body)
-    goes_on = await held_replay(gateway)
+    resume = await paused_replay(gateway)
     if change == "delete":
         await gateway.client.delete("/v1/documents/search.md")
     else:
         await gateway.client.post("/v1/documents", json=body | {"text": "Another text."})
-    goes_on.set()
+    resume.set()
     await asyncio.sleep(0.2)
     assert len(gateway.engine.requests) == 2
 
 
-async def test_a_question_whose_record_is_gone_is_let_go(gateway: World) -> None:
-    goes_on = await held_replay(gateway)
-    gateway.records.forgetful = True
-    goes_on.set()
+async def test_a_trial_without_a_record_is_abandoned(gateway: World) -> None:
+    resume = await paused_replay(gateway)
+    gateway.records.has_no_records = True
+    resume.set()
     await until_metric(gateway, 'blend_trials_total{outcome="failed"}', 1)
     assert len(gateway.engine.requests) == 2
 
 
-async def test_an_engine_that_is_away_is_waited_for(
+async def test_an_unavailable_engine_is_tried_again(
     gateway: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quality_trials, "RETRY_S", 0.05)
@@ -248,23 +256,23 @@ async def test_an_engine_that_is_away_is_waited_for(
     await until(lambda: len(gateway.engine.requests) == 1 + REPLAYS)
 
 
-async def test_a_question_that_engines_are_lost_over_is_let_go(
+async def test_a_question_that_makes_engines_fail_is_abandoned(
     gateway: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quality_trials, "RETRY_S", 0.05)
-    replay = await held_replay(gateway)
+    replay = await paused_replay(gateway)
     gateway.engine.pause, gateway.engine.drop_after = None, 1
     replay.set()
-    await until(lambda: len(gateway.engine.requests) == 1 + MAX_LOST)
+    await until(lambda: len(gateway.engine.requests) == 1 + MAX_ENGINE_LOSSES)
     await asyncio.sleep(0.5)
-    assert len(gateway.engine.requests) == 1 + MAX_LOST
+    assert len(gateway.engine.requests) == 1 + MAX_ENGINE_LOSSES
     text = (await gateway.client.get("/metrics")).text
     assert 'ragcache_gateway_blend_trials_total{outcome="failed"} 1.0' in text
     gateway.engine.drop_after = None
     await tried(gateway)
 
 
-async def test_nothing_is_asked_again_unless_a_quality_is_wanted(tiny_model: Path) -> None:
+async def test_no_trial_is_run_without_a_quality_target(tiny_model: Path) -> None:
     async with world(tiny_model, reuse="blend") as gateway:
         await gateway.ask()
         await asyncio.sleep(0.2)

@@ -53,7 +53,7 @@ async def test_ready_means_that_the_engine_has_answered(gateway: World) -> None:
     await until(gateway, 200)
 
 
-async def test_a_retriever_that_is_away_is_named(gateway: World) -> None:
+async def test_an_unavailable_retriever_is_named(gateway: World) -> None:
     await until(gateway, 200)
     await gateway.servers["retriever"].stop()
     response = await until(gateway, 503)
@@ -83,7 +83,7 @@ async def test_metrics_count_what_happened(gateway: World) -> None:
         assert f"ragcache_gateway_{line}" in text
 
 
-async def test_the_cache_store_is_shown_as_one(gateway: World) -> None:
+async def test_the_shards_of_the_cache_store_are_summed(gateway: World) -> None:
     (shard,) = gateway.config.cachestore.current()
     response = await gateway.client.get("/v1/cache")
     assert response.json() == {
@@ -117,7 +117,7 @@ async def test_the_cache_store_is_shown_as_one(gateway: World) -> None:
     assert response.json()["error"]["code"] == "cachestore_unavailable"
 
 
-async def test_a_lost_shard_is_named_and_the_others_are_counted(tiny_model: Path) -> None:
+async def test_an_unreachable_shard_is_named_and_the_others_are_summed(tiny_model: Path) -> None:
     async with world(tiny_model) as gateway:
         (up,) = gateway.config.cachestore.current()
         members = FixedMembers((up, "127.0.0.1:9"))
@@ -133,12 +133,12 @@ async def test_a_lost_shard_is_named_and_the_others_are_counted(tiny_model: Path
     assert answer["variants"] == 3
     shards = {shard["address"]: shard["up"] for shard in answer["shards"]}
     assert shards == {up: True, "127.0.0.1:9": False}
-    # The other one has dropped its own, and the lost one hears of it from its peers.
+    # The shard that is up has deleted its variants; it tells the other one later.
     assert changed.json()["removed_variants"] == 2
     assert len(gateway.store.deleted) == 1
 
 
-async def test_routes_that_do_not_exist_have_openais_shape(gateway: World) -> None:
+async def test_errors_of_unknown_routes_have_openais_shape(gateway: World) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", "/v1/chat/completions", 405),
@@ -161,7 +161,7 @@ async def test_the_served_model_is_listed(gateway: World) -> None:
     assert (model["id"], model["object"]) == (MODEL, "model")
 
 
-async def test_the_openapi_document_holds_together(gateway: World) -> None:
+async def test_the_openapi_document_is_consistent(gateway: World) -> None:
     response = await gateway.client.get("/openapi.json")
     document = response.json()
     schemas = document["components"]["schemas"]

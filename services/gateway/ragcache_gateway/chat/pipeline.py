@@ -1,5 +1,7 @@
 """The way of a question through the gateway, as functions in order.
 
+The steps are::
+
     read_question   check the request
     retrieve        search for chunks
     build_prompt    tokenize the conversation and the chunks that fit

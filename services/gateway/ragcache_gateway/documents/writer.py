@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from ragcache_gateway.documents.events import DocumentChanged, DocumentEvents
-from ragcache_gateway.documents.invalidation import RemovedChunkKeys
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -21,12 +20,10 @@ class DocumentWriter:
         self,
         retriever: RetrieverClient,
         events: DocumentEvents,
-        removed_chunk_keys: RemovedChunkKeys,
         domain: str,
     ) -> None:
         self._retriever = retriever
         self._events = events
-        self._removed_chunk_keys = removed_chunk_keys
         self._domain = domain
 
     async def write(self, document: pb.Document) -> tuple[pb.UpsertDocumentReply, int | None]:
@@ -45,7 +42,7 @@ class DocumentWriter:
             collection=document.collection,
             domain=self._domain,
             document_id=document.id,
-            removed_chunks=await self._removed_chunk_keys.compute(reply.removed_chunks),
+            removed_chunks=tuple(reply.removed_chunk_keys),
             written_chunks=tuple(reply.chunks),
             requested_at_ms=requested_at_ms,
             applied_at_ms=applied_at_ms,
@@ -65,7 +62,7 @@ class DocumentWriter:
             collection=collection,
             domain=self._domain,
             document_id=document_id,
-            removed_chunks=await self._removed_chunk_keys.compute(reply.removed_chunks),
+            removed_chunks=tuple(reply.removed_chunk_keys),
             written_chunks=None,
             requested_at_ms=requested_at_ms,
             applied_at_ms=applied_at_ms,

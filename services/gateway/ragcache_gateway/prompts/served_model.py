@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace
 from ragcache_wire.watched.signing_keys import SigningKeys
 
-DOMAIN = PUBLIC_DOMAIN
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -19,11 +17,11 @@ class ServedModel:
         max_model_len: Most tokens of a prompt and its answer together.
         space: KV space of the model; only KV of one space can be exchanged.
         plan_keys: Keys that sign reuse plans; None: plans carry no signature.
-        domain: Access domain of all KV.
+        domain: Access domain of all KV. A client can never set it.
     """
 
     name: str
     max_model_len: int
     space: KVSpace
     plan_keys: SigningKeys | None
-    domain: str = DOMAIN
+    domain: str = PUBLIC_DOMAIN

@@ -106,7 +106,7 @@ def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
-def test_what_would_change_the_answer_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+def test_a_field_that_would_change_the_answer_is_refused_unless_it_has_no_effect(name: str) -> None:
     for neutral in REFUSED_FIELDS[name]:
         assert body_of(read(**{name: neutral})) == body_of(read())
     with pytest.raises(InvalidInput) as caught:
@@ -115,7 +115,7 @@ def test_what_would_change_the_answer_is_refused_unless_it_asks_for_nothing(name
 
 
 @given(name=st.sampled_from(sorted(IGNORED_FIELDS)), value=json_values)
-def test_what_steers_a_cache_is_dropped_whatever_it_holds(name: str, value: object) -> None:
+def test_a_field_that_controls_a_cache_is_ignored_with_any_value(name: str, value: object) -> None:
     assert body_of(read(**{name: value})) == body_of(read())
 
 
@@ -139,7 +139,7 @@ def test_sampling_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) ->
     assert set(body) == fixed | set(settings)
 
 
-def test_null_means_left_out() -> None:
+def test_null_means_that_a_field_is_left_out() -> None:
     names = (
         *REFUSED_FIELDS,
         "temperature",
@@ -153,7 +153,7 @@ def test_null_means_left_out() -> None:
     assert body_of(read(**dict.fromkeys(names))) == body_of(read())
 
 
-def test_a_salt_is_only_the_gateways() -> None:
+def test_only_the_gateway_sets_a_salt() -> None:
     assert "cache_salt" not in body_of(read(cache_salt="mine"))
     assert body_of(read(), cache_salt="ours")["cache_salt"] == "ours"
 
@@ -180,7 +180,7 @@ def test_a_recompute_share_is_refused_without_blend() -> None:
         requested_reuse("off", 0.0, ReuseMode("blend", 1))
 
 
-def test_a_conversation_comes_apart() -> None:
+def test_a_conversation_is_split_into_system_history_and_question() -> None:
     request = read(
         messages=[
             {"role": "system", "content": "Be brief."},
@@ -228,7 +228,7 @@ def test_an_empty_question_is_refused() -> None:
         read_conversation(read(messages=[{"role": "user", "content": " \n"}]).messages)
 
 
-def test_events_of_the_engine_are_read() -> None:
+def test_events_of_the_engine_are_parsed() -> None:
     event = b'{"choices":[{"text":"a","finish_reason":null}],"usage":null}'
     assert parse_event(event) == [TextDelta("a", None)]
     event = (
@@ -241,13 +241,13 @@ def test_events_of_the_engine_are_read() -> None:
 
 
 @given(data=st.binary(max_size=40) | json_values.map(lambda v: repr(v).encode()))
-def test_an_event_that_cannot_be_read_is_an_outage(data: bytes) -> None:
+def test_an_unreadable_event_makes_the_engine_unavailable(data: bytes) -> None:
     with contextlib.suppress(Unavailable):
         assert all(isinstance(found, TextDelta | Usage) for found in parse_event(data))
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'"x"', b'{"error": "x"}', b"\xff"])
-def test_any_refusal_is_an_error(body: bytes) -> None:
+def test_any_response_but_200_is_an_error(body: bytes) -> None:
     assert isinstance(error_from_response(500, body), Unavailable)
     assert isinstance(error_from_response(404, body), Unavailable)
     assert isinstance(error_from_response(400, body), InvalidInput)
@@ -274,13 +274,13 @@ def test_every_error_has_openais_shape(error: RagCacheError, status: int, code: 
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 415])
-def test_what_routing_refuses_has_it_too(status: int) -> None:
+def test_an_error_of_routing_has_openais_shape(status: int) -> None:
     http = from_status(status, "GET", "/x", "detail")
     assert http.status == status
     assert http.body["error"]["message"]
 
 
-def test_paths_are_written_as_their_sender_would() -> None:
+def test_paths_of_values_are_written_as_a_client_writes_them() -> None:
     assert value_path(("body", "messages", 0, "content", "~list", 1, "text")) == (
         "messages[0].content[1].text"
     )
@@ -288,7 +288,7 @@ def test_paths_are_written_as_their_sender_would() -> None:
     assert value_path(("body",)) == ""
 
 
-def test_the_retrievers_errors_are_put_in_words_of_this_api() -> None:
+def test_the_retrievers_errors_get_the_field_names_of_the_rest_api() -> None:
     error = to_rest_error(InvalidInput("collection.chunking.size_tokens", "is odd", "fix it"))
     assert str(error) == "chunking.size_tokens: is odd; fix it"
     assert to_rest_error(TooLarge("document.text", "x", "y")).field == "text"  # type: ignore[attr-defined]

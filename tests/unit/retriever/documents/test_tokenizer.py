@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.keys import chunk_key
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.plan.prompt import assemble, plan_exact
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.served_model import DOMAIN
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model_folder import load_model_folder
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
@@ -32,7 +31,7 @@ def gateway_key(tiny_model: Path) -> GatewayKey:
 
     def key(text: str) -> bytes:
         prompt = assemble([], [prompts.encode_chunk(text)], [])
-        [segment] = plan_exact(prompt, space, DOMAIN, "request").segments
+        [segment] = plan_exact(prompt, space, PUBLIC_DOMAIN, "request").segments
         return segment.chunk
 
     return key
@@ -63,7 +62,7 @@ def test_text_that_spells_a_special_token_has_another_key_than_the_token(tiny_mo
     folder = load_model_folder(str(tiny_model))
     chat = load_tokenizer(tiny_model)
     ids = chat.encode("<|end|>\n\n", add_special_tokens=False, split_special_tokens=False)
-    as_token = chunk_key(folder.space("auto"), DOMAIN, ids)
+    as_token = chunk_key(folder.space("auto"), PUBLIC_DOMAIN, ids)
     assert tokenizer_of(tiny_model).chunk_key("<|end|>") != as_token
 
 
