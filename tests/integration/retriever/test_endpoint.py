@@ -93,14 +93,14 @@ async def test_it_learns_its_dimension_and_speaks_the_protocol(
     assert body == {"model": "small", "input": ["a", "abc"], "encoding_format": "float"}
 
 
-async def test_what_may_pass_is_tried_again(server: Server, endpoint: EmbeddingEndpoint) -> None:
+async def test_a_temporary_failure_is_retried(server: Server, endpoint: EmbeddingEndpoint) -> None:
     await endpoint.start()
     server.answers = [lambda _: (503, {}), lambda _: (429, {})]
     assert (await endpoint.embed(["a"], urgent=True)).shape == (1, 3)
     assert len(server.requests) == 4
 
 
-async def test_a_deadline_ends_the_trying(
+async def test_a_deadline_ends_the_retries(
     server: Server, endpoint: EmbeddingEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await endpoint.start()
@@ -118,7 +118,7 @@ async def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     await endpoint.close()
 
 
-async def test_a_refusal_at_start_is_the_operators_to_mend(
+async def test_a_refusal_at_start_is_an_error_of_the_settings(
     server: Server, endpoint: EmbeddingEndpoint
 ) -> None:
     server.answers = [lambda _: (401, {"error": "no such key"})]
@@ -132,7 +132,7 @@ async def test_a_refusal_at_start_is_the_operators_to_mend(
 
 
 @pytest.mark.parametrize(("urgent", "field"), [(True, "query"), (False, "document.text")])
-async def test_a_text_that_is_refused_is_the_callers_to_mend(
+async def test_a_refused_text_is_an_error_of_the_caller(
     server: Server, endpoint: EmbeddingEndpoint, urgent: bool, field: str
 ) -> None:
     await endpoint.start()
@@ -173,7 +173,7 @@ async def test_vectors_that_change_their_length(
         await endpoint.embed(["a"], urgent=True)
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(InvalidInput) as caught:
         EmbeddingEndpoint("http://host:port/v1", "small")
     assert caught.value.field == "RAGCACHE_EMBEDDER"

@@ -67,7 +67,7 @@ async def test_a_document_is_found_as_soon_as_it_is_acknowledged(client: Retriev
     assert not best.before
 
 
-async def test_an_unchanged_document_is_left_alone(client: RetrieverClient) -> None:
+async def test_an_unchanged_document_stays_as_it_is(client: RetrieverClient) -> None:
     first = await client.upsert_document(document("d", service_page("d", "north")))
     again = await client.upsert_document(document("d", service_page("d", "north")))
     assert not again.changed
@@ -299,7 +299,7 @@ async def test_hits_that_outgrow_a_message_are_refused(client: RetrieverClient) 
 
 
 async def test_searches_during_writes_see_whole_documents(client: RetrieverClient) -> None:
-    """Whatever is read is of one version, and the final stage has all of it."""
+    """A stage holds chunks of one version only, and the final stage has all of them."""
     done = asyncio.Event()
 
     async def write() -> None:
@@ -338,7 +338,7 @@ async def test_concurrent_writes_of_one_document_leave_one_version(
     assert version in stored.text
 
 
-async def test_a_search_that_nobody_reads_any_more_ends(client: RetrieverClient) -> None:
+async def test_a_search_without_a_reader_ends(client: RetrieverClient) -> None:
     await client.upsert_document(document("d", service_page("d", "north")))
     for _ in range(20):
         stages = client.search("default", "north", 1)

@@ -69,8 +69,8 @@ class CacheStoreSettings(ServiceSettings):
         ]
         | None
     ) = setting(None, internal="Only services on one machine share a folder.")
-    """Unix socket of the data transport over shared memory. Whoever can open it shares memory with
-    the store. Without it, the store does not offer it."""
+    """Unix socket of the data transport over shared memory. Each process that can open it shares
+    memory with the store. Without it, the store does not offer it."""
     data_dir: Path = setting(internal="The operator mounts the volume.")
     """Folder that the store owns. The store creates it when it is missing."""
     memory_bytes: _TierBytes = setting(spec="spec.cacheStore.memory")

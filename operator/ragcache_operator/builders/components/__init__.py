@@ -1,1 +1,1 @@
-"""TODO."""
+"""Builders of the components: gateway, retriever, engines and cache store."""

@@ -1,4 +1,4 @@
-"""The cache store: chunk-caches in memory and on volumes, in shards that clients know by name."""
+"""Builds the cache store: shards with a memory tier and a volume, which clients know by name."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from ragcache_wire.settings import CacheStoreSettings
 
 COMPONENT: Final = "cachestore"
 SHARDS: Final = Endpoint(f"{COMPONENT}-shards", "grpc")
-"""What names each of its pods."""
+"""The headless Service that names each pod."""
 GRPC: Final = Endpoint(COMPONENT, "grpc")
 DATA: Final = Endpoint(COMPONENT, "data")
 HEALTH: Final = Endpoint(COMPONENT, "health")
 
 _PROCESS_BYTES = 768 << 20
-"""What the process needs beside its memory tier: 75 MiB of its own, 160 more once it packs values,
-and copies of the values that it packs or that travel inside gRPC, up to 256 MiB each."""
+"""Memory of the process besides the memory tier. It needs 75 MiB, 160 more once it packs values,
+and up to 256 MiB for each copy of a value that it packs or sends by gRPC."""
 
 _DISK_PER_MEMORY = 256
-"""Bytes of disk for each byte of memory that the records of its values take: 6.5 KiB for a value of
-28 layers, so that smaller values than 1.6 MiB need more."""
+"""Bytes of disk for each byte of memory for the records of values. A record takes 6.5 KiB for a value
+of 28 layers. So values below 1.6 MiB need more."""
 
 _DISK_SHARE = 0.9
-"""Share of the volume for values and the reserve: the rest is the file system's own, and RocksDB's,
-which holds a kilobyte or so of records for each value."""
+"""Share of the volume for values and the reserve. The file system and RocksDB use the rest, RocksDB
+about one kilobyte for each value."""
 
 _DISK_RESERVE_BYTES = 64 << 20
-"""What the store leaves free in any case (its FREE_RESERVE_BYTES), so that records still find room.
-With less it would refuse values as on a full disk, before it thinks of evicting others."""
+"""Space that the store always leaves free for records (its FREE_RESERVE_BYTES). With less space, it
+would refuse values as on a full disk, before it evicts others."""
 
 _PAGE_BYTES = 1 << 16
-"""What the store gives out of its file at least."""
+"""Smallest unit of the store's file."""
 
 _ADMISSIONS: Final = {"always": "always", "secondTouch": "second-touch", "score": "score"}
-"""Of the spec, as the store calls them."""
+"""The store's names of the spec's values."""
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
-    """Its objects."""
+    """Return the objects of the cache store."""
     store = cache.spec.cache_store
     shards_service = object_name(cache, SHARDS.workload)
     records_bytes = -(-store.disk.size_bytes // _DISK_PER_MEMORY >> 20) << 20
@@ -75,7 +75,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
             {**meta, "name": shards_service},
             workloads.selector(cache, workload),
             [(port, PORT_NUMBERS[port]) for port in workload.ports],
-            # A client keeps a shard's name through its restarts.
+            # Clients keep the name of a shard while it restarts.
             HEADLESS_ALL_PODS,
         ),
         *workloads.build(cache, workload, site),
@@ -109,5 +109,5 @@ def _precision(given: PrecisionSpec) -> Precision:
 
 
 def _values_on(disk: StorageSpec) -> int:
-    """Bytes of values that a volume takes."""
+    """Return the bytes of values that fit on a volume."""
     return max(int(disk.size_bytes * _DISK_SHARE) - _DISK_RESERVE_BYTES, _PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""An engine: vLLM's own OpenAI server with our connector."""
+"""Builds the engines: vLLM's OpenAI server with the RagCache connector."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ COMPONENT: Final = "engine"
 _CONNECTOR: Final = {
     "kv_connector": "RagCacheConnector",
     "kv_role": "kv_both",
-    # vLLM's default answers a lost chunk-cache with an error 500.
+    # vLLM's default answers a failed load with an error 500.
     "kv_load_failure_policy": "recompute",
 }
 _PROCESS_BYTES = 3 << 30
-"""What an engine needs beside its KV: vLLM's processes, a small model's weights."""
+"""Memory of an engine besides its KV: vLLM's processes and the weights of a small model."""
 _TIER_WAITING_SHARE = 4
-"""What waits to be copied into the host tier takes one part in so many of it on top."""
+"""Values that wait for their copy into the host tier take one part in so many of its size."""
 _START_S = 1800
-"""A large model's weights take long from a slow disk, longer from a hub."""
+"""Time to read the weights of a large model from a slow disk or a hub."""
 _DRAIN_S = 120
-"""For answers in flight to be finished, once no new questions come."""
+"""Time for answers in flight after the last new request."""
 _END_S = 30
-"""For vLLM's processes to end, once they are told to."""
+"""Time for vLLM's processes to end after a signal."""
 _SHARED_MEMORY: Final = Mount(
     "shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
 )
-"""vLLM's processes talk through it; a container's own is 64 MiB."""
+"""vLLM's processes communicate through it. A container has 64 MiB by default."""
 
 
 def http(engine: EngineSpec) -> Endpoint:
-    """Its OpenAI server."""
+    """Return the endpoint of the OpenAI server."""
     return Endpoint(workload_name(engine), "http")
 
 
 def records(engine: EngineSpec) -> Endpoint:
-    """Its records of requests (engine.proto)."""
+    """Return the endpoint of the request records (engine.proto)."""
     return Endpoint(workload_name(engine), "grpc")
 
 
 def workload_name(engine: EngineSpec) -> str:
-    """Its name within the RagCache."""
+    """Return the name of the engine's workload within the RagCache."""
     return f"{COMPONENT}-{engine.name}"
 
 
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
-    """Its objects."""
+    """Return the objects of one group of engines."""
     tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _TIER_WAITING_SHARE
     derived = DerivedResources("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
     replica_range = engine.autoscaling and ReplicaRange(
@@ -92,8 +92,8 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
         own_labels={ENGINE_LABEL: engine.name},
-        # One that is alone would be away while its successor loads the model; where there are
-        # several, a successor beside them would take a spare device for every rollout.
+        # A single engine would be missing while its successor loads the model. With several, a
+        # surge would need a spare device for each rollout.
         surge=engine.replicas == 1 and replica_range is None,
     )
     meta = workloads.metadata(cache, workload)
@@ -102,7 +102,7 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
             meta,
             workloads.selector(cache, workload),
             [(port, PORT_NUMBERS[port]) for port in workload.ports],
-            # The gateway sees every engine and chooses between them itself.
+            # The gateway knows each engine and balances the load itself.
             HEADLESS,
         ),
         *workloads.build(cache, workload, site),
@@ -128,9 +128,9 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
         *_kv_events(engine, site),
-        # Gateways give what nobody waits for the lowest one, and all else the same.
+        # The gateway gives background work the lowest priority, and all requests the same one.
         *(("--scheduling-policy", "priority") if _works_in_idle_time(cache) else ()),
-        # Compiling would make every start longer; whether it pays on a CPU has not been measured.
+        # Compiling would make each start longer. Its benefit on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),
         *engine.args,
@@ -142,7 +142,7 @@ def _works_in_idle_time(cache: RagCache) -> bool:
 
 
 def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
-    """Have it tell which blocks its cache holds, and again to those who missed some of it."""
+    """Return arguments for events of the blocks in vLLM's cache, and for their replay."""
     endpoints = _endpoints(engine, site)
     if not all(endpoints.values()):
         return []
@@ -156,7 +156,7 @@ def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
 
 
 def _endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
-    """Of its KV events, by port."""
+    """Return the endpoints of its KV events, by port."""
     return {
         port: site.zmq_endpoint(Endpoint(workload_name(engine), port))
         for port in ("events", "replay")
@@ -179,10 +179,10 @@ def _environment(cache: RagCache, engine: EngineSpec, site: Site) -> dict[str, E
             records_listen=str(site.bind_address(records(engine))),
         ),
         "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
-        # With a connector vLLM keeps two cores for other work and takes one less for itself, or on
-        # two cores all of both; the connector's threads need little.
+        # With a connector, vLLM reserves two cores for other work, or uses both of two cores. The
+        # connector's threads need little.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-        # Its sampler compiles in spite of --enforce-eager, and without a C++ compiler that ends it.
+        # The sampler compiles in spite of --enforce-eager, and fails without a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

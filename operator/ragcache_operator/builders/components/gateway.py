@@ -1,4 +1,4 @@
-"""The gateway: the REST door, which knows where every other part is."""
+"""Builds the gateway, which serves REST and knows the addresses of all other services."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ HTTP: Final = Endpoint(COMPONENT, "http")
 
 _START_S = 120
 _UNNOTICED_S = 5
-"""For Services and proxies to stop sending here, after a pod was told to end."""
+"""Time for Services and proxies to stop sending requests to a pod that ends."""
 _STOP_GRACE_S = 60
-"""For answers in flight to be finished after that."""
+"""Time for answers in flight after that."""
 _END_S = 5
-"""For what is left to be closed."""
+"""Time to close connections."""
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
-    """Its objects."""
+    """Return the objects of the gateway."""
     model, gateway = cache.spec.model, cache.spec.gateway
     replica_range = gateway.autoscaling and ReplicaRange(
         gateway.replicas, gateway.autoscaling.max_replicas
     )
-    # It reads the weights for their fingerprint, and from the hub that means to fetch them.
+    # The gateway reads the weights for their fingerprint. From the hub, it downloads them first.
     start_s = HUB_START_S if model.parsed_source.kind == "hf" else _START_S
     workload = Workload(
         component=COMPONENT,

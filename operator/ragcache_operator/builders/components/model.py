@@ -1,4 +1,4 @@
-"""How a model gets into the pods that read it: the gateway, the retriever and the engines."""
+"""Environment and mounts of the pods that read the model: gateway, retriever and engines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ragcache_operator.builders.site import MODEL_FOLDER
 from ragcache_operator.spec import ModelSpec
 
 HUB_START_S: Final = 1800
-"""For weights to come from the hub, which every pod gets for itself."""
+"""Time for a pod to download weights from the hub."""
 
 
 def model_environment(model: ModelSpec) -> Mapping[str, EnvValue]:
-    """What libraries that read models are told.
+    """Return variables for the Hugging Face libraries.
 
-    A folder is whole: without being told so, every start would ask the hub about it.
+    A folder is complete. Without HF_HUB_OFFLINE, the libraries would ask the hub at each start.
     """
     if model.parsed_source.kind != "hf":
         return {"HF_HUB_OFFLINE": "1"}
@@ -27,7 +27,7 @@ def model_environment(model: ModelSpec) -> Mapping[str, EnvValue]:
 
 
 def model_mounts(model: ModelSpec) -> list[Mount]:
-    """The volume it lies on, for a source that is one; always read-only."""
+    """Return the read-only mount of a source that is a volume."""
     source = model.parsed_source
     match source.kind:
         case "pvc":

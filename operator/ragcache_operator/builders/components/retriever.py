@@ -1,4 +1,4 @@
-"""The retriever: documents on its volume, embeddings, search."""
+"""Builds the retriever, which has one pod with a volume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEALTH: Final = Endpoint(COMPONENT, "health")
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
-    """Its objects."""
+    """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
     workload = Workload(
         component=COMPONENT,
@@ -30,8 +30,8 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         command=("python", "-m", "ragcache_retriever"),
         env=_environment(cache, site),
         ports=(GRPC.port, HEALTH.port),
-        # Alive once its modules are loaded. Embedding what an index lacks only delays its being
-        # ready, however long that takes.
+        # The retriever is alive once its modules are loaded. Embedding documents delays readiness
+        # alone, and has no time limit.
         probes=Probes(site.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
         resources=resources(DerivedResources("250m", 1 << 30), retriever.resources),
         mounts=model_mounts(model),

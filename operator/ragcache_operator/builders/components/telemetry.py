@@ -1,4 +1,4 @@
-"""Where a part sends its spans, and the cache store its metrics as well."""
+"""Tracing of vLLM. The settings tables give the collector to all other services."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from ragcache_operator.spec import RagCache
 
 
 def vllm_environment(cache: RagCache) -> Mapping[str, str]:
-    """Those of vLLM, which traces by itself; they bind our connector in its processes, too."""
+    """Return variables for vLLM's own tracing. They also hold for the connector in its processes."""
     if cache.spec.telemetry.otlp is None:
         return {}
     return {
-        # It would speak gRPC.
+        # The default is gRPC.
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_SERVICE_NAME": "ragcache-engine",
-        # Who asks decides what is traced: no probe begins a trace.
+        # The caller decides about tracing, so that probes begin no traces.
         "OTEL_TRACES_SAMPLER": "parentbased_always_off",
     }
 
 
 def vllm_arguments(cache: RagCache) -> list[str]:
-    """Without them vLLM drops the trace context of what it is asked, before any connector sees it.
+    """Return vLLM's arguments for tracing.
 
-    Its own span of each request (``llm_request``) comes with them.
+    Without them, vLLM drops the trace context of a request before the connector sees it. With them,
+    vLLM also makes its own span of each request (``llm_request``).
     """
     otlp = cache.spec.telemetry.otlp
     return ["--otlp-traces-endpoint", f"{otlp.endpoint.rstrip('/')}/v1/traces"] if otlp else []

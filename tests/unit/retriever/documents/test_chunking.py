@@ -100,7 +100,7 @@ def test_chunks_with_overlap_cover_the_document_in_order(text, markdown, chunkin
 
 
 @given(text=documents, markdown=st.booleans(), chunking=chunkings)
-def test_the_same_document_is_cut_the_same(text, markdown, chunking):
+def test_the_same_document_is_split_the_same_way(text, markdown, chunking):
     first, second = (
         split_document(text, markdown=markdown, chunking=chunking, count_tokens=count_words)
         for _ in range(2)
@@ -194,13 +194,13 @@ def test_a_code_fence_that_does_not_fit_is_split_between_lines():
     assert [line for chunk in chunks for line in chunk.split("\n")] == ["```", *lines, "```"]
 
 
-def test_a_sentence_longer_than_a_chunk_is_cut_between_words():
+def test_a_sentence_longer_than_a_chunk_is_split_between_words():
     chunks = texts(split_words(words(50, "a"), 16))
     assert [count_words(chunk) for chunk in chunks] == [16, 16, 16, 2]
     assert " ".join(chunks) == words(50, "a")
 
 
-def test_text_without_spaces_is_cut_anyway():
+def test_text_without_spaces_is_split_too():
     chunking = Chunking(16, 0)
     chunks = split_document("x" * 1000, markdown=False, chunking=chunking, count_tokens=count_bytes)
     assert [len(chunk.text) for chunk in chunks] == [16] * 62 + [8]

@@ -115,7 +115,7 @@ def test_ties_go_to_the_smaller_row_wherever_they_lie():
     seed=st.integers(0, 1000),
     changes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=8),
 )
-def test_an_index_that_changed_equals_one_made_anew(seed, changes):
+def test_a_changed_index_equals_a_new_one(seed, changes):
     rng = np.random.default_rng(seed)
     held: dict[int, Vectors] = {}
     index = index_of(NONE)
