@@ -1,4 +1,4 @@
-"""What was before a chunk: prefix overlap, order penalty, and how much the chunk leans on it."""
+"""Prefix overlap, order penalty, and the impact of the prefix on a chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new(names: str) -> list[PrefixChunk]:
 attention = st.floats(1e-6, 1e3)
 prefixes = st.lists(st.sampled_from(NAMES), unique=True, max_size=len(NAMES))
 repeating = st.lists(st.sampled_from(NAMES), max_size=12)
-captured = st.lists(
+old_prefixes = st.lists(
     st.tuples(st.sampled_from(NAMES), st.one_of(st.just(0.0), attention)), max_size=12
 ).map(lambda paid: old(*paid))
 
@@ -42,42 +42,44 @@ class TestOverlap:
     def test_without_unseen_chunks_it_is_eq_6(self):
         assert prefix_overlap(old(("A", 3.0), ("B", 1.0)), new("A")).overlap == 0.75
 
-    def test_unseen_chunks_cost_what_the_old_ones_were_paid_on_average(self):
+    def test_unseen_chunks_cost_the_mean_attention_of_the_old_ones(self):
         # A has 16 tokens and was paid 3 for them; D has 16 too, and was never seen.
         assert prefix_overlap(old(("A", 3.0)), new("DA")).overlap == 0.5
         # Eq. 6 says 1 of both.
         assert prefix_overlap(old(("A", 3.0)), new("A")).overlap == 1.0
 
-    def test_a_variant_captured_first_fits_only_at_the_start(self):
+    def test_a_variant_computed_first_fits_only_at_the_start(self):
         assert prefix_overlap([], []).adjusted == 1.0
         assert prefix_overlap([], new("A")).adjusted == 0.0
 
-    def test_at_the_start_of_a_prompt_nothing_is_left_of_the_old_prefix(self):
+    def test_at_the_start_of_a_prompt_the_overlap_is_0(self):
         assert prefix_overlap(old(("A", 3.0)), []).adjusted == 0.0
 
-    def test_a_prefix_that_was_paid_nothing_counts_by_its_tokens(self):
+    def test_a_prefix_without_attention_counts_by_its_tokens(self):
         # 16 of A and 32 of B, then 16 of D that were never seen
         assert prefix_overlap(old(("A", 0.0), ("B", 0.0)), new("AD")).overlap == pytest.approx(0.25)
 
-    def test_a_second_time_is_another_chunk(self):
+    def test_a_second_occurrence_is_another_chunk(self):
         once, twice = old(("A", 1.0)), old(("A", 1.0), ("A", 3.0))
         assert prefix_overlap(once, new("AA")).overlap == 0.5
         assert prefix_overlap(twice, new("A")).overlap == 0.25
         assert prefix_overlap(twice, new("AA")).adjusted == 1.0
 
-    @given(before=captured, now=repeating)
+    @given(before=old_prefixes, now=repeating)
     def test_all_scores_lie_in_0_to_1(self, before, now):
         score = prefix_overlap(before, new("".join(now)))
         assert 0 <= score.adjusted <= score.overlap <= 1
         assert 0 <= score.order_penalty <= 1
 
-    @given(before=captured)
+    @given(before=old_prefixes)
     def test_the_same_prefix_fits_in_full(self, before):
         again = [PrefixChunk(chunk.chunk, chunk.num_tokens) for chunk in before]
         assert prefix_overlap(before, again).adjusted == 1.0
 
-    @given(before=captured, now=prefixes, stranger=st.sampled_from("XYZ"), where=st.integers(0, 8))
-    def test_a_chunk_it_has_never_seen_lowers_any_overlap(self, before, now, stranger, where):
+    @given(
+        before=old_prefixes, now=prefixes, stranger=st.sampled_from("XYZ"), where=st.integers(0, 8)
+    )
+    def test_an_unseen_chunk_lowers_any_overlap(self, before, now, stranger, where):
         with_stranger = new("".join(now))
         with_stranger.insert(where, PrefixChunk(key(stranger), 16))
         without, score = (
@@ -87,22 +89,22 @@ class TestOverlap:
         assert score.overlap < without.overlap or score.overlap == without.overlap == 0
         assert score.order_penalty == without.order_penalty
 
-    @given(before=captured, now=prefixes, name=st.sampled_from(NAMES))
-    def test_a_chunk_it_has_seen_never_lowers_the_overlap(self, before, now, name):
+    @given(before=old_prefixes, now=prefixes, name=st.sampled_from(NAMES))
+    def test_a_seen_chunk_never_lowers_the_overlap(self, before, now, name):
         seen = {chunk.chunk for chunk in before}
         if name in now or key(name) not in seen:
             return
         more = prefix_overlap(before, new("".join([*now, name])))
         assert more.overlap >= prefix_overlap(before, new("".join(now))).overlap
 
-    @given(before=captured, now=prefixes, data=st.data())
-    def test_the_overlap_itself_knows_no_order(self, before, now, data):
+    @given(before=old_prefixes, now=prefixes, data=st.data())
+    def test_the_overlap_ignores_the_order(self, before, now, data):
         shuffled = data.draw(st.permutations(now))
         assert prefix_overlap(before, new("".join(now))).overlap == pytest.approx(
             prefix_overlap(before, new("".join(shuffled))).overlap
         )
 
-    @given(before=captured, now=prefixes, power=st.integers(-10, 10))
+    @given(before=old_prefixes, now=prefixes, power=st.integers(-10, 10))
     def test_only_ratios_of_attention_count(self, before, now, power):
         scaled = [
             AttendedChunk(chunk.chunk, chunk.num_tokens, chunk.inter * 2.0**power)
@@ -119,24 +121,24 @@ class TestOrderPenalty:
         score = prefix_overlap(old(("A", 1.0), ("B", 1.0)), new("BA"))
         assert (score.overlap, score.order_penalty, score.adjusted) == (1.0, 1.0, 0.0)
 
-    @pytest.mark.parametrize("places", [[], [4]])
-    def test_fewer_than_two_common_chunks_have_no_order(self, places):
-        assert order_penalty(places) == 0.0
+    @pytest.mark.parametrize("positions", [[], [4]])
+    def test_fewer_than_two_common_chunks_have_no_order(self, positions):
+        assert order_penalty(positions) == 0.0
 
     def test_worked_examples(self):
         assert order_penalty([0, 2, 1]) == pytest.approx(1 / 3)
         assert order_penalty([2, 0, 1]) == pytest.approx(2 / 3)
         assert order_penalty([3, 1, 0]) == 1.0
 
-    @given(places=st.lists(st.integers(0, 40), unique=True))
-    def test_it_is_the_share_of_discordant_pairs(self, places):
-        pairs = list(combinations(places, 2))
+    @given(positions=st.lists(st.integers(0, 40), unique=True))
+    def test_it_is_the_share_of_discordant_pairs(self, positions):
+        pairs = list(combinations(positions, 2))
         discordant = sum(first > second for first, second in pairs)
-        assert order_penalty(places) == (discordant / len(pairs) if pairs else 0.0)
+        assert order_penalty(positions) == (discordant / len(pairs) if pairs else 0.0)
 
-    @given(places=st.lists(st.integers(0, 40), unique=True, min_size=2))
-    def test_the_reverse_has_what_is_missing_to_1(self, places):
-        assert order_penalty(places) + order_penalty(places[::-1]) == pytest.approx(1.0)
+    @given(positions=st.lists(st.integers(0, 40), unique=True, min_size=2))
+    def test_a_list_and_its_reverse_add_up_to_1(self, positions):
+        assert order_penalty(positions) + order_penalty(positions[::-1]) == pytest.approx(1.0)
 
 
 class TestContextImpact:
@@ -150,20 +152,22 @@ class TestContextImpact:
         # §6: intra-attention is 2.18 times inter-attention on average in chunks of 883 tokens
         assert ContextImpact(1.0, 2.18).cci == pytest.approx(0.6127, abs=1e-4)
 
-    def test_a_first_chunk_has_the_least_there_is(self):
+    def test_a_first_chunk_has_the_minimum(self):
         assert context_impact(4, 2.0, []).cci == 0.5
 
-    def test_nothing_over_nothing(self):
+    def test_no_attention_at_all_gives_the_minimum(self):
         assert context_impact(1, 0.0, []).cci == 0.5
 
-    def test_one_that_leans_on_others_alone_has_the_most(self):
+    def test_attention_to_others_only_gives_the_maximum(self):
         assert context_impact(1, 0.0, old(("A", 1.0))).cci == 1.0
 
-    @given(tokens=st.integers(1, 4096), intra=st.floats(0, 4096), before=captured)
+    @given(tokens=st.integers(1, 4096), intra=st.floats(0, 4096), before=old_prefixes)
     def test_it_lies_between_a_half_and_1(self, tokens, intra, before):
         assert 0.5 <= context_impact(tokens, intra, before).cci <= 1.0
 
-    @given(tokens=st.integers(1, 4096), intra=attention, before=captured, more=st.floats(1e-6, 10))
+    @given(
+        tokens=st.integers(1, 4096), intra=attention, before=old_prefixes, more=st.floats(1e-6, 10)
+    )
     def test_more_attention_to_others_never_lowers_it(self, tokens, intra, before, more):
         heavier = [*before, AttendedChunk(key("X"), 16, more)]
         assert (
@@ -184,8 +188,8 @@ class TestContextImpact:
         assert once.inter == pytest.approx(mean(impact.inter for impact in each))
         assert once.intra == pytest.approx(mean(impact.intra for impact in each))
 
-    @given(tokens=st.integers(1, 256), factor=st.sampled_from([2, 4, 8]), before=captured)
-    def test_chunks_of_other_lengths_with_the_same_mean_weights_are_alike(
+    @given(tokens=st.integers(1, 256), factor=st.sampled_from([2, 4, 8]), before=old_prefixes)
+    def test_the_length_of_chunks_with_equal_mean_weights_does_not_matter(
         self, tokens, factor, before
     ):
         # mean weight of a pair of tokens stays: sums grow with |Ci| |Cj|, and with |Ci|^2
@@ -199,14 +203,14 @@ class TestContextImpact:
 
 
 @pytest.mark.parametrize("inter", [-1.0, math.nan, math.inf])
-def test_attention_that_cannot_be_is_refused(inter):
+def test_invalid_attention_is_rejected(inter):
     with pytest.raises(ValueError, match="inter must be finite"):
         AttendedChunk(key("A"), 16, inter)
     with pytest.raises(ValueError, match="intra must be finite"):
         context_impact(16, inter, [])
 
 
-def test_chunks_without_tokens_are_refused():
+def test_chunks_without_tokens_are_rejected():
     with pytest.raises(ValueError, match="num_tokens must be at least 1"):
         AttendedChunk(key("A"), 0, 1.0)
     with pytest.raises(ValueError, match="num_tokens must be at least 1"):

@@ -1,4 +1,4 @@
-"""Cache fix overhead, the variant to take, what a use is worth, and calibration of alpha."""
+"""Cache fix overhead, the best variant, the frequency gain, and calibration of alpha."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class TestFixOverhead:
         assert fit(low, overlap).fix_overhead(alpha) <= fit(high, overlap).fix_overhead(alpha)
 
     @pytest.mark.parametrize("alpha", [-0.1, math.nan, math.inf])
-    def test_no_such_alpha(self, alpha):
+    def test_an_invalid_alpha_is_rejected(self, alpha):
         with pytest.raises(ValueError, match="alpha"):
             fit(0.5, 0.5).fix_overhead(alpha)
 
     @pytest.mark.parametrize(("cci", "overlap"), [(1.1, 0), (0.5, -0.1), (math.nan, 0)])
-    def test_no_such_fit(self, cci, overlap):
+    def test_an_invalid_fit_is_rejected(self, cci, overlap):
         with pytest.raises(ValueError, match="CCI"):
             fit(cci, overlap)
 
@@ -88,7 +88,7 @@ class TestBestVariant:
         assert best_variant([fit(0.5, 0.5, 2), fit(0.5, 0.5, 1)]) == fit(0.5, 0.5, 1)
 
     @given(st.lists(fits, min_size=1), st.data())
-    def test_it_has_the_least_to_mend_in_whatever_order_they_come(self, variants, data):
+    def test_it_has_the_least_mismatch_in_any_order(self, variants, data):
         best = best_variant(variants)
         assert best is not None
         assert all(best.mismatch <= variant.mismatch for variant in variants)
@@ -96,7 +96,7 @@ class TestBestVariant:
 
 
 class TestFrequencyGain:
-    def test_a_use_that_mends_nothing_stops_at_the_floor(self):
+    def test_a_use_without_recomputation_counts_by_the_floor(self):
         assert frequency_gain(0.0) == 1 / MIN_FIX_OVERHEAD
         assert frequency_gain(0.0, floor=0.5) == 2.0
 
@@ -104,12 +104,12 @@ class TestFrequencyGain:
         assert frequency_gain(1.0) == 1.0
 
     @given(shares, shares)
-    def test_less_to_mend_never_counts_for_less(self, one, other):
+    def test_less_recomputation_never_counts_for_less(self, one, other):
         low, high = sorted((one, other))
         assert 1.0 <= frequency_gain(high) <= frequency_gain(low)
 
     @pytest.mark.parametrize(("overhead", "floor"), [(-0.1, 0.1), (1.1, 0.1), (0.5, 0), (0.5, 2)])
-    def test_no_such_overhead_or_floor(self, overhead, floor):
+    def test_an_invalid_overhead_or_floor_is_rejected(self, overhead, floor):
         with pytest.raises(ValueError, match="must be in"):
             frequency_gain(overhead, floor)
 
@@ -140,7 +140,7 @@ class TestCalibration:
         assert found.fix_overhead == pytest.approx(0.4)
         assert found.quality == pytest.approx(0.918)
 
-    def test_below_the_lowest_nothing_is_guessed(self):
+    def test_nothing_is_extrapolated_below_the_lowest(self):
         found = calibrate(PAPER, 0.1)
         assert found is not None
         assert found.alpha == 0.5
@@ -150,7 +150,7 @@ class TestCalibration:
         assert found is not None
         assert (found.alpha, found.fix_overhead) == (0.0, 0.0)
 
-    def test_what_no_alpha_reaches_is_none(self):
+    def test_an_unreachable_quality_gives_none(self):
         assert calibrate(PAPER, 0.99) is None
         assert calibrate([], 0.0) is None
 
@@ -174,7 +174,7 @@ class TestCalibration:
             assert modest.alpha <= ambitious.alpha
 
     @given(trials, shares)
-    def test_what_is_promised_is_what_was_asked_for(self, measured, wanted):
+    def test_the_expected_quality_reaches_the_target(self, measured, wanted):
         found = calibrate(measured, wanted)
         if found is None:
             return
@@ -184,7 +184,7 @@ class TestCalibration:
         assert tried[0] <= found.alpha <= tried[-1]
 
     @given(trials, shares, st.data())
-    def test_the_order_of_trials_is_no_matter(self, measured, wanted, data):
+    def test_the_order_of_trials_does_not_matter(self, measured, wanted, data):
         shuffled = data.draw(st.permutations(measured))
         assert calibrate(shuffled, wanted) == calibrate(measured, wanted)
 
@@ -203,7 +203,7 @@ class TestCalibration:
             assert found.alpha <= enough[0]
             assert found.alpha > enough[0] - 1 or found.alpha == 0
 
-    def test_diminishing_returns_make_a_straight_line_promise_too_little(self):
+    def test_with_diminishing_returns_interpolation_is_too_low(self):
         gains = [
             (high.quality - low.quality) / (high.alpha - low.alpha) for low, high in pairwise(PAPER)
         ]
@@ -212,10 +212,10 @@ class TestCalibration:
     @pytest.mark.parametrize(
         ("alpha", "overhead", "quality"), [(-1, 0, 0), (1, 1.1, 0), (1, 0, math.nan)]
     )
-    def test_no_such_trial(self, alpha, overhead, quality):
+    def test_an_invalid_trial_is_rejected(self, alpha, overhead, quality):
         with pytest.raises(ValueError, match=r"alpha|fix_overhead|quality"):
             CalibrationTrial(alpha, overhead, quality)
 
-    def test_no_such_quality(self):
+    def test_an_invalid_quality_is_rejected(self):
         with pytest.raises(ValueError, match="quality"):
             calibrate(PAPER, math.nan)

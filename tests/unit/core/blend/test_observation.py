@@ -1,4 +1,4 @@
-"""Observations: what a store gives back is what was seen, and nothing else passes for one."""
+"""An observation round-trips through bytes, and other bytes are rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_refused_or_stays(raw: bytes) -> bool:
 
 
 @given(observations)
-def test_an_observation_survives_but_for_what_float32_rounds(seen: ChunkObservation) -> None:
+def test_an_observation_round_trips_up_to_float32(seen: ChunkObservation) -> None:
     raw = seen.to_bytes()
     back = ChunkObservation.from_bytes(raw)
     assert back == rounded(seen)
@@ -57,7 +57,7 @@ def test_an_observation_survives_but_for_what_float32_rounds(seen: ChunkObservat
 
 
 @given(observations)
-def test_a_part_of_an_observation_is_none(seen: ChunkObservation) -> None:
+def test_truncated_bytes_are_rejected(seen: ChunkObservation) -> None:
     raw = seen.to_bytes()
     for length in range(len(raw)):
         with pytest.raises(ValueError):  # noqa: PT011 - what it says depends on where it is cut
@@ -65,18 +65,18 @@ def test_a_part_of_an_observation_is_none(seen: ChunkObservation) -> None:
 
 
 @given(observations, st.binary(min_size=1, max_size=40))
-def test_more_than_an_observation_is_none(seen: ChunkObservation, more: bytes) -> None:
+def test_trailing_bytes_are_rejected(seen: ChunkObservation, more: bytes) -> None:
     with pytest.raises(ValueError, match="are not an observation"):
         ChunkObservation.from_bytes(seen.to_bytes() + more)
 
 
 @given(observations, st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=4))
-def test_garbled_bytes_are_refused_or_taken_at_their_word(
+def test_corrupt_bytes_are_rejected_or_read_consistently(
     seen: ChunkObservation, changes: list[tuple[int, int]]
 ) -> None:
     raw = bytearray(seen.to_bytes())
-    for place, byte in changes:
-        raw[place % len(raw)] = byte
+    for index, byte in changes:
+        raw[index % len(raw)] = byte
     assert is_refused_or_stays(bytes(raw))
 
 
@@ -86,7 +86,7 @@ def test_no_bytes_break_the_reader(raw: bytes, has_format: bool) -> None:
 
 
 @given(observations, st.integers(0, 255).filter(lambda number: number != OBSERVATION_FORMAT))
-def test_another_format_is_no_observation(seen: ChunkObservation, version: int) -> None:
+def test_another_format_is_rejected(seen: ChunkObservation, version: int) -> None:
     with pytest.raises(ValueError, match=f"format {version}"):
         ChunkObservation.from_bytes(bytes([version]) + seen.to_bytes()[1:])
 
@@ -94,14 +94,14 @@ def test_another_format_is_no_observation(seen: ChunkObservation, version: int) 
 def written(
     num_tokens: int = 7, inter: float = 1.0, intra: float = 1.0, influence: float = 1.0
 ) -> bytes:
-    """An observation of one token behind one chunk, field by field."""
+    """An observation of one token after one chunk, field by field."""
     return struct.pack(
         f"<BIIf{KEY_BYTES}sIff",
         *(OBSERVATION_FORMAT, 1, 1, intra, bytes(KEY_BYTES), num_tokens, inter, influence),
     )
 
 
-def test_the_bytes_are_as_they_were() -> None:
+def test_the_byte_format_is_stable() -> None:
     seen = ChunkObservation((AttendedChunk(bytes(KEY_BYTES), 7, 1.0),), 1.0, (1.0,))
     assert seen.to_bytes() == written()
 
@@ -111,19 +111,19 @@ def test_the_bytes_are_as_they_were() -> None:
     ("field", "named"),
     [("inter", "inter must be finite"), ("intra", "attention"), ("influence", "influence")],
 )
-def test_numbers_that_make_no_sense_are_refused(field: str, named: str, wrong: float) -> None:
+def test_invalid_numbers_are_rejected(field: str, named: str, wrong: float) -> None:
     with pytest.raises(ValueError, match=named):
         ChunkObservation.from_bytes(written(**{field: wrong}))
 
 
-def test_chunks_without_tokens_are_refused() -> None:
+def test_chunks_without_tokens_are_rejected() -> None:
     with pytest.raises(ValueError, match="num_tokens must be at least 1"):
         ChunkObservation.from_bytes(written(num_tokens=0))
     with pytest.raises(ValueError, match="of at least one token"):
         ChunkObservation((), 1.0, ())
 
 
-def test_a_chunk_that_looks_back_more_leans_on_it_more() -> None:
+def test_more_attention_to_the_prefix_gives_a_higher_cci() -> None:
     def cci(*inter: float) -> float:
         attended = tuple(AttendedChunk(bytes(KEY_BYTES), 2, paid) for paid in inter)
         return ChunkObservation(attended, 1.0, (0.0, 0.0)).cci
@@ -135,7 +135,7 @@ def test_a_chunk_that_looks_back_more_leans_on_it_more() -> None:
 
 
 @given(variants, variants)
-def test_an_observation_has_a_name_of_its_own_behind_the_same_prefix(
+def test_an_observation_has_its_own_key_after_the_same_prefix(
     one: VariantKey, other: VariantKey
 ) -> None:
     assert observation_key(one).chunk != one.chunk

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from ragcache_core.blend.preload_depth import preload_depth
 
 layer_counts = st.integers(1, 80)
-times = st.integers(0, 1000).map(float)  # whole milliseconds, so that sums are exact
+times = st.integers(0, 1000).map(float)  # full milliseconds, so that sums are exact
 
 
 def waits(layers: int, compute: float, load: float, depth: int) -> float:
-    """Seconds that computing stands still once it has started with depth layers loaded.
+    """Return the seconds that computing waits once it has started with depth layers loaded.
 
     compute, load: seconds for each layer.
     """
     clock, waited = depth * load, 0.0
     for layer in range(layers):
-        late = max(0.0, (layer + 1) * load - clock)
-        waited += late
-        clock += late + compute
+        stall_s = max(0.0, (layer + 1) * load - clock)
+        waited += stall_s
+        clock += stall_s + compute
     return waited
 
 
@@ -48,7 +48,7 @@ class TestDepth:
         assert preload_depth(4, 1.0, 2.0) == 3  # 2.5
 
     @given(layer_counts, times, times)
-    def test_computing_never_waits_and_with_a_layer_fewer_it_would(self, layers, compute, load):
+    def test_computing_never_waits_but_would_with_one_layer_less(self, layers, compute, load):
         depth = preload_depth(layers, layers * compute, layers * load)
         assert waits(layers, compute, load, depth) == pytest.approx(0.0, abs=1e-3)
         if depth > 1:
@@ -68,6 +68,6 @@ class TestDepth:
     @pytest.mark.parametrize(
         ("layers", "compute", "load"), [(0, 1, 1), (2, -1, 1), (2, 1, math.nan), (2, math.inf, 1)]
     )
-    def test_no_such_model(self, layers, compute, load):
+    def test_an_invalid_model_is_rejected(self, layers, compute, load):
         with pytest.raises(ValueError, match="must be"):
             preload_depth(layers, compute, load)

@@ -1,4 +1,4 @@
-"""Slices of a recomputation, cut one by one or all at once, and runs put together."""
+"""Splits a recomputation into passes, one by one or at once, and merges runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def runs_of(lengths: list[tuple[int, int]]) -> list[range]:
 
 
 @given(LENGTHS, st.integers(1, 50), st.integers(1, 8))
-def test_slices_are_all_of_it_in_order_within_their_bounds(
+def test_passes_cover_all_positions_in_order_within_their_bounds(
     lengths: list[tuple[int, int]], max_tokens: int, max_runs: int
 ) -> None:
     runs = runs_of(lengths)
@@ -54,12 +54,12 @@ def test_a_run_is_cut_only_where_a_pass_is_full() -> None:
     ]
 
 
-def test_nothing_makes_no_pass() -> None:
+def test_no_runs_make_no_pass() -> None:
     assert list(split_into_passes([], max_tokens=1, max_runs=1)) == []
 
 
 @pytest.mark.parametrize(("max_tokens", "max_runs"), [(0, 1), (1, 0)])
-def test_a_pass_without_room_is_refused(max_tokens: int, max_runs: int) -> None:
+def test_a_pass_without_room_is_rejected(max_tokens: int, max_runs: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         list(split_into_passes([range(3)], max_tokens=max_tokens, max_runs=max_runs))
     with pytest.raises(ValueError, match="at least 1"):
@@ -67,11 +67,11 @@ def test_a_pass_without_room_is_refused(max_tokens: int, max_runs: int) -> None:
 
 
 @given(LENGTHS, st.integers(1, 50), st.integers(1, 8))
-def test_cut_one_by_one_the_passes_are_the_same(
+def test_splitting_one_by_one_gives_the_same_passes(
     lengths: list[tuple[int, int]], max_tokens: int, max_runs: int
 ) -> None:
     left = tuple(runs_of(lengths))
-    whole, passes = left, []
+    all_runs, passes = left, []
     while left:
         before = left
         taken, left = split_first_pass(before, max_tokens=max_tokens, max_runs=max_runs)
@@ -80,11 +80,11 @@ def test_cut_one_by_one_the_passes_are_the_same(
         assert 1 <= len(taken) <= max_runs
         assert 1 <= sum(map(len, taken)) <= max_tokens
         passes.append(taken)
-    assert [p for one in passes for run in one for p in run] == [p for run in whole for p in run]
-    assert passes == list(split_into_passes(whole, max_tokens=max_tokens, max_runs=max_runs))
+    assert [p for one in passes for run in one for p in run] == [p for run in all_runs for p in run]
+    assert passes == list(split_into_passes(all_runs, max_tokens=max_tokens, max_runs=max_runs))
 
 
-def test_what_is_left_begins_where_the_pass_ends() -> None:
+def test_the_rest_begins_where_the_pass_ends() -> None:
     runs = [range(10, 14), range(20, 29)]
     assert split_first_pass(runs, max_tokens=4, max_runs=9) == ((range(10, 14),), (range(20, 29),))
     assert split_first_pass(runs, max_tokens=5, max_runs=9)[1] == (range(21, 29),)
@@ -102,6 +102,6 @@ def test_merged_runs_are_all_positions_as_maximal_runs(runs: list[range]) -> Non
 
 
 @given(LENGTHS)
-def test_runs_apart_stay_as_they_are(lengths: list[tuple[int, int]]) -> None:
+def test_disjoint_runs_stay_unchanged(lengths: list[tuple[int, int]]) -> None:
     runs = runs_of(lengths)
     assert merge_runs(runs[::-1]) == tuple(runs)

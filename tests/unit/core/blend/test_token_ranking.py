@@ -73,7 +73,7 @@ def test_more_attention_never_lowers_the_rank_of_a_token(
     index = data.draw(st.sampled_from(before))
     attention[index] += data.draw(st.floats(0, 1))
     after = rank_tokens(chunks, attention)
-    # Its neighbours are looked at, too, and may come to stand before it: of others none does.
+    # Its neighbours gain attention too and may pass it; no other token does.
     near = range(index - NUM_BEFORE, index + NUM_AFTER + 1)
     ahead = set(after[: after.index(index)]) - set(before[: before.index(index)])
     assert all(position in near for position in ahead)

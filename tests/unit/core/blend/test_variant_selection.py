@@ -1,4 +1,4 @@
-"""Blending: which variant each chunk comes from, what is computed, and how much is mended."""
+"""Which variant each chunk is loaded from, which chunks are missing, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tokens_of(named: NamedSegment) -> int:
 def seen(
     influence: Sequence[float], *attended: tuple[int, int, float], intra: float = 1.0
 ) -> ChunkObservation:
-    """Observation behind chunks of (number, tokens, attention)."""
+    """Return an observation after chunks of (number, tokens, attention)."""
     before = tuple(AttendedChunk(key(chunk), tokens, inter) for chunk, tokens, inter in attended)
     return ChunkObservation(before, intra, tuple(influence))
 
@@ -79,28 +79,28 @@ class Case:
     exact: int
     candidates: Mapping[int, Sequence[VariantCandidate]]
 
-    def blend(self, budget: float = 0.2) -> Blend:
-        return select_variants(self.segments, self.exact, self.candidates, budget)
+    def blend(self, share: float = 0.2) -> Blend:
+        return select_variants(self.segments, self.exact, self.candidates, share)
 
     def blended(self) -> dict[int, list[VariantCandidate]]:
-        """Candidates that fit, by place of each segment that is to be blended."""
+        """Return the fitting candidates of each blended segment, by its index."""
         fitting = {}
-        for place, named in enumerate(self.segments[self.exact :], start=self.exact):
+        for index, named in enumerate(self.segments[self.exact :], start=self.exact):
             if named.segment.action is not Action.BLEND:
                 break
-            some = self.candidates.get(place, ())
-            fitting[place] = [c for c in some if c.info.num_tokens == tokens_of(named)]
+            some = self.candidates.get(index, ())
+            fitting[index] = [c for c in some if c.info.num_tokens == tokens_of(named)]
         return fitting
 
-    def mismatch(self, place: int, one: VariantCandidate) -> float:
-        named = self.segments[place]
+    def mismatch(self, index: int, one: VariantCandidate) -> float:
+        named = self.segments[index]
         if one.key == named.variant:
             return 0.0
         if one.observation is None:
             return 1.0  # it may lean on its prefix as much as any, and on none that is back
         before = [
             PrefixChunk(n.segment.chunk, tokens_of(n))
-            for n in self.segments[:place]
+            for n in self.segments[:index]
             if n.segment.action is Action.BLEND
         ]
         return one.observation.cci * (1 - self.overlap(one.observation, before))
@@ -128,7 +128,7 @@ def cases(draw: st.DrawFn, has_own: bool = True) -> Case:
         parts.insert(draw(st.integers(0, len(parts))), (-1, 3))
     segments = segments_of(*parts, head=draw(st.integers(0, 3)))
     candidates = {}
-    for place, named in enumerate(segments):
+    for index, named in enumerate(segments):
         some = []
         for prefix in draw(st.lists(st.integers(0, 99), max_size=3, unique=True)):
             longer = draw(st.sampled_from([0, 0, 0, 1]))
@@ -137,7 +137,7 @@ def cases(draw: st.DrawFn, has_own: bool = True) -> Case:
         if has_own and draw(st.booleans()):
             some.append(own(named, draw(st.none() | observations(tokens_of(named)))))
         if some:
-            candidates[place] = some
+            candidates[index] = some
     return Case(segments, draw(st.integers(0, len(segments))), candidates)
 
 
@@ -161,28 +161,28 @@ def test_the_exact_head_comes_from_the_exact_chain(case: Case) -> None:
 
 
 @given(cases())
-def test_it_ends_with_what_is_held_and_what_is_not_held_inside_is_a_hole(case: Case) -> None:
+def test_it_ends_with_a_stored_chunk_and_inner_gaps_are_missing(case: Case) -> None:
     found, blended = case.blend(), case.blended()
-    last_held = max((place for place, some in blended.items() if some), default=case.exact - 1)
-    assert len(found.sources) == last_held + 1
-    for place, source in enumerate(found.sources[case.exact :], start=case.exact):
-        assert (source.variant is None) == (not blended[place])
+    last_stored = max((index for index, some in blended.items() if some), default=case.exact - 1)
+    assert len(found.sources) == last_stored + 1
+    for index, source in enumerate(found.sources[case.exact :], start=case.exact):
+        assert (source.variant is None) == (not blended[index])
         if source.variant is None:
             assert (source.base_position, source.influence) == (source.start, None)
-    # Those behind the end are no source, but nobody has them either.
-    unheld = {case.segments[place].segment.start for place, some in blended.items() if not some}
-    assert found.not_stored == unheld
+    # Chunks after the end are not stored either, although they are no source.
+    not_stored = {case.segments[index].segment.start for index, some in blended.items() if not some}
+    assert found.not_stored == not_stored
 
 
 @given(cases())
-def test_the_variant_with_the_least_to_mend_is_taken(case: Case) -> None:
+def test_the_variant_with_the_least_mismatch_is_selected(case: Case) -> None:
     found, blended = case.blend(), case.blended()
-    for place, source in enumerate(found.sources[case.exact :], start=case.exact):
+    for index, source in enumerate(found.sources[case.exact :], start=case.exact):
         if source.variant is None:
             continue
-        (taken,) = [one for one in blended[place] if one.key == source.variant]
-        least = min(case.mismatch(place, one) for one in blended[place])
-        assert case.mismatch(place, taken) == least
+        (taken,) = [one for one in blended[index] if one.key == source.variant]
+        least = min(case.mismatch(index, one) for one in blended[index])
+        assert case.mismatch(index, taken) == least
         assert source.base_position == taken.info.base_position
         assert (source.influence is None) == (least == 0)
         assert source.influence is None or len(source.influence) == source.num_tokens
@@ -190,27 +190,27 @@ def test_the_variant_with_the_least_to_mend_is_taken(case: Case) -> None:
 
 @given(cases(), st.data())
 def test_the_order_of_candidates_does_not_matter(case: Case, data: st.DataObject) -> None:
-    places = data.draw(st.permutations(sorted(case.candidates)))
-    mixed = {place: data.draw(st.permutations(case.candidates[place])) for place in places}
+    indices = data.draw(st.permutations(sorted(case.candidates)))
+    mixed = {index: data.draw(st.permutations(case.candidates[index])) for index in indices}
     assert replace(case, candidates=mixed).blend() == case.blend()
 
 
 @given(cases())
-def test_candidates_of_another_length_or_of_what_is_exact_are_ignored(case: Case) -> None:
+def test_candidates_of_another_length_or_of_exact_segments_are_ignored(case: Case) -> None:
     assert replace(case, candidates=case.blended()).blend() == case.blend()
 
 
 @given(cases(has_own=False), st.floats(0, 1))
-def test_no_more_is_wanted_than_the_budget_of_what_is_from_other_prefixes(
-    case: Case, budget: float
-) -> None:
-    found = case.blend(budget)
+def test_recompute_tokens_stay_within_the_share_of_other_prefixes(case: Case, share: float) -> None:
+    found = case.blend(share)
     foreign = sum(s.num_tokens for s in found.sources[case.exact :] if s.variant is not None)
-    assert 0 <= found.recompute_tokens <= budget * foreign + 1e-6
+    assert 0 <= found.recompute_tokens <= share * foreign + 1e-6
 
 
 @given(cases(), st.floats(0, 1), st.floats(0, 1))
-def test_a_budget_decides_only_how_much_is_wanted(case: Case, one: float, other: float) -> None:
+def test_the_recompute_share_changes_only_the_recompute_tokens(
+    case: Case, one: float, other: float
+) -> None:
     low, high = sorted((one, other))
     less, more = case.blend(low), case.blend(high)
     assert less.recompute_tokens <= more.recompute_tokens
@@ -218,27 +218,27 @@ def test_a_budget_decides_only_how_much_is_wanted(case: Case, one: float, other:
 
 
 @given(cases())
-def test_what_has_not_been_observed_is_mended_as_the_others_are(case: Case) -> None:
+def test_unobserved_variants_get_the_mean_influence(case: Case) -> None:
     known, unknown = [], []
-    for place, source in enumerate(case.blend().sources):
+    for index, source in enumerate(case.blend().sources):
         if source.influence is None:
             continue
-        (taken,) = [c for c in case.blended()[place] if c.key == source.variant]
+        (taken,) = [c for c in case.blended()[index] if c.key == source.variant]
         (known if taken.observation else unknown).extend(source.influence)
     usual = fmean(known) if sum(known) > 0 else 1.0
     assert unknown == [pytest.approx(usual)] * len(unknown)
 
 
 @given(cases(), st.integers(0, 40), st.integers(0, 40))
-def test_holes_and_influence_are_those_of_the_part_that_is_loaded(
+def test_missing_ranges_and_influence_stay_within_the_loaded_range(
     case: Case, one: int, other: int
 ) -> None:
     first, end = sorted((one, other))
     found = case.blend()
-    hole = {p for s in found.sources if s.variant is None for p in range(s.start, s.end)}
-    holes = found.missing_ranges(first, end)
-    assert [p for run in holes for p in run] == sorted(hole & set(range(first, end)))
-    assert first == end or all(holes)
+    not_loaded = {p for s in found.sources if s.variant is None for p in range(s.start, s.end)}
+    missing = found.missing_ranges(first, end)
+    assert [p for run in missing for p in run] == sorted(not_loaded & set(range(first, end)))
+    assert first == end or all(missing)
     by_position = {
         s.start + i: influence
         for s in found.sources
@@ -254,11 +254,11 @@ def test_holes_and_influence_are_those_of_the_part_that_is_loaded(
     } == by_position
 
 
-def test_a_variant_of_just_this_prefix_has_nothing_to_mend() -> None:
+def test_a_variant_of_this_prefix_needs_no_recomputation() -> None:
     segments = segments_of((1, 4), (2, 4), head=2)
     foreign = candidate(segments[2], 7, seen([1, 1, 1, 1], (9, 4, 0.1)))
     found = select_variants(segments, 1, {2: [foreign, own(segments[2])]}, 1.0)
-    # Not even the hole before it speaks against it: once computed, that is what it was then.
+    # The missing chunk before it does not matter: once computed, it equals the old one.
     assert found.sources[1:] == (
         BlendSource(None, 2, 6, 2),
         BlendSource(segments[2].variant, 6, 10, 0),
@@ -266,7 +266,7 @@ def test_a_variant_of_just_this_prefix_has_nothing_to_mend() -> None:
     assert found.recompute_tokens == 0
 
 
-def test_a_variant_is_mended_by_what_of_its_prefix_is_not_back() -> None:
+def test_influence_is_scaled_by_the_changed_share_of_the_prefix() -> None:
     segments = segments_of((1, 4), (2, 4), head=2)
     observation = seen([4, 0, 2, 8], (3, 4, 12.0), (1, 4, 4.0), intra=4.0)
     found = select_variants(
@@ -288,7 +288,7 @@ def test_a_variant_is_mended_by_what_of_its_prefix_is_not_back() -> None:
     )
 
 
-def test_the_template_is_no_chunk_of_a_prefix() -> None:
+def test_the_template_is_not_a_prefix_chunk() -> None:
     segments = segments_of((1, 3), head=9)
     first_elsewhere = candidate(segments[1], 5, seen([1, 2, 3]))
     found = select_variants(segments, 1, {1: [first_elsewhere]}, 1.0)
@@ -296,35 +296,35 @@ def test_the_template_is_no_chunk_of_a_prefix() -> None:
     assert found.recompute_tokens == 0
 
 
-def test_what_is_not_known_gets_the_average_influence() -> None:
+def test_unknown_influence_is_the_mean_of_the_others() -> None:
     segments = segments_of((1, 2), (2, 2), (3, 4))
-    held = {
+    stored = {
         0: [candidate(segments[0], 5, seen([1, 3], (9, 2, 1.0)))],
         1: [candidate(segments[1], 6)],
         2: [candidate(segments[2], 7, seen([5, 5, 5, 5], (9, 2, 1.0)))],
     }
-    assert [s.influence for s in select_variants(segments, 0, held, 1.0).sources] == [
+    assert [s.influence for s in select_variants(segments, 0, stored, 1.0).sources] == [
         (1.0, 3.0),
         (4.0, 4.0),
         (5.0, 5.0, 5.0, 5.0),
     ]
-    alone = select_variants(segments, 0, {1: held[1]}, 1.0)
+    alone = select_variants(segments, 0, {1: stored[1]}, 1.0)
     assert [s.influence for s in alone.sources] == [None, (1.0, 1.0)]
     assert alone.not_stored == {0, 4}
 
 
-def test_it_ends_before_what_may_only_be_exact_and_is_not_held() -> None:
+def test_it_ends_before_an_exact_segment_that_is_not_stored() -> None:
     segments = segments_of((1, 2), (-1, 3), (2, 2))
-    held = {place: [own(named)] for place, named in enumerate(segments)}
-    assert select_variants(segments, 0, held, 1.0).end == 2
-    assert select_variants(segments, 2, held, 1.0).end == 7
+    stored = {index: [own(named)] for index, named in enumerate(segments)}
+    assert select_variants(segments, 0, stored, 1.0).end == 2
+    assert select_variants(segments, 2, stored, 1.0).end == 7
 
 
 @given(cases(), st.floats(0, 1), st.data())
-def test_without_some_sources_the_others_are_as_they_were(
-    case: Case, budget: float, data: st.DataObject
+def test_recomputed_sources_leave_the_others_unchanged(
+    case: Case, share: float, data: st.DataObject
 ) -> None:
-    found = case.blend(budget)
+    found = case.blend(share)
     may_go = [source for source in found.sources if source.start >= found.exact_end]
     gone = {s.start for s in may_go if data.draw(st.booleans(), label=f"drop {s.start}")}
     less = found.with_recomputed(gone)
@@ -338,26 +338,26 @@ def test_without_some_sources_the_others_are_as_they_were(
             assert (after.variant, after.influence, after.recompute_tokens) == (None, None, 0)
         else:
             assert after == before
-    # What is computed behind the last source is a prefill's, not a repair's.
+    # Chunks after the last source are computed by the prefill and not by the recomputation.
     assert not less.sources or less.sources[-1].variant is not None
-    held = [s for s in found.sources if s.variant is not None and s.start not in gone]
-    assert less.end == (held[-1].end if held else 0)
-    dropped = [hole for hole in less.missing_ranges(0, less.end) if hole.start in gone]
+    stored = [s for s in found.sources if s.variant is not None and s.start not in gone]
+    assert less.end == (stored[-1].end if stored else 0)
+    dropped = [gap for gap in less.missing_ranges(0, less.end) if gap.start in gone]
     assert set(less.missing_ranges(0, less.end, not_stored_only=True)) == set(
         less.missing_ranges(0, less.end)
-    ) - {hole for hole in dropped if hole.start not in found.not_stored}
+    ) - {gap for gap in dropped if gap.start not in found.not_stored}
 
 
-def test_of_nothing_nothing_is_blended() -> None:
+def test_an_empty_prompt_has_an_empty_blend() -> None:
     nothing = select_variants([], 0, {}, 1.0)
     assert (nothing.sources, nothing.end, nothing.recompute_tokens) == ((), 0, 0)
     assert not nothing.approximate
     assert nothing.influenced_chunks(5) == nothing.missing_ranges(0, 5) == ()
-    unheld = select_variants(segments_of((1, 2), (2, 2)), 0, {0: [], 1: []}, 1.0)
-    assert (unheld.sources, unheld.not_stored) == ((), {0, 2})
+    not_stored = select_variants(segments_of((1, 2), (2, 2)), 0, {0: [], 1: []}, 1.0)
+    assert (not_stored.sources, not_stored.not_stored) == ((), {0, 2})
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_input_is_rejected() -> None:
     segments = segments_of((1, 2))
     with pytest.raises(ValueError, match="one influence for each token"):
         candidate(segments[0], 5, seen([1.0]))
@@ -368,17 +368,19 @@ def test_what_makes_no_sense_is_refused() -> None:
         select_variants(segments, 0, {0: [candidate(segments[0], 5)]}, 1.0, alpha=-1.0)
 
 
-def test_what_was_computed_behind_a_blend_does_not_stand_for_a_computation() -> None:
+def test_an_approximate_variant_does_not_count_as_exact() -> None:
     [_, named] = segments = segments_of((1, 4), (2, 10))
-    tainted = replace(own(named), info=replace(own(named).info, provenance=Provenance(exact=False)))
-    whole = candidate(named, 7, seen((1.0,) * 10, (1, 4, 2.0)))
-    found = select_variants(segments, 0, {1: [tainted, whole]}, 1.0)
-    assert found.sources[1].variant == whole.key
-    found = select_variants(segments, 0, {1: [tainted]}, 1.0)
-    assert (found.sources[1].variant, found.recompute_tokens) == (tainted.key, 10)
+    approximate = replace(
+        own(named), info=replace(own(named).info, provenance=Provenance(exact=False))
+    )
+    exact_one = candidate(named, 7, seen((1.0,) * 10, (1, 4, 2.0)))
+    found = select_variants(segments, 0, {1: [approximate, exact_one]}, 1.0)
+    assert found.sources[1].variant == exact_one.key
+    found = select_variants(segments, 0, {1: [approximate]}, 1.0)
+    assert (found.sources[1].variant, found.recompute_tokens) == (approximate.key, 10)
 
 
-def test_a_budget_is_a_share_of_what_is_from_other_prefixes() -> None:
+def test_the_share_is_of_tokens_from_other_prefixes() -> None:
     first, second = segments = segments_of((1, 100), (2, 100))
     found = select_variants(segments, 0, {0: [candidate(first, 7)], 1: [own(second)]}, 0.15)
     assert found.recompute_tokens == 15

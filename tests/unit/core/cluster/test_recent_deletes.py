@@ -1,4 +1,4 @@
-"""What was planned before a delete is not taken up again."""
+"""Work that was planned before a delete is recognized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOCUMENTS = st.sampled_from("abc")
     documents=st.lists(DOCUMENTS),
     planned=st.integers(0, 25),
 )
-def test_a_delete_at_or_after_planning_covers_its_document(
+def test_a_delete_at_or_after_planning_includes_its_document(
     deletes: list[tuple[str, int]], documents: list[str], planned: int
 ) -> None:
     recent = RecentDeletes()
@@ -25,7 +25,7 @@ def test_a_delete_at_or_after_planning_covers_its_document(
     assert recent.may_include(documents, planned) is expected
 
 
-def test_where_old_deletes_were_forgotten_all_from_before_is_as_deleted() -> None:
+def test_plans_older_than_the_remembered_deletes_count_as_deleted() -> None:
     recent = RecentDeletes()
     for number in range(MAX_DELETES + 1):
         recent.record(str(number), 10 + number)

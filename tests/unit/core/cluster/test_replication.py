@@ -1,4 +1,4 @@
-"""Replicas: what is hot on a busy shard is copied, what has cooled is dropped, nothing flaps."""
+"""Hot variants of a busy shard are copied, cool ones dropped, and nothing flaps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ragcache_core.cluster.replication import (
 )
 from ragcache_core.identity.keys import VariantKey
 
-BUSY = ReplicationThresholds(copy_share=0.2, drop_share=0.05, min_bytes_per_s=1000.0, max_replicas=2)
+BUSY = ReplicationThresholds(
+    copy_share=0.2, drop_share=0.05, min_bytes_per_s=1000.0, max_replicas=2
+)
 
 
 def key(number: int) -> VariantKey:
@@ -27,7 +29,7 @@ def load(**rates: float) -> ShardLoad:
     return ShardLoad(sum(rates.values()), by_variant)
 
 
-def test_what_makes_up_much_of_a_busy_shards_load_is_copied_the_hottest_first() -> None:
+def test_variants_with_a_large_share_are_copied_most_served_first() -> None:
     found = decide_replication(load(v1=300, v2=500, v3=40, v4=160), frozenset(), BUSY)
     assert found == ReplicationChanges(copy=(key(2), key(1)))
 
@@ -37,15 +39,15 @@ def test_a_shard_that_is_not_busy_copies_nothing() -> None:
     assert decide_replication(load(), frozenset(), BUSY) == ReplicationChanges()
 
 
-def test_what_has_a_replica_keeps_it_between_the_two_shares() -> None:
-    held = frozenset({key(1)})
+def test_between_the_thresholds_a_replica_stays() -> None:
+    replicated = frozenset({key(1)})
     assert (
-        decide_replication(load(v1=100, v2=190, v3=190, v4=190, v5=190, v6=190), held, BUSY)
+        decide_replication(load(v1=100, v2=190, v3=190, v4=190, v5=190, v6=190), replicated, BUSY)
         == ReplicationChanges()
     )
 
 
-def test_what_has_cooled_loses_its_replica() -> None:
+def test_a_variant_with_a_small_share_loses_its_replica() -> None:
     assert decide_replication(load(v1=10, v2=990), frozenset({key(1)}), BUSY).drop == (key(1),)
     assert decide_replication(load(), frozenset({key(1)}), BUSY).drop == (key(1),)
 
@@ -65,7 +67,7 @@ loads = st.dictionaries(keys, st.floats(0, 1e9), max_size=9).map(
 
 
 @given(loads, st.frozensets(keys))
-def test_a_decision_carried_out_is_followed_by_no_other(
+def test_a_decision_is_stable_once_it_is_applied(
     load: ShardLoad, replicated: frozenset[VariantKey]
 ) -> None:
     first = decide_replication(load, replicated, BUSY)
@@ -76,7 +78,7 @@ def test_a_decision_carried_out_is_followed_by_no_other(
 
 
 @given(loads, st.frozensets(keys), st.randoms())
-def test_the_order_of_what_is_known_decides_nothing(
+def test_the_order_of_variants_does_not_matter(
     load: ShardLoad, replicated: frozenset[VariantKey], random: object
 ) -> None:
     rates = list(load.by_variant.items())
@@ -86,7 +88,7 @@ def test_the_order_of_what_is_known_decides_nothing(
     ) == decide_replication(load, replicated, BUSY)
 
 
-def test_a_steady_stream_is_measured_as_what_it_is() -> None:
+def test_a_constant_stream_is_measured_exactly() -> None:
     served = ServedBytes(half_life_s=10.0)
     for tick in range(10_000):
         served.add(key(tick % 2), 100, now=tick / 10)
@@ -95,7 +97,7 @@ def test_a_steady_stream_is_measured_as_what_it_is() -> None:
     assert found.by_variant[key(0)] == pytest.approx(500, rel=0.02)
 
 
-def test_what_is_served_no_more_is_forgotten() -> None:
+def test_variants_that_are_no_longer_served_are_forgotten() -> None:
     served = ServedBytes(half_life_s=10.0)
     served.add(key(1), 1 << 20, now=5e6)  # clocks start anywhere
     assert served.measure_load(now=5e6 + 10).by_variant[key(1)] == pytest.approx(
@@ -104,6 +106,6 @@ def test_what_is_served_no_more_is_forgotten() -> None:
     assert served.measure_load(now=5e6 + 1000) == ShardLoad(0.0, {})
 
 
-def test_thresholds_that_would_flap_are_refused() -> None:
+def test_thresholds_without_hysteresis_are_rejected() -> None:
     with pytest.raises(ValueError, match="drop_share"):
         ReplicationThresholds(copy_share=0.1, drop_share=0.1)

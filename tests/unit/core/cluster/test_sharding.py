@@ -1,4 +1,4 @@
-"""Which shard owns a chunk: everybody agrees, and a change moves no more than it must."""
+"""All clients agree on the owner of a chunk, and a change moves as few chunks as possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def many_chunks(count: int) -> list[bytes]:
 
 
 @given(chunks=CHUNKS, members=MEMBERS)
-def test_whoever_knows_the_members_names_the_same_owner(
+def test_all_clients_with_the_same_members_agree_on_the_owner(
     chunks: list[bytes], members: set[str]
 ) -> None:
     owners = RendezvousHash(members).owners(chunks)
@@ -35,7 +35,7 @@ def test_whoever_knows_the_members_names_the_same_owner(
 
 
 @given(chunks=CHUNKS, members=MEMBERS, newcomer=st.text(min_size=1, max_size=40))
-def test_a_member_that_comes_takes_chunks_and_moves_no_other(
+def test_a_joining_member_moves_only_chunks_to_itself(
     chunks: list[bytes], members: set[str], newcomer: str
 ) -> None:
     before = RendezvousHash(members).owners(chunks)
@@ -45,7 +45,7 @@ def test_a_member_that_comes_takes_chunks_and_moves_no_other(
 
 
 @given(chunks=CHUNKS, members=MEMBERS, data=st.data())
-def test_a_member_that_goes_moves_only_its_own_chunks(
+def test_a_leaving_member_moves_only_its_own_chunks(
     chunks: list[bytes], members: set[str], data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(sorted(members)))
@@ -73,7 +73,7 @@ def test_owners_never_change_between_versions() -> None:
 
 
 @given(chunks=CHUNKS, members=MEMBERS, count=st.integers(1, 13))
-def test_a_replica_goes_to_who_owns_the_chunk_once_its_owner_has_left(
+def test_the_second_member_becomes_the_owner_when_the_first_leaves(
     chunks: list[bytes], members: set[str], count: int
 ) -> None:
     rendezvous = RendezvousHash(members)
@@ -87,6 +87,6 @@ def test_a_replica_goes_to_who_owns_the_chunk_once_its_owner_has_left(
             left.remove(name)
 
 
-def test_where_there_are_no_members_nobody_owns() -> None:
+def test_without_members_there_is_no_owner() -> None:
     with pytest.raises(ValueError, match="no members"):
         RendezvousHash([]).owners(many_chunks(1))

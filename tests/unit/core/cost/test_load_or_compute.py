@@ -1,4 +1,4 @@
-"""Whether reuse is faster than computing, by what both have taken."""
+"""The choice between loading and computing follows the measured costs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ragcache_core.identity.variant import Tier
 LENGTH = 2000
 TOKEN_BYTES = 1000
 PROFILE = PrefillProfile((0, 2000), (100, 2000), ((0.1, 2.0), (0.1, 2.0)), 2048)
-"""A millisecond a token, wherever it stands."""
+"""One millisecond per token at any position."""
 
 
 def engine(
     *, byte_s: float = 1e-8, recompute_s: float = 1.3e-3, seen: int = 6, tier: Tier = Tier.MEMORY
 ) -> ReuseCosts:
-    """One that computes a token in a millisecond, and was seen to load and repair."""
+    """Return costs of one millisecond per computed token, with observed loads and recomputations."""
     costs = ReuseCosts()
     costs.use_profile(PROFILE)
     for number in range(1, seen + 1):
@@ -37,44 +37,44 @@ def engine(
     return costs
 
 
-def blend(repairs: int = 295) -> ReuseOption:
-    return ReuseOption(1968, {Tier.MEMORY: 1968 * TOKEN_BYTES}, repairs)
+def blend(recompute_tokens: int = 295) -> ReuseOption:
+    return ReuseOption(1968, {Tier.MEMORY: 1968 * TOKEN_BYTES}, recompute_tokens)
 
 
 def chain(*ends: int, tier: Tier = Tier.MEMORY) -> list[ReuseOption]:
     return [ReuseOption(end, {tier: end * TOKEN_BYTES}) for end in ends]
 
 
-def test_what_spares_most_of_a_slow_prefill_pays() -> None:
+def test_reuse_that_saves_most_of_a_slow_prefill_is_chosen() -> None:
     costs = engine()
     for reuse in (blend(), *chain(1968)):
         assert all(costs.choose(0, LENGTH, [reuse], tie_ratio=1.0) is reuse for _ in range(50))
 
 
-def test_repairing_as_much_as_there_is_to_compute_does_not() -> None:
+def test_recomputing_the_whole_prompt_is_not_chosen() -> None:
     assert engine().choose(0, LENGTH, [blend(1968)], tie_ratio=1.0) is None
 
 
-def test_nor_does_loading_from_a_slow_disk() -> None:
+def test_loading_from_a_slow_disk_is_not_chosen() -> None:
     costs = engine(byte_s=2e-6, tier=Tier.DISK)
     assert costs.choose(0, LENGTH, chain(1968, tier=Tier.DISK)) is None
     # Memory has not been loaded from, so that is tried.
     assert costs.choose(0, LENGTH, (fast := chain(1968))) is fast[0]
 
 
-def test_what_is_not_known_is_tried() -> None:
+def test_an_unknown_cost_is_tried() -> None:
     reuse = blend()
     assert ReuseCosts().choose(0, LENGTH, [reuse]) is reuse
     assert engine(byte_s=2e-6, seen=3).choose(0, LENGTH, [reuse]) is reuse
 
 
-def test_one_that_does_not_pay_is_tried_again_some_time() -> None:
+def test_a_declined_option_is_retried_periodically() -> None:
     costs = engine(byte_s=2e-6)
     taken = [costs.choose(0, LENGTH, chain(1968)) for _ in range(4 * RETRY_EVERY)]
     assert sum(reuse is not None for reuse in taken) == 4
 
 
-def test_with_and_without_repairs_each_is_tried_again() -> None:
+def test_exact_and_blended_options_are_retried_separately() -> None:
     """A prompt may be asked for as a blend and, where that does not pay, exactly."""
     costs = engine(byte_s=2e-6)
     tried = []
@@ -86,23 +86,23 @@ def test_with_and_without_repairs_each_is_tried_again() -> None:
     assert sorted(tried) == [False, False, True, True]
 
 
-def test_what_is_late_again_is_left_until_it_comes_in_time() -> None:
+def test_a_tier_that_times_out_twice_is_avoided_until_it_recovers() -> None:
     """However often it was fast before."""
     costs = engine()
     ways = chain(1968)
     for _ in range(200):
         costs.observe_load({Tier.MEMORY: 10**6}, 0.015)
     for number in range(TIMED_OUT_LOADS):
-        assert costs.choose(0, LENGTH, ways) is ways[0], f"late {number} times"
+        assert costs.choose(0, LENGTH, ways) is ways[0], f"timed out {number} times"
         costs.observe_timeout([Tier.MEMORY], 5.0)
     taken = [costs.choose(0, LENGTH, ways) for _ in range(2 * RETRY_EVERY)]
     assert sum(reuse is not None for reuse in taken) == 2
-    assert costs.choose(0, LENGTH, chain(1968, tier=Tier.DISK)) is not None, "another place"
+    assert costs.choose(0, LENGTH, chain(1968, tier=Tier.DISK)) is not None, "another tier"
     costs.observe_load({Tier.MEMORY: 10**6}, 0.015)
     assert costs.choose(0, LENGTH, ways) is ways[0]
 
 
-def test_what_has_only_ever_been_late_is_known_by_that() -> None:
+def test_a_tier_that_always_timed_out_has_a_known_cost() -> None:
     costs = engine()
     disk = chain(1968, tier=Tier.DISK)
     for _ in range(TIMED_OUT_LOADS):
@@ -111,7 +111,7 @@ def test_what_has_only_ever_been_late_is_known_by_that() -> None:
     assert costs.choose(0, LENGTH, disk) is None
 
 
-def test_a_bad_minute_is_forgotten() -> None:
+def test_a_slow_minute_is_forgotten() -> None:
     costs = engine(byte_s=2e-6)
     for _ in range(200):
         costs.observe_load({Tier.MEMORY: 500 * TOKEN_BYTES}, 0.005)
@@ -128,14 +128,14 @@ def test_loading_ends_where_computing_becomes_faster() -> None:
     assert costs.choose(0, LENGTH, [near, far]) is near
 
 
-def test_of_what_takes_as_long_more_is_loaded() -> None:
+def test_of_equal_times_the_larger_load_is_chosen() -> None:
     costs = engine(byte_s=1e-6)  # a millisecond a token, as computing
     ways = chain(500, 1000, 1900)
     assert costs.choose(0, LENGTH, ways) is ways[-1]
     assert costs.choose(0, LENGTH, ways, tie_ratio=1.0) is None
 
 
-def test_without_a_profile_passes_say_what_computing_takes() -> None:
+def test_without_a_profile_passes_determine_the_compute_time() -> None:
     costs = ReuseCosts()
     assert costs.predict_compute_s(0, 100) is None
     for number in range(1, 7):
@@ -156,7 +156,7 @@ def test_passes_correct_the_profile(slower: float) -> None:
     assert costs.correction == pytest.approx(slower, rel=0.05)
 
 
-def test_what_loads_take_can_be_told() -> None:
+def test_bandwidths_are_reported() -> None:
     costs = engine()
     latency_s, bytes_per_s = costs.tier_bandwidths()[Tier.MEMORY]
     assert latency_s == pytest.approx(0.005, rel=0.01)
@@ -164,8 +164,8 @@ def test_what_loads_take_can_be_told() -> None:
     assert Tier.DISK not in costs.tier_bandwidths()
 
 
-def test_a_load_from_several_places_is_shared_out() -> None:
-    """Documents behind a template are seldom loaded without it, which is always at hand."""
+def test_the_time_of_a_load_from_several_tiers_is_divided() -> None:
+    """Documents are rarely loaded without the template, which is always cached."""
     costs = engine(tier=Tier.MEMORY)  # 5 ms and 10 ns a byte
     for number in range(1, 10):
         size = number * 10**5
@@ -175,14 +175,14 @@ def test_a_load_from_several_places_is_shared_out() -> None:
     assert "host" not in costs.tier_bandwidths()
 
 
-def test_what_is_known_alone_explains_a_load_that_was_fast() -> None:
+def test_a_fast_load_adds_nothing_to_unknown_tiers() -> None:
     costs = engine()
     costs.observe_load({Tier.MEMORY: 10**6, Tier.DISK: 1}, 1e-6)
     assert Tier.DISK not in costs.tier_bandwidths()
 
 
 @given(st.floats(0.2, 5))
-def test_places_that_are_known_are_off_by_as_much(slower: float) -> None:
+def test_known_tiers_are_scaled_by_the_same_factor(slower: float) -> None:
     costs = engine(byte_s=1e-7)
     for number in range(1, 7):
         costs.observe_load({"host": number * 10**6}, 1e-9 * number * 10**6)
@@ -206,7 +206,9 @@ def test_places_that_are_known_are_off_by_as_much(slower: float) -> None:
     st.floats(1e-9, 1e-5),
     st.integers(0, 1999),
 )
-def test_what_is_chosen_is_near_the_fastest(ends: Sequence[int], byte_s: float, first: int) -> None:
+def test_the_chosen_option_is_near_the_fastest(
+    ends: Sequence[int], byte_s: float, first: int
+) -> None:
     costs = engine(byte_s=byte_s)
     ways = [reuse for reuse in chain(*sorted(ends)) if reuse.end > first]
     chosen = costs.choose(first, LENGTH, ways)

@@ -28,21 +28,21 @@ def profile(pass_tokens: int = 2048, **given: Any) -> PrefillProfile:
 
 
 @given(st.sampled_from(CACHED), st.sampled_from(COMPUTED))
-def test_what_was_measured_is_what_is_predicted(cached: int, computed: int) -> None:
+def test_measured_points_are_predicted_exactly(cached: int, computed: int) -> None:
     assert profile().predict(cached, computed) == pytest.approx(true_s(cached, computed))
 
 
 @given(st.integers(0, 16_000), st.integers(1, 2048))
-def test_what_lies_between_and_beyond_is_near_the_truth(cached: int, computed: int) -> None:
+def test_predictions_between_and_beyond_points_are_close(cached: int, computed: int) -> None:
     assert profile().predict(cached, computed) == pytest.approx(true_s(cached, computed), rel=0.3)
 
 
 @given(st.integers(0, 8000), st.integers(1, 6000))
-def test_what_does_not_fit_a_pass_takes_several(cached: int, computed: int) -> None:
+def test_a_long_prefill_takes_several_passes(cached: int, computed: int) -> None:
     found = profile(pass_tokens=512)
-    whole, rest = divmod(computed, 512)
-    passes = [found.predict(cached + 512 * number, 512) for number in range(whole)]
-    passes.append(found.predict(cached + 512 * whole, rest))
+    num_full, rest = divmod(computed, 512)
+    passes = [found.predict(cached + 512 * number, 512) for number in range(num_full)]
+    passes.append(found.predict(cached + 512 * num_full, rest))
     assert found.predict(cached, computed) == pytest.approx(sum(passes))
 
 
@@ -53,14 +53,12 @@ def test_more_takes_longer(cached: int, computed: int, more: int) -> None:
     assert found.predict(cached, computed) <= found.predict(cached + more, computed)
 
 
-def test_nothing_takes_no_time() -> None:
+def test_no_tokens_take_no_time() -> None:
     assert profile().predict(500, 0) == 0.0
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=15, max_size=15), st.integers(0, 9000))
-def test_however_noisy_it_was_no_pass_is_quicker_than_the_quickest(
-    seconds: list[float], cached: int
-) -> None:
+def test_no_pass_is_faster_than_the_fastest_measured_one(seconds: list[float], cached: int) -> None:
     rows = tuple(tuple(seconds[5 * i : 5 * i + 5]) for i in range(3))
     assert profile(seconds=rows).predict(cached, 2000) >= min(seconds)
 
@@ -71,7 +69,7 @@ def test_one_point_is_a_profile_too() -> None:
     assert found.predict(900, 200) == pytest.approx(1.0)
 
 
-def test_it_survives_json() -> None:
+def test_it_round_trips_through_json() -> None:
     assert PrefillProfile.from_json(profile().to_json()) == profile()
 
 
@@ -92,7 +90,7 @@ def test_it_survives_json() -> None:
         ("pass_tokens", "many"),
     ],
 )
-def test_what_is_no_profile_is_refused(field: str, value: object) -> None:
+def test_an_invalid_profile_is_rejected(field: str, value: object) -> None:
     with pytest.raises(InvalidInput, match="profile"):
         PrefillProfile.from_json(profile().to_json() | {field: value})
     with pytest.raises(InvalidInput, match="profile"):

@@ -1,4 +1,4 @@
-"""Predicted loading times follow what was seen."""
+"""Predicted load times follow the observations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcache_core.cost.tier_latency import TierLatency
 sizes = st.integers(1, 1 << 30)
 
 
-def test_before_anything_is_seen_the_guess_holds() -> None:
+def test_without_observations_the_initial_estimate_holds() -> None:
     model = TierLatency(latency_s=1e-3, bytes_per_s=1e9)
     for num_bytes in (64 << 10, 1 << 20, 8 << 20):
         assert model.predict(num_bytes) == pytest.approx(1e-3 + num_bytes / 1e9)
@@ -46,6 +46,6 @@ def test_predictions_are_positive_and_more_bytes_never_take_less(
 
 
 @pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(0.0, 1.0), (1.0, 0.0)])
-def test_a_guess_is_positive(latency_s: float, bytes_per_s: float) -> None:
+def test_an_initial_estimate_is_positive(latency_s: float, bytes_per_s: float) -> None:
     with pytest.raises(ValueError, match="greater than 0"):
         TierLatency(latency_s, bytes_per_s)

@@ -1,4 +1,4 @@
-"""What is written at all: everything, what is asked for twice, or what beats what would go."""
+"""Admissions: everything, the second offer, or a higher score than the victim."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_always_admits() -> None:
     assert make_admission("always", score()).admits("a", CANDIDATE, 0.0, 1e9)
 
 
-def test_second_touch_admits_what_is_offered_again() -> None:
+def test_second_touch_admits_the_second_offer() -> None:
     admission = make_admission("second-touch", score())
     assert not admission.admits("a", CANDIDATE, 0.0, None)
     assert not admission.admits("b", CANDIDATE, 1.0, None)
@@ -36,7 +36,7 @@ def test_second_touch_admits_what_is_offered_again() -> None:
     assert admission.admits("a", CANDIDATE, 3.0, None)
 
 
-def test_second_touch_forgets_what_was_offered_longest_ago(
+def test_second_touch_forgets_the_oldest_offer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ghosts_module, "MIN_GHOSTS", 2)
@@ -47,11 +47,11 @@ def test_second_touch_forgets_what_was_offered_longest_ago(
     assert admission.admits("c", CANDIDATE, 1.0, None)
 
 
-def test_by_score_admits_anything_while_there_is_room() -> None:
+def test_score_admits_anything_while_there_is_room() -> None:
     assert make_admission("score", score()).admits("a", CANDIDATE, 0.0, None)
 
 
-def test_by_score_refuses_what_is_worth_less_than_what_would_go() -> None:
+def test_score_rejects_entries_below_the_victim() -> None:
     policy = score()
     policy.add("popular", CANDIDATE, 0.0)
     policy.touch("popular", 1.0)
@@ -63,7 +63,7 @@ def test_by_score_refuses_what_is_worth_less_than_what_would_go() -> None:
     assert admission.admits("new", CANDIDATE, 4.0, policy.priority("popular", 4.0))
 
 
-def test_by_score_lets_the_costly_in_at_once() -> None:
+def test_score_admits_costly_entries_at_once() -> None:
     policy = score()
     policy.add("cheap", CANDIDATE, 0.0)
     policy.touch("cheap", 0.0)
@@ -72,7 +72,9 @@ def test_by_score_lets_the_costly_in_at_once() -> None:
 
 
 @given(uses=st.integers(0, 5), cost_s=st.floats(0.0, 10.0), gap_s=st.floats(0.0, 1e5))
-def test_an_appraisal_is_the_worth_after_an_add(uses: int, cost_s: float, gap_s: float) -> None:
+def test_the_prospective_priority_is_the_priority_after_an_add(
+    uses: int, cost_s: float, gap_s: float
+) -> None:
     policy = score()
     candidate: EvictionCandidate[str] = EvictionCandidate(3, 2, cost_s)
     for number in range(uses):
@@ -81,7 +83,7 @@ def test_an_appraisal_is_the_worth_after_an_add(uses: int, cost_s: float, gap_s:
     appraised = policy.prospective_priority("a", candidate, now)
     half_life_s = policy.half_life_s
     policy.add("a", candidate, now)
-    if policy.half_life_s == half_life_s:  # else all ranks were made anew, with another
+    if policy.half_life_s == half_life_s:  # else all ranks were recomputed with another one
         assert policy.priority("a", now) == pytest.approx(appraised, abs=1e-6)
 
 
@@ -94,12 +96,12 @@ def test_names_are_checked() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(0, 3))
-def test_ghosts_are_bounded_and_forget_the_oldest(keys: list[int], held: int) -> None:
+def test_ghosts_are_bounded_and_forget_the_oldest(keys: list[int], num_stored: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ghosts_module, "MIN_GHOSTS", 4)
         ghosts: GhostEntries[int, int] = GhostEntries()
         for number, key in enumerate(keys):
-            ghosts.put(key, number, held)
-        newest = list(dict.fromkeys(reversed(keys)))[: max(4, 2 * held)]
+            ghosts.put(key, number, num_stored)
+        newest = list(dict.fromkeys(reversed(keys)))[: max(4, 2 * num_stored)]
         assert len(ghosts) == len(newest)
         assert all(ghosts.get(key) is not None for key in newest)

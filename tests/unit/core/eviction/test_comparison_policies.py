@@ -1,4 +1,4 @@
-"""What ``bench/policies`` compares with: the clairvoyant, and the replay that drives policies."""
+"""The benchmark of policies: the clairvoyant policy and the replay of traces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ UNIT_BYTES = 10 * BYTES_PER_TOKEN
 
 
 def trace_of(requests: list[list[int]], exact: bool) -> Trace:
-    """Chunks of 10 tokens and a second each. exact: a request is a path in a tree."""
+    """Return a trace of chunks with 10 tokens and 1 second each. exact: requests are tree paths."""
     numbers: dict[tuple[int, ...], int] = {}
     made = []
     for time_s, chunks in enumerate(requests):
         accesses: list[Access] = []
-        for place, chunk in enumerate(chunks):
-            name = tuple(chunks[: place + 1]) if exact else (chunk,)
+        for index, chunk in enumerate(chunks):
+            name = tuple(chunks[: index + 1]) if exact else (chunk,)
             key = numbers.setdefault(name, len(numbers))
             parent = accesses[-1].key if exact and accesses else None
             accesses.append(Access(key, parent, 10, 1.0))
@@ -56,7 +56,7 @@ def test_no_policy_beats_the_clairvoyant_where_sizes_are_equal(
 def test_the_clairvoyant_is_optimal_where_sizes_are_equal(
     asked: list[list[int]], exact: bool, room: int
 ) -> None:
-    """Against every choice of intervals."""
+    """Compare with every choice of intervals."""
     intervals = Intervals(trace_of(asked[:5], exact))
     count = len(intervals.start)
     optimum = 0
@@ -72,7 +72,7 @@ def test_the_clairvoyant_is_optimal_where_sizes_are_equal(
     assert found.gain >= optimum
 
 
-def test_a_replay_counts_a_prefix_only_as_far_as_it_is_whole() -> None:
+def test_a_replay_counts_a_prefix_up_to_its_first_gap() -> None:
     trace = trace_of([[0, 1], [0, 1], [2, 1], [0, 2]], exact=True)
     policy = make_policy("lru", leaves_only=True)
     tally = Replay(policy, make_admission("always", policy), 100 * UNIT_BYTES).run(trace)
@@ -80,7 +80,7 @@ def test_a_replay_counts_a_prefix_only_as_far_as_it_is_whole() -> None:
     assert tally.written_bytes == 5 * UNIT_BYTES
 
 
-def test_prefill_takes_longer_the_more_there_is_before_and_to_compute() -> None:
+def test_prefill_takes_longer_with_more_cached_and_computed_tokens() -> None:
     profile = PrefillProfile()
     for cached, uncached in ((0, 100), (1000, 100), (5000, 3000)):
         seconds = profile.seconds(cached, uncached)

@@ -1,4 +1,4 @@
-"""Every policy under one suite, and each against a naive model of what it claims to be."""
+"""All policies in one suite, and each against a naive model of its definition."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from ragcache_core.eviction.policy import MAX_PROTECTED_PER_SEARCH
 from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, ScorePolicy
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
-"""Under these a use never makes an entry worth less, whatever came before. PGDSF's window may end
-meanwhile, and the score's half-life may change: they have tests of their own."""
+"""Policies under which a use never lowers a priority.
+
+PGDSF's window may end meanwhile, and the half-life of the score may change. They have separate
+tests.
+"""
 
 KEYS = tuple(range(12))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call. dt: seconds since the call before. forbidden: keys that are leased."""
+    """One call. dt: seconds since the previous call. protected: leased keys."""
 
     call: str
     key: int
@@ -35,7 +38,7 @@ class Step:
     cost_s: float
     parent: int | None
     dt: float
-    forbidden: frozenset[int]
+    protected: frozenset[int]
 
 
 steps = st.lists(
@@ -46,10 +49,10 @@ steps = st.lists(
         num_bytes=st.integers(1, 9),
         num_tokens=st.integers(1, 4),
         cost_s=st.sampled_from([0.0, 0.25, 1.0, 3.0]),
-        # A parent has a lower number, so that there are no circles.
+        # A parent has a lower number, so there are no cycles.
         parent=st.none() | st.integers(0, 10),
         dt=st.sampled_from([0.0, 1.0, 50.0, 4000.0]),
-        forbidden=st.frozensets(st.sampled_from(KEYS), max_size=4),
+        protected=st.frozensets(st.sampled_from(KEYS), max_size=4),
     ),
     max_size=80,
 )
@@ -82,53 +85,53 @@ def victims(policy: EvictionPolicy[str]) -> list[str]:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=60)
 @given(script=steps)
-def test_every_policy_keeps_its_promises_under_random_use(
+def test_every_policy_keeps_its_contract_under_random_use(
     name: str, leaves_only: bool, script: list[Step]
 ) -> None:
     policy: EvictionPolicy[int] = make_policy(name, leaves_only=leaves_only)
     twin: EvictionPolicy[int] = make_policy(name, leaves_only=leaves_only)
-    held: dict[int, EvictionCandidate[int]] = {}
+    stored: dict[int, EvictionCandidate[int]] = {}
     now = 0.0
     for step in script:
         now += step.dt
         if step.call == "add":
-            held[step.key] = candidate_of(step)
-            policy.add(step.key, held[step.key], now)
-            twin.add(step.key, held[step.key], now)
+            stored[step.key] = candidate_of(step)
+            policy.add(step.key, stored[step.key], now)
+            twin.add(step.key, stored[step.key], now)
         elif step.call == "touch":
-            before = policy.priority(step.key, now) if step.key in held else None
+            before = policy.priority(step.key, now) if step.key in stored else None
             policy.touch(step.key, now)
             twin.touch(step.key, now)
             if before is not None and name in MONOTONE:
                 assert policy.priority(step.key, now) >= before - 1e-9
         elif step.call == "remove":
-            held.pop(step.key, None)
+            stored.pop(step.key, None)
             policy.remove(step.key)
             twin.remove(step.key)
         else:
-            parents = {c.parent for c in held.values()} if leaves_only else set()
-            free = {key for key in held if key not in step.forbidden and key not in parents}
-            expected = policy.advance_to_victim(lambda key: key not in step.forbidden)  # noqa: B023
-            assert len(policy) == len(held)
-            victim = policy.evict(lambda key: key not in step.forbidden)  # noqa: B023
+            parents = {c.parent for c in stored.values()} if leaves_only else set()
+            free = {key for key in stored if key not in step.protected and key not in parents}
+            expected = policy.advance_to_victim(lambda key: key not in step.protected)  # noqa: B023
+            assert len(policy) == len(stored)
+            victim = policy.evict(lambda key: key not in step.protected)  # noqa: B023
             assert victim == expected  # what it announces is what it does
-            assert victim == twin.evict(lambda key: key not in step.forbidden)  # noqa: B023
+            assert victim == twin.evict(lambda key: key not in step.protected)  # noqa: B023
             assert (victim in free) if free else victim is None
             if victim is not None:
-                del held[victim]
+                del stored[victim]
                 assert victim not in policy
-        assert len(policy) == len(held)
-        assert all((key in policy) == (key in held) for key in KEYS)
+        assert len(policy) == len(stored)
+        assert all((key in policy) == (key in stored) for key in KEYS)
         policy.check()
     drained = []
     while (key := policy.evict(anything)) is not None:
         drained.append(key)
         policy.check()
-    assert sorted(drained) == sorted(held)  # each key once, and nothing is stuck
+    assert sorted(drained) == sorted(stored)  # each key once
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_parent_outlives_its_children_even_where_it_was_used_least(name: str) -> None:
+def test_a_parent_outlives_its_children_even_if_used_least(name: str) -> None:
     policy: EvictionPolicy[str] = make_policy(name, leaves_only=True)
     policy.add("root", candidate(), 0.0)
     policy.add("middle", candidate(parent="root"), 1.0)
@@ -139,7 +142,7 @@ def test_a_parent_outlives_its_children_even_where_it_was_used_least(name: str) 
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_child_may_come_before_its_parent(name: str) -> None:
+def test_a_child_may_be_added_before_its_parent(name: str) -> None:
     policy: EvictionPolicy[str] = make_policy(name, leaves_only=True)
     policy.add("leaf", candidate(parent="root"), 0.0)
     policy.add("root", candidate(), 1.0)
@@ -160,7 +163,7 @@ def test_leased_neighbours_do_not_hide_the_only_victim(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_search_is_short_and_those_after_it_look_further(name: str) -> None:
+def test_a_search_is_bounded_and_the_next_one_continues(name: str) -> None:
     policy: EvictionPolicy[int] = make_policy(name, leaves_only=False)
     for number in range(10 * MAX_PROTECTED_PER_SEARCH):
         policy.add(number, EvictionCandidate(1, 1, 1.0), float(number))
@@ -185,7 +188,7 @@ def test_a_search_is_short_and_those_after_it_look_further(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_entries_that_are_each_others_ancestors_go_last(name: str) -> None:
+def test_entries_in_a_cycle_are_evicted_last(name: str) -> None:
     policy: EvictionPolicy[str] = make_policy(name, leaves_only=True)
     policy.add("a", candidate(parent="b"), 0.0)
     policy.add("b", candidate(parent="a"), 1.0)
@@ -199,7 +202,7 @@ def test_entries_that_are_each_others_ancestors_go_last(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_another_size_is_no_use(name: str) -> None:
+def test_a_resize_is_not_a_use(name: str) -> None:
     policy: EvictionPolicy[str] = make_policy(name, leaves_only=False)
     for key in "abc":
         policy.add(key, candidate(num_bytes=8), 0.0)
@@ -226,17 +229,17 @@ def test_a_candidate_is_checked(bad: tuple[int, int, float]) -> None:
 
 @dataclass
 class Model:
-    """A naive O(n) policy: the lowest rank of all keys that may go. Written from the papers."""
+    """A naive O(n) policy that evicts the lowest rank, written from the papers."""
 
     rank: Callable[[int], float]
 
-    def victim(self, held: dict[int, EvictionCandidate[int]], leaves_only: bool) -> float | None:
-        parents = {c.parent for c in held.values()} if leaves_only else set()
-        return min((self.rank(key) for key in held if key not in parents), default=None)
+    def victim(self, stored: dict[int, EvictionCandidate[int]], leaves_only: bool) -> float | None:
+        parents = {c.parent for c in stored.values()} if leaves_only else set()
+        return min((self.rank(key) for key in stored if key not in parents), default=None)
 
 
 @given(script=steps)
-def test_lru_is_an_ordered_dict(script: list[Step]) -> None:
+def test_lru_equals_an_ordered_dict(script: list[Step]) -> None:
     policy: EvictionPolicy[int] = make_policy("lru", leaves_only=False)
     model: OrderedDict[int, None] = OrderedDict()
     for step in script:
@@ -252,8 +255,8 @@ def test_lru_is_an_ordered_dict(script: list[Step]) -> None:
             policy.remove(step.key)
             model.pop(step.key, None)
         else:
-            may = [key for key in model if key not in step.forbidden]
-            assert policy.evict(lambda key: key not in step.forbidden) == next(  # noqa: B023
+            may = [key for key in model if key not in step.protected]
+            assert policy.evict(lambda key: key not in step.protected) == next(  # noqa: B023
                 iter(may), None
             )
             for key in may[:1]:
@@ -268,7 +271,7 @@ def test_greedy_dual_is_algorithm_1_of_ragcache(
 ) -> None:
     """Within one window, so that a frequency is a plain count."""
     policy: EvictionPolicy[int] = make_policy(name, leaves_only=leaves_only)
-    held: dict[int, EvictionCandidate[int]] = {}
+    stored: dict[int, EvictionCandidate[int]] = {}
     clock = 0.0
     frequency: dict[int, int] = {}
     costs: dict[int, list[float]] = {}
@@ -283,31 +286,31 @@ def test_greedy_dual_is_algorithm_1_of_ragcache(
         now = float(number)
         if step.call == "add":
             entry = candidate_of(step)
-            if step.key not in held:
+            if step.key not in stored:
                 costs.setdefault(step.key, []).append(entry.cost_s / entry.num_tokens)
-            held[step.key] = entry
+            stored[step.key] = entry
             policy.add(step.key, entry, now)
             retrieve(step.key)
         elif step.call == "touch":
             policy.touch(step.key, now)
-            if step.key in held:
+            if step.key in stored:
                 retrieve(step.key)
         elif step.call == "remove":
             policy.remove(step.key)
-            if held.pop(step.key, None) is not None:  # what is not held may be remembered
+            if stored.pop(step.key, None) is not None:  # a key that is not stored may be remembered
                 del frequency[step.key], costs[step.key]
         else:
-            lowest = Model(priority.__getitem__).victim(held, leaves_only)
+            lowest = Model(priority.__getitem__).victim(stored, leaves_only)
             victim = policy.evict(anything)
             assert (victim is None) == (lowest is None)
             if victim is not None and lowest is not None:
                 # Equal priorities may go in any order; sums of floats differ in their last bits.
                 assert priority[victim] == pytest.approx(lowest, abs=1e-9)
                 clock = max(clock, priority[victim])
-                del held[victim]
+                del stored[victim]
                 if name == "gdsf":  # frequencies are of the stay
                     del frequency[victim]
-        for key in held:
+        for key in stored:
             assert policy.priority(key, now) == pytest.approx(priority[key], abs=1e-9)
 
 
@@ -323,7 +326,7 @@ def test_pgdsf_counts_uses_in_a_window_only() -> None:
     assert policy.priority("once popular", 50.0) == 1.0
 
 
-def test_pgdsf_averages_what_its_misses_cost() -> None:
+def test_pgdsf_averages_the_cost_of_its_misses() -> None:
     """Formula 4: the mean over the requests that did not find it."""
     policy: EvictionPolicy[str] = make_policy("pgdsf", leaves_only=False)
     policy.add("a", EvictionCandidate(1, 2, 4.0), 0.0)
@@ -342,7 +345,7 @@ def test_lfu_evicts_the_least_used() -> None:
     assert victims(policy) == ["c", "b", "a"]
 
 
-def test_fifo_minds_no_use() -> None:
+def test_fifo_ignores_uses() -> None:
     policy: EvictionPolicy[str] = make_policy("fifo", leaves_only=False)
     for key in "abc":
         policy.add(key, candidate(), 0.0)
@@ -350,7 +353,7 @@ def test_fifo_minds_no_use() -> None:
     assert victims(policy) == ["a", "b", "c"]
 
 
-def test_s3fifo_lets_a_scan_pass() -> None:
+def test_s3fifo_resists_a_scan() -> None:
     policy: EvictionPolicy[str] = make_policy("s3fifo", leaves_only=False)
     policy.add("popular", candidate(), 0.0)
     policy.touch("popular", 0.0)
@@ -363,7 +366,7 @@ def test_s3fifo_lets_a_scan_pass() -> None:
     assert policy.priority("scan 0", 2.0) > policy.priority("scan 19", 2.0)
 
 
-def test_cachecraft_ranks_by_what_each_use_saved() -> None:
+def test_cachecraft_ranks_by_the_savings_of_each_use() -> None:
     policy: EvictionPolicy[str] = make_policy("cachecraft", leaves_only=False)
     for key in ("fits", "needs much fixing", "matches"):
         policy.add(key, candidate(), 0.0)
@@ -384,7 +387,7 @@ def test_cachecraft_ranks_by_what_each_use_saved() -> None:
 def test_score_and_pgdsf_rise_with_every_use(
     uses: list[float], cost_s: float, num_bytes: int
 ) -> None:
-    """Within a window (PGDSF), and where the half-life stands (the score)."""
+    """Within one window (PGDSF), and with a constant half-life (the score)."""
     score: ScorePolicy[str] = ScorePolicy(leaves_only=False)
     pgdsf: EvictionPolicy[str] = make_policy("pgdsf", leaves_only=False)
     for policy in (score, pgdsf):
@@ -400,7 +403,7 @@ def test_score_and_pgdsf_rise_with_every_use(
                 assert policy.priority("a", now) >= before
 
 
-def test_the_score_is_saved_seconds_per_byte_and_falls_with_a_half_life() -> None:
+def test_the_score_is_saved_seconds_per_byte_and_decays() -> None:
     score: ScorePolicy[str] = ScorePolicy(leaves_only=False)
     score.add("a", EvictionCandidate(num_bytes=8, num_tokens=1, cost_s=2.0), 100.0)
     assert score.priority("a", 100.0) == pytest.approx(-2.0)  # log2(2 / 8)
@@ -413,13 +416,13 @@ def test_scores_keep_their_order_as_time_goes_by(script: list[Step]) -> None:
     score: ScorePolicy[int] = ScorePolicy(leaves_only=False)
     for number, step in enumerate(script):
         score.add(step.key, candidate_of(step), float(number))
-    held = [key for key in KEYS if key in score]
-    soon = sorted(held, key=lambda key: (score.priority(key, 100.0), key))
-    late = [score.priority(key, 5000.0) for key in soon]
-    assert all(a <= b + 1e-6 for a, b in pairwise(late))
+    stored = [key for key in KEYS if key in score]
+    soon = sorted(stored, key=lambda key: (score.priority(key, 100.0), key))
+    later = [score.priority(key, 5000.0) for key in soon]
+    assert all(a <= b + 1e-6 for a, b in pairwise(later))
 
 
-def test_the_score_remembers_what_it_evicted() -> None:
+def test_the_score_remembers_evicted_entries() -> None:
     score: EvictionPolicy[str] = make_policy("score", leaves_only=False)
     score.add("again", candidate(), 0.0)
     assert score.evict(lambda _: True) == "again"

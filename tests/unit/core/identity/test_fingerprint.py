@@ -1,4 +1,4 @@
-"""Fingerprints: whatever changes KV changes them, and nothing else does."""
+"""A fingerprint changes exactly with what changes KV."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_another_model_has_another_fingerprint(other: str) -> None:
     assert other != fingerprint()
 
 
-def test_where_a_model_lies_does_not_matter() -> None:
+def test_the_folder_of_a_model_does_not_matter() -> None:
     moved = {name: CONFIG[name] for name in reversed(CONFIG)} | {"_name_or_path": "elsewhere"}
     assert fingerprint(config=moved) == fingerprint()
 
@@ -61,7 +61,7 @@ def test_a_space_has_the_sizes_of_the_config() -> None:
     assert kv_space("f", CONFIG, "bfloat16") == KVSpace("f", 3, 2, 8, "bfloat16")
 
 
-def test_sizes_a_config_leaves_out_follow_from_the_others() -> None:
+def test_missing_sizes_follow_from_the_others() -> None:
     config = {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"}
     assert kv_space("f", config, "float32").num_kv_heads == 8
     assert kv_space("f", config | {"head_dim": 32}, "float32").head_dim == 32
@@ -76,13 +76,13 @@ def test_sizes_a_config_leaves_out_follow_from_the_others() -> None:
         ({}, "bfloat16"),
     ],
 )
-def test_auto_is_what_the_engine_makes_of_the_checkpoint(named: dict[str, str], dtype: str) -> None:
+def test_auto_resolves_as_in_the_engine(named: dict[str, str], dtype: str) -> None:
     config = {name: value for name, value in CONFIG.items() if name != "dtype"}
     assert kv_space("f", config | named, "auto").dtype == dtype
 
 
 @pytest.mark.parametrize("missing", ["num_attention_heads", "num_hidden_layers", "hidden_size"])
-def test_a_config_without_sizes_is_refused(missing: str) -> None:
+def test_a_config_without_sizes_is_rejected(missing: str) -> None:
     config = {name: value for name, value in CONFIG.items() if name != missing}
     with pytest.raises(InvalidInput, match=r"config\.json"):
         kv_space("f", config, "auto")

@@ -44,7 +44,7 @@ def test_a_prefix_key_depends_on_the_order(tokens: list[int]) -> None:
     assert prefix_key(tokens) != prefix_key(tokens[::-1])
 
 
-def test_reading_a_prefix_key_does_not_end_the_walk() -> None:
+def test_a_prefix_can_be_extended_after_its_key_is_read() -> None:
     hasher = PrefixHasher(SPACE, "public")
     hasher.extend([1])
     hasher.key()
@@ -75,27 +75,25 @@ def test_another_domain_has_other_keys(a: str, b: str, tokens: list[int]) -> Non
 
 
 @given(token_lists)
-def test_a_chunk_is_no_prefix(tokens: list[int]) -> None:
+def test_a_chunk_key_is_not_a_prefix_key(tokens: list[int]) -> None:
     assert chunk_key(SPACE, "public", tokens) != prefix_key(tokens)
 
 
 @given(keys, keys)
-def test_a_variant_key_survives_its_bytes_and_starts_with_the_chunk(
-    chunk: bytes, prefix: bytes
-) -> None:
+def test_a_variant_key_round_trips_and_starts_with_the_chunk(chunk: bytes, prefix: bytes) -> None:
     key = VariantKey(chunk, prefix)
     assert VariantKey.from_bytes(key.to_bytes()) == key
     assert key.to_bytes().startswith(chunk)
 
 
 @given(st.binary(max_size=40).filter(lambda raw: len(raw) != 2 * KEY_BYTES))
-def test_a_variant_key_of_another_length_is_refused(raw: bytes) -> None:
+def test_a_variant_key_of_another_length_is_rejected(raw: bytes) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         VariantKey.from_bytes(raw)
 
 
 @given(keys, st.binary(max_size=40).filter(lambda raw: len(raw) != KEY_BYTES))
-def test_parts_of_another_length_are_refused(good: bytes, bad: bytes) -> None:
+def test_keys_of_another_length_are_rejected(good: bytes, bad: bytes) -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         VariantKey(good, bad)
     with pytest.raises(ValueError, match="16 bytes"):

@@ -1,4 +1,4 @@
-"""Prompts without a plan are cut by length, and their pieces named by content."""
+"""Prompts without a plan are cut by length, and their pieces are named by content."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ salts = st.none() | st.text(min_size=1)
 
 
 @given(token_ids)
-def test_pieces_are_whole_and_follow_each_other_from_the_start(ids: list[int]) -> None:
+def test_pieces_are_full_and_contiguous_from_the_start(ids: list[int]) -> None:
     pieces = prefix_pieces(SPACE, "d", ids)
     assert len(pieces) == len(ids) // PIECE_TOKENS
-    for place, named in enumerate(pieces):
-        assert named.segment.start == place * PIECE_TOKENS
+    for index, named in enumerate(pieces):
+        assert named.segment.start == index * PIECE_TOKENS
         assert named.segment.end == named.segment.start + PIECE_TOKENS
 
 
 @given(token_ids)
-def test_pieces_have_the_names_that_a_plan_of_them_would_have(ids: list[int]) -> None:
+def test_pieces_have_the_same_names_as_in_a_plan(ids: list[int]) -> None:
     pieces = prefix_pieces(SPACE, "d", ids)
     plan = ReusePlan("r", "d", tuple(named.segment for named in pieces))
     assert checked_segments(plan, ids, SPACE) == pieces
 
 
 @given(token_ids, token_ids)
-def test_prompts_share_just_the_pieces_of_their_common_beginning(
+def test_prompts_share_exactly_the_pieces_of_their_common_prefix(
     ids: list[int], others: list[int]
 ) -> None:
     common = next(
@@ -51,13 +51,13 @@ def test_prompts_share_just_the_pieces_of_their_common_beginning(
     )
     names = [named.variant for named in prefix_pieces(SPACE, "d", ids)]
     other_names = [named.variant for named in prefix_pieces(SPACE, "d", others)]
-    whole = common // PIECE_TOKENS
-    assert names[:whole] == other_names[:whole]
-    assert not set(names[whole:]) & set(other_names)
+    num_shared = common // PIECE_TOKENS
+    assert names[:num_shared] == other_names[:num_shared]
+    assert not set(names[num_shared:]) & set(other_names)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=2 * PIECE_TOKENS + 9), st.data())
-def test_all_but_the_last_token_is_handed_over(ids: list[int], data: st.DataObject) -> None:
+def test_a_handoff_covers_all_but_the_last_token(ids: list[int], data: st.DataObject) -> None:
     ends = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)))
     prompt = assemble((), [ids[a:b] for a, b in itertools.pairwise([0, *ends])], ())
     own = checked_segments(plan_exact(prompt, SPACE, "d", "r"), ids, SPACE)
@@ -74,7 +74,7 @@ def test_all_but_the_last_token_is_handed_over(ids: list[int], data: st.DataObje
 
 
 @given(salts, salts)
-def test_a_domain_is_that_of_one_salt_alone(salt: str | None, other: str | None) -> None:
+def test_each_salt_has_its_own_domain(salt: str | None, other: str | None) -> None:
     assert (plain_domain(salt) == plain_domain(other)) == (salt == other)
     assert len(plain_domain(salt)) <= DOMAIN_MAX_CHARS
 
@@ -86,5 +86,5 @@ def test_no_plan_may_name_the_domain_of_clients_without_one(salt: str | None) ->
         ReusePlan.from_json(plan)
 
 
-def test_a_salt_that_is_no_valid_text_has_a_domain() -> None:
+def test_a_salt_that_is_not_valid_utf8_has_a_domain() -> None:
     assert plain_domain("\ud800") != plain_domain(None)

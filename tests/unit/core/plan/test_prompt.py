@@ -1,4 +1,4 @@
-"""Prompts: segments cover them without gaps, and chunks keep their ids wherever they stand."""
+"""Segments cover a prompt without gaps, and chunks keep their ids at any position."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_plan_covers_head_and_chunks_and_not_the_tail(
     assert position == len(prompt.token_ids) - len(tail)
 
 
-def test_every_chunk_says_which_document_it_is_of() -> None:
+def test_every_chunk_names_its_document() -> None:
     prompt = assemble([1], [[2], [], [3]], [4])
     plan = plan_exact(prompt, SPACE, "public", "request", ["c/a", "c/empty", "c/b"])
     assert [segment.document for segment in plan.segments] == ["", "c/a", "c/b"]
@@ -51,7 +51,7 @@ def test_every_chunk_says_which_document_it_is_of() -> None:
 
 
 @given(ids, st.lists(ids, max_size=5), ids)
-def test_every_plan_is_one_that_the_engine_reads(
+def test_the_engine_can_parse_every_exact_plan(
     head: list[int], chunks: list[list[int]], tail: list[int]
 ) -> None:
     plan = plan_exact(assemble(head, chunks, tail), SPACE, "public", "request")
@@ -74,7 +74,7 @@ def test_chunk_keys_do_not_depend_on_rank(
 
 
 @given(ids, st.lists(ids, max_size=5), ids)
-def test_computing_names_the_same_segments(
+def test_a_compute_plan_has_the_same_segments(
     head: list[int], chunks: list[list[int]], tail: list[int]
 ) -> None:
     prompt = assemble(head, chunks, tail)
@@ -87,14 +87,14 @@ def test_computing_names_the_same_segments(
 
 
 @given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1), st.integers(0, 2**63 - 1))
-def test_blending_differs_from_exact_reuse_only_in_its_chunks_and_budget(
-    head: list[int], chunks: list[list[int]], tail: list[int], budget: float, planned_at_ms: int
+def test_a_blended_plan_differs_from_an_exact_one_only_in_chunks_and_share(
+    head: list[int], chunks: list[list[int]], tail: list[int], share: float, planned_at_ms: int
 ) -> None:
     prompt = assemble(head, chunks, tail)
     documents = [f"c/{number}" for number in range(len(chunks))]
     exact = plan_exact(prompt, SPACE, "public", "request", documents, planned_at_ms)
-    plan = plan_blend(prompt, SPACE, "public", "request", budget, documents, planned_at_ms)
-    assert plan.recompute_share == budget
+    plan = plan_blend(prompt, SPACE, "public", "request", share, documents, planned_at_ms)
+    assert plan.recompute_share == share
     assert plan.blends == any(chunks)
     assert [s.action for s in plan.segments if s.start < len(head)] == [Action.EXACT] * bool(head)
     assert {s.action for s in plan.segments if s.start >= len(head)} <= {Action.BLEND}
@@ -103,8 +103,8 @@ def test_blending_differs_from_exact_reuse_only_in_its_chunks_and_budget(
 
 
 @given(ids, st.lists(ids, max_size=5), ids, st.floats(0, 1))
-def test_every_plan_to_blend_is_one_that_the_engine_reads(
-    head: list[int], chunks: list[list[int]], tail: list[int], budget: float
+def test_the_engine_can_parse_every_blended_plan(
+    head: list[int], chunks: list[list[int]], tail: list[int], share: float
 ) -> None:
-    plan = plan_blend(assemble(head, chunks, tail), SPACE, "public", "request", budget)
+    plan = plan_blend(assemble(head, chunks, tail), SPACE, "public", "request", share)
     assert ReusePlan.from_json(plan.to_json()) == plan

@@ -36,11 +36,11 @@ def plans(draw: st.DrawFn) -> ReusePlan:
         segments.append(Segment(chunk, start, position, action, document))
     text = st.text(min_size=1, max_size=128)
     planned_at_ms = draw(st.integers(0, 2**63 - 1))
-    budget = draw(st.floats(0, 1))
+    share = draw(st.floats(0, 1))
     domain = draw(text.filter(lambda name: not name.startswith(PLAIN_DOMAIN)))
     alpha, trial = draw(st.none() | st.floats(0, MAX_ALPHA)), draw(st.booleans())
     plan = ReusePlan(
-        draw(text), domain, tuple(segments), planned_at_ms, budget, alpha=alpha, trial=trial
+        draw(text), domain, tuple(segments), planned_at_ms, share, alpha=alpha, trial=trial
     )
     return replace(plan, handoff=not (plan.blends or trial) and draw(st.booleans()))
 
@@ -51,7 +51,7 @@ def valid() -> dict[str, Any]:
 
 
 @given(plans())
-def test_a_plan_survives_json(plan: ReusePlan) -> None:
+def test_a_plan_round_trips_through_json(plan: ReusePlan) -> None:
     assert ReusePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -62,7 +62,7 @@ anything = st.recursive(
 
 
 @given(anything)
-def test_no_json_value_does_anything_but_be_refused(value: object) -> None:
+def test_any_other_json_value_is_rejected(value: object) -> None:
     with pytest.raises(InvalidInput, match=r"^ragcache"):
         ReusePlan.from_json(value)
 
@@ -175,14 +175,14 @@ def test_fields_of_later_versions_are_ignored() -> None:
     assert ReusePlan.from_json(valid() | {"salt": "x"}) == ReusePlan.from_json(valid())
 
 
-@pytest.mark.parametrize("whole", [0, 1])
-def test_a_budget_may_be_all_or_nothing(whole: int) -> None:
-    budget = ReusePlan.from_json(valid() | {"recompute_share": whole}).recompute_share
-    assert budget == whole
-    assert type(budget) is float
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_share_may_be_0_or_1(value: int) -> None:
+    share = ReusePlan.from_json(valid() | {"recompute_share": value}).recompute_share
+    assert share == value
+    assert type(share) is float
 
 
-def test_a_plan_without_a_budget_has_none() -> None:
+def test_a_plan_without_a_share_has_0() -> None:
     plan = valid()
     del plan["recompute_share"]
     assert ReusePlan.from_json(plan).recompute_share == 0.0
@@ -195,13 +195,13 @@ def test_a_plan_blends_if_any_of_its_segments_does(action: Action) -> None:
     assert not ReusePlan("request-1", "public", ()).blends
 
 
-def test_what_is_blended_is_not_handed_over() -> None:
+def test_a_blended_plan_cannot_be_handed_off() -> None:
     segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, Action.BLEND))
     plan = ReusePlan("request-1", "public", segments, handoff=True).to_json()
     assert blamed(plan) == "ragcache.handoff"
 
 
-def test_nothing_of_a_trial_is_handed_over() -> None:
+def test_a_trial_cannot_be_handed_off() -> None:
     assert blamed(valid() | {"trial": True, "handoff": True}) == "ragcache.trial"
 
 
@@ -211,7 +211,7 @@ def test_a_plan_without_an_alpha_leaves_it_to_the_engine() -> None:
     assert ReusePlan.from_json(valid() | {"alpha": 0}).alpha == 0.0
 
 
-def test_a_plan_is_handed_over_only_if_it_says_so() -> None:
+def test_handoff_is_off_by_default() -> None:
     plan = valid()
     del plan["handoff"]
     assert not ReusePlan.from_json(plan).handoff
@@ -222,11 +222,11 @@ names = st.tuples(st.text(max_size=600), st.text(max_size=600))
 
 
 @given(names, names)
-def test_no_two_documents_have_one_name(one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_documents_have_distinct_names(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert (document_name(*one) == document_name(*other)) == (one == other)
     assert len(document_name(*one)) <= MAX_NAME_CHARS
 
 
-def test_a_collection_cannot_pass_for_a_folder_of_another() -> None:
+def test_a_slash_in_a_collection_is_quoted() -> None:
     assert document_name("a", "b/c.md") == "a/b/c.md"
     assert document_name("a/b", "c.md") == "a%2Fb/c.md"

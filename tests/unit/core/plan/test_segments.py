@@ -1,4 +1,4 @@
-"""Reuse: only what checks out is named, and only an unbroken exact chain is served."""
+"""Only valid segments are named, and only a gapless exact chain is served."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stored(segments: tuple[NamedSegment, ...]) -> dict[VariantKey, VariantInfo]:
 
 
 @given(prompts())
-def test_an_honest_plan_is_named_in_full_by_its_prefixes(prompt: Prompt) -> None:
+def test_all_segments_of_a_valid_plan_are_named_by_their_prefixes(prompt: Prompt) -> None:
     segments = named(prompt)
     assert tuple(n.segment for n in segments) == plan_of(prompt).segments
     for n in segments:
@@ -54,13 +54,13 @@ def test_an_honest_plan_is_named_in_full_by_its_prefixes(prompt: Prompt) -> None
 
 
 @given(prompts(), st.data())
-def test_a_changed_token_ends_what_is_named(prompt: Prompt, data: st.DataObject) -> None:
+def test_checking_stops_at_a_changed_token(prompt: Prompt, data: st.DataObject) -> None:
     covered = prompt.chunk_ends[-1]
-    place = data.draw(st.integers(0, covered - 1))
+    index = data.draw(st.integers(0, covered - 1))
     forged = list(prompt.token_ids)
-    forged[place] += 1
+    forged[index] += 1
     segments = checked_segments(plan_of(prompt), forged, SPACE)
-    assert all(n.segment.end <= place for n in segments)
+    assert all(n.segment.end <= index for n in segments)
     assert segments == named(prompt)[: len(segments)]
 
 
@@ -77,14 +77,14 @@ def test_a_plan_for_another_space_names_nothing(prompt: Prompt) -> None:
 
 
 @given(prompts())
-def test_a_prompt_cut_short_names_only_what_lies_within(prompt: Prompt) -> None:
+def test_checking_stops_at_the_end_of_the_prompt(prompt: Prompt) -> None:
     cut = prompt.token_ids[: prompt.chunk_ends[-1] - 1]
     segments = checked_segments(plan_of(prompt), cut, SPACE)
     assert segments == named(prompt)[:-1]
 
 
 @given(prompts(), st.data())
-def test_a_gap_ends_what_is_named(prompt: Prompt, data: st.DataObject) -> None:
+def test_checking_stops_at_a_gap(prompt: Prompt, data: st.DataObject) -> None:
     plan = plan_of(prompt)
     missing = data.draw(st.integers(0, len(plan.segments) - 1))
     gapped = replace(plan, segments=plan.segments[:missing] + plan.segments[missing + 1 :])
@@ -92,14 +92,14 @@ def test_a_gap_ends_what_is_named(prompt: Prompt, data: st.DataObject) -> None:
 
 
 @given(prompts())
-def test_what_is_to_be_computed_is_not_named(prompt: Prompt) -> None:
+def test_segments_to_compute_are_not_named(prompt: Prompt) -> None:
     plan = plan_compute(prompt, SPACE, "public", "request")
     assert all(segment.action is Action.COMPUTE for segment in plan.segments)
     assert checked_segments(plan, prompt.token_ids, SPACE) == ()
 
 
 @given(prompts())
-def test_what_may_be_blended_is_named_as_what_is_exact(prompt: Prompt) -> None:
+def test_blended_segments_are_named_like_exact_ones(prompt: Prompt) -> None:
     plan = plan_blend(prompt, SPACE, "public", "request", 0.2)
     segments = checked_segments(plan, prompt.token_ids, SPACE)
     assert tuple(n.segment for n in segments) == plan.segments
@@ -108,30 +108,28 @@ def test_what_may_be_blended_is_named_as_what_is_exact(prompt: Prompt) -> None:
 
 
 @given(prompts(), st.data())
-def test_a_changed_token_ends_what_may_be_blended(prompt: Prompt, data: st.DataObject) -> None:
+def test_blending_stops_at_a_changed_token(prompt: Prompt, data: st.DataObject) -> None:
     plan = plan_blend(prompt, SPACE, "public", "request", 0.2)
-    place = data.draw(st.integers(0, prompt.chunk_ends[-1] - 1))
+    index = data.draw(st.integers(0, prompt.chunk_ends[-1] - 1))
     forged = list(prompt.token_ids)
-    forged[place] += 1
+    forged[index] += 1
     segments = checked_segments(plan, forged, SPACE)
-    within = [segment for segment in plan.segments if segment.end <= place]
+    within = [segment for segment in plan.segments if segment.end <= index]
     assert [n.segment for n in segments] == within
 
 
 @given(prompts(), st.data())
-def test_what_is_to_be_computed_ends_what_may_be_blended(
-    prompt: Prompt, data: st.DataObject
-) -> None:
+def test_blending_stops_at_a_segment_to_compute(prompt: Prompt, data: st.DataObject) -> None:
     plan = plan_blend(prompt, SPACE, "public", "request", 0.2)
-    place = data.draw(st.integers(0, len(plan.segments) - 1))
-    computed = replace(plan.segments[place], action=Action.COMPUTE)
-    mixed = (*plan.segments[:place], computed, *plan.segments[place + 1 :])
+    index = data.draw(st.integers(0, len(plan.segments) - 1))
+    computed = replace(plan.segments[index], action=Action.COMPUTE)
+    mixed = (*plan.segments[:index], computed, *plan.segments[index + 1 :])
     segments = checked_segments(replace(plan, segments=mixed), prompt.token_ids, SPACE)
-    assert tuple(n.segment for n in segments) == plan.segments[:place]
+    assert tuple(n.segment for n in segments) == plan.segments[:index]
 
 
 @given(prompts())
-def test_a_full_store_serves_the_whole_chain(prompt: Prompt) -> None:
+def test_a_store_with_all_variants_serves_the_full_chain(prompt: Prompt) -> None:
     segments = named(prompt)
     assert longest_exact_chain(segments, stored(segments)) == segments
 
@@ -140,9 +138,9 @@ def test_a_full_store_serves_the_whole_chain(prompt: Prompt) -> None:
 def test_a_missing_variant_ends_the_chain(prompt: Prompt, data: st.DataObject) -> None:
     segments = named(prompt)
     missing = data.draw(st.integers(0, len(segments) - 1))
-    held = stored(segments)
-    del held[segments[missing].variant]
-    assert longest_exact_chain(segments, held) == segments[:missing]
+    infos = stored(segments)
+    del infos[segments[missing].variant]
+    assert longest_exact_chain(segments, infos) == segments[:missing]
 
 
 @pytest.mark.parametrize(
@@ -152,10 +150,10 @@ def test_a_missing_variant_ends_the_chain(prompt: Prompt, data: st.DataObject) -
         lambda info: replace(info, num_tokens=info.num_tokens + 1),
         lambda info: replace(info, base_position=info.base_position + 1),
     ],
-    ids=["tainted", "another length", "another position"],
+    ids=["approximate", "another length", "another position"],
 )
 def test_a_variant_that_does_not_fit_ends_the_chain(spoil: object) -> None:
     segments = named(assemble([1, 2], [[3], [4, 5]], [6]))
-    held = stored(segments)
-    held[segments[1].variant] = spoil(held[segments[1].variant])  # type: ignore[operator]
-    assert longest_exact_chain(segments, held) == segments[:1]
+    infos = stored(segments)
+    infos[segments[1].variant] = spoil(infos[segments[1].variant])  # type: ignore[operator]
+    assert longest_exact_chain(segments, infos) == segments[:1]

@@ -1,4 +1,4 @@
-"""The seal of a plan: what has one is believed, and nothing else is."""
+"""The signature of a plan: what has one is believed, and nothing else is."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def plan() -> dict[str, Any]:
 
 
 @given(objects, prompts, keys, st.randoms(use_true_random=False))
-def test_a_seal_outlives_its_way_as_json(
+def test_a_signature_is_valid_after_a_json_round_trip(
     plan: dict[str, Any], prompt: list[int], key: bytes, rng: random.Random
 ) -> None:
-    given_seal = sign(plan, prompt, key)
+    signature = sign(plan, prompt, key)
     items = list(json.loads(json.dumps(plan)).items())
     rng.shuffle(items)
-    assert is_signed(dict(items), prompt, given_seal, [key])
+    assert is_signed(dict(items), prompt, signature, [key])
 
 
 @given(objects, objects, prompts, prompts, same_length_keys, same_length_keys)
-def test_a_seal_is_of_one_plan_one_prompt_and_one_key(
+def test_a_signature_is_for_one_plan_one_prompt_and_one_key(
     plan: dict[str, Any],
     other: dict[str, Any],
     prompt: list[int],
@@ -65,12 +65,12 @@ def test_a_seal_is_of_one_plan_one_prompt_and_one_key(
     key: bytes,
     other_key: bytes,
 ) -> None:
-    said = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731
-    assume(said(plan) != said(other) and prompt != other_prompt and key != other_key)
-    given_seal = sign(plan, prompt, key)
-    assert not is_signed(other, prompt, given_seal, [key])
-    assert not is_signed(plan, other_prompt, given_seal, [key])
-    assert not is_signed(plan, prompt, given_seal, [other_key])
+    canonical = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731
+    assume(canonical(plan) != canonical(other) and prompt != other_prompt and key != other_key)
+    signature = sign(plan, prompt, key)
+    assert not is_signed(other, prompt, signature, [key])
+    assert not is_signed(plan, other_prompt, signature, [key])
+    assert not is_signed(plan, prompt, signature, [other_key])
 
 
 def changes(value: Any) -> list[Any]:
@@ -89,32 +89,30 @@ def changes(value: Any) -> list[Any]:
     return [f"{value}x" if isinstance(value, str) else value + 1]
 
 
-def test_nothing_of_a_sealed_plan_or_its_prompt_can_be_changed() -> None:
-    given_seal = sign(plan(), TOKENS, KEY)
-    assert is_signed(plan(), TOKENS, given_seal, [KEY])
+def test_any_change_of_a_signed_plan_or_its_prompt_is_detected() -> None:
+    signature = sign(plan(), TOKENS, KEY)
+    assert is_signed(plan(), TOKENS, signature, [KEY])
     altered = changes(plan())
     assert {"domain", "segments", "recompute_share", "request"} <= plan().keys()
     assert len(altered) > 20
     for forged in altered:
-        assert not is_signed(forged, TOKENS, given_seal, [KEY])
+        assert not is_signed(forged, TOKENS, signature, [KEY])
     for at in range(len(TOKENS)):
         prompt = [*TOKENS[:at], TOKENS[at] + 1, *TOKENS[at + 1 :]]
-        assert not is_signed(plan(), prompt, given_seal, [KEY])
+        assert not is_signed(plan(), prompt, signature, [KEY])
     for prompt in (TOKENS[:-1], [*TOKENS, 0], [], TOKENS[::-1]):
-        assert not is_signed(plan(), prompt, given_seal, [KEY])
-    for at in range(len(given_seal)):
-        forged = given_seal[:at] + ("1" if given_seal[at] == "0" else "0") + given_seal[at + 1 :]
+        assert not is_signed(plan(), prompt, signature, [KEY])
+    for at in range(len(signature)):
+        forged = signature[:at] + ("1" if signature[at] == "0" else "0") + signature[at + 1 :]
         assert not is_signed(plan(), TOKENS, forged, [KEY])
 
 
 @given(anything | st.just("é" * 64) | st.text(max_size=80), anything, prompts)
-def test_whatever_a_client_sends_is_answered_and_not_believed(
-    given_seal: object, plan: object, prompt: list[int]
-) -> None:
-    assert not is_signed(plan, prompt, given_seal, [KEY])
+def test_arbitrary_input_is_not_signed(signature: object, plan: object, prompt: list[int]) -> None:
+    assert not is_signed(plan, prompt, signature, [KEY])
 
 
-def test_what_is_no_json_is_not_believed() -> None:
+def test_a_plan_that_is_not_json_is_not_signed() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"a": deep}
@@ -122,25 +120,25 @@ def test_what_is_no_json_is_not_believed() -> None:
         assert not is_signed(odd, TOKENS, "0" * 64, [KEY])
 
 
-def test_any_key_is_believed_and_the_order_is_no_matter() -> None:
-    given_seal = sign(plan(), TOKENS, KEY)
-    assert is_signed(plan(), TOKENS, given_seal, [OTHER_KEY, KEY])
-    assert is_signed(plan(), TOKENS, given_seal, [KEY, OTHER_KEY])
-    assert not is_signed(plan(), TOKENS, given_seal, [OTHER_KEY])
-    assert not is_signed(plan(), TOKENS, given_seal, [])
+def test_every_key_verifies_in_any_order() -> None:
+    signature = sign(plan(), TOKENS, KEY)
+    assert is_signed(plan(), TOKENS, signature, [OTHER_KEY, KEY])
+    assert is_signed(plan(), TOKENS, signature, [KEY, OTHER_KEY])
+    assert not is_signed(plan(), TOKENS, signature, [OTHER_KEY])
+    assert not is_signed(plan(), TOKENS, signature, [])
 
 
-def test_a_plan_is_not_changed_by_sealing_it() -> None:
+def test_signing_does_not_change_the_plan() -> None:
     before = plan()
     kept = copy.deepcopy(before)
     sign(before, TOKENS, KEY)
     assert before == kept
 
 
-def test_it_is_the_hmac_that_its_description_says() -> None:
-    said = json.dumps(plan(), sort_keys=True, separators=(",", ":")).encode()
+def test_the_signature_is_the_documented_hmac() -> None:
+    encoded = json.dumps(plan(), sort_keys=True, separators=(",", ":")).encode()
     tokens = b"".join(token.to_bytes(8, "little") for token in TOKENS)
-    message = b"ragcache-plan-signature-1\0" + len(said).to_bytes(8, "little") + said + tokens
+    message = b"ragcache-plan-signature-1\0" + len(encoded).to_bytes(8, "little") + encoded + tokens
     assert sign(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
 
 
@@ -173,14 +171,14 @@ def test_keys_are_read_in_the_order_of_their_lines(
         ("é".encode() * 40, "line 1 is neither hex nor base64"),
     ],
 )
-def test_a_file_of_keys_that_is_wrong_is_refused_in_words(content: bytes, problem: str) -> None:
+def test_an_invalid_key_file_is_rejected_with_a_reason(content: bytes, problem: str) -> None:
     with pytest.raises(InvalidInput, match=problem) as error:
         parse_keys("RAGCACHE_SIGNING_KEY_FILE", content)
     assert str(error.value).startswith("RAGCACHE_SIGNING_KEY_FILE: ")
 
 
 @given(st.binary(max_size=31).map(bytes.hex) | st.text(alphabet="xyz +/=", max_size=40))
-def test_no_error_tells_what_a_line_says(line: str) -> None:
+def test_no_error_contains_a_line_of_the_key_file(line: str) -> None:
     with pytest.raises(InvalidInput) as error:
         parse_keys("F", line.encode())
     assert len(line.strip()) < 8 or line.strip() not in str(error.value)

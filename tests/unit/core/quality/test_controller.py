@@ -1,4 +1,4 @@
-"""Quality control: which questions are asked again, and what alpha comes of it."""
+"""Quality controller: which questions are replayed, and the resulting alpha."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ragcache_core.quality.reservoir import (
 from ragcache_core.quality.rouge import rouge_l
 from ragcache_core.quality.rouge import words as words_of
 
-BUDGET = 0.2
-FOREIGN = 100  # tokens of every question that are blended
+SHARE = 0.2
+BLENDED_TOKENS = 100
 shares = st.floats(0, 1)
 words = st.lists(st.sampled_from("abc"), max_size=8)
 
@@ -46,7 +46,7 @@ def question(*documents: str, at: int = 1) -> AskedQuestion:
 
 @dataclass
 class World:
-    """Answers are ten words, of which a blend with alpha gets some right."""
+    """Answers of ten words; a blend with alpha gets `right(alpha)` of them right."""
 
     control: QualityController
     right: Callable[[float], int]
@@ -58,9 +58,9 @@ class World:
             self.control.record_answer(replay, "w " * 10, 0, 0)
             return
         right = self.right(replay.alpha)
-        repaired = round(FOREIGN * min(BUDGET, 0.6 * replay.alpha))
+        recomputed = round(BLENDED_TOKENS * min(SHARE, 0.6 * replay.alpha))
         assert self.control.record_answer(
-            replay, "w " * right + "x " * (10 - right), FOREIGN, repaired
+            replay, "w " * right + "x " * (10 - right), BLENDED_TOKENS, recomputed
         )
 
     def try_questions(self, count: int) -> None:
@@ -70,14 +70,14 @@ class World:
                 self.answer(replay)
 
 
-def world(wanted: float, right: Callable[[float], int]) -> World:
-    return World(QualityController(wanted, BUDGET), right)
+def world(target: float, right: Callable[[float], int]) -> World:
+    return World(QualityController(target, SHARE), right)
 
 
 class TestLadder:
     @given(st.floats(0.01, 1), st.floats(0.5, 1))
-    def test_it_grips_below_the_budget_where_no_prefix_is_back(self, budget, cci):
-        """The three lowest differ in what a chunk gets, and the two highest give it most."""
+    def test_it_differs_below_the_limit_for_a_chunk_without_its_prefix(self, budget, cci):
+        """The three lowest alphas recompute ever more tokens; the two highest reach the limit."""
         fit, tokens = VariantFit(VariantKey(bytes(16), bytes(16)), cci, 0.0), 10_000
         recomputed = [
             min(wanted_tokens(fit.fix_overhead(alpha), tokens), share_to_tokens(budget, tokens))
@@ -92,7 +92,7 @@ class TestLadder:
         assert list(ladder) == sorted(ladder)
         assert ladder[-1] == (ALPHA if budget else 0)
 
-    def test_a_share_is_a_share(self):
+    def test_a_share_outside_0_to_1_is_rejected(self):
         with pytest.raises(ValueError, match="recompute_share"):
             alpha_ladder(1.1)
 
@@ -101,26 +101,26 @@ class TestDecision:
     def test_each_question_is_asked_in_full_and_then_with_every_alpha(self):
         tried = world(0.9, lambda _: 10)
         tried.try_questions(2)
-        assert tried.asked == 2 * [None, *alpha_ladder(BUDGET)]
+        assert tried.asked == 2 * [None, *alpha_ladder(SHARE)]
 
-    def test_nothing_is_decided_before_there_are_enough(self):
+    def test_nothing_is_decided_before_min_questions(self):
         tried = world(1.0, lambda _: 0)
         tried.try_questions(MIN_QUESTIONS - 1)
         decision = tried.control.decision
         assert (decision.decided, decision.alpha, decision.computes_all) == (False, None, False)
 
-    def test_the_least_alpha_that_reaches_it_is_taken(self):
-        tried = world(0.9, lambda alpha: 10 if alpha >= BUDGET else 5)
+    def test_the_least_sufficient_alpha_is_chosen(self):
+        tried = world(0.9, lambda alpha: 10 if alpha >= SHARE else 5)
         tried.try_questions(MIN_QUESTIONS)
         assert tried.control.decision.alpha is not None
-        # Between half of the budget (0.5) and all of it (1.0) quality is taken for a line.
-        assert tried.control.decision.alpha == pytest.approx(0.9 * BUDGET)
+        # Between half of the share (0.5) and all of it (1.0) the quality is interpolated.
+        assert tried.control.decision.alpha == pytest.approx(0.9 * SHARE)
         found = tried.control.decision.calibration
         assert found is not None
         assert found.quality == pytest.approx(0.9)
         assert found.fix_overhead == pytest.approx(0.108)
 
-    def test_where_none_reaches_it_everything_is_computed_and_now_and_again_left_to_try(self):
+    def test_if_no_alpha_suffices_everything_is_computed_and_some_questions_are_sampled(self):
         tried = world(0.9, lambda _: 5)
         assert not any(tried.control.sample_for_trial() for _ in range(RETRY_EVERY))
         tried.try_questions(MIN_QUESTIONS)
@@ -128,38 +128,38 @@ class TestDecision:
         left = [tried.control.sample_for_trial() for _ in range(3 * RETRY_EVERY)]
         assert sum(left) == 3
 
-    def test_it_follows_what_answers_become_worth(self):
+    def test_it_follows_the_quality_of_later_answers(self):
         tried = world(0.9, lambda _: 5)
         tried.try_questions(MIN_QUESTIONS)
         tried.right = lambda _: 10
         tried.try_questions(WINDOW_QUESTIONS * SAMPLE_EVERY)
         assert tried.control.decision.alpha == 0.0
 
-    def test_when_the_window_is_full_few_are_tried(self):
+    def test_with_a_full_window_few_questions_are_replayed(self):
         tried = world(0.9, lambda _: 10)
         tried.try_questions(WINDOW_QUESTIONS)
         tried.asked.clear()
         tried.try_questions(3 * SAMPLE_EVERY)
         assert tried.asked.count(None) == 3
 
-    def test_what_was_left_to_be_tried_is_tried_and_not_sampled_again(self):
+    def test_a_sampled_question_is_always_replayed(self):
         tried = world(0.9, lambda _: 10)
         tried.try_questions(WINDOW_QUESTIONS)
         for number in range(3):
             tried.control.offer(question(at=100 + number), 100, is_sampled=True)
             assert tried.control.begin_replay(102) is not None
 
-    def test_a_question_that_is_tried_is_let_go_when_it_is_too_old(self):
-        control = QualityController(0.9, BUDGET)
+    def test_an_expired_question_is_abandoned_during_its_replays(self):
+        control = QualityController(0.9, SHARE)
         control.offer(question(at=1), 1)
         full = control.begin_replay(1)
         assert full is not None
         control.record_answer(full, "w", 0, 0)
         control.remove_expired(2 + MAX_AGE_MS)
-        assert not control.record_answer(QuestionReplay(full.question, 0.0), "w", FOREIGN, 0)
+        assert not control.record_answer(QuestionReplay(full.question, 0.0), "w", BLENDED_TOKENS, 0)
 
-    def test_a_question_that_is_no_blend_any_more_is_let_go(self):
-        control = QualityController(0.9, BUDGET)
+    def test_a_question_that_is_no_longer_blended_is_abandoned(self):
+        control = QualityController(0.9, SHARE)
         control.offer(question(), 1)
         full = control.begin_replay(1)
         assert full is not None
@@ -169,8 +169,8 @@ class TestDecision:
         assert not control.record_answer(first, "w", 0, 0)
         assert control.begin_replay(1) is None
 
-    def test_what_is_interrupted_is_asked_again(self):
-        control = QualityController(0.9, BUDGET)
+    def test_an_interrupted_replay_is_asked_again(self):
+        control = QualityController(0.9, SHARE)
         control.offer(question(), 1)
         first, again = control.begin_replay(1), control.begin_replay(1)
         assert first is not None
@@ -179,8 +179,8 @@ class TestDecision:
         control.abandon(again)
         assert control.begin_replay(1) is None
 
-    def test_what_is_said_of_a_question_that_was_forgotten_means_nothing(self):
-        control = QualityController(0.9, BUDGET)
+    def test_an_answer_to_an_abandoned_question_is_ignored(self):
+        control = QualityController(0.9, SHARE)
         control.offer(question("gone"), 1)
         full = control.begin_replay(1)
         assert full is not None
@@ -188,19 +188,19 @@ class TestDecision:
         replay = control.begin_replay(1)
         assert replay is not None
         control.forget_document("gone", 2)
-        assert not control.record_answer(replay, "w", FOREIGN, 0)
+        assert not control.record_answer(replay, "w", BLENDED_TOKENS, 0)
         assert control.begin_replay(2) is None
 
-    def test_a_question_grows_too_old_even_while_it_is_tried(self):
-        control = QualityController(0.9, BUDGET)
+    def test_a_question_expires_during_its_replays(self):
+        control = QualityController(0.9, SHARE)
         control.offer(question(at=1), 1)
         assert control.begin_replay(1 + MAX_AGE_MS) is not None
         assert control.begin_replay(2 + MAX_AGE_MS) is None
 
     @given(wanted=shares, seed=st.lists(st.integers(0, 10), min_size=5, max_size=5))
-    def test_no_more_is_wanted_for_less(self, wanted, seed):
-        """Whatever answers are worth: a lower quality never takes a higher alpha."""
-        by_alpha = dict(zip(alpha_ladder(BUDGET), seed, strict=True))
+    def test_a_lower_quality_never_needs_a_higher_alpha(self, wanted, seed):
+        """For any quality of answers, a lower target never takes a higher alpha."""
+        by_alpha = dict(zip(alpha_ladder(SHARE), seed, strict=True))
         low, high = world(wanted / 2, by_alpha.__getitem__), world(wanted, by_alpha.__getitem__)
         for one in (low, high):
             one.try_questions(MIN_QUESTIONS)
@@ -209,7 +209,7 @@ class TestDecision:
 
 
 class Reservoirs(RuleBasedStateMachine):
-    """Whatever comes: bounded, recent, and nothing of what was deleted since it was planned."""
+    """The reservoir stays bounded, recent, and free of questions about deleted documents."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +248,7 @@ TestReservoirs = Reservoirs.TestCase
 
 
 class TestReservoir:
-    def test_the_newest_comes_first_and_the_oldest_goes(self):
+    def test_the_newest_comes_first_and_the_oldest_is_dropped(self):
         reservoir = QuestionReservoir()
         asked = [question(at=n + 1) for n in range(MAX_QUESTIONS + 1)]
         for one in asked:
@@ -257,7 +257,7 @@ class TestReservoir:
         assert taken == asked[:0:-1]
         assert reservoir.take_newest(20) is None
 
-    def test_a_question_under_way_while_its_document_is_deleted_is_not_kept(self):
+    def test_a_question_planned_before_a_delete_is_not_kept(self):
         reservoir = QuestionReservoir()
         reservoir.forget_document("a", 5)
         reservoir.add(question("a", "b", at=5), 6)
@@ -265,7 +265,7 @@ class TestReservoir:
         reservoir.add(question("a", "b", at=6), 6)
         assert len(reservoir) == 1
 
-    def test_what_is_too_old_does_not_wait_to_be_taken(self):
+    def test_expired_questions_are_removed(self):
         reservoir = QuestionReservoir()
         reservoir.add(question(at=1), 1)
         reservoir.remove_expired(1 + MAX_AGE_MS)
@@ -279,21 +279,21 @@ class TestRouge:
         assert rouge_l(["the", "cat", "sat"], ["the", "dog", "sat", "down"]) == pytest.approx(4 / 7)
 
     @given(words, words)
-    def test_it_is_a_share_the_same_both_ways_and_1_for_equals(self, one, other):
+    def test_it_is_symmetric_and_1_for_equal_answers(self, one, other):
         value = rouge_l(one, other)
         assert 0 <= value <= 1
         assert value == rouge_l(other, one)
         assert (value == 1) == (one == other)
 
-    def test_where_there_are_no_spaces_characters_are_compared(self):
+    def test_scripts_without_spaces_are_compared_by_character(self):
         assert words_of(" port 8080,\nin Paris") == ["port", "8080,", "in", "Paris"]
         assert words_of("端口是8080。") == ["端", "口", "是", "8080。"]
         assert "".join(words_of("ที่ปารีส")) == "ที่ปารีส"
         assert len(words_of("ที่ปารีส")) == len("ที่ปารีส")
 
 
-def test_a_question_that_engines_are_lost_over_is_dropped_and_the_next_has_as_many_tries() -> None:
-    control = QualityController(0.9, BUDGET)
+def test_a_question_is_abandoned_after_two_engine_losses() -> None:
+    control = QualityController(0.9, SHARE)
     for name in ("a", "b"):
         control.offer(question(name), 1)
     asked = []
@@ -301,6 +301,6 @@ def test_a_question_that_engines_are_lost_over_is_dropped_and_the_next_has_as_ma
         asked.append(replay.question)
         dropped = control.record_engine_loss(replay)
         assert dropped == (asked.count(replay.question) == MAX_ENGINE_LOSSES)
-        # Of one that is forgotten nothing more is counted.
+        # For an abandoned question nothing more is counted.
         assert not (dropped and control.record_engine_loss(replay))
     assert len(asked) == 2 * MAX_ENGINE_LOSSES

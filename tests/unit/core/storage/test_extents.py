@@ -1,4 +1,4 @@
-"""Places of values: no two overlap, the books are exact, and free room can always be used."""
+"""Extents never overlap, the counts are exact, and all free space is usable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pages_of(extents: tuple[Extent, ...]) -> list[int]:
 
 
 def checkerboard(pages: int) -> tuple[ExtentAllocator, list[tuple[Extent, ...]]]:
-    """An allocator in which every other page is free, and what is held in it."""
+    """An allocator in which every other page is free, and its values."""
     allocator = ExtentAllocator(pages * PAGE_BYTES)
     single = [allocated(allocator, 1) for _ in range(pages)]
     for extents in single[::2]:
@@ -42,16 +42,16 @@ def allocated(allocator: ExtentAllocator, num_bytes: int) -> tuple[Extent, ...]:
     return extents
 
 
-class Books(RuleBasedStateMachine):
-    """Random use beside a plain model: which pages are in use, by a list of values."""
+class AllocatorMachine(RuleBasedStateMachine):
+    """Compares random use with a model: the pages in use, as a list of values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.allocator = ExtentAllocator(PAGES * PAGE_BYTES + 100)
-        self.held: list[tuple[Extent, ...]] = []
+        self.values: list[tuple[Extent, ...]] = []
 
     def used(self) -> list[int]:
-        return [page for extents in self.held for page in pages_of(extents)]
+        return [page for extents in self.values for page in pages_of(extents)]
 
     @rule(num_bytes=st.integers(0, 9 * PAGE_BYTES))
     def allocate(self, num_bytes: int) -> None:
@@ -65,12 +65,12 @@ class Books(RuleBasedStateMachine):
         assert set(pages_of(extents)) <= set(free)
         assert len(extents) == fewest_runs(free, needed)
         assert all(extent.num_bytes % PAGE_BYTES == 0 for extent in extents[:-1])
-        self.held.append(extents)
+        self.values.append(extents)
 
     @rule(index=st.integers(0, 1000))
     def free(self, index: int) -> None:
-        if self.held:
-            self.allocator.free(self.held.pop(index % len(self.held)))
+        if self.values:
+            self.allocator.free(self.values.pop(index % len(self.values)))
 
     @rule(page=st.integers(0, PAGES), num_bytes=st.integers(1, 4 * PAGE_BYTES))
     def take(self, page: int, num_bytes: int) -> None:
@@ -79,7 +79,7 @@ class Books(RuleBasedStateMachine):
         possible = max(wanted) < PAGES and not set(wanted) & set(self.used())
         assert self.allocator.mark_used(extents) == possible
         if possible:
-            self.held.append(extents)
+            self.values.append(extents)
 
     @invariant()
     def balanced(self) -> None:
@@ -87,7 +87,9 @@ class Books(RuleBasedStateMachine):
         assert len(used) == len(set(used)), "two values overlap"
         self.allocator.check()
         assert self.allocator.used_pages == len(used)
-        assert self.allocator.used_bytes == sum(e.num_bytes for held in self.held for e in held)
+        assert self.allocator.used_bytes == sum(
+            e.num_bytes for values in self.values for e in values
+        )
         assert self.allocator.free_bytes == (PAGES - len(used)) * PAGE_BYTES
         free = pages_of(self.allocator.free_extents())
         assert sorted(free + used) == list(range(PAGES))
@@ -110,8 +112,8 @@ def fewest_runs(free: list[int], needed: int) -> int:
     return count
 
 
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocator = AllocatorMachine.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @given(st.lists(st.integers(1, 5 * PAGE_BYTES), max_size=40), st.randoms(use_true_random=False))
@@ -119,12 +121,12 @@ TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 def test_full_then_free_then_full_again(sizes: list[int], random: Random) -> None:
     allocator = ExtentAllocator(PAGES * PAGE_BYTES)
     for _ in range(2):
-        held = [extents for size in sizes if (extents := allocator.allocate(size)) is not None]
+        values = [extents for size in sizes if (extents := allocator.allocate(size)) is not None]
         rest = allocated(allocator, allocator.free_bytes)
         assert allocator.allocate(1) is None
         assert allocator.used_pages == PAGES
-        random.shuffle(held)
-        for extents in (rest, *held):
+        random.shuffle(values)
+        for extents in (rest, *values):
             allocator.free(extents)
         assert (allocator.used_bytes, allocator.used_pages) == (0, 0)
         assert allocator.free_extents() == (Extent(0, PAGES * PAGE_BYTES),)
@@ -132,14 +134,14 @@ def test_full_then_free_then_full_again(sizes: list[int], random: Random) -> Non
 
 def test_one_run_is_preferred_and_the_shortest_that_is_long_enough() -> None:
     allocator = ExtentAllocator(10 * PAGE_BYTES)
-    held = [allocated(allocator, size * PAGE_BYTES) for size in (3, 1, 2, 1, 3)]
+    values = [allocated(allocator, size * PAGE_BYTES) for size in (3, 1, 2, 1, 3)]
     for index in (0, 2):
-        allocator.free(held[index])
-    assert allocated(allocator, 2 * PAGE_BYTES) == held[2]
+        allocator.free(values[index])
+    assert allocated(allocator, 2 * PAGE_BYTES) == values[2]
     assert allocated(allocator, 2 * PAGE_BYTES) == (Extent(0, 2 * PAGE_BYTES),)
 
 
-def test_what_fits_into_free_pages_is_never_refused() -> None:
+def test_a_value_that_fits_into_free_pages_is_never_refused() -> None:
     allocator, _ = checkerboard(4000)
     extents = allocated(allocator, 2000 * PAGE_BYTES)
     assert len(extents) == 2000
@@ -147,10 +149,10 @@ def test_what_fits_into_free_pages_is_never_refused() -> None:
     assert allocator.free_bytes == 0
 
 
-def test_thousands_of_runs_come_and_go() -> None:
-    allocator, held = checkerboard(20_000)
+def test_thousands_of_runs_can_be_allocated_and_freed() -> None:
+    allocator, values = checkerboard(20_000)
     big = [allocated(allocator, 8 << 20) for _ in range(50)]
-    for extents in (*big, *held):
+    for extents in (*big, *values):
         allocator.free(extents)
     assert allocator.free_extents() == (Extent(0, 20_000 * PAGE_BYTES),)
 
@@ -183,7 +185,7 @@ def test_a_capacity_is_rounded_down() -> None:
         Extent(2 * PAGE_BYTES, PAGE_BYTES),
     ],
 )
-def test_what_cannot_be_taken_changes_nothing(extent: Extent) -> None:
+def test_an_invalid_mark_changes_nothing(extent: Extent) -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
     assert allocator.mark_used((Extent(2 * PAGE_BYTES, 1),))
     assert not allocator.mark_used((Extent(0, PAGE_BYTES), extent))
@@ -191,14 +193,14 @@ def test_what_cannot_be_taken_changes_nothing(extent: Extent) -> None:
     allocator.check()
 
 
-def test_the_same_page_twice_in_one_value_is_refused() -> None:
+def test_the_same_page_twice_in_one_value_is_rejected() -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
     assert not allocator.mark_used((Extent(0, PAGE_BYTES), Extent(0, 1)))
     assert allocator.used_pages == 0
 
 
 @pytest.mark.parametrize("extent", [Extent(0, PAGE_BYTES), Extent(PAGE_BYTES, 2 * PAGE_BYTES)])
-def test_freeing_what_is_free_is_an_error(extent: Extent) -> None:
+def test_freeing_a_free_page_is_an_error(extent: Extent) -> None:
     allocator = ExtentAllocator(4 * PAGE_BYTES)
     allocator.mark_used((Extent(PAGE_BYTES, PAGE_BYTES),))
     with pytest.raises(ValueError, match="already free"):
@@ -207,7 +209,7 @@ def test_freeing_what_is_free_is_an_error(extent: Extent) -> None:
         allocator.free((Extent(5, 1),))
 
 
-def test_less_than_nothing_is_an_error() -> None:
+def test_negative_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match="capacity"):
         ExtentAllocator(-1)
     with pytest.raises(ValueError, match="num_bytes"):

@@ -1,4 +1,4 @@
-"""Hotness: decayed counts, HA-RAG's two algorithms, our assignment, and lost precision."""
+"""Decayed counts, HA-RAG's algorithms, the score assignment, and re-encoding."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_access_weighs_half_after_a_half_life() -> None:
     assert hotness.count("never seen", now=120) == 0
 
 
-def test_counts_of_what_is_gone_are_forgotten() -> None:
+def test_counts_of_removed_keys_are_forgotten() -> None:
     hotness: DecayedCounts[int] = DecayedCounts(half_life_s=10)
     for key in range(5):
         hotness.add(key, now=0)
@@ -142,7 +142,7 @@ def test_an_index_is_cut_by_whole_percents_not_by_floats() -> None:
 
 
 @given(counts=counts)
-def test_the_hotter_never_gets_the_worse(counts: list[float]) -> None:
+def test_more_accesses_never_give_a_worse_precision(counts: list[float]) -> None:
     seen = observations(counts)
     assigned, placed = (
         HaRagAssignment().assign_precisions(seen),
@@ -169,7 +169,7 @@ def test_the_hotter_never_gets_the_worse(counts: list[float]) -> None:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_answers_do_not_depend_on_the_order_of_observations(
+def test_the_order_of_observations_does_not_matter(
     assignment: HaRagAssignment | FixedAssignment | ScoreAssignment,
     seen: list[AccessObservation[int]],
     seed: int,
@@ -197,7 +197,7 @@ def test_the_quality_bound_holds(
 
 
 @given(counts=counts, max_error=st.floats(0, 0.2))
-def test_of_one_size_the_hotter_is_never_held_coarser(
+def test_with_equal_sizes_more_accesses_never_give_a_coarser_precision(
     counts: list[float], max_error: float
 ) -> None:
     seen = observations(counts)
@@ -228,14 +228,14 @@ def test_it_stops_where_everything_fits() -> None:
     assert list(assigned.values()) == [*[Precision()] * 7, *[INT8] * 3]
 
 
-def test_what_nobody_reads_is_coarse_and_what_everybody_reads_is_exact() -> None:
+def test_unread_variants_are_coarse_and_often_read_ones_are_lossless() -> None:
     assignment = ScoreAssignment(GRADES, max_error=0.001, prior_accesses=0)
     assigned = assignment.assign_precisions(observations([1000, 1, 0, 0]))
     assert assigned[0] == Precision()
     assert assigned[2] == assigned[3] == INT4
 
 
-def test_it_is_within_one_step_of_the_best_there_is() -> None:
+def test_it_is_within_one_step_of_the_optimum() -> None:
     """Against all 4^6 assignments of six variants."""
     rng = random.Random(4)
     sizes = {grade.precision: grade for grade in (NATIVE_GRADE, *GRADES)}
@@ -259,17 +259,17 @@ def test_it_is_within_one_step_of_the_best_there_is() -> None:
         assert min(least.values()) - 1e-9 <= taken <= min(least.values()) + one_step
 
 
-def test_error_already_there_is_charged_and_better_is_wanted_for_the_hot() -> None:
+def test_existing_error_counts_and_often_read_variants_want_more_precision() -> None:
     assignment = ScoreAssignment(GRADES, max_error=0.006)
     fresh = observations([100, 1, 1, 1])
     lossy = [replace(fresh[0], precision=INT4), *fresh[1:]]
     assigned = assignment.assign_precisions(lossy)
     assert decide_re_encoding(INT4, assigned[0]).wants_higher_precision
-    # Nearly all reads meet an error of 0.11 by now, so nobody else may get any.
+    # Nearly all reads meet an error of 0.11 by now, so no other variant may get any.
     assert [assigned[key] for key in (1, 2, 3)] == [Precision()] * 3
 
 
-def test_what_was_not_read_yet_is_not_thought_free() -> None:
+def test_unread_variants_do_not_count_as_free() -> None:
     seen = observations([3.0] * 5 + [0.0] * 95)
     free = ScoreAssignment(GRADES, max_error=0.02, prior_accesses=0).assign_precisions(seen)
     assert set(list(free.values())[5:]) == {INT4}
@@ -289,14 +289,14 @@ def test_placement_stays_within_its_memories(seen: list[AccessObservation[int]])
     assert taken[Placement.PAGEABLE] <= memory.pageable_bytes
 
 
-def test_a_grade_that_another_beats_is_not_used() -> None:
+def test_a_dominated_grade_is_not_used() -> None:
     worse = Grade(Precision(Codec.E5M2, Codec.E5M2), 0.53, 0.02)
     bent = Grade(Precision(Codec.GSE8, Codec.INT4), 0.5, 0.1)
     hull = convex_hull((NATIVE_GRADE, *GRADES, worse, bent))
     assert hull == [NATIVE_GRADE, *GRADES]
 
 
-def test_a_lossless_grade_that_is_smaller_takes_the_place_of_native() -> None:
+def test_a_smaller_lossless_grade_replaces_native() -> None:
     packed = Grade(Precision(Codec.PACKED, Codec.PACKED), 0.7, 0.0)
     assert convex_hull((NATIVE_GRADE, packed))[0] == packed
 
@@ -305,7 +305,7 @@ def test_a_lossless_grade_that_is_smaller_takes_the_place_of_native() -> None:
 
 
 @given(stored=precisions, assigned=precisions)
-def test_no_precision_comes_back(stored: Precision, assigned: Precision) -> None:
+def test_lost_precision_is_never_restored(stored: Precision, assigned: Precision) -> None:
     decision = decide_re_encoding(stored, assigned)
     after = decision.re_encode or stored
     for before, now, wish in (
@@ -321,25 +321,25 @@ def test_no_precision_comes_back(stored: Precision, assigned: Precision) -> None
 
 
 @given(stored=precisions, assigned=precisions)
-def test_settling_twice_changes_nothing_more(stored: Precision, assigned: Precision) -> None:
+def test_a_second_decision_changes_nothing(stored: Precision, assigned: Precision) -> None:
     once = decide_re_encoding(stored, assigned)
     again = decide_re_encoding(once.re_encode or stored, assigned)
     assert again.re_encode is None
     assert again.wants_higher_precision == once.wants_higher_precision
 
 
-def test_keys_and_values_settle_apart() -> None:
+def test_keys_and_values_are_decided_separately() -> None:
     decision = decide_re_encoding(Precision(Codec.INT4, Codec.INT8), MIXED)
     assert decision.re_encode == INT4
     assert decision.wants_higher_precision  # the keys
 
 
-def test_lossless_is_as_good_as_lossless() -> None:
+def test_lossless_codecs_are_equivalent() -> None:
     packed = Precision(Codec.PACKED, Codec.PACKED)
     assert decide_re_encoding(Precision(), packed).re_encode == packed
     assert decide_re_encoding(packed, Precision()).re_encode is None
     assert not decide_re_encoding(packed, Precision()).wants_higher_precision
 
 
-def test_every_lossy_codec_has_its_place() -> None:
+def test_every_lossy_codec_is_ranked() -> None:
     assert set(FINEST_FIRST) == {codec for codec in Codec if not codec.lossless} == set(BITS)

@@ -27,7 +27,7 @@ SPEED = {GPU: 2, PINNED: 1, DISK: 0}
 LIMITS = st.fixed_dictionaries({}, optional={GPU: st.integers(0, 60), PINNED: st.integers(0, 60)})
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "use", "remove", "place"]), st.integers(0, 12), st.integers(1, 25)
+        st.sampled_from(["add", "use", "remove", "assign"]), st.integers(0, 12), st.integers(1, 25)
     ),
     max_size=60,
 )
@@ -38,8 +38,8 @@ def candidate(num_bytes: int) -> EvictionCandidate[int]:
 
 
 @dataclass
-class Held:
-    """What a policy was told, and what it said."""
+class PolicyModel:
+    """A policy and the calls that it received."""
 
     policy: TierPolicy[int]
     sizes: dict[int, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Held:
             case "remove":
                 self.policy.remove(key)
                 self.sizes.pop(key, None)
-            case "place":
+            case "assign":
                 placed = self.policy.assign_tiers(self.now)
                 assert placed.keys() == self.sizes.keys()
                 return placed
@@ -80,53 +80,53 @@ def make(name: str, limits: dict[Placement, int]) -> TierPolicy[int]:
 
 @pytest.mark.parametrize("name", TIER_POLICIES)
 @given(limits=LIMITS, steps=STEPS)
-def test_limits_hold_and_what_is_given_up_is_forgotten(
+def test_limits_hold_and_values_without_a_tier_are_forgotten(
     name: str, limits: dict[Placement, int], steps: list[tuple[str, int, int]]
 ) -> None:
-    held = Held(make(name, limits))
-    for step in [*steps, ("place", 0, 0), ("place", 0, 0)]:
-        placed = held.step(*step)
+    model = PolicyModel(make(name, limits))
+    for step in [*steps, ("assign", 0, 0), ("assign", 0, 0)]:
+        placed = model.step(*step)
         if placed is None:
             continue
         for memory in MEMORIES:
-            inside = sum(held.sizes[k] for k, where in placed.items() if where is memory)
+            inside = sum(model.sizes[k] for k, where in placed.items() if where is memory)
             assert inside <= limits.get(memory, 0)
-        held.settle(placed)
+        model.settle(placed)
 
 
 @given(limits=LIMITS, steps=STEPS)
-def test_by_score_nothing_hotter_is_below_what_is_colder(
+def test_score_never_puts_a_more_used_value_in_a_slower_tier(
     limits: dict[Placement, int], steps: list[tuple[str, int, int]]
 ) -> None:
-    held = Held(make("score", limits))
-    for step in [*steps, ("place", 0, 0)]:
-        heat = {key: held.heat(key) for key in held.sizes} if step[0] == "place" else {}
-        placed = held.step(*step)
+    model = PolicyModel(make("score", limits))
+    for step in [*steps, ("assign", 0, 0)]:
+        heat = {key: model.heat(key) for key in model.sizes} if step[0] == "assign" else {}
+        placed = model.step(*step)
         if placed is None:
             continue
         for hot, cold in ((a, b) for a in placed for b in placed if heat[a] > heat[b]):
-            never_fits = held.sizes[hot] > limits.get(placed[cold], 0)
+            never_fits = model.sizes[hot] > limits.get(placed[cold], 0)
             assert SPEED[placed[hot]] >= SPEED[placed[cold]] or never_fits
-        held.settle(placed)
+        model.settle(placed)
 
 
 @given(limits=LIMITS, steps=STEPS)
-def test_by_thresholds_nothing_hotter_is_below_what_is_colder(
+def test_thresholds_never_put_a_more_used_value_in_a_slower_tier(
     limits: dict[Placement, int], steps: list[tuple[str, int, int]]
 ) -> None:
-    held = Held(make("thresholds", limits))
-    for step in [*steps, ("place", 0, 0)]:
-        placed = held.step(*step)
+    model = PolicyModel(make("thresholds", limits))
+    for step in [*steps, ("assign", 0, 0)]:
+        placed = model.step(*step)
         if placed is None:
             continue
-        heat = {key: held.heat(key) for key in placed}
+        heat = {key: model.heat(key) for key in placed}
         for hot, cold in ((a, b) for a in placed for b in placed if heat[a] > heat[b]):
-            never_fits = held.sizes[hot] > limits.get(placed[cold], 0)
+            never_fits = model.sizes[hot] > limits.get(placed[cold], 0)
             assert SPEED[placed[hot]] >= SPEED[placed[cold]] or never_fits
-        held.settle(placed)
+        model.settle(placed)
 
 
-def test_a_use_brings_a_value_up_and_the_coldest_goes_down() -> None:
+def test_a_use_promotes_a_value_and_demotes_the_least_used() -> None:
     policy = ScoreTierPolicy[int]({GPU: 10, PINNED: 20})
     for now, key in enumerate((1, 2, 3)):
         policy.add(key, candidate(10), now)
@@ -136,7 +136,7 @@ def test_a_use_brings_a_value_up_and_the_coldest_goes_down() -> None:
     assert policy.assign_tiers(6.0) == {1: GPU, 4: PINNED, 3: PINNED, 2: DISK}
 
 
-def test_what_was_given_up_is_known_again_when_it_returns() -> None:
+def test_an_evicted_value_keeps_its_history() -> None:
     policy = ScoreTierPolicy[int]({PINNED: 10})
     for now in range(4):
         policy.add(1, candidate(10), now)
@@ -148,7 +148,7 @@ def test_what_was_given_up_is_known_again_when_it_returns() -> None:
     assert policy.assign_tiers(6.0) == {2: PINNED, 3: DISK}
 
 
-def test_thresholds_are_shares_of_all_that_is_used_not_of_what_is_held() -> None:
+def test_thresholds_are_shares_of_all_used_values_not_of_stored_ones() -> None:
     policy = ThresholdTierPolicy[int]({GPU: 1000, PINNED: 1000})  # 5 % and 5 %, as in the paper
     for key in range(100):
         for _ in range(100 - key):
@@ -159,7 +159,7 @@ def test_thresholds_are_shares_of_all_that_is_used_not_of_what_is_held() -> None
     assert placed == {0: GPU, 4: GPU, 5: PINNED, 9: PINNED, 10: DISK, 50: DISK}
 
 
-def test_without_a_pool_on_the_device_its_list_is_on_the_host() -> None:
+def test_without_a_device_pool_its_list_is_on_the_host() -> None:
     policy = ThresholdTierPolicy[int]({PINNED: 10}, RankPlacement(50, 0, 0))
     for now, key in enumerate((1, 2)):
         policy.add(key, candidate(10), now)
@@ -175,11 +175,11 @@ def test_counts_of_keys_are_bounded() -> None:
     assert -1 in policy.assign_tiers(2.0 + MAX_COUNTED)
 
 
-def test_a_value_larger_than_a_memory_keeps_nothing_else_out_of_it() -> None:
+def test_a_value_larger_than_a_tier_blocks_no_other_value() -> None:
     order = [(1, 30, GPU), (2, 10, GPU), (3, 5, GPU), (4, 1, GPU)]
     assert fill_tiers(order, {GPU: 12, PINNED: 40}) == {1: PINNED, 2: GPU, 3: PINNED, 4: PINNED}
 
 
-def test_a_policy_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_policy_is_rejected() -> None:
     with pytest.raises(ValueError, match="score, thresholds"):
         make_tier_policy("lru", {})
