@@ -296,7 +296,7 @@ class _RecordedSpan(Span):
             self._span.record_exception(error)
             self.fail(f"{kind}: {error}")
         else:
-            self.fail(f"{kind}: {error.part}" if isinstance(error, Unavailable) else kind)
+            self.fail(f"{kind}: {error.component}" if isinstance(error, Unavailable) else kind)
 
 
 def tracer(endpoint: str | None, service: str, instance: str) -> Tracer:

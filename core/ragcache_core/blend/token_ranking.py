@@ -11,11 +11,11 @@ more:
 
 The engine measures influence when it computes a chunk, and attention when it uses the chunk.
 
-Variants of this method that gave no better answers: a quarter of the turns to influence alone;
-other exponents of the attention near 1/2. Measuring the attention again after half of the budget
-only made the time to the first token a sixth longer. Two variants were worse. One weighed tokens by
-the attention to their whole chunk too, which predicts less than tokens do. The other evicted chunks
-from the recomputation (``focused_chunks``).
+Two alternatives gave no better answers: a quarter of the turns to influence alone, and other
+exponents of the attention near 1/2. Measuring the attention again after half of the budget only
+made the time to the first token a sixth longer. Two alternatives were worse. The first weighed
+tokens by the attention to their whole chunk too, which predicts less than tokens do. The second
+recomputed only some of the chunks (``focused_chunks``).
 """
 
 from __future__ import annotations

@@ -76,11 +76,11 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
     def _priority(self, state: S, candidate: EvictionCandidate[K]) -> float:
         """Return the priority after the last use."""
 
-    def _on_evicted(self, key: K, state: S, worth: float) -> None:
+    def _on_evicted(self, key: K, state: S, priority: float) -> None:
         """Handle the eviction of an entry."""
 
     def add(self, key: K, candidate: EvictionCandidate[K], now: float) -> None:
-        """See Policy.add."""
+        """See EvictionPolicy.add."""
         entry = self._entries.get(key)
         if entry is None:
             state = self._initial_state(key, candidate, now)
@@ -95,7 +95,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         self._push(key, entry)
 
     def touch(self, key: K, now: float, fix_overhead: float = 0.0) -> None:
-        """See Policy.touch."""
+        """See EvictionPolicy.touch."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -105,7 +105,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
             self._push(key, entry)
 
     def resize(self, key: K, candidate: EvictionCandidate[K]) -> None:
-        """See Policy.resize."""
+        """See EvictionPolicy.resize."""
         entry = self._entries[key]
         entry.candidate = candidate
         entry.rank = (self._priority(entry.state, candidate), entry.rank[1])
@@ -113,14 +113,14 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
             self._push(key, entry)
 
     def remove(self, key: K) -> None:
-        """See Policy.remove."""
+        """See EvictionPolicy.remove."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._remove_child(entry.candidate.parent)
             self._compact()
 
     def evict(self, may_evict: Callable[[K], bool]) -> K | None:
-        """See Policy.evict."""
+        """See EvictionPolicy.evict."""
         key = self.advance_to_victim(may_evict)
         if key is not None:
             entry = self._entries[key]
@@ -129,7 +129,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         return key
 
     def advance_to_victim(self, may_evict: Callable[[K], bool]) -> K | None:
-        """See Policy.cheapest."""
+        """See EvictionPolicy.cheapest."""
         if not self._heap:
             self._return_to_heap(MAX_PROTECTED_PER_SEARCH)
         protected: list[tuple[Rank, K]] = []
@@ -173,11 +173,11 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         return min(allowed, key=lambda key: self._entries[key].rank, default=None)
 
     def is_leaf(self, key: K) -> bool:
-        """See Policy.is_leaf."""
+        """See EvictionPolicy.is_leaf."""
         return self._children.is_leaf(key)
 
     def priority(self, key: K, now: float) -> float:
-        """See Policy.worth."""
+        """See EvictionPolicy.priority."""
         return self._entries[key].rank[0]
 
     def __contains__(self, key: object) -> bool:
@@ -187,7 +187,7 @@ class RankedPolicy(EvictionPolicy[K], Generic[K, S]):
         return len(self._entries)
 
     def check(self) -> None:
-        """See Policy.check."""
+        """See EvictionPolicy.check."""
         self._children.check(entry.candidate.parent for entry in self._entries.values())
         in_heap = {*self._heap, *self._set_aside}
         for key, entry in self._entries.items():

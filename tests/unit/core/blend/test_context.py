@@ -117,7 +117,7 @@ class TestOverlap:
 
 class TestOrderPenalty:
     def test_the_papers_two_prefixes(self):
-        # §3.1: C1-C2-C3 and C2-C1-C3 overlap in full, yet C3 was made in another order
+        # Section 3.1: C1-C2-C3 and C2-C1-C3 overlap fully, but the order differs.
         score = prefix_overlap(old(("A", 1.0), ("B", 1.0)), new("BA"))
         assert (score.overlap, score.order_penalty, score.adjusted) == (1.0, 1.0, 0.0)
 
@@ -149,7 +149,7 @@ class TestContextImpact:
         assert impact.cci == pytest.approx(1 / (1 + math.exp(-1.25)))
 
     def test_sys_x_of_the_paper(self):
-        # §6: intra-attention is 2.18 times inter-attention on average in chunks of 883 tokens
+        # Section 6: intra-attention is 2.18 times inter-attention on average in chunks of 883 tokens
         assert ContextImpact(1.0, 2.18).cci == pytest.approx(0.6127, abs=1e-4)
 
     def test_a_first_chunk_has_the_minimum(self):

@@ -114,7 +114,7 @@ class TestFrequencyGain:
             frequency_gain(overhead, floor)
 
 
-# Cache-Craft §6: ROUGE F1 of 2WikiMQA by alpha; shares recomputed made up.
+# Cache-Craft section 6: ROUGE F1 of 2WikiMQA by alpha; the recomputed shares are invented.
 PAPER = [
     CalibrationTrial(0.5, 0.15, 0.825),
     CalibrationTrial(1.0, 0.3, 0.896),

@@ -27,7 +27,7 @@ PROFILE = PrefillProfile((0, 2000), (100, 2000), ((0.1, 2.0), (0.1, 2.0)), 2048)
 def engine(
     *, byte_s: float = 1e-8, recompute_s: float = 1.3e-3, seen: int = 6, tier: Tier = Tier.MEMORY
 ) -> ReuseCosts:
-    """Return costs of one millisecond per computed token, with observed loads and recomputations."""
+    """Return costs of one millisecond per computed token, and observed loads and recomputes."""
     costs = ReuseCosts()
     costs.use_profile(PROFILE)
     for number in range(1, seen + 1):
