@@ -149,7 +149,7 @@ class TestContextImpact:
         assert impact.cci == pytest.approx(1 / (1 + math.exp(-1.25)))
 
     def test_sys_x_of_the_paper(self):
-        # Section 6: intra-attention is 2.18 times inter-attention on average in chunks of 883 tokens
+        # Section 6: intra is 2.18 times inter on average in chunks of 883 tokens.
         assert ContextImpact(1.0, 2.18).cci == pytest.approx(0.6127, abs=1e-4)
 
     def test_a_first_chunk_has_the_minimum(self):

@@ -33,7 +33,7 @@ class TestDepth:
         assert preload_depth(5, 1.0, 2.0) == 3
 
     def test_24_of_32_layers(self):
-        # Section 5.3.2 preloads this many from SSD: loading takes 31 / 8 times as long as computing.
+        # Section 5.3.2 preloads this many: loading takes 31 / 8 times as long as computing.
         assert preload_depth(32, 8.0, 31.0) == 24
 
     def test_longer_computing_than_loading_needs_one(self):
