@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from models.tinyrag.handbook import Handbook, Question, make_handbook, sample_questions  # noqa: E402
-from ragcache_cli.clients.gateway_client import GatewayClient  # noqa: E402
+from ragcache_cli.clients.gateway_client import GatewayApiClient  # noqa: E402
 from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing  # noqa: E402
-from ragcache_cli.commands.documents import select  # noqa: E402
+from ragcache_cli.sources.documents import select  # noqa: E402
 from ragcache_cli.commands.ingest import ingest  # noqa: E402
 from ragcache_cli.commands.progress import ProgressLines  # noqa: E402
 from ragcache_cli.local.platform import LocalPlatform  # noqa: E402
@@ -97,7 +97,7 @@ def draw_questions(handbook: Handbook) -> list[Question]:
 
 
 async def ask_all(
-    gateway: GatewayClient, questions: Sequence[str], console: Console
+    gateway: GatewayApiClient, questions: Sequence[str], console: Console
 ) -> list[Reply]:
     """Ask one after another, showing everything."""
     replies = []
@@ -116,12 +116,12 @@ def options(**more: str) -> dict[str, object]:
     return {"collection": COLLECTION, "top_k": TOP_K, **more}
 
 
-async def warm_up(gateway: GatewayClient) -> None:
+async def warm_up(gateway: GatewayApiClient) -> None:
     """Ask a question without reuse, so that the one-time work of a new engine is not measured."""
     await ask(gateway, WARM_UP, options(reuse="off"), None)
 
 
-async def until_saved(gateway: GatewayClient) -> None:
+async def until_saved(gateway: GatewayApiClient) -> None:
     """Chunk-caches are saved behind the answers: wait until no more of them arrive."""
     deadline = time.monotonic() + SAVE_TIMEOUT_S
     before = -1
@@ -196,7 +196,7 @@ async def run(handbook: Handbook, folder: Path, console: Console) -> int:
     lines = ProgressLines(console)
     async with (
         LocalPlatform(cache, folder / "data", progress=lines.tell, gateway_port=0) as platform,
-        GatewayClient(platform.gateway_url) as gateway,
+        GatewayApiClient(platform.gateway_url) as gateway,
     ):
         started = time.monotonic()
         done = await ingest(
@@ -219,7 +219,7 @@ async def run(handbook: Handbook, folder: Path, console: Console) -> int:
     return 1 if mistakes > 1 or any(one.fault for one in asked) else 0
 
 
-async def converse(gateway: GatewayClient, console: Console) -> None:
+async def converse(gateway: GatewayApiClient, console: Console) -> None:
     """Let the person at the terminal ask; an empty line ends it."""
     console.print("\nAsk about the services above; an empty line ends the demo.")
     lines = asyncio.StreamReader()

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
-from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
 from ragcache_cli.commands import doctor as doctor_checks
 from ragcache_cli.commands import up as running
 from ragcache_cli.commands.ask import Reply, ask, render_citations, render_timing
@@ -408,12 +408,12 @@ def _gateway_url(given: str | None) -> str:
 
 
 async def _ready_problem(url: str) -> str | None:
-    async with GatewayClient(url) as client:
+    async with GatewayApiClient(url) as client:
         return await client.ready_problem()
 
 
 async def _cache(url: str) -> str:
-    async with GatewayClient(url) as client:
+    async with GatewayApiClient(url) as client:
         try:
             return describe_cache(await client.cache())
         except RagCacheError as error:
@@ -424,7 +424,7 @@ async def _cache(url: str) -> str:
 
 async def _ingest(url: str, collection: str, selection: Selection, console: Console) -> Ingested:
     columns = TextColumn("ingesting"), BarColumn(), MofNCompleteColumn()
-    async with GatewayClient(url) as client:
+    async with GatewayApiClient(url) as client:
         # Without a terminal rich writes no bar; the summary is enough.
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("ingesting", total=len(selection.files))
@@ -434,5 +434,5 @@ async def _ingest(url: str, collection: str, selection: Selection, console: Cons
 
 
 async def _ask(url: str, question: str, options: dict[str, Any], console: Console | None) -> Reply:
-    async with GatewayClient(url) as client:
+    async with GatewayApiClient(url) as client:
         return await ask(client, question, options, console)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
 from ragcache_core.errors import Unavailable
 
 _PAGE = 1000
@@ -31,7 +31,7 @@ class CollectionDocument:
     chunks: int
 
 
-class CollectionClient(GatewayClient):
+class CollectionClient(GatewayApiClient):
     """Calls for one collection.
 
     While the gateway is unavailable or busy, a call retries for ``patience_s``.

@@ -36,7 +36,7 @@ class TryLater(RequestRefused):
         self.retry_after_s = retry_after_s
 
 
-class GatewayClient:
+class GatewayApiClient:
     """Calls to one gateway.
 
     Args:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragcache_cli.clients.gateway_client import GatewayClient
+from ragcache_cli.clients.gateway_client import GatewayApiClient
 from ragcache_cli.output.console import printable
 
 _BAR_CELLS = 32
@@ -61,7 +61,7 @@ class TimingStep:
 
 
 async def ask(
-    gateway: GatewayClient, question: str, options: Mapping[str, Any], console: Console | None
+    gateway: GatewayApiClient, question: str, options: Mapping[str, Any], console: Console | None
 ) -> Reply:
     """Ask a question and write the answer to the console as it arrives.
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragcache_cli.clients.gateway_client import GatewayClient, RequestRefused, TryLater
+from ragcache_cli.clients.gateway_client import GatewayApiClient, RequestRefused, TryLater
 from ragcache_cli.sources.documents import DocumentFile, read_text
 from ragcache_core.errors import InvalidInput, RagCacheError
 
@@ -26,7 +26,7 @@ class Ingested:
 
 
 async def ingest(
-    gateway: GatewayClient,
+    gateway: GatewayApiClient,
     collection: str,
     files: Sequence[DocumentFile],
     on_done: Callable[[DocumentFile], None],
@@ -71,7 +71,7 @@ async def ingest(
     return Ingested(sum(changed), len(changed) - sum(changed), tuple(refused))
 
 
-async def _write(gateway: GatewayClient, collection: str, file: DocumentFile) -> bool:
+async def _write(gateway: GatewayApiClient, collection: str, file: DocumentFile) -> bool:
     document = {
         "collection": collection,
         "id": file.id,
