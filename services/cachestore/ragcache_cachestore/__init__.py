@@ -1,1 +1,1 @@
-"""The cache store: chunk-caches by (chunk, prefix), in memory and in RocksDB, over gRPC."""
+"""The cache store: keeps variants by chunk and prefix, in memory and on disk."""

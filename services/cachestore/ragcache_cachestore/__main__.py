@@ -14,6 +14,7 @@ from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.replicator import Replicator
+from ragcache_cachestore.components import StoreOptions
 from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import ExportingTelemetry, Telemetry
@@ -32,43 +33,55 @@ from ragcache_wire.settings.field_types import split_address
 log = logging.getLogger("ragcache_cachestore")
 
 SWITCH_INTERVAL_S = 5e-4
-"""How long a thread may keep Python's lock while another one waits for it. Most of what is done
-here under the lock takes microseconds; Python's own 5 ms would be what a get mostly waits for."""
+"""How long a thread may keep Python's lock while another one waits for it.
+
+Most work of a store takes microseconds. With Python's default of 5 ms, a get would mostly wait for
+this lock.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a cache store is made of, beside its gRPC server."""
+class ShardProcess:
+    """The components of a cache store process, besides its gRPC server."""
 
     store: Store
-    transports: DataServer
-    rejoin: CatchUp
-    replication: Replicator
+    data_server: DataServer
+    catch_up: CatchUp
+    replicator: Replicator
 
 
 async def serve(config: CacheStoreSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises InvalidInput for an address or folder not usable."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        InvalidInput: An address or the folder cannot be used.
+    """
     async with HealthServer(config.health_listen) as health:
         health.set_progress("opening the disk tier")
-        with contextlib.ExitStack() as ends:
-            # In a thread: with many variants it takes a while, in which health is asked for.
-            parts = await asyncio.to_thread(_open, config, ends, health)
+        with contextlib.ExitStack() as resources:
+            # In a thread, because health must answer while many variants are loaded.
+            shard = await asyncio.to_thread(_open, config, resources, health)
             try:
-                await _serve(config, parts, health)
+                await _serve(config, shard, health)
             finally:
-                await asyncio.to_thread(ends.close)
-    log.info("stopped")
+                await asyncio.to_thread(resources.close)
+    log.info("cachestore: stopped")
 
 
-def _open(config: CacheStoreSettings, ends: contextlib.ExitStack, health: HealthServer) -> Parts:
-    """Open the folder and whatever works on it; ends: how each is closed, the last one first."""
+def _open(
+    config: CacheStoreSettings, resources: contextlib.ExitStack, health: HealthServer
+) -> ShardProcess:
+    """Open the store and the components that use it.
+
+    Args:
+        resources: Closes them in reverse order.
+    """
     telemetry = Telemetry()
+    own_address = config.own_address or config.listen
     if config.otlp_endpoint is not None:
-        instance = config.own_address or config.listen
-        telemetry = ExportingTelemetry.to(config.otlp_endpoint, instance)
-    ends.callback(telemetry.close)
-    store = Store(
-        config.data_dir,
+        telemetry = ExportingTelemetry.to(config.otlp_endpoint, own_address)
+    resources.callback(telemetry.close)
+    options = StoreOptions(
         config.memory_bytes,
         config.disk_bytes,
         policy=config.policy,
@@ -76,40 +89,43 @@ def _open(config: CacheStoreSettings, ends: contextlib.ExitStack, health: Health
         leaves_only=config.reuse == "exact",
         telemetry=telemetry,
     )
-    ends.callback(store.close)
+    store = Store(config.data_dir, options)
+    resources.callback(store.close)
     data_address = None if config.data_listen is None else split_address(config.data_listen)
-    transports = DataServer(store, config.data_socket, data_address)
-    ends.callback(transports.close)
-    keeper = ReEncoder(store, _assignment(config), Pace(), time.monotonic)
-    keeper.start()
-    ends.callback(keeper.close)
-    own = config.own_address or config.listen
-    rejoin = CatchUp(store, config.cachestore, own, progress=health.set_progress)
-    ends.callback(rejoin.close)
-    replication = Replicator(store, config.cachestore if config.replication else None, own)
-    ends.callback(replication.close)
-    return Parts(store, transports, rejoin, replication)
+    data_server = DataServer(store, config.data_socket, data_address)
+    resources.callback(data_server.close)
+    re_encoder = ReEncoder(store, _assignment(config), Pace(), time.monotonic)
+    re_encoder.start()
+    resources.callback(re_encoder.close)
+    members = config.cachestore
+    catch_up = CatchUp(store, members, own_address, progress=health.set_progress)
+    resources.callback(catch_up.close)
+    replicator = Replicator(store, members if config.replication else None, own_address)
+    resources.callback(replicator.close)
+    return ShardProcess(store, data_server, catch_up, replicator)
 
 
-async def _serve(config: CacheStoreSettings, parts: Parts, health: HealthServer) -> None:
-    store = parts.store
-    replication = parts.replication if config.cachestore is not None else None
+async def _serve(config: CacheStoreSettings, shard: ShardProcess, health: HealthServer) -> None:
+    is_sharded = config.cachestore is not None
     service = CacheStoreService(
-        store, parts.transports.hello(), replication, gated=config.cachestore is not None
+        shard.store,
+        shard.data_server.hello(),
+        shard.replicator if is_sharded else None,
+        gated=is_sharded,
     )
     server = _listen(config.listen, service, health)
     await server.start()
     stopped = asyncio.ensure_future(until_stopped())
     try:
-        # Before anybody gets a value: what the others know to be deleted is never served. They may
-        # be starting, too, and ask the same of this one.
-        if not await _started(parts.rejoin, stopped):
+        # The server is gated until this shard has the deletes of its peers, so that it never
+        # serves a deleted value. The peers may start too, and ask this shard for its deletes.
+        if not await _start_catch_up(shard.catch_up, stopped):
             return
         service.open()
-        parts.transports.start()
-        parts.replication.start()
+        shard.data_server.start()
+        shard.replicator.start()
         await server.set_ready()
-        log.info("serving %d variants on port %d", len(store), server.port)
+        log.info("cachestore: serving variants=%d port=%d", len(shard.store), server.port)
         await stopped
     finally:
         service.end_watches()
@@ -117,12 +133,12 @@ async def _serve(config: CacheStoreSettings, parts: Parts, health: HealthServer)
         await asyncio.to_thread(service.close)
 
 
-async def _started(rejoin: CatchUp, stopped: asyncio.Future[None]) -> bool:
-    """Start it; False if a stop was asked for meanwhile."""
-    started = asyncio.ensure_future(asyncio.to_thread(rejoin.start))
+async def _start_catch_up(catch_up: CatchUp, stopped: asyncio.Future[None]) -> bool:
+    """Start the catch-up. Return False if the process was told to stop meanwhile."""
+    started = asyncio.ensure_future(asyncio.to_thread(catch_up.start))
     await asyncio.wait([started, stopped], return_when=asyncio.FIRST_COMPLETED)
     if stopped.done():
-        await asyncio.to_thread(rejoin.close)
+        await asyncio.to_thread(catch_up.close)
     await started
     return not stopped.done()
 
@@ -132,7 +148,7 @@ def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> Gr
         return GrpcServer(listen, [SERVICE], service.register, health)
     except RuntimeError as error:
         raise InvalidInput(
-            "RAGCACHE_LISTEN", f"{listen} is not free: {error}", "name another port"
+            "RAGCACHE_LISTEN", f"{listen} is in use: {error}", "name another port"
         ) from error
 
 
@@ -147,7 +163,7 @@ def _assignment(config: CacheStoreSettings) -> PrecisionAssignment:
 
 
 def main() -> int:
-    """Entry point."""
+    """Run the service. Return the exit status."""
     reuse_freed_memory()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -160,7 +176,7 @@ def main() -> int:
     except InvalidInput as error:
         print(error, file=sys.stderr)
         return 2
-    except RagCacheError as error:  # as of a disk that refuses: another start may do
+    except RagCacheError as error:  # a full disk, for example: another start may succeed
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -229,7 +229,7 @@ class Life:
 
     def _put_again(self, number: int) -> None:
         """Compute anew what was deleted, having seen the delete."""
-        as_of = self.client.lookup([LookupKey.of(key(number))], TIMEOUT_S).as_of
+        as_of = self.client.lookup([LookupKey.for_variant(key(number))], TIMEOUT_S).as_of
         raw = value(number)
         with self._ledger.lock:
             if number >= self._ledger.next_number:
@@ -271,8 +271,8 @@ def verify(client: StoreClient, ledger: Ledger, rng: random.Random, everything: 
     held = set()
     for start in range(0, len(numbers), 1000):
         batch = numbers[start : start + 1000]
-        answer = client.lookup([LookupKey.of(key(number)) for number in batch], TIMEOUT_S)
-        held |= {n for n, one in zip(batch, answer.variants, strict=True) if one.held}
+        answer = client.lookup([LookupKey.for_variant(key(number)) for number in batch], TIMEOUT_S)
+        held |= {n for n, one in zip(batch, answer.variants, strict=True) if one.stored}
     promised = ledger.must_be_there()
     assert not set(promised) - held, "acknowledged as durable, and lost"
     assert not held & ledger.dead, "acknowledged as deleted, and back"
@@ -332,8 +332,10 @@ def test_kills_at_any_instant_lose_and_revive_nothing(tmp_path: Path) -> None:
             assert raw is None, f"{number} was damaged on disk and is served"
         assert life.client.stats().corrupt >= len(torn)
         # They are dropped, not only refused.
-        again = life.client.lookup([LookupKey.of(key(number)) for number in torn], TIMEOUT_S)
-        assert not any(one.held for one in again.variants)
+        again = life.client.lookup(
+            [LookupKey.for_variant(key(number)) for number in torn], TIMEOUT_S
+        )
+        assert not any(one.stored for one in again.variants)
         ledger.touched |= set(torn)
         verify(life.client, ledger, rng, everything=True)
     finally:

@@ -1,4 +1,4 @@
-"""What shards tell each other: deletes that one of them missed, and copies of what is hot."""
+"""The exchange of shards: deletes that one of them missed, and copies of hot variants."""
 
 from __future__ import annotations
 
@@ -46,48 +46,50 @@ def shards(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
 
 
 @contextmanager
-def rejoining(
-    shard: Served, *peers: str, every_s: float = 60.0, first_s: float = TIMEOUT_S
+def catching_up(
+    shard: Served, *peers: str, interval_s: float = 60.0, first_s: float = TIMEOUT_S
 ) -> Iterator[CatchUp]:
     members = FixedMembers((shard.address, *peers))
-    rejoin = CatchUp(shard.store, members, shard.address, pull_every_s=every_s, first_pull_s=first_s)
+    catch_up = CatchUp(
+        shard.store, members, shard.address, pull_interval_s=interval_s, first_pull_s=first_s
+    )
     try:
-        rejoin.start()
-        yield rejoin
+        catch_up.start()
+        yield catch_up
     finally:
-        rejoin.close()
+        catch_up.close()
 
 
-def test_what_a_peer_knows_to_be_deleted_is_gone_when_the_start_returns(
+def test_start_returns_after_the_deletes_of_the_peers_are_applied(
     shards: tuple[Served, Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = shards
     put(one.store, KEY, RAW)
     put(one.store, key(2), RAW)
     other.store.delete(deletion())
-    with caplog.at_level("INFO"), rejoining(one, other.address):
+    with caplog.at_level("INFO"), catching_up(one, other.address):
         assert get(one.store, KEY) is Miss.DELETED
         assert get(one.store, key(2)) == RAW
-    assert "told of 1 deletes, which removed 1 variants" in caplog.text
+    assert "deletes=1 removed_variants=1" in caplog.text
     assert [d.id for d in one.store.tombstones_since(0)] == [
         d.id for d in other.store.tombstones_since(0)
     ]
 
 
-def test_what_was_heard_before_is_applied_once(
+def test_a_delete_is_applied_once(
     shards: tuple[Served, Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = shards
-    heard = deletion()
+    known = deletion()
     for shard in shards:
-        shard.store.delete(heard)
-    put(one.store, KEY, RAW)  # anew, after it
-    with caplog.at_level("INFO"), rejoining(one, other.address):
+        shard.store.delete(known)
+    put(one.store, KEY, RAW)  # again, after the delete
+    with caplog.at_level("INFO"), catching_up(one, other.address):
         assert get(one.store, KEY) == RAW
-    assert "told of 1 deletes, which removed 0 variants" in caplog.text
+    assert "deletes=1 removed_variants=0" in caplog.text
 
 
-def test_a_peer_that_is_away_holds_up_no_start_and_is_asked_later(
+def test_a_silent_peer_does_not_block_the_start_and_is_asked_again(
     tmp_path: Path, shards: tuple[Served, Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, _ = shards
@@ -95,39 +97,39 @@ def test_a_peer_that_is_away_holds_up_no_start_and_is_asked_later(
     port = free_port()
     with (
         caplog.at_level("INFO"),
-        rejoining(one, f"127.0.0.1:{port}", every_s=0.05, first_s=0.1),
+        catching_up(one, f"127.0.0.1:{port}", interval_s=0.05, first_s=0.1),
     ):
-        assert "did not tell its deletes" in caplog.text
+        assert "peer is silent" in caplog.text
         assert get(one.store, KEY) == RAW
-        with serving(tmp_path / "late", port=port) as late:
-            late.store.delete(deletion())
+        with serving(tmp_path / "second", port=port) as second:
+            second.store.delete(deletion())
             eventually(lambda: get(one.store, KEY) is Miss.DELETED)
-            # Said once, however often it is tried.
-            assert caplog.text.count("did not tell its deletes") == 1
+            # Logged once, although many pulls fail.
+            assert caplog.text.count("peer is silent") == 1
 
 
-def test_shards_that_start_together_hear_each_other(
+def test_shards_that_start_together_exchange_their_deletes(
     tmp_path: Path, shards: tuple[Served, Served]
 ) -> None:
     one, _ = shards
     put(one.store, KEY, RAW)
     port = free_port()
     members = FixedMembers((one.address, f"127.0.0.1:{port}"))
-    said: list[str] = []
-    rejoin = CatchUp(one.store, members, one.address, progress=said.append)
-    starting = threading.Thread(target=rejoin.start)
+    progress: list[str] = []
+    catch_up = CatchUp(one.store, members, one.address, progress=progress.append)
+    starting = threading.Thread(target=catch_up.start)
     starting.start()
-    eventually(lambda: len(said) >= 2)
-    assert "0 of 1 have answered" in said[-1]
-    with serving(tmp_path / "late") as before:
+    eventually(lambda: len(progress) >= 2)
+    assert "0 of 1 have answered" in progress[-1]
+    with serving(tmp_path / "second") as before:
         before.store.delete(deletion())
-    with serving(tmp_path / "late", port=port):
+    with serving(tmp_path / "second", port=port):
         starting.join(TIMEOUT_S)
         assert get(one.store, KEY) is Miss.DELETED
-        rejoin.close()
+        catch_up.close()
 
 
-def test_what_cannot_be_applied_keeps_it_from_serving(
+def test_a_shard_that_cannot_apply_deletes_does_not_serve(
     shards: tuple[Served, Served],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -143,56 +145,56 @@ def test_what_cannot_be_applied_keeps_it_from_serving(
         return apply(batch)
 
     monkeypatch.setattr(one.store, "delete_many", delete_many)
-    rejoin = CatchUp(
+    catch_up = CatchUp(
         one.store, FixedMembers((one.address, other.address)), one.address, first_pull_s=0.0
     )
-    starting = threading.Thread(target=rejoin.start)
+    starting = threading.Thread(target=catch_up.start)
     starting.start()
-    eventually(lambda: "cannot be applied" in caplog.text)
-    assert starting.is_alive(), "its own disk is no silence of a peer's"
+    eventually(lambda: "cannot apply deletes" in caplog.text)
+    assert starting.is_alive(), "a failure of its own disk does not count as a silent peer"
     broken.set()
     starting.join(TIMEOUT_S)
-    rejoin.close()
+    catch_up.close()
     assert len(one.store.tombstones_since(0)) == 1
 
 
-def test_a_peer_that_was_silent_for_a_day_costs_everything(
+def test_a_peer_that_was_silent_for_a_day_drops_all_variants(
     shards: tuple[Served, Served],
 ) -> None:
     one, _ = shards
     put(one.store, KEY, RAW)
     now_ms = [time.time_ns() // 1_000_000]
     members = FixedMembers((one.address, f"127.0.0.1:{free_port()}"))
-    rejoin = CatchUp(
+    catch_up = CatchUp(
         one.store,
         members,
         one.address,
         now_ms=lambda: now_ms[0],
         first_pull_s=0.0,
-        pull_every_s=0.02,
+        pull_interval_s=0.02,
     )
-    rejoin.start()
+    catch_up.start()
     now_ms[0] += AWAY_MS - 60_000
     time.sleep(0.1)
     assert get(one.store, KEY) == RAW
     now_ms[0] += 120_000
     eventually(lambda: get(one.store, KEY) is Miss.EVICTED)
-    rejoin.close()
+    catch_up.close()
 
 
-def test_an_only_shard_asks_nobody(shards: tuple[Served, Served]) -> None:
-    told: list[str] = []
+def test_a_single_shard_asks_no_peers(shards: tuple[Served, Served]) -> None:
+    progress: list[str] = []
     before = set(threading.enumerate())
-    rejoin = CatchUp(shards[0].store, None, shards[0].address, progress=told.append)
-    rejoin.start()
-    # It neither asks now nor goes on in the background.
-    assert told == []
-    assert not [one for one in set(threading.enumerate()) - before if "rejoin" in one.name]
-    rejoin.close()
+    catch_up = CatchUp(shards[0].store, None, shards[0].address, progress=progress.append)
+    catch_up.start()
+    # It does not ask now, and starts no thread.
+    assert progress == []
+    assert not [one for one in set(threading.enumerate()) - before if "catch-up" in one.name]
+    catch_up.close()
 
 
-class Pair:
-    """Two shards, the first of which owns KEY and makes replicas of what is hot."""
+class TwoShards:
+    """Two shards. The first one owns KEY and makes replicas of hot variants."""
 
     def __init__(self, shards: tuple[Served, Served]) -> None:
         names = tuple(shard.address for shard in shards)
@@ -200,7 +202,7 @@ class Pair:
         self.owner, self.second = shards if owner == names[0] else shards[::-1]
         self.now = 1000.0
         thresholds = ReplicationThresholds(copy_share=0.5, drop_share=0.1, min_bytes_per_s=1000.0)
-        self.of_owner, self.of_second = (
+        self.replicator, self.second_replicator = (
             Replicator(
                 shard.store,
                 FixedMembers(names),
@@ -210,63 +212,63 @@ class Pair:
             )
             for shard in (self.owner, self.second)
         )
-        # What a shard drops there it asks of the other's service.
-        self.second.service._replication = self.of_second
+        # To drop a copy, a shard calls the service of the other one.
+        self.second.service._replicator = self.second_replicator
 
 
 @pytest.fixture
-def pair(shards: tuple[Served, Served]) -> Pair:
-    return Pair(shards)
+def pair(shards: tuple[Served, Served]) -> TwoShards:
+    return TwoShards(shards)
 
 
-def replicas(pair: Pair) -> tuple[str, ...]:
-    """What a lookup at the owner tells."""
+def replicas(pair: TwoShards) -> tuple[str, ...]:
+    """Return the replicas that a lookup at the owner tells."""
     (found,) = pair.owner.client.lookup([LookupKey.for_variant(KEY)]).variants
     return found.stored[0].replicas if found.stored else ()
 
 
-def test_what_is_hot_is_copied_and_dropped_when_it_has_cooled(pair: Pair) -> None:
+def test_a_hot_variant_is_copied_and_the_copy_is_dropped_when_it_is_cold(pair: TwoShards) -> None:
     put(pair.owner.store, KEY, RAW)
-    pair.of_owner.look()
+    pair.replicator.check()
     assert replicas(pair) == ()
     for _ in range(3):
         get(pair.owner.store, KEY)
-    pair.of_owner.look()
+    pair.replicator.check()
     assert replicas(pair) == (pair.second.address,)
     assert get(pair.second.store, KEY) == RAW
-    # What is a replica goes no further, however hot it is there.
-    pair.of_second.look()
+    # A replica is not copied further, even if it is hot there.
+    pair.second_replicator.check()
     assert pair.second.client.stats().variants == 1
     pair.now += 100 * HALF_LIFE_S
-    pair.of_owner.look()
+    pair.replicator.check()
     assert replicas(pair) == ()
     assert get(pair.second.store, KEY) is Miss.EVICTED
     assert get(pair.owner.store, KEY) == RAW
-    # Dropped without a trace, so that it may come back.
+    # It is dropped without a tombstone, so that it may come back.
     assert pair.second.store.tombstones_since(0) == []
-    assert pair.of_owner.change(KEY, pair.second.address, drop=False)
+    assert pair.replicator.change(KEY, pair.second.address, drop=False)
     assert get(pair.second.store, KEY) == RAW
 
 
-def test_a_copy_never_comes_after_a_delete_of_it(pair: Pair) -> None:
-    """The delete has reached one shard and is on its way to the other."""
+def test_a_copy_is_refused_after_a_delete(pair: TwoShards) -> None:
+    """The delete has reached one shard, but not yet the other."""
     put(pair.owner.store, KEY, RAW)
     pair.second.store.delete(deletion())
-    assert not pair.of_owner.change(KEY, pair.second.address, drop=False)
+    assert not pair.replicator.change(KEY, pair.second.address, drop=False)
     assert get(pair.second.store, KEY) is Miss.DELETED
     assert replicas(pair) == ()
 
 
-def test_only_members_hold_replicas_and_an_owner_keeps_its_own(pair: Pair) -> None:
+def test_only_members_store_replicas_and_an_owner_keeps_its_variant(pair: TwoShards) -> None:
     put(pair.owner.store, KEY, RAW)
-    assert not pair.of_owner.change(KEY, "127.0.0.1:9", drop=False)
-    assert not pair.of_owner.change(KEY, pair.owner.address, drop=True)
-    assert not pair.of_owner.change(key(5), pair.second.address, drop=False), "not held"
+    assert not pair.replicator.change(KEY, "127.0.0.1:9", drop=False)
+    assert not pair.replicator.change(KEY, pair.owner.address, drop=True)
+    assert not pair.replicator.change(key(5), pair.second.address, drop=False), "not stored"
     assert get(pair.owner.store, KEY) == RAW
 
 
-def test_a_shard_that_cannot_take_a_copy_ends_nothing(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+def test_a_failed_copy_does_not_end_the_replicator(
+    pair: TwoShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
         lonely = Replicator(
@@ -274,7 +276,7 @@ def test_a_shard_that_cannot_take_a_copy_ends_nothing(
             FixedMembers((pair.owner.address, "127.0.0.1:9")),
             pair.owner.address,
             ReplicationThresholds(0.5, 0.1, 1000.0),
-            look_every_s=0.01,
+            check_interval_s=0.01,
         )
         wanted = next(
             key(n << 96)
@@ -286,7 +288,7 @@ def test_a_shard_that_cannot_take_a_copy_ends_nothing(
         lonely.start()
         stack.callback(lonely.close)
         get(pair.owner.store, wanted)
-        eventually(lambda: "replica on 127.0.0.1:9" in caplog.text)
+        eventually(lambda: "shard=127.0.0.1:9" in caplog.text)
         with pytest.raises(Unavailable):
             lonely.change(wanted, "127.0.0.1:9", drop=False)
     assert get(pair.owner.store, wanted) == RAW

@@ -109,7 +109,9 @@ def test_a_value_goes_in_and_comes_out(
             1,
             Tier.MEMORY,
         )
-        eventually(lambda: served.store.stats().bytes_by_transport.get(transport[0]) == 2 * num_bytes)
+        eventually(
+            lambda: served.store.stats().bytes_by_transport.get(transport[0]) == 2 * num_bytes
+        )
 
 
 def test_many_values_come_in_the_order_asked_with_misses_between(served: Served) -> None:
@@ -127,20 +129,20 @@ def test_many_values_come_in_the_order_asked_with_misses_between(served: Served)
 def test_a_lookup_tells_what_is_stored_and_where(served: Served) -> None:
     put_value(served.client, key(1), value(10), origin=Origin(prefix_chunks=(key(7).chunk,)))
     answer = served.client.lookup(
-        [LookupKey.of(key(0)), LookupKey.of(key(1)), LookupKey(key(1).chunk)]
+        [LookupKey.for_variant(key(0)), LookupKey.for_variant(key(1)), LookupKey(key(1).chunk)]
     )
     missing, one, every = answer.variants
-    assert (missing.held, missing.miss) == ((), Miss.NEVER_STORED)
-    assert (one.held[0].info, one.held[0].tier) == (info(10), Tier.MEMORY)
-    assert every.held[0].prefix_chunks == (key(7).chunk,)
+    assert (missing.stored, missing.miss) == ((), Miss.NEVER_STORED)
+    assert (one.stored[0].info, one.stored[0].tier) == (info(10), Tier.MEMORY)
+    assert every.stored[0].prefix_chunks == (key(7).chunk,)
     assert answer.as_of.store == served.store.store_id
 
 
 def test_as_many_keys_as_allowed_are_answered(served: Served) -> None:
     put_value(served.client, key(MAX_KEYS - 1), b"x")
     keys = [key(number) for number in range(MAX_KEYS)]
-    answers = served.client.lookup([LookupKey.of(one) for one in keys], TIMEOUT_S).variants
-    assert [bool(answer.held) for answer in answers] == [False] * (MAX_KEYS - 1) + [True]
+    answers = served.client.lookup([LookupKey.for_variant(one) for one in keys], TIMEOUT_S).variants
+    assert [bool(answer.stored) for answer in answers] == [False] * (MAX_KEYS - 1) + [True]
     found = [one for one, got in served.client.get(keys, TIMEOUT_S) if not isinstance(got, Miss)]
     assert found == [key(MAX_KEYS - 1)]
 
@@ -148,7 +150,7 @@ def test_as_many_keys_as_allowed_are_answered(served: Served) -> None:
 def test_more_keys_are_refused(served: Served) -> None:
     keys = [key(number) for number in range(MAX_KEYS + 1)]
     with pytest.raises(TooLarge, match="keys"):
-        served.client.lookup([LookupKey.of(one) for one in keys], TIMEOUT_S)
+        served.client.lookup([LookupKey.for_variant(one) for one in keys], TIMEOUT_S)
     with pytest.raises(TooLarge, match="keys"):
         list(served.client.get(keys, TIMEOUT_S))
     with pytest.raises(TooLarge, match="keys"):
@@ -244,8 +246,8 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
         (lease,) = opened = served.store.open([key(1)])
         served.store.note_opened(opened)
         assert isinstance(lease, ReadLease)
-        wants = [LookupKey.of(key(1))]
-        eventually(lambda: served.store.lookup(wants).variants[0].held[0].tier is Tier.MEMORY)
+        wants = [LookupKey.for_variant(key(1))]
+        eventually(lambda: served.store.lookup(wants).variants[0].stored[0].tier is Tier.MEMORY)
         served.store.release([lease.id])
         os.pwrite(served.store.disk_tier.fd, b"rot", lease.extents[0].offset + 2 * MIB)
     with serving(tmp_path, memory_bytes=3 * MIB) as served:
@@ -351,17 +353,17 @@ def test_before_it_is_open_it_says_and_hears_what_was_deleted_and_nothing_else(
 ) -> None:
     put_value(served.client, key(1), value(10))
     served.service._gated = True
-    with pytest.raises(Unavailable, match="asking the other shards"):
-        served.client.lookup([LookupKey.of(key(1))])
-    with pytest.raises(Unavailable, match="asking the other shards"):
+    with pytest.raises(Unavailable, match="pulling deletes from the other shards"):
+        served.client.lookup([LookupKey.for_variant(key(1))])
+    with pytest.raises(Unavailable, match="pulling deletes from the other shards"):
         get_value(served.client, key(1))
-    with pytest.raises(Unavailable, match="asking the other shards"):
+    with pytest.raises(Unavailable, match="pulling deletes from the other shards"):
         put_value(served.client, key(2), value(10))
     assert served.client.stats().variants == 1
     assert served.client.delete(Deletion(os.urandom(16), (key(1).chunk,))) == 1
     assert len(list(served.client.tombstones(0))) == 1
     served.service.open()
-    assert served.client.lookup([LookupKey.of(key(1))]).variants[0].miss is Miss.DELETED
+    assert served.client.lookup([LookupKey.for_variant(key(1))]).variants[0].miss is Miss.DELETED
 
 
 def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:

@@ -232,7 +232,9 @@ def test_a_get_from_disk_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_what_is_asked_for_later_belongs_to_the_first_caller(tmp_path: Path, transport: str) -> None:
+def test_what_is_asked_for_later_belongs_to_the_first_caller(
+    tmp_path: Path, transport: str
+) -> None:
     with Traced(tmp_path, [transport]) as traced:
         keys = [key(number) for number in range(KEYS_PER_CALL + 1)]
         with caller(8):

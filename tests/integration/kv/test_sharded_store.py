@@ -516,7 +516,7 @@ def test_a_shard_that_was_dead_during_a_delete_never_serves_what_it_removed(
         asking.start()
         try:
             shards.restart(dead)
-            assert "told of 1 deletes" in shards.log(dead)
+            assert "deletes=1" in shards.log(dead)
             held = held_by(dead, own)
         finally:
             stop.set()

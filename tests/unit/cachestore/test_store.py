@@ -459,8 +459,6 @@ def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
         assert store.stats().memory_bytes == PAGE
 
 
-
-
 # Durability
 
 
@@ -851,7 +849,9 @@ def test_replicas_are_told_until_the_variant_goes(store: Store) -> None:
     assert not store.discard(key(1))
     put(store, key(1), b"x")
     put(store, key(2), b"x")
-    for answer in store.lookup([LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2))]).variants:
+    for answer in store.lookup(
+        [LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2))]
+    ).variants:
         assert answer.stored[0].replicas == ()
 
 
@@ -872,7 +872,9 @@ def test_an_export_is_all_that_a_put_needs(store: Store, tmp_path: Path) -> None
     assert outgoing.raw == value(3000)
     told = replace(origin, cost_s=0.0)  # which goes with the completion
     assert new == variant(key(1), value(3000), origin=told, num_parts=3)
-    assert outgoing.wait_for_parts(0, 0.0) == tuple(part.checksum for part in checksummed_parts(value(3000), 3))
+    assert outgoing.wait_for_parts(0, 0.0) == tuple(
+        part.checksum for part in checksummed_parts(value(3000), 3)
+    )
     assert outgoing.wait_until_final(0.0) == 1.5
     assert store.export(key(2)) is None
     assert store.stats().hits_memory == 0
@@ -1000,7 +1002,9 @@ def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
         assert get(store, key(1)) == value(PAGE)
         assert store.stats().memory_bytes == store.stats().disk_bytes == PAGE
         store.disk_tier.write = write  # type: ignore[method-assign]
-        assert store.swap(key(1), candidate.identity, LOSSY, checksummed_parts(small), [memoryview(small)])
+        assert store.swap(
+            key(1), candidate.identity, LOSSY, checksummed_parts(small), [memoryview(small)]
+        )
         assert (store.stats().memory_bytes, store.stats().disk_bytes) == (100, 100)
         assert tier_of(store, key(1)) is Tier.MEMORY
 
@@ -1115,7 +1119,9 @@ def test_nothing_is_its_own_parent(store: Store) -> None:
 
 def test_lookups_count_what_is_not_there(store: Store) -> None:
     put(store, key(1), b"tainted", exact=False)
-    store.lookup([LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2)), LookupKey(key(3).chunk)])
+    store.lookup(
+        [LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2)), LookupKey(key(3).chunk)]
+    )
     assert store.stats().misses_by_reason == {"never_stored": 2}
     store.lookup([LookupKey.for_variant(key(1))], exact=True)
     assert store.stats().misses_by_reason == {"never_stored": 2, "approximate": 1}

@@ -23,7 +23,16 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Tier
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
-from tests.helpers.cachestore_parts import completion, fill, get, key, checksummed_parts, put, value, variant
+from tests.helpers.cachestore_parts import (
+    completion,
+    fill,
+    get,
+    key,
+    checksummed_parts,
+    put,
+    value,
+    variant,
+)
 
 PAGE = 65536
 NUM_KEYS = 6

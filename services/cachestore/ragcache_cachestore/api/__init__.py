@@ -1,1 +1,1 @@
-"""TODO."""
+"""The servers of a cache store: gRPC calls, and value transfers over the data transports."""

@@ -1,7 +1,8 @@
-"""The gRPC face of the store: decode and check, call, encode.
+"""The gRPC service of the store: decodes and checks requests, calls the store, encodes replies.
 
-Whatever may wait (for room, for the disk) or takes long runs in threads, so that the event loop
-never stands still. Values pass in pieces: a call holds a piece or two, never a whole value.
+Calls that may wait for memory or the disk, and calls that take long, run in threads, so that they
+do not block the event loop. Values are sent in pieces. A call has a piece or two in memory, never
+a whole value.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
+from ragcache_cachestore.api.put_stream import parse_part, receive_value
+from ragcache_cachestore.api.send_slot import SendSlot
 from ragcache_cachestore.cluster.replicator import Replicator
 from ragcache_cachestore.incoming_put import COMMIT_TIMEOUT_S, IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
@@ -37,11 +39,9 @@ from ragcache_core.store_api import (
     EventKind,
     Hello,
     NewVariant,
-    PutCompletion,
     PutOutcome,
 )
 from ragcache_kv.values.conversions import (
-    from_completion,
     from_deletion,
     from_get_request,
     from_key,
@@ -59,51 +59,54 @@ from ragcache_kv.values.conversions import (
 from ragcache_wire.channel import PART_BYTES
 from ragcache_wire.tracing import Attribute, Span
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from ragcache_wire.value_part import data_of, encode_data
+from ragcache_wire.value_part import encode_data
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheStore"].full_name
-LANE = "grpc"
+TRANSPORT = "grpc"
 
 PUT_THREADS = 16
-"""For puts, which may wait for room or for the disk."""
+"""For puts, which may wait for memory or for the disk."""
 READ_THREADS = 8
-"""For reads of the disk, which wait for no put."""
+"""For reads of the disk, so that they do not wait for puts."""
 CONTROL_THREADS = 4
 SLOW_THREADS = 2
-"""For what takes long and nobody hurries for, so that no delete waits for it."""
-CLOSE_S = 5.0
+"""For long calls without hurry, so that no delete waits for them."""
+CLOSE_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1.0
 MAX_GETS = 32
-"""Gets that send at once; further ones wait their turn. Each holds two pieces or so."""
+"""Bound of the Get calls that send at the same time. Each has about two pieces in memory."""
 MAX_PUTS = 64
 MAX_WATCHERS = 64
 INLINE_KEYS = 64
-"""Up to so many keys are answered in the event loop itself, in less time than a thread takes."""
+"""A lookup of at most so many keys runs in the event loop, faster than a thread would start."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
 
 
 class CacheStoreService:
-    """ragcache.v1.CacheStore over a store.
+    """Implements ragcache.v1.CacheStore.
 
-    hello: what Hello says. replication: None for the only shard. gated: until ``open`` it only
-    says and hears what was deleted, for shards that start at the same time; nobody gets a value.
+    Args:
+        hello: The answer to Hello.
+        replicator: None if there is only one shard.
+        gated: Until ``open`` is called, answer only Delete, Tombstones and Stats. Shards that start
+            at the same time exchange their deletes before they serve values.
     """
 
     def __init__(
         self,
         store: Store,
         hello: Hello,
-        replication: Replicator | None = None,
+        replicator: Replicator | None = None,
         *,
         gated: bool = False,
     ) -> None:
         self._store = store
         self._hello_reply = to_hello(hello)
-        self._replication = replication
+        self._replicator = replicator
         self._gated = gated
         self._writes = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="puts")
         self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="reads")
@@ -117,8 +120,11 @@ class CacheStoreService:
         self._closed = False
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Serve on server. As generated code would, but values pass as encoded messages."""
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_client_gone)
+        """Add the service to a server.
+
+        The handlers are those of the generated code, but values are passed as encoded messages.
+        """
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_client_gone)
         unary, stream = (
             grpc.unary_unary_rpc_method_handler,
             grpc.unary_stream_rpc_method_handler,
@@ -160,68 +166,68 @@ class CacheStoreService:
         """Answer every call from now on."""
         self._gated = False
 
-    def _require_open(self) -> None:
+    def _check_open(self) -> None:
         if self._gated:
             raise Unavailable(
-                "cachestore", "it is asking the other shards what was deleted", RETRY_AFTER_S
+                "cachestore", "it is pulling deletes from the other shards", RETRY_AFTER_S
             )
 
     def end_watches(self) -> None:
-        """End the calls that would never end, so that the server can stop."""
+        """End the Watch calls, which otherwise would never end, so that the server can stop."""
         self._closed = True
         for wake in self._watchers:
             wake.set()
 
     def close(self) -> None:
-        """End its threads; no call may come any more.
+        """End the threads. No call may follow.
 
-        One that a disk holds up is left behind after CLOSE_S; the store's end ends it.
+        A call that hangs on the disk is abandoned after CLOSE_TIMEOUT_S. Closing the store ends it.
         """
-        deadline = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for pool in (self._writes, self._reads, self._control, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
         while time.monotonic() < deadline and self._busy:
             time.sleep(0.01)
         if self._busy:
-            log.warning("%d calls are left behind: the disk holds them up", self._busy)
+            log.warning("shutdown: abandoned calls that hang on the disk count=%d", self._busy)
 
     async def _hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
-        """Who this is, and which transports it offers."""
-        self._require_open()  # whoever asks wants values next
+        """Return the ids of the store and the transports that it offers."""
+        self._check_open()  # a client that says hello asks for values next
         return self._hello_reply
 
     async def _lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
-        """What is stored, without values."""
-        self._require_open()
+        """Tell which variants are stored, without values."""
+        self._check_open()
 
-        def look() -> pb.LookupReply:
-            wants, exact, domain = from_lookup_request(request)
-            return to_lookup_reply(self._store.lookup(wants, exact, domain), 0)
+        def run_lookup() -> pb.LookupReply:
+            wanted, exact, domain = from_lookup_request(request)
+            return to_lookup_reply(self._store.lookup(wanted, exact, domain), 0)
 
         with self._span("Lookup", context, keys=len(request.keys)):
             if len(request.keys) <= INLINE_KEYS:
-                return look()
-            return await self._in(self._control, look)
+                return run_lookup()
+            return await self._run_in(self._control, run_lookup)
 
     async def _put(self, request_iterator: AsyncIterator[bytes], context: Context) -> pb.PutReply:
-        """Store one value. The messages are encoded PutParts (value_part)."""
-        self._require_open()
+        """Store one value. The messages are encoded PutParts (put_stream)."""
+        self._check_open()
         _require_deadline(context)
         began = time.monotonic()
-        with self._span("Put", context, transport=LANE) as span:
+        with self._span("Put", context, transport=TRANSPORT) as span:
             async with self._puts:
                 new, ack, outcome = await self._receive(request_iterator, context)
             span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - began
-        self._store.note_put(outcome, ack, LANE, new.info.num_bytes, seconds)
+        self._store.note_put(outcome, ack, TRANSPORT, new.info.num_bytes, seconds)
         return pb.PutReply(outcome=to_outcome(outcome))
 
     async def _receive(
         self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> tuple[NewVariant, Ack, PutOutcome]:
         messages = aiter(request_iterator)
-        async with _slowness(context):
-            first = _part(await anext(messages, b""))
+        async with _send_deadline(context):
+            first = parse_part(await anext(messages, b""))
         if first.WhichOneof("part") != "header":
             raise InvalidInput("header", "is missing", "send it as the first message")
         new, ack = from_put_header("header", first.header, self._store.max_value_bytes)
@@ -229,37 +235,37 @@ class CacheStoreService:
         if isinstance(incoming, PutOutcome):
             return new, ack, incoming
         try:
-            async with _slowness(context):
-                completion = await _fill(incoming, messages)
+            async with _send_deadline(context):
+                completion = await receive_value(incoming, messages)
         except BaseException:
             incoming.abort()
             raise
-        # Once begun, it ends by itself, whether or not anybody still waits.
+        # A commit runs to its end even if the client cancels the call.
         timeout_s = _remaining_s(context, COMMIT_TIMEOUT_S)
-        commit = self._in(self._writes, lambda: incoming.commit(completion, ack, timeout_s))
+        commit = self._run_in(self._writes, lambda: incoming.commit(completion, ack, timeout_s))
         return new, ack, await asyncio.shield(commit)
 
     async def _begin(self, new: NewVariant, ack: Ack, timeout_s: float) -> IncomingPut | PutOutcome:
-        begun = self._in(self._writes, lambda: self._store.begin_put(new, ack, timeout_s))
+        begun = self._run_in(self._writes, lambda: self._store.begin_put(new, ack, timeout_s))
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
-            begun.add_done_callback(_abort_late)
+            begun.add_done_callback(_abort_begun)
             raise
 
     async def _get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:
         """Stream values as encoded GetParts.
 
-        A reader that takes longer for a value than a lease lasts gives its turn to others.
+        A client that takes longer for a value than a lease lasts gives its slot to another call.
         """
-        self._require_open()
+        self._check_open()
         _require_deadline(context)
-        with self._span("Get", context, transport=LANE, keys=len(request.keys)) as span:
+        with self._span("Get", context, transport=TRANSPORT, keys=len(request.keys)) as span:
             keys, exact, domain = from_get_request(request)
-            async with _Turn(self._gets) as turn:
+            async with SendSlot(self._gets) as slot:
                 for index, key in enumerate(keys):
                     began = time.monotonic()
-                    turn.ends_in(LEASE_S)
+                    slot.ends_in(LEASE_S)
                     (lease,) = opened = self._store.open([key], exact, domain)
                     self._store.note_opened(opened)
                     if isinstance(lease, Miss):
@@ -272,24 +278,24 @@ class CacheStoreService:
                         yield pb.GetPart(header=_header(index, lease)).SerializeToString()
                         for extent in _pieces(lease.extents):
                             piece = await self._piece(lease, extent, sums)
-                            if turn.over or not self._store.is_leased(lease.id):
+                            if slot.expired or not self._store.is_leased(lease.id):
                                 raise Unavailable(
                                     "cachestore",
-                                    "the value was read too slowly to be kept in place",
+                                    "the lease expired, because the client read too slowly",
                                 )
                             yield piece
                     finally:
                         if sums.first_mismatch([part.checksum for part in lease.parts]) is None:
                             self._store.release([lease.id])
-                        else:  # the caller sees it, too, but on this transport has nobody to tell
+                        else:  # over gRPC a client cannot report a corrupt value
                             release = partial(self._store.release, [lease.id], [lease.id])
-                            self._in(self._reads, release).add_done_callback(_log_failure)
+                            self._run_in(self._reads, release).add_done_callback(_log_failure)
                     seconds = time.monotonic() - began
-                    self._store.note_sent(lease.tier, LANE, lease.info.num_bytes, seconds)
+                    self._store.note_sent(lease.tier, TRANSPORT, lease.info.num_bytes, seconds)
                     count_hit(span, lease.tier, lease.info.num_bytes)
 
     async def _piece(self, lease: ReadLease, extent: Extent, sums: PartChecksums) -> bytes:
-        """An encoded GetPart with the bytes of a short extent of a leased value."""
+        """Return an encoded GetPart with the bytes of a short extent of a leased value."""
         if not lease.on_disk:
             (view,) = self._store.memory_tier.views([extent])
             sums.add(view)
@@ -297,32 +303,32 @@ class CacheStoreService:
 
         def read() -> bytes:
             piece = memoryview(bytearray(extent.num_bytes))
-            # What a disk does not give is found out by the checksums.
+            # A failed read leaves zeros, which do not match the checksums.
             self._store.disk_tier.read_into([extent], [piece])
             sums.add(piece)
             return encode_data(piece)
 
-        return await self._in(self._reads, read)
+        return await self._run_in(self._reads, read)
 
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
-        """Bring values from disk into memory, in the background."""
-        self._require_open()
+        """Queue promotions of values on disk."""
+        self._check_open()
         with self._span("Prefetch", context, keys=len(request.keys)):
             started = self._store.prefetch(from_keys("keys", request.keys))
         return pb.PrefetchReply(started=started)
 
     async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
-        """Remove variants; gone from every later read, and for good, when the reply comes."""
+        """Remove variants. On reply the delete is durable, and no later read finds them."""
         deletion = from_deletion("deletion", request.deletion)
         _require_deadline(context)
         with self._span("Delete", context):
-            removed = await self._in(self._control, lambda: self._store.delete(deletion))
+            removed = await self._run_in(self._control, lambda: self._store.delete(deletion))
         return pb.DeleteReply(removed=removed)
 
     async def _tombstones(
         self, request: pb.TombstonesRequest, context: Context
     ) -> AsyncIterator[pb.Deletion]:
-        """Deletes that are remembered, in the order in which they were applied here."""
+        """Stream the remembered deletes in the order in which this store applied them."""
         for deletion in self._store.tombstones_since(request.since_ms):
             yield to_deletion(deletion)
 
@@ -330,31 +336,31 @@ class CacheStoreService:
         self, request: pb.ChangeReplicaRequest, context: Context
     ) -> pb.ChangeReplicaReply:
         """Make or drop a copy on another shard."""
-        self._require_open()
+        self._check_open()
         _require_deadline(context)
         key = from_key("key", request.key)
         host, _, port = request.shard.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise InvalidInput("shard", f"is {request.shard!r}", "send host:port of a shard")
-        replication = self._replication
-        if replication is None:
+        replicator = self._replicator
+        if replicator is None:
             return pb.ChangeReplicaReply(changed=False)
         return pb.ChangeReplicaReply(
-            changed=await self._in(
-                self._slow, lambda: replication.change(key, request.shard, drop=request.drop)
+            changed=await self._run_in(
+                self._slow, lambda: replicator.change(key, request.shard, drop=request.drop)
             )
         )
 
     async def _watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Event]:
-        """Events as they happen, after those missed or a snapshot."""
-        self._require_open()
+        """Stream events: first those that the watcher missed, or a snapshot."""
+        self._check_open()
         if len(self._watchers) >= MAX_WATCHERS:
-            raise Unavailable("cachestore", f"{MAX_WATCHERS} watch it already")
+            raise Unavailable("cachestore", f"it has {MAX_WATCHERS} watchers, the most it serves")
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
-        def wake() -> None:  # within the store's lock: at once
+        def wake() -> None:  # called within the store's lock, so it must not block
             if not changed.is_set():
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and this with it
+                with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(changed.set)
 
         self._store.watch(wake)
@@ -365,8 +371,8 @@ class CacheStoreService:
                 changed.clear()
                 missed = None if after is None else self._store.events_after(after)
                 if missed is None:
-                    sequence, snapshot = await self._in(self._slow, self._store.snapshot)
-                    for event in _snapshot(self._store.boot, sequence, snapshot):
+                    sequence, snapshot = await self._run_in(self._slow, self._store.snapshot)
+                    for event in _snapshot_events(self._store.boot, sequence, snapshot):
                         yield to_event(event)
                     after = sequence
                     continue
@@ -380,8 +386,8 @@ class CacheStoreService:
             self._store.unwatch(wake)
 
     async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:
-        """Sizes now, and what happened since the start."""
-        stats = await self._in(self._slow, self._store.stats)
+        """Return the sizes now, and the counts since the start."""
+        stats = await self._run_in(self._slow, self._store.stats)
         return pb.StatsReply(
             variants=stats.variants,
             disk_bytes=stats.disk_bytes,
@@ -403,8 +409,8 @@ class CacheStoreService:
             score_histogram=stats.score_histogram,
         )
 
-    def _in(self, pool: ThreadPoolExecutor, act: Callable[[], R]) -> asyncio.Future[R]:
-        """What act gives, in a thread of pool."""
+    def _run_in(self, pool: ThreadPoolExecutor, act: Callable[[], R]) -> asyncio.Future[R]:
+        """Run a function in a thread of a pool."""
 
         def ended(_: Future[R]) -> None:
             with self._busy_lock:
@@ -421,89 +427,18 @@ class CacheStoreService:
         return self._store.telemetry.span(name, metadata, **attributes)
 
 
-class _Turn:
-    """One of the calls that a semaphore lets through, until it ends or takes too long.
-
-    A call whose reader has stopped stands within gRPC until its deadline; it holds up nobody.
-    """
-
-    def __init__(self, calls: asyncio.Semaphore) -> None:
-        self.over = False
-        self._calls = calls
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> Self:
-        await self._calls.acquire()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._end()
-
-    def ends_in(self, seconds: float) -> None:
-        """Let it last so long from now."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
-
-    def _end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self.over:
-            self.over = True
-            self._calls.release()
-
-
 @contextlib.asynccontextmanager
-async def _slowness(context: Context) -> AsyncIterator[None]:
-    """A bound for what a client sends, however long its deadline: room in memory waits for it."""
+async def _send_deadline(context: Context) -> AsyncIterator[None]:
+    """Bound the time in which a client must send, because it occupies memory meanwhile."""
     try:
         async with asyncio.timeout(_remaining_s(context, LEASE_S)):
             yield
     except TimeoutError:
-        raise Unavailable("cachestore", "the value was sent too slowly") from None
+        raise Unavailable("cachestore", "the client sent the value too slowly") from None
 
 
-async def _fill(incoming: IncomingPut, messages: AsyncIterator[bytes]) -> PutCompletion:
-    """Write the data of messages to where the value is to lie, until its completion.
-
-    Raises InvalidInput.
-    """
-    num_bytes = incoming.new.info.num_bytes
-    views, received = incoming.views, 0
-    completion: PutCompletion | None = None
-    async for message in messages:
-        data = _data(message)
-        if completion is not None:
-            raise InvalidInput("completion", "is not the last message", "send nothing after it")
-        if isinstance(data, pb.PutCompletion):
-            completion = from_completion("completion", data, len(incoming.new.part_bytes))
-            continue
-        received += len(data)
-        if received > num_bytes:
-            raise InvalidInput(
-                "data",
-                f"is longer than the {num_bytes} bytes announced",
-                "send as many bytes as header.info.num_bytes says",
-            )
-        while data:
-            taken = min(len(views[0]), len(data))
-            views[0][:taken] = data[:taken]
-            views[0], data = views[0][taken:], data[taken:]
-            if not views[0]:
-                del views[0]
-    if received < num_bytes:
-        raise InvalidInput(
-            "data",
-            f"has {received} of the {num_bytes} bytes announced",
-            "send as many bytes as header.info.num_bytes says",
-        )
-    if completion is None:
-        raise InvalidInput("completion", "is missing", "send it as the last message")
-    return completion
-
-
-def _abort_late(begun: asyncio.Future[IncomingPut | PutOutcome]) -> None:
-    """Nobody waits any more for the room that was made."""
+def _abort_begun(begun: asyncio.Future[IncomingPut | PutOutcome]) -> None:
+    """Abort a put whose call was cancelled while its memory was allocated."""
     if not begun.cancelled() and begun.exception() is None:
         incoming = begun.result()
         if isinstance(incoming, IncomingPut):
@@ -511,14 +446,14 @@ def _abort_late(begun: asyncio.Future[IncomingPut | PutOutcome]) -> None:
 
 
 def _pieces(extents: Sequence[Extent]) -> Iterator[Extent]:
-    """Extents cut into pieces of a message each."""
+    """Split extents into pieces of one message each."""
     for extent in extents:
         for offset in range(0, extent.num_bytes, PART_BYTES):
             yield Extent(extent.offset + offset, min(PART_BYTES, extent.num_bytes - offset))
 
 
-def _snapshot(boot: bytes, sequence: int, stored: Sequence[Event]) -> Iterator[Event]:
-    """A snapshot as of the event of sequence."""
+def _snapshot_events(boot: bytes, sequence: int, stored: Sequence[Event]) -> Iterator[Event]:
+    """Yield the events of a snapshot as of an event's sequence."""
     yield Event(boot, sequence, EventKind.SNAPSHOT_BEGIN)
     for event in stored:
         yield replace(event, sequence=sequence)
@@ -531,43 +466,22 @@ def _header(index: int, lease: ReadLease) -> pb.GetHeader:
     )
 
 
-def _is_no_client_gone(record: logging.LogRecord) -> bool:
-    """Not what gRPC logs, with a trace, of every reader that goes in the middle of a value."""
+def _is_not_client_gone(record: logging.LogRecord) -> bool:
+    """Filter out what gRPC logs, with a stack trace, of each client that leaves during a value."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
-        log.warning("a value that does not match was not dropped: %s", error)
+        log.warning("gRPC service: cannot drop a corrupt value error=%s", error)
 
 
-def _remaining_s(context: Context, most_s: float) -> float:
-    return min(max(0.0, context.time_remaining() or 0.0), most_s)
+def _remaining_s(context: Context, max_s: float) -> float:
+    return min(max(0.0, context.time_remaining() or 0.0), max_s)
 
 
 def _require_deadline(context: Context) -> None:
-    # Values in transit hold memory; without an end to the call a stuck peer would hold it for good.
+    # A call with a value occupies memory. Without a deadline, a stuck client would never free it.
     if context.time_remaining() is None:
-        raise InvalidInput("deadline", "is missing", "give every call that may wait a deadline")
-
-
-def _data(message: bytes) -> memoryview | pb.PutCompletion:
-    """What an encoded PutPart after the first one holds."""
-    if (data := data_of(message)) is not None:
-        return data
-    part = _part(message)
-    match part.WhichOneof("part"):
-        case "data":
-            return memoryview(part.data)
-        case "completion":
-            return part.completion
-        case _:
-            raise InvalidInput("header", "came twice", "send it once, then data only")
-
-
-def _part(message: bytes) -> pb.PutPart:
-    try:
-        return pb.PutPart.FromString(message)
-    except DecodeError as error:
-        raise InvalidInput("message", "is no PutPart", "send what the proto says") from error
+        raise InvalidInput("deadline", "is missing", "set a deadline for every call with a value")

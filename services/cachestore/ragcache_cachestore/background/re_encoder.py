@@ -298,7 +298,9 @@ class ReEncoder:
             decision = decide_re_encoding(candidate.info.precision, precisions[one.key])
             self.counters.wanting_higher_precision += decision.wants_higher_precision
             if decision.wants_higher_precision != candidate.wants_higher_precision:
-                self._store.set_wants_higher_precision(candidate.key, decision.wants_higher_precision)
+                self._store.set_wants_higher_precision(
+                    candidate.key, decision.wants_higher_precision
+                )
             confirmed = self._confirm_target(one.key, decision.re_encode, now)
             encodable = candidate.identity not in self._incompressible
             if confirmed and decision.re_encode and encodable:

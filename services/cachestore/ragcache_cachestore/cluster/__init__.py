@@ -1,1 +1,1 @@
-"""TODO."""
+"""The work of a shard with its peers: deletes that it missed, and replicas of hot variants."""

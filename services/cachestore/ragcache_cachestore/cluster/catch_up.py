@@ -1,22 +1,21 @@
-"""Learns from the other shards what was deleted while this one was away.
+"""Pulls the deletes that other shards applied while this one was away.
 
-A delete is acknowledged when one shard has it for good; those that were dead or cut off hear of it
-here. ``__main__`` runs, with members the shards of the store (None: it is the only one) and own its
-name among them:
+A delete is acknowledged when one shard has written it to disk. Shards that were down or cut off
+learn of it here. ``__main__`` runs::
 
-    rejoin = CatchUp(store, members, own)
-    await asyncio.to_thread(rejoin.start)  # before it serves values, while it tells its own deletes
-    rejoin.close()                         # before the store is closed
+    catch_up = CatchUp(store, members, own)  # members: None if this is the only shard
+    await asyncio.to_thread(catch_up.start)  # before it serves values, while it tells its deletes
+    catch_up.close()                         # before the store is closed
 
-``start`` asks until every peer has answered, so that shards that start together hear each other, or
-until FIRST_PULL_S are over: a peer that is gone must not keep the others from serving. A store that
-holds nothing has nothing to lose and asks once. From then on a thread asks every peer again now and
-then: a shard that was frozen or cut off without ever restarting has missed deletes, too, and a peer
-that was away at the start has some to tell.
+``start`` asks until every peer has answered, so that shards that start together exchange their
+deletes. It stops waiting after FIRST_PULL_S, because a peer that is gone must not keep the others
+from serving. A store without variants cannot serve a deleted one, so it asks once. From then on a
+thread asks every peer at intervals. A shard that was frozen or cut off without a restart has
+missed deletes too, and a peer that was away at the start may have some to tell.
 
-A peer that was not heard for AWAY_MS may have forgotten what it would have told, since deletes
-are remembered for a day: then everything held here is dropped. When it was heard is not kept over a
-restart; a store that was itself away for so long starts empty.
+A peer that did not answer for AWAY_MS may have forgotten deletes, because they live for a day.
+Then this store drops all its variants. The time of the last answer is not kept over a restart: a
+store that was itself away for so long starts empty.
 """
 
 from __future__ import annotations
@@ -40,59 +39,62 @@ from ragcache_wire.watched.members import Members
 log = logging.getLogger(__name__)
 
 FIRST_PULL_S = 30.0
-"""How long a start may wait for its peers, all of them at once; who is silent is asked later."""
+"""How long a start waits for its peers, asked in parallel. Silent ones are asked again later."""
 
-ASK_AGAIN_S = 0.25
-"""Between two tries of a peer at the start."""
+RETRY_INTERVAL_S = 0.25
+"""Interval of the requests to a peer at the start."""
 
 IDLE_S = 5.0
-"""How long a peer may leave us waiting for the next delete."""
+"""How long a peer may take to send the next delete."""
 
-PULL_EVERY_S = 10.0
-PULL_EVERY_AT_FIRST_S = 1.0
-AT_FIRST_S = 10.0
-"""How long after the start peers are asked more often: some start at the same time."""
+PULL_INTERVAL_S = 10.0
+STARTUP_PULL_INTERVAL_S = 1.0
+STARTUP_S = 10.0
+"""How long after the start peers are asked more often, because some start at the same time."""
 
 OVERLAP_MS = 600_000
-"""How much of what a peer told before it is asked again: clocks differ."""
+"""How far each pull reaches back before the last one, because clocks differ."""
 
 BATCH = 256
-"""Deletions that are applied at once, with one wait for the disk."""
+"""Number of deletions that are applied with one sync of the disk."""
 
 
 class DeletingStore(Protocol):
-    """What this needs of a store."""
+    """The part of a store that CatchUp needs."""
 
     def __len__(self) -> int:
-        """Variants held."""
+        """Return the number of variants."""
 
     def delete_many(self, batch: Sequence[Deletion]) -> int:
-        """Apply deletions, durably; those whose id was applied before do nothing."""
+        """Apply deletions durably. Those whose id was applied before are ignored."""
 
     def snapshot(self) -> tuple[int, list[Event]]:
-        """What is held, an event each."""
+        """Return the last sequence, and an event for every variant."""
 
     def discard(self, key: VariantKey) -> bool:
         """Drop a variant as eviction does."""
 
 
 class _CannotApply(Exception):
-    """This store could not do what a peer told: no fault of the peer's."""
+    """This store failed to apply the deletes of a peer."""
 
 
 @dataclass(slots=True)
-class _Told:
-    """How many deletions a peer told of, and how many variants they removed here."""
+class _PullResult:
+    """The number of deletions of a peer, and of variants that they removed here."""
 
     deletions: int = 0
     removed: int = 0
 
 
 class CatchUp:
-    """Pulls tombstones; safe to close from any thread.
+    """Pulls tombstones. ``close`` is safe to call from any thread.
 
-    progress: told how far the start has come. now_ms: Unix time in milliseconds. first_pull_s: see
-    FIRST_PULL_S. idle_s: see IDLE_S.
+    Args:
+        progress: Called with the progress of the start.
+        now_ms: Returns the Unix time in milliseconds.
+        first_pull_s: See FIRST_PULL_S.
+        idle_s: See IDLE_S.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class CatchUp:
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         first_pull_s: float = FIRST_PULL_S,
         idle_s: float = IDLE_S,
-        pull_every_s: float = PULL_EVERY_S,
+        pull_interval_s: float = PULL_INTERVAL_S,
     ) -> None:
         self._store = store
         self._members = members
@@ -114,46 +116,49 @@ class CatchUp:
         self._now_ms = now_ms
         self._first_pull_s = first_pull_s
         self._idle_s = idle_s
-        self._pull_every_s = pull_every_s
-        self._heard_ms: dict[str, int] = {}
+        self._pull_interval_s = pull_interval_s
+        self._answered_ms: dict[str, int] = {}
         self._since_ms: dict[str, int] = {}
         self._silent: set[str] = set()
-        self._refused = False
+        self._apply_failed = False
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(8, "rejoin")
-        self._thread = threading.Thread(target=self._keep_pulling, name="rejoin", daemon=True)
+        self._pool = ThreadPoolExecutor(8, "catch-up")
+        self._thread = threading.Thread(target=self._keep_pulling, name="catch-up", daemon=True)
 
     def start(self) -> None:
         """Ask every peer, then go on in the background.
 
         Returns when all have answered, or some are silent for too long. While this store cannot
-        apply what it hears it does not return before close: it would serve what is deleted.
+        apply the deletes, it does not return before close. It would serve deleted variants.
         """
         if self._members is None:
             return
         deadline = time.monotonic() + self._first_pull_s
-        heard: set[str] = set()
+        answered_once: set[str] = set()
         while not self._stop.is_set():
             peers = set(self._peers())
             self._progress(
-                "asking the other shards what was deleted: "
-                f"{len(heard & peers)} of {len(peers)} have answered"
+                "pulling deletes from the other shards: "
+                f"{len(answered_once & peers)} of {len(peers)} have answered"
             )
-            answered, applied = self._pull(peers - heard)
-            heard |= answered
-            over = time.monotonic() >= deadline or not len(self._store)
-            if applied and (over or peers <= heard):
+            answered, applied = self._pull(peers - answered_once)
+            answered_once |= answered
+            timed_out = time.monotonic() >= deadline or not len(self._store)
+            if applied and (timed_out or peers <= answered_once):
                 break
             if not applied:
-                self._progress("what the other shards have deleted cannot be applied")
-            self._stop.wait(ASK_AGAIN_S)
+                self._progress("this shard cannot apply the deletes of the other shards")
+            self._stop.wait(RETRY_INTERVAL_S)
         if self._silent:
-            log.warning("starting without word from %s", ", ".join(sorted(self._silent)))
+            log.warning(
+                "catch-up: starting without the deletes of silent peers peers=%s",
+                ",".join(sorted(self._silent)),
+            )
         if not self._stop.is_set():
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no more; returns when nothing is being applied."""
+        """Stop asking. Returns when no delete is being applied."""
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._thread.is_alive():
@@ -162,98 +167,108 @@ class CatchUp:
     def _keep_pulling(self) -> None:
         began = time.monotonic()
         while True:
-            first = time.monotonic() < began + AT_FIRST_S
-            every_s = min(self._pull_every_s, PULL_EVERY_AT_FIRST_S if first else float("inf"))
-            if self._stop.wait(every_s):
+            first = time.monotonic() < began + STARTUP_S
+            interval_s = min(
+                self._pull_interval_s, STARTUP_PULL_INTERVAL_S if first else float("inf")
+            )
+            if self._stop.wait(interval_s):
                 return
             try:
-                self._drop_if_deaf()
+                self._drop_if_cut_off()
                 self._pull(self._peers())
             except Exception:
                 if not self._stop.is_set():
-                    log.exception("peers could not be asked for their deletes")
+                    log.exception("catch-up: pull failed")
 
     def _peers(self) -> list[str]:
-        """The other shards; what was known of those that are none any more is forgotten."""
+        """Return the other shards, and forget those that have left."""
         assert self._members is not None
         peers = [name for name in self._members.current() if name != self._own]
         for gone in self._since_ms.keys() - set(peers):
             del self._since_ms[gone]
-            self._heard_ms.pop(gone, None)
+            self._answered_ms.pop(gone, None)
         self._silent &= set(peers)
         now_ms = self._now_ms()
         for peer in peers:
-            self._heard_ms.setdefault(peer, now_ms)
+            self._answered_ms.setdefault(peer, now_ms)
         return peers
 
-    def _drop_if_deaf(self) -> None:
-        """Drop everything if a peer was silent for so long that it may forget what it knows."""
+    def _drop_if_cut_off(self) -> None:
+        """Drop all variants if a peer was silent for so long that it may forget its deletes."""
         now_ms = self._now_ms()
-        deaf = [
+        cut_off = [
             peer
             for peer in self._peers()
-            if peer in self._silent and now_ms - self._heard_ms[peer] > AWAY_MS
+            if peer in self._silent and now_ms - self._answered_ms[peer] > AWAY_MS
         ]
-        if not deaf:
+        if not cut_off:
             return
-        log.error("everything is dropped: no word of deletes for a day from %s", ", ".join(deaf))
+        log.error(
+            "catch-up: dropped all variants, because peers were silent for a day peers=%s",
+            ",".join(cut_off),
+        )
         for event in self._store.snapshot()[1]:
             if event.key is not None:
                 self._store.discard(event.key)
-        for peer in deaf:
-            self._heard_ms[peer] = now_ms
+        for peer in cut_off:
+            self._answered_ms[peer] = now_ms
 
     def _pull(self, peers: Iterable[str]) -> tuple[set[str], bool]:
-        """Ask peers at once; those that answered, and whether all that they told was applied."""
+        """Ask peers in parallel.
+
+        Returns the peers that answered, and whether this store has applied every delete.
+        """
         new = {peer for peer in peers if peer not in self._since_ms} | self._silent
         asked = [(peer, self._pool.submit(self._pull_from, peer)) for peer in peers]
         answered: set[str] = set()
         applied = True
         for peer, answer in asked:
             try:
-                told = answer.result()
+                pulled = answer.result()
             except _CannotApply as error:
-                if not self._refused:  # it is tried again and again, and needs no trace
-                    log.error("peer %s: its deletes cannot be applied: %s", peer, error)  # noqa: TRY400
+                if not self._apply_failed:  # logged once, without a stack trace, for many tries
+                    log.error("catch-up: cannot apply deletes peer=%s error=%s", peer, error)  # noqa: TRY400
                 applied = False
                 continue
             except RagCacheError as error:
                 if peer not in self._silent:
-                    log.info("peer %s did not tell its deletes: %s", peer, error)
+                    log.info("catch-up: peer is silent peer=%s error=%s", peer, error)
                 self._silent.add(peer)
                 continue
             answered.add(peer)
             self._silent.discard(peer)
-            if peer in new or told.removed:
+            if peer in new or pulled.removed:
                 log.info(
-                    "peer %s told of %d deletes, which removed %d variants here",
+                    "catch-up: applied deletes peer=%s deletes=%d removed_variants=%d",
                     peer,
-                    told.deletions,
-                    told.removed,
+                    pulled.deletions,
+                    pulled.removed,
                 )
-        self._refused = not applied
+        self._apply_failed = not applied
         return answered, applied
 
-    def _pull_from(self, peer: str) -> _Told:
-        """Apply what a peer knows, as it comes.
+    def _pull_from(self, peer: str) -> _PullResult:
+        """Apply the deletes of one peer as they arrive.
 
-        Raises RagCacheError if the peer falls silent, _CannotApply if this store fails.
+        Raises:
+            RagCacheError: The peer does not answer.
+            _CannotApply: This store fails.
         """
         began_ms = self._now_ms()
         since_ms = max(0, self._since_ms.get(peer, 0) - OVERLAP_MS)
-        told = _Told()
+        pulled = _PullResult()
         client = StoreClient(peer)
         try:
             deletions = client.tombstones(since_ms, self._idle_s)
             while batch := list(islice(deletions, BATCH)):
                 if self._stop.is_set():
-                    return told
+                    return pulled
                 try:
-                    told.removed += self._store.delete_many(batch)
+                    pulled.removed += self._store.delete_many(batch)
                 except RagCacheError as error:
                     raise _CannotApply(str(error)) from error
-                told.deletions += len(batch)
+                pulled.deletions += len(batch)
         finally:
             client.close()
-        self._since_ms[peer] = self._heard_ms[peer] = began_ms
-        return told
+        self._since_ms[peer] = self._answered_ms[peer] = began_ms
+        return pulled

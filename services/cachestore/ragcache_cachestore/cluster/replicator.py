@@ -1,18 +1,17 @@
-"""Copies of what is hot here on the next shard, so that its readers are served by two.
+"""Copies hot variants to the next shard, so that two shards serve their readers.
 
-A thread looks every few seconds at what this shard has served; ``ragcache_core.cluster.replication``
-decides. ``__main__`` runs, with members the shards of the store (None: it is the only one, or is to
-make no copies) and own its name among them:
+A thread checks every few seconds what this shard has served, and
+``ragcache_core.cluster.replication`` decides. ``__main__`` runs::
 
-    replication = Replicator(store, members, own)
-    replication.start()  # once it serves
-    replication.close()  # before the store is closed
+    replicator = Replicator(store, members, own)  # members: None if this is the only shard
+    replicator.start()  # when it serves
+    replicator.close()  # before the store is closed
 
-and the service answers ChangeReplica with ``replication.change`` in a thread.
+The gRPC service answers ChangeReplica with ``replicator.change`` in a thread.
 
-A copy is an ordinary put with an empty AsOf, which the other shard refuses if any delete that it
-knows of covers the variant: so no delete that is under way can miss the copy. The price is that
-what was put again after a delete is not copied until the tombstone is a day old.
+A copy is an ordinary put with an empty AsOf. The other shard refuses it if any delete that it knows
+covers the variant. So a delete that is under way cannot miss the copy. The price: a variant that
+was put again after a delete is not copied until the tombstone is a day old.
 """
 
 from __future__ import annotations
@@ -34,33 +33,37 @@ from ragcache_wire.watched.members import Members
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 5.0
+CHECK_INTERVAL_S = 5.0
 HALF_LIFE_S = 30.0
 COPY_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 5.0
 
 
 class ReplicatedStore(Protocol):
-    """What this needs of a store; every method may be called from any thread."""
+    """The part of a store that Replicator needs. Every method is safe to call from any thread."""
 
     def take_served(self) -> Mapping[VariantKey, int]:
-        """Bytes served of each variant since the last call."""
+        """Return the bytes served of each variant since the last call."""
 
     def export(self, key: VariantKey) -> tuple[NewVariant, ReadyValue] | None:
-        """A copy of a value and all that a put of it needs, with an empty AsOf; None if not held.
+        """Return a copy of a value and what a put of it needs, or None if it is not stored.
 
-        It counts as no use.
+        The put has an empty AsOf. The read counts neither as hit nor as miss.
         """
 
     def set_replicas(self, key: VariantKey, shards: tuple[str, ...]) -> None:
-        """Other shards that hold it, for lookups to tell; forgotten when the variant goes."""
+        """Set the other shards that lookups tell, until the variant is dropped."""
 
     def discard(self, key: VariantKey) -> bool:
-        """Drop a variant as eviction does, without a tombstone; whether it was held."""
+        """Drop a variant as eviction does, without a tombstone. Return whether it was stored."""
 
 
 class Replicator:
-    """The replicas that this shard has made. clock: seconds, never going back."""
+    """Manages the replicas that this shard has made.
+
+    Args:
+        clock: Returns monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -69,83 +72,85 @@ class Replicator:
         own: str,
         thresholds: ReplicationThresholds | None = None,
         *,
-        look_every_s: float = LOOK_EVERY_S,
+        check_interval_s: float = CHECK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._members = members
         self._own = own
         self._thresholds = thresholds or ReplicationThresholds()
-        self._look_every_s = look_every_s
+        self._check_interval_s = check_interval_s
         self._clock = clock
         self._served = ServedBytes(HALF_LIFE_S)
         self._addresses: tuple[str, ...] = ()
         self._rendezvous = RendezvousHash(())
-        self._held_by: dict[VariantKey, str] = {}
-        # Guards the three above; a copy is made under it, one at a time: they are rare.
+        self._replicas: dict[VariantKey, str] = {}
+        # Guards the three above. A copy is made while it is held, because copies are rare.
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_looking, name="replication", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         if self._members is not None:
             self._thread.start()
 
     def close(self) -> None:
-        """Look no more; returns when nothing is being copied."""
+        """Stop. Returns when no variant is being copied."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def change(self, key: VariantKey, shard: str, *, drop: bool) -> bool:
-        """Make or drop a copy on shard, which may be this one; whether there was anything to do.
+        """Make or drop a copy on a shard, which may be this one. Return whether anything changed.
 
-        A shard drops its own copy only if it is not the owner. Raises Unavailable if shard does not
-        answer.
+        A shard drops its own copy only if it is not the owner.
+
+        Raises:
+            Unavailable: The shard does not answer.
         """
         addresses = () if self._members is None else self._members.current()
         if shard not in addresses:
             return False
         if shard == self._own:
-            # Without the lock: two shards that drop replicas of each other would wait for it.
+            # Without the lock, or two shards that drop replicas of each other would deadlock.
             owned = RendezvousHash(addresses).owners([key.chunk])[0] == self._own
             return drop and not owned and self._store.discard(key)
         with self._lock:
-            self._follow()
+            self._update_members()
             return self._drop(key, shard) if drop else self._copy(key, shard)
 
-    def look(self) -> None:
-        """Decide and act once."""
+    def check(self) -> None:
+        """Decide once which replicas to make and drop, and do it."""
         for key, num_bytes in self._store.take_served().items():
             self._served.add(key, num_bytes, self._clock())
         load = self._served.measure_load(self._clock())
         with self._lock:
-            self._follow()
+            self._update_members()
             if self._own not in self._addresses or len(self._addresses) < 2:
                 return
-            changes = decide_replication(load, frozenset(self._held_by), self._thresholds)
+            changes = decide_replication(load, frozenset(self._replicas), self._thresholds)
             for key in changes.drop:
-                self._quietly(self._drop, key, self._held_by[key])
+                self._try(self._drop, key, self._replicas[key])
             for key in changes.copy:
                 owner, second = self._rendezvous.ranked([key.chunk], 2)[0]
-                # What is a replica here itself goes no further.
+                # A variant of which this shard has a replica itself is not copied.
                 if owner == self._own and not self._stop.is_set():
-                    self._quietly(self._copy, key, second)
+                    self._try(self._copy, key, second)
 
-    def _keep_looking(self) -> None:
-        while not self._stop.wait(self._look_every_s):
+    def _run(self) -> None:
+        while not self._stop.wait(self._check_interval_s):
             try:
-                self.look()
+                self.check()
             except Exception:
-                log.exception("replicas could not be looked after")
+                log.exception("replicator: check failed")
 
-    def _follow(self) -> None:
-        """Follow the members; under the lock."""
+    def _update_members(self) -> None:
+        """Read the members again. The caller has the lock."""
         addresses = () if self._members is None else self._members.current()
         if addresses is not self._addresses:
             self._addresses, self._rendezvous = addresses, RendezvousHash(addresses)
-            for key, shard in [*self._held_by.items()]:
+            for key, shard in [*self._replicas.items()]:
                 if shard not in addresses:
                     self._forget(key)
 
@@ -160,15 +165,17 @@ class Replicator:
         finally:
             client.close()
         if outcome not in {PutOutcome.STORED, PutOutcome.ALREADY_STORED}:
-            log.info("shard %s does not take a replica: %s", shard, outcome.value)
+            log.info(
+                "replicator: shard refused a replica shard=%s outcome=%s", shard, outcome.value
+            )
             return False
-        self._held_by[key] = shard
+        self._replicas[key] = shard
         self._store.set_replicas(key, (shard,))
-        log.info("a variant of %d bytes is hot: replica on %s", variant.info.num_bytes, shard)
+        log.info("replicator: made a replica num_bytes=%d shard=%s", variant.info.num_bytes, shard)
         return True
 
     def _drop(self, key: VariantKey, shard: str) -> bool:
-        # Forgotten whether or not the other answers: what it keeps it evicts some day.
+        # Forgotten even if the other shard does not answer. It evicts the copy some day.
         self._forget(key)
         client = StoreClient(shard)
         try:
@@ -177,12 +184,12 @@ class Replicator:
             client.close()
 
     def _forget(self, key: VariantKey) -> None:
-        self._held_by.pop(key, None)
+        self._replicas.pop(key, None)
         self._store.set_replicas(key, ())
 
     @staticmethod
-    def _quietly(act: Callable[[VariantKey, str], bool], key: VariantKey, shard: str) -> None:
+    def _try(act: Callable[[VariantKey, str], bool], key: VariantKey, shard: str) -> None:
         try:
             act(key, shard)
         except RagCacheError as error:
-            log.warning("replica on %s: %s", shard, error)
+            log.warning("replicator: change failed shard=%s error=%s", shard, error)

@@ -94,7 +94,7 @@ class Tombstones:
         return key.chunk in self._chunks or key in self._variants
 
     def since(self, since_ms: int) -> list[Tombstone]:
-        """Return the deletes applied here at since_ms or later, in the order in which they were applied."""
+        """Return the deletes applied here at since_ms or later, in that order."""
         first = bisect_left(self._applied_ms, since_ms)
         return list(islice(self._by_id.values(), first, None))
 

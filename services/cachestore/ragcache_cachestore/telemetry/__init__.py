@@ -1,1 +1,1 @@
-"""TODO."""
+"""The counters of a store, and their export over OTLP."""

@@ -1,4 +1,4 @@
-"""What happened since the start, and how a store stands now."""
+"""The counts and sizes of a store, for the Stats call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOWEST_POWER = -6
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start. Under the store's lock."""
+    """Counts since the start. The store's lock guards them."""
 
     hits: Counter[Tier] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
@@ -27,11 +27,12 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts since the start, and sizes now. Bytes are those of values as held.
+    """Counts since the start, and sizes now. Bytes are those of values as stored.
 
-    unwritten: values whose write to disk is still to come. score_histogram: how many variants save
-    so many seconds per GiB, one bin per power of ten from 10^-6 up; the first and the last bin also
-    take what lies beyond.
+    Attributes:
+        unwritten: Number of writes to disk that are queued or running.
+        score_histogram: Number of variants by saved seconds per GiB, one bin for each power of ten
+            from 10^-6 up. The first and the last bin also count what lies beyond.
     """
 
     variants: int
@@ -63,12 +64,12 @@ class Stats:
 
     @property
     def misses(self) -> int:
-        """Variants looked for or asked for, and not found fit to serve."""
+        """Variants that were asked for and could not be served."""
         return sum(self.misses_by_reason.values())
 
 
 def score_histogram(seconds_per_byte: Iterable[float]) -> tuple[int, ...]:
-    """Counts of scores per power of ten of saved seconds per GiB."""
+    """Count scores by power of ten of saved seconds per GiB."""
     bins = [0] * HISTOGRAM_BINS
     for score in seconds_per_byte:
         per_gib = score * (1 << 30)

@@ -1,8 +1,7 @@
-"""What a store says about itself while it runs: OpenTelemetry metrics and spans, over OTLP/HTTP.
+"""The telemetry of a store: OpenTelemetry metrics and spans, over OTLP/HTTP.
 
-``Telemetry`` is what the rest of the store calls, and does nothing; ``ExportingTelemetry`` is the
-same with a backend behind it. OpenTelemetry is imported only for the second, so that a store
-without an endpoint pays an empty call for each event and nothing else.
+``Telemetry`` does nothing, and ``ExportingTelemetry`` exports. Only the second imports
+OpenTelemetry, so a store without an endpoint pays an empty call for each event.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
 
 EXPORT_INTERVAL_S: Final = 15.0
-"""Between two exports of metrics: what most backends scrape at."""
+"""Interval of the exports of metrics, as most backends use."""
 _PART: Final = "cachestore"
 _SCOPE: Final = "ragcache.cachestore"
 _PREFIX: Final = "ragcache.store"
@@ -40,15 +39,16 @@ _DURATION_BOUNDS_S: Final = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
-"""From a memory hit of one small chunk over shared memory to a cold disk behind a slow network."""
+"""From a memory hit of a small chunk over shared memory, to a cold disk and a slow network."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLevels:
-    """How a store stands at one moment; sizes in bytes.
+    """The sizes of a store at one time.
 
-    bytes_by_precision: of values held, by "key/value" of their codecs. score_histogram: how many
-    variants have a score in each power of ten, lowest first.
+    Attributes:
+        bytes_by_precision: Bytes of values by "key/value" of their codecs.
+        score_histogram: Number of variants by power of ten of their score, lowest first.
     """
 
     variants: int
@@ -64,38 +64,46 @@ class StoreLevels:
 
 
 class Telemetry:
-    """Telemetry that goes nowhere. Every method is safe to call from any thread."""
+    """Telemetry that is not exported. Every method is safe to call from any thread."""
 
     def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
-        """A value was served. seconds: from the call until its last byte was handed over."""
+        """Count a value that was served.
+
+        Args:
+            seconds: From the call until the last byte was handed over.
+        """
 
     def miss(self, reason: Miss) -> None:
-        """A variant that was asked for was not served."""
+        """Count a variant that was asked for and not served."""
 
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
     ) -> None:
-        """A put ended. seconds: from the call until it was acknowledged."""
+        """Count a put that has ended.
+
+        Args:
+            seconds: From the call until it was acknowledged.
+        """
 
     def evicted(self, tier: Tier, policy: str, num_bytes: int) -> None:
-        """A value left a tier to make room there."""
+        """Count a value that was evicted from a tier."""
 
     def deleted(self, num_variants: int) -> None:
-        """A delete dropped so many variants."""
+        """Count the variants that a delete dropped."""
 
     def observe(self, read: Callable[[], StoreLevels]) -> None:
-        """Ask read for the store's levels at each export, in a thread of its own."""
+        """Call read for the store's levels at each export, in a background thread."""
 
     def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
-        """A span around a block, below the caller's own (W3C ``traceparent`` in metadata).
+        """Return a span for a block, as a child of the caller's (W3C ``traceparent`` in metadata).
 
-        A call that is not part of a trace makes none: who asks decides what is traced. An
+        A call without a trace context makes no span, so clients decide what is traced. An
         exception that leaves the block is recorded.
         """
         return NO_SPAN
 
     def close(self) -> None:
-        """Send what is left, within some seconds."""
+        """Export what is left, within some seconds."""
 
 
 class ExportingTelemetry(Telemetry):
@@ -140,9 +148,11 @@ class ExportingTelemetry(Telemetry):
 
     @classmethod
     def to(cls, endpoint: str, instance: str) -> Self:
-        """Telemetry exported by OTLP over HTTP.
+        """Return telemetry that exports by OTLP over HTTP.
 
-        endpoint: base URL, like http://collector:4318. instance: the store's name among its peers.
+        Args:
+            endpoint: Base URL, like http://collector:4318.
+            instance: Name of the store among its peers.
         """
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # noqa: PLC0415
             OTLPMetricExporter,
@@ -157,62 +167,62 @@ class ExportingTelemetry(Telemetry):
             export_interval_millis=EXPORT_INTERVAL_S * 1000,
             export_timeout_millis=EXPORT_TIMEOUT_S * 1000,
         )
-        # At the end of the process the store closes it in its own time, not the interpreter.
+        # The store closes it, not the interpreter at exit.
         meters = MeterProvider([reader], resource(_PART, instance), shutdown_on_exit=False)
         tracer = ExportingTracer.for_endpoint(endpoint, _PART, instance, exports_errors=True)
         return cls(meters, tracer)
 
     def hit(self, tier: Tier, transport: str, num_bytes: int, seconds: float) -> None:
-        """A value was served."""
+        """Count a value that was served."""
         self._hits.add(1, tier.value, transport)
         self._read_bytes.add(num_bytes, tier.value, transport)
         self._read_seconds.record(seconds, {"tier": tier.value, "transport": transport})
 
     def miss(self, reason: Miss) -> None:
-        """A variant that was asked for was not served."""
+        """Count a variant that was asked for and not served."""
         self._misses.add(1, reason.value)
 
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float
     ) -> None:
-        """A put ended."""
+        """Count a put that has ended."""
         self._puts.add(1, outcome.value, ack.value, transport)
         self._written_bytes.add(num_bytes, outcome.value, transport)
         self._write_seconds.record(seconds, {"ack": ack.value, "transport": transport})
 
     def evicted(self, tier: Tier, policy: str, num_bytes: int) -> None:
-        """A value left a tier to make room there."""
+        """Count a value that was evicted from a tier."""
         self._evictions.add(1, tier.value, policy)
         self._evicted_bytes.add(num_bytes, tier.value, policy)
 
     def deleted(self, num_variants: int) -> None:
-        """A delete dropped so many variants."""
+        """Count the variants that a delete dropped."""
         self._deletions.add(num_variants)
 
     def observe(self, read: Callable[[], StoreLevels]) -> None:
-        """Ask read for the store's levels at each export."""
+        """Call read for the store's levels at each export."""
         once = _Once(read)
         for gauge in _GAUGES:
             gauge.create(self._meter, once.read)
 
     def span(self, name: str, metadata: Headers = (), **attributes: Attribute) -> Span:
-        """A span below the caller's own; none where the caller has none."""
+        """Return a child of the caller's span, or no span if the caller has none."""
         return self._tracer.start_child_of(name, metadata, SpanKind.SERVER, **attributes)
 
     def close(self) -> None:
-        """Send what is left, within some seconds."""
+        """Export what is left, within some seconds."""
         self._tracer.close()
         self._meters.shutdown(timeout_millis=EXPORT_TIMEOUT_S * 1000)
 
 
 def count_hit(span: Span, tier: Tier, num_bytes: int) -> None:
-    """Say on a call's span that a value was served, of so many bytes."""
+    """Add a served value to a call's span."""
     if span.is_recording:
         span.count(**{f"hits.{tier.value}": 1, "bytes": num_bytes})
 
 
 def count_miss(span: Span, reason: Miss) -> None:
-    """Say on a call's span that a variant was not served."""
+    """Add a variant that was not served to a call's span."""
     if span.is_recording:
         span.count(**{f"misses.{reason.value}": 1})
 
@@ -220,8 +230,8 @@ def count_miss(span: Span, reason: Miss) -> None:
 class _Sum:
     """A sum that only grows, for each combination of attributes.
 
-    To add costs half a microsecond, where a counter of OpenTelemetry's own takes seven; those are
-    made of it when somebody looks.
+    An addition takes half a microsecond, where a counter of OpenTelemetry takes seven. The
+    OpenTelemetry values are made at export.
     """
 
     def __init__(self, *names: str) -> None:
@@ -230,12 +240,12 @@ class _Sum:
         self._sums: dict[tuple[str, ...], int] = {}
 
     def add(self, number: int, *values: str) -> None:
-        """Add a number where the attributes have these values."""
+        """Add a number for these values of the attributes."""
         with self._lock:
             self._sums[values] = self._sums.get(values, 0) + number
 
     def seen(self, _: CallbackOptions) -> list[Observation]:
-        """The sums, as an instrument's callback."""
+        """Return the sums, as the callback of an instrument."""
         from opentelemetry.metrics import Observation as Seen  # noqa: PLC0415
 
         with self._lock:
@@ -244,7 +254,7 @@ class _Sum:
 
 
 class _Once:
-    """StoreLevels read once for all gauges of an export: drawing them up looks at every variant."""
+    """Reads the levels once for all gauges of an export, because that visits every variant."""
 
     def __init__(self, read: Callable[[], StoreLevels]) -> None:
         self._read = read
@@ -252,7 +262,7 @@ class _Once:
         self._kept: tuple[float, StoreLevels] | None = None
 
     def read(self) -> StoreLevels:
-        """The levels, at most a second old."""
+        """Return the levels, at most a second old."""
         with self._lock:
             now = time.monotonic()
             if self._kept is None or now - self._kept[0] > 1.0:
@@ -265,7 +275,11 @@ _Series = Iterable[tuple[float, Mapping[str, Attribute]]]
 
 @dataclass(frozen=True, slots=True)
 class _Gauge:
-    """One figure of the levels. series: its values, each with what tells it from the others."""
+    """One number of the levels.
+
+    Attributes:
+        series: Returns the values, each with its attributes.
+    """
 
     name: str
     unit: str
@@ -273,7 +287,7 @@ class _Gauge:
     series: Callable[[StoreLevels], _Series]
 
     def create(self, meter: Meter, read: Callable[[], StoreLevels]) -> None:
-        """Export it from what read says."""
+        """Export the gauge, from the levels that read returns."""
         from opentelemetry.metrics import Observation as Seen  # noqa: PLC0415
 
         def observe(_: CallbackOptions) -> Iterable[Observation]:

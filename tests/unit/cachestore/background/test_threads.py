@@ -54,7 +54,12 @@ class Written:
         self.numbers: list[int] = []
         self._some = threading.Semaphore(0)
         self.idle_window = IdleWindow(lambda: self.now)
-        self.writer = WriteBack(self._write, threads=2, max_waiting_bytes=max_waiting_bytes, idle_window=self.idle_window)
+        self.writer = WriteBack(
+            self._write,
+            threads=2,
+            max_waiting_bytes=max_waiting_bytes,
+            idle_window=self.idle_window,
+        )
 
     def _write(self, one: CatalogVariant) -> None:
         self.numbers.append(one.identity)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_cachestore.state.catalog import HALF_LIFE_S, MAX_WASTED_PROMOTIONS, Catalog, CatalogVariant, replaces
+from ragcache_cachestore.state.catalog import (
+    HALF_LIFE_S,
+    MAX_WASTED_PROMOTIONS,
+    Catalog,
+    CatalogVariant,
+    replaces,
+)
 from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
 from ragcache_core.store_api import Deletion
 from tests.helpers.cachestore_parts import key, checksummed_parts

@@ -52,7 +52,9 @@ def test_it_grows_to_what_is_to_be_written_and_keeps_what_was() -> None:
         memory_tier.views(extents)[0][:4] = b"kept"
     memory_tier.grow((Extent(5 * HUGE_BYTES, PAGE_BYTES),))  # the end is no whole huge page
     memory_tier.grow(())
-    assert [bytes(memory_tier.views(extents)[0][:4]) for extents in (first, second)] == [b"kept"] * 2
+    assert [bytes(memory_tier.views(extents)[0][:4]) for extents in (first, second)] == [
+        b"kept"
+    ] * 2
     assert os.fstat(memory_tier.fd).st_blocks * 512 <= 5 * HUGE_BYTES + PAGE_BYTES
     memory_tier.close()
 

@@ -118,7 +118,9 @@ def test_a_record_comes_back_as_it_was(found: DiskVariant) -> None:
 
 
 @given(any_record(), st.data())
-def test_a_record_cut_short_or_too_long_does_not_parse(found: DiskVariant, data: st.DataObject) -> None:
+def test_a_record_cut_short_or_too_long_does_not_parse(
+    found: DiskVariant, data: st.DataObject
+) -> None:
     raw = found.to_bytes()
     with pytest.raises(ValueError, match="ends too early"):
         DiskVariant.from_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
@@ -127,7 +129,9 @@ def test_a_record_cut_short_or_too_long_does_not_parse(found: DiskVariant, data:
 
 
 @given(any_record(), st.data())
-def test_a_damaged_record_parses_or_is_a_value_error(found: DiskVariant, data: st.DataObject) -> None:
+def test_a_damaged_record_parses_or_is_a_value_error(
+    found: DiskVariant, data: st.DataObject
+) -> None:
     raw = bytearray(found.to_bytes())
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     with suppress(ValueError):
