@@ -14,7 +14,7 @@ from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.readiness import NotReady, Ready, not_ready_message
 from ragcache_gateway.http.services import Services
-from ragcache_gateway.status.cache import CacheStoreStatus, cache_store_status
+from ragcache_gateway.status.cache import CacheSummary, summarize_cache
 
 router = APIRouter(tags=["status"])
 
@@ -55,12 +55,12 @@ async def readyz(services: Services) -> Response | Ready:
     summary="What the cache store has, and its hits and misses",
     responses={**ERRORS, **UPSTREAM_ERRORS},
 )
-async def cache(services: Services) -> CacheStoreStatus:
+async def cache(services: Services) -> CacheSummary:
     """Return sums over the shards that answer; 503 if none does."""
     stats = await services.store.stats()
     if not any(stats.values()):
         raise Unavailable("cachestore", "no shard answers")
-    return cache_store_status(stats)
+    return summarize_cache(stats)
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)

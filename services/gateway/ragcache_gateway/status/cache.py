@@ -17,7 +17,7 @@ class ShardState(BaseModel):
     up: bool
 
 
-class CacheStoreStatus(BaseModel):
+class CacheSummary(BaseModel):
     """What the answering shards store, and what clients have read from them since they started."""
 
     variants: int = Field(description="Stored KV of chunks, each after one prefix.")
@@ -41,9 +41,9 @@ class CacheStoreStatus(BaseModel):
     shards: list[ShardState]
 
 
-def cache_store_status(
+def summarize_cache(
     stats_by_address: Mapping[str, pb.StatsReply | None],
-) -> CacheStoreStatus:
+) -> CacheSummary:
     """Sum the counters of the shards.
 
     Args:
@@ -52,7 +52,7 @@ def cache_store_status(
     replies = [reply for reply in stats_by_address.values() if reply is not None]
     hits = sum(reply.hits_memory + reply.hits_disk for reply in replies)
     misses = sum(reply.misses for reply in replies)
-    return CacheStoreStatus(
+    return CacheSummary(
         variants=sum(reply.variants for reply in replies),
         disk_bytes=sum(reply.disk_bytes for reply in replies),
         disk_capacity_bytes=sum(reply.disk_capacity_bytes for reply in replies),
