@@ -1,4 +1,4 @@
-"""What an engine waits for before it is stopped."""
+"""What an engine's container waits for before it is stopped."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ class Clock:
         self.now += seconds
 
 
-def run(looks: list[str | None], deadline_s: float = 100) -> tuple[str, float]:
-    """What ended the wait, and when; the last look stays as it is."""
-    clock, shown = Clock(), iter(looks)
-    last = looks[-1]
+def run(polls: list[str | None], deadline_s: float = 100) -> tuple[str, float]:
+    """Return why the wait ended, and when. The last poll repeats."""
+    clock, shown = Clock(), iter(polls)
+    last = polls[-1]
     ended = drain(
         lambda: next(shown, last), settle_s=8, deadline_s=deadline_s, clock=clock, sleep=clock.sleep
     )
     return ended, clock.now
 
 
-def test_it_first_waits_for_clients_to_choose_others_and_then_for_idleness() -> None:
+def test_it_waits_for_clients_to_leave_and_then_for_idleness() -> None:
     ended, after = run([metrics(1), metrics(0, 2), metrics(), metrics(1), metrics()])
     assert ended == "no request is left"
     assert after == 8 + 5 * 0.5
 
 
-def test_an_idle_engine_keeps_the_stop_waiting_no_longer_than_it_must() -> None:
+def test_an_idle_engine_delays_the_stop_as_little_as_possible() -> None:
     assert run([metrics()]) == ("no request is left", 8.5)
 
 
@@ -75,11 +75,11 @@ def test_the_wait_is_bounded(deadline_s: float) -> None:
     assert after <= deadline_s
 
 
-def test_a_dead_server_is_not_waited_for() -> None:
+def test_it_does_not_wait_for_a_dead_server() -> None:
     assert run([metrics(1), None])[0] == "there is no server"
 
 
-def test_a_server_too_busy_to_answer_is_waited_for() -> None:
+def test_it_waits_for_a_server_that_is_too_busy_to_answer() -> None:
     def busy() -> str:
         raise TimeoutError
 
@@ -94,10 +94,10 @@ def test_a_server_too_busy_to_answer_is_waited_for() -> None:
 
 
 @contextmanager
-def serving(looks: list[str]) -> Iterator[str]:
+def serving(polls: list[str]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = (looks.pop(0) if len(looks) > 1 else looks[0]).encode()
+            body = (polls.pop(0) if len(polls) > 1 else polls[0]).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -120,7 +120,7 @@ def command(url: str, *more: str) -> list[str]:
     return [sys.executable, "-m", "ragcache_engine.drain", "--url", url, "--settle-s", "0", *more]
 
 
-def test_as_a_command_it_waits_for_a_real_server() -> None:
+def test_the_command_waits_for_a_real_server() -> None:
     with serving([metrics(1), metrics(1), metrics()]) as url:
         began = time.monotonic()
         done = subprocess.run(
@@ -134,7 +134,7 @@ def test_as_a_command_it_waits_for_a_real_server() -> None:
     assert 1 <= time.monotonic() - began < 20
 
 
-def test_as_a_command_it_succeeds_without_a_server_and_starts_fast() -> None:
+def test_the_command_succeeds_without_a_server_and_starts_fast() -> None:
     done = subprocess.run(
         command("http://127.0.0.1:9/metrics", "--deadline-s", "30"),
         capture_output=True,

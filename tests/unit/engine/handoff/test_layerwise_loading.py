@@ -1,4 +1,4 @@
-"""What is put off is there before it is needed, and never where it does not belong."""
+"""Deferred layers are in place before they are needed, and in no other request's blocks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LENGTH = 10
 
 
 class FakeCache:
-    """Slots of every layer, and a clock that goes on with what is written. 0: nothing is there."""
+    """Slots of every layer, zero if empty, and a clock that advances with each write."""
 
     device = CPU
     num_layers = LAYERS
 
     def __init__(self) -> None:
         self.shape = CacheShape(1, BLOCK, 1, torch.float32)
-        self.held = torch.zeros(LAYERS, 32 * BLOCK)
+        self.written = torch.zeros(LAYERS, 32 * BLOCK)
         self.seconds = 0.0
         self.broken_layer: int | None = None
 
@@ -45,7 +45,7 @@ class FakeCache:
         for index, tokens in enumerate(value, first_layer):
             if index == self.broken_layer:
                 raise RuntimeError("device error")
-            self.held[index, slots] = tokens[0, :, 0, 0]
+            self.written[index, slots] = tokens[0, :, 0, 0]
             self.seconds += len(slots) / 1000
 
 
@@ -69,149 +69,151 @@ class Bench:
     def __init__(self, depth: Callable[[LoadJob], int] | None = None) -> None:
         self.cache = FakeCache()
         cache = cast("PagedCache", self.cache)
-        self.layering = LayerwiseLoader(cache, BlockWriter(cache, None), depth)
+        self.loader = LayerwiseLoader(cache, BlockWriter(cache, None), depth)
 
     def load(self, job: LoadJob) -> None:
-        self.layering.write(job, make_arrival(job), 0, LENGTH)
+        self.loader.write(job, make_arrival(job), 0, LENGTH)
 
     def layers_of(self, job: LoadJob) -> list[bool]:
-        """Which layers are in place."""
+        """Tell for each layer whether it is in place."""
         slots = self.cache.slots(job.blocks, 0, LENGTH)
         wanted = torch.arange(1, LENGTH + 1).float()
-        return [bool((layer[slots] == wanted).all()) for layer in self.cache.held]
+        return [bool((layer[slots] == wanted).all()) for layer in self.cache.written]
 
 
 @given(depths=st.lists(st.integers(1, LAYERS), min_size=1, max_size=3))
-def test_every_layer_is_there_when_it_is_needed(depths: list[int]) -> None:
+def test_every_layer_is_in_place_when_it_is_needed(depths: list[int]) -> None:
     jobs = [make_job(str(n), blocks_of(n)) for n in range(len(depths))]
     bench = Bench(lambda job: depths[int(job.request_id)])
     for job, depth in zip(jobs, depths, strict=True):
         bench.load(job)
         assert bench.layers_of(job) == [True] * depth + [False] * (LAYERS - depth)
-    bench.layering.begin_pass()
+    bench.loader.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.wait_for_layer(layer)
+        bench.loader.wait_for_layer(layer)
         assert all(bench.layers_of(job)[layer] for job in jobs)
-    assert bench.layering.end_pass() == []
+    assert bench.loader.end_pass() == []
     assert all(all(bench.layers_of(job)) for job in jobs)
 
 
-def test_what_was_written_is_not_written_again() -> None:
+def test_written_layers_are_not_written_again() -> None:
     bench = Bench(lambda job: 2)
     job = make_job("a", blocks_of(0))
     bench.load(job)
     for _ in range(2):
-        bench.layering.begin_pass()
+        bench.loader.begin_pass()
         for layer in range(LAYERS):
-            bench.layering.wait_for_layer(layer)
-        assert bench.layering.end_pass() == []
-        bench.cache.held[:] = 0
+            bench.loader.wait_for_layer(layer)
+        assert bench.loader.end_pass() == []
+        bench.cache.written[:] = 0
     assert bench.layers_of(job) == [False] * LAYERS
 
 
-def test_of_a_request_that_has_ended_nothing_is_written_in_a_pass() -> None:
-    """Its blocks are another's by then."""
+def test_layers_of_a_finished_request_are_not_written_in_a_pass() -> None:
+    """Another request may have its blocks by then."""
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
-    assert bench.layering.write_deferred(["a", "never heard of"]) == []
+    assert bench.loader.write_deferred(["a", "unknown"]) == []
     assert bench.layers_of(job) == [True] * LAYERS
-    bench.cache.held[:] = 0
-    bench.layering.begin_pass()
+    bench.cache.written[:] = 0
+    bench.loader.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.wait_for_layer(layer)
-    assert bench.layering.end_pass() == []
-    assert not bench.cache.held.any()
+        bench.loader.wait_for_layer(layer)
+    assert bench.loader.end_pass() == []
+    assert not bench.cache.written.any()
 
 
-def test_passes_of_our_own_complete_nothing() -> None:
+def test_a_recomputation_pass_completes_no_load() -> None:
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
     for layer in range(LAYERS):
-        bench.layering.wait_for_layer(layer)
+        bench.loader.wait_for_layer(layer)
     assert bench.layers_of(job) == [True, False, False, False]
 
 
 @pytest.mark.parametrize("asked", [(), (0,), (0, 1, 2), (1, 2, 3)])
-def test_a_pass_that_does_not_ask_for_each_layer_is_known_to_be_wrong(asked: Sequence[int]) -> None:
+def test_a_pass_that_does_not_wait_for_each_layer_is_reported(asked: Sequence[int]) -> None:
     bench = Bench(lambda job: 1)
     jobs = [make_job(str(n), blocks_of(n)) for n in range(2)]
     for job in jobs:
         bench.load(job)
-    bench.layering.begin_pass()
+    bench.loader.begin_pass()
     for layer in asked:
-        bench.layering.wait_for_layer(layer)
-    assert bench.layering.end_pass() == jobs
+        bench.loader.wait_for_layer(layer)
+    assert bench.loader.end_pass() == jobs
     later = make_job("later", blocks_of(3))
     bench.load(later)
-    assert all(bench.layers_of(later))  # nothing is put off any more
-    bench.layering.begin_pass()
-    assert bench.layering.end_pass() == []
+    assert all(bench.layers_of(later))  # nothing is deferred any more
+    bench.loader.begin_pass()
+    assert bench.loader.end_pass() == []
 
 
-def test_a_layer_that_cannot_be_written_makes_its_pass_wrong() -> None:
-    """Once: what is wrong with a device may pass."""
+def test_a_failed_layer_write_is_reported_for_its_pass() -> None:
+    """Only for that pass: a device error may be temporary."""
     bench = Bench(lambda job: 1)
     bench.load(job := make_job("a", blocks_of(0)))
     bench.cache.broken_layer = 2
-    assert bench.layering.begin_pass()
+    assert bench.loader.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.wait_for_layer(layer)
+        bench.loader.wait_for_layer(layer)
     bench.cache.broken_layer = None
-    assert bench.layering.end_pass() == [job]
-    assert all(bench.layers_of(job)), "not all who have the blocks hear that they were bad"
+    assert bench.loader.end_pass() == [job]
+    assert all(bench.layers_of(job)), (
+        "vLLM may not report bad blocks to all requests that share them"
+    )
     bench.load(job := make_job("b", blocks_of(1)))
     assert bench.layers_of(job) == [True, False, False, False]
 
 
-def test_what_cannot_be_settled_is_told() -> None:
+def test_a_failed_write_of_deferred_layers_is_reported() -> None:
     bench = Bench(lambda job: 1)
     jobs = [make_job(str(n), blocks_of(n)) for n in range(2)]
     for job in jobs:
         bench.load(job)
     bench.cache.broken_layer = 3
-    assert bench.layering.write_deferred(["0"]) == [jobs[0]]
+    assert bench.loader.write_deferred(["0"]) == [jobs[0]]
     bench.cache.broken_layer = None
-    assert bench.layering.write_deferred(["0", "1"]) == []
+    assert bench.loader.write_deferred(["0", "1"]) == []
     assert bench.layers_of(jobs[1]) == [True] * LAYERS
 
 
-def test_what_is_put_off_during_a_pass_is_for_the_next_one() -> None:
+def test_layers_deferred_during_a_pass_are_written_in_the_next_one() -> None:
     bench = Bench(lambda job: 1)
     bench.load(first := make_job("a", blocks_of(0)))
-    bench.layering.begin_pass()
+    bench.loader.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.wait_for_layer(layer)
+        bench.loader.wait_for_layer(layer)
     bench.load(second := make_job("b", blocks_of(1)))
-    assert bench.layering.end_pass() == []
+    assert bench.loader.end_pass() == []
     assert all(bench.layers_of(first))
     assert bench.layers_of(second) == [True, False, False, False]
-    bench.layering.begin_pass()
+    bench.loader.begin_pass()
     for layer in range(LAYERS):
-        bench.layering.wait_for_layer(layer)
-    assert bench.layering.end_pass() == []
+        bench.loader.wait_for_layer(layer)
+    assert bench.loader.end_pass() == []
     assert all(bench.layers_of(second))
 
 
-def test_a_pass_that_completes_nothing_says_so() -> None:
+def test_a_pass_without_deferred_layers_is_known() -> None:
     bench = Bench(lambda job: LAYERS)
     bench.load(make_job("a", blocks_of(0)))
-    assert not bench.layering.begin_pass()
-    assert bench.layering.end_pass() == []
+    assert not bench.loader.begin_pass()
+    assert bench.loader.end_pass() == []
 
 
-def test_what_is_mended_is_written_in_whole() -> None:
+def test_all_layers_of_a_load_with_recomputation_are_written_at_once() -> None:
     bench = Bench(lambda job: 1)
     job = make_job("a", blocks_of(0))
     recompute = RecomputeJob(0, range(LENGTH), (), (), 0, ())
-    mended = LoadJob("a", job.spans, 0, LENGTH, job.blocks, "d", recompute)
-    bench.load(mended)
-    assert all(bench.layers_of(mended))
+    approximate = LoadJob("a", job.spans, 0, LENGTH, job.blocks, "d", recompute)
+    bench.load(approximate)
+    assert all(bench.layers_of(approximate))
 
 
-def test_as_many_layers_are_written_first_as_equation_16_asks_for() -> None:
-    """Each layer of a job takes 10 ms to write; loading and computing all of them 40 and 20."""
+def test_the_number_of_first_layers_follows_equation_16() -> None:
+    """Each layer of a job takes 10 ms to write. All of them take 40 ms to load, 20 ms to compute."""
     bench = Bench()
-    for number in range(4):  # until it is known what writing takes
+    for number in range(4):  # until the time of writes is known
         bench.load(job := make_job(str(number), blocks_of(number), compute_s=0.02))
         assert all(bench.layers_of(job))
     bench.load(job := make_job("loads long", blocks_of(4), compute_s=0.02))
@@ -219,5 +221,5 @@ def test_as_many_layers_are_written_first_as_equation_16_asks_for() -> None:
     assert bench.layers_of(job) == [True, True, True, False]
     bench.load(job := make_job("computes long", blocks_of(5), compute_s=0.2))
     assert bench.layers_of(job) == [True, False, False, False]
-    bench.load(job := make_job("nobody knows", blocks_of(6)))
+    bench.load(job := make_job("unknown", blocks_of(6)))
     assert all(bench.layers_of(job))

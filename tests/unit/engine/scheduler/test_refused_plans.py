@@ -1,4 +1,4 @@
-"""Plans that are not acted on: all are counted, few are told of."""
+"""All refused plans are counted, and few are logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ reasons = st.sampled_from(RefusalReason)
 
 
 @given(st.lists(st.lists(reasons)))
-def test_each_is_counted_once(batches: list[list[RefusalReason]]) -> None:
+def test_each_refused_plan_is_counted_once(batches: list[list[RefusalReason]]) -> None:
     refused = RefusedPlans(lambda: 0.0)
     for batch in batches:
         for why in batch:
@@ -26,7 +26,7 @@ def test_each_is_counted_once(batches: list[list[RefusalReason]]) -> None:
 
 
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
-def test_a_flood_makes_few_lines(steps_s: list[float]) -> None:
+def test_many_refused_plans_make_few_log_lines(steps_s: list[float]) -> None:
     now_s = 0.0
     lines: list[str] = []
     handler = logging.Handler()
@@ -43,7 +43,9 @@ def test_a_flood_makes_few_lines(steps_s: list[float]) -> None:
     assert 1 <= len(lines) <= 1 + sum(steps_s) / LOG_INTERVAL_S
 
 
-def test_a_line_says_what_and_how_many_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_line_has_the_reason_and_the_number_of_unlogged_plans(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now_s = 0.0
     refused = RefusedPlans(lambda: now_s)
     with caplog.at_level(logging.WARNING, "vllm.ragcache"):

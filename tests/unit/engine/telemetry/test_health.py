@@ -1,4 +1,4 @@
-"""HealthMiddleware of an engine that hangs, that is idle, that has died. No vLLM."""
+"""Health of an engine that hangs, is idle or has died, without vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 10.0
 
 
 class Server:
-    """vLLM's, as far as its health goes: what it answers, and its requests."""
+    """The part of vLLM's server that its health depends on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.status = 200
@@ -38,7 +38,7 @@ class Server:
         await send({"type": "http.response.body", "body": b""})
 
     def ask(self, path: str = "/health") -> tuple[int, bytes]:
-        """Status and body."""
+        """Return status and body."""
         sent: list[Mapping[str, Any]] = []
 
         async def send(message: Any) -> None:
@@ -62,7 +62,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def test_an_engine_whose_steps_end_is_well_however_long_its_requests_are(server: Server) -> None:
+def test_an_engine_with_long_requests_is_healthy_while_steps_end(server: Server) -> None:
     server.unfinished = 3
     for _ in range(50):
         server.now_s += LIMIT_S / 2
@@ -70,15 +70,15 @@ def test_an_engine_whose_steps_end_is_well_however_long_its_requests_are(server:
         server.step()
 
 
-def test_an_engine_that_is_idle_makes_no_steps_and_is_well(server: Server) -> None:
+def test_an_idle_engine_is_healthy_without_steps(server: Server) -> None:
     for _ in range(5):
         server.now_s += 10 * LIMIT_S
         assert server.ask()[0] == 200
-    server.unfinished = 1  # came just now, long after the last step
+    server.unfinished = 1  # has just arrived, long after the last step
     assert server.ask()[0] == 200
 
 
-def test_an_engine_with_requests_and_without_steps_is_not_well(server: Server) -> None:
+def test_an_engine_with_requests_and_no_steps_is_unhealthy(server: Server) -> None:
     server.unfinished = 2
     assert server.ask()[0] == 200
     server.now_s += LIMIT_S + 1
@@ -88,7 +88,7 @@ def test_an_engine_with_requests_and_without_steps_is_not_well(server: Server) -
     assert server.ask("/v1/models")[0] == 200, "everything else is vLLM's"
 
 
-def test_it_is_well_again_when_a_step_has_ended_after_all(server: Server) -> None:
+def test_an_engine_is_healthy_again_when_a_step_ends(server: Server) -> None:
     server.unfinished = 1
     server.ask()
     server.now_s += LIMIT_S + 1
@@ -97,7 +97,7 @@ def test_it_is_well_again_when_a_step_has_ended_after_all(server: Server) -> Non
     assert server.ask()[0] == 200
 
 
-def test_requests_that_left_are_not_waited_for(server: Server) -> None:
+def test_requests_that_have_ended_do_not_count(server: Server) -> None:
     server.unfinished = 1
     server.ask()
     server.unfinished, server.now_s = 0, server.now_s + LIMIT_S + 1
@@ -116,14 +116,14 @@ def test_a_hang_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture)
     assert "no step ended requests=1 limit_s=10 (RAGCACHE_HANG_S)" in record.getMessage()
 
 
-def test_where_steps_are_not_told_health_is_vllm_s(server: Server) -> None:
+def test_without_step_reports_vllms_own_health_is_returned(server: Server) -> None:
     server.steps.ended_s, server.unfinished = None, 1
     for _, server.status in itertools.product(range(2), (200, 503)):
         server.now_s += 10 * LIMIT_S
         assert server.ask()[0] == server.status
 
 
-def test_a_dead_engine_is_said_by_vllm(server: Server) -> None:
+def test_a_dead_engine_is_reported_by_vllm(server: Server) -> None:
     server.status = 503
     assert server.ask() == (503, b"")
     assert server.asked == ["/health"]

@@ -1,4 +1,4 @@
-"""What became of loads, counted and carried between processes."""
+"""Counts of loads, and their way between processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ragcache_engine.telemetry.load_counts import LoadCounts, TierCounts
 
 seconds = st.floats(0, 100)
 outcomes = st.builds(
-    lambda exact, blended, repaired, load_s, recompute_s, reason: LoadOutcome(
-        "r", exact + blended, 1, load_s, None, reason, (), blended, repaired, recompute_s
+    lambda exact, blended, recomputed, load_s, recompute_s, reason: LoadOutcome(
+        "r", exact + blended, 1, load_s, None, reason, (), blended, recomputed, recompute_s
     ),
     *(st.integers(0, 500),) * 3,
     *(seconds,) * 2,
-    st.sampled_from(["", "load late", "corrupt"]),
+    st.sampled_from(["", "load timed out", "corrupt"]),
 )
 
 
@@ -64,7 +64,7 @@ def test_each_token_is_counted_once() -> None:
     assert counts.tokens == {"exact": 40, "blended": 45, "recomputed": 15, "computed": 7}
 
 
-def test_what_only_was_computed_is_worth_telling() -> None:
+def test_counts_of_computed_tokens_alone_are_reported() -> None:
     counts = LoadCounts()
     counts.add_pass(0)
     assert not counts
@@ -72,7 +72,7 @@ def test_what_only_was_computed_is_worth_telling() -> None:
     assert counts
 
 
-def test_what_tiers_count_adds_up_and_what_they_hold_is_what_was_said_last() -> None:
+def test_tier_evictions_add_up_and_tier_bytes_are_the_latest() -> None:
     first, last = LoadCounts(), LoadCounts()
     first.add_tiers(TierCounts({"host": 2}, {"host": 500, "device": 7}))
     last.add_tiers(TierCounts({"host": 1}, {"host": 300}))

@@ -19,17 +19,17 @@ from ragcache_wire.clients.engine_client import EngineClient
 
 
 async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
-    book = RequestRecords()
+    records = RequestRecords()
     address = f"127.0.0.1:{free_port()}"
-    server = serve_records(book, ReuseCosts(), address)
+    server = serve_records(records, ReuseCosts(), address)
     client = EngineClient(address)
-    book.put(
+    records.put(
         "r",
         RequestRecord(
             queue_s=0.5, loaded_tokens=7, loaded_bytes=70, missing_chunks=(2, 5), miss="corrupt"
         ),
     )
-    book.put("slow", RequestRecord(miss="never stored", compute_is_faster=True))
+    records.put("slow", RequestRecord(miss="never stored", compute_is_faster=True))
     assert (await client.request_record("slow")).miss == "computing is faster"
     record = await client.request_record("r")
     assert (record.queue_s, record.loaded_tokens, record.miss) == (0.5, 7, "corrupt")
@@ -41,7 +41,7 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     server.stop(None).wait()
 
 
-async def test_what_prefills_and_loads_take_is_told() -> None:
+async def test_costs_of_prefills_and_loads_are_served() -> None:
     costs = ReuseCosts()
     address = f"127.0.0.1:{free_port()}"
     server = serve_records(RequestRecords(), costs, address)
@@ -65,7 +65,7 @@ async def test_what_prefills_and_loads_take_is_told() -> None:
     server.stop(None).wait()
 
 
-def test_what_a_preemption_took_away_counts_for_nothing() -> None:
+def test_tokens_lost_by_a_preemption_do_not_count() -> None:
     record = RequestRecord()
     record.begin_load(30)
     record.loaded_tokens, record.blended_tokens, record.recomputed_tokens = 100, 60, 20
@@ -81,10 +81,10 @@ def test_what_a_preemption_took_away_counts_for_nothing() -> None:
     assert (record.blended_tokens, record.recomputed_tokens) == (0, 0)
 
 
-def test_the_book_forgets_the_oldest() -> None:
-    book = RequestRecords()
+def test_the_oldest_records_are_dropped() -> None:
+    records = RequestRecords()
     for number in range(CAPACITY + 2):
-        book.put(str(number), RequestRecord())
-    assert book.get("0") is None
-    assert book.get("1") is None
-    assert book.get("2") is not None
+        records.put(str(number), RequestRecord())
+    assert records.get("0") is None
+    assert records.get("1") is None
+    assert records.get("2") is not None

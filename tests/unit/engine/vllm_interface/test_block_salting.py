@@ -1,4 +1,4 @@
-"""Blocks that are not exact have hashes that nobody else has; those before them stay shared."""
+"""Blocks that are not exact have unique hashes, and the blocks before them stay shared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 4
 
 
 class Request:
-    """The part of vLLM's request that has to do with hashes: a chain over whole blocks."""
+    """The part of vLLM's request that hashes blocks, as a chain over full blocks."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -38,10 +38,8 @@ def _chain(request: Request) -> list[bytes]:
 
 @pytest.mark.parametrize("first", [0, 2, 5, 7])
 @pytest.mark.parametrize("times", [1, 2])
-def test_hashes_are_a_requests_own_from_the_first_block_that_is_not_exact(
-    first: int, times: int
-) -> None:
-    plain, one, other = (Request(22) for _ in range(3))  # five blocks, and a sixth has begun
+def test_hashes_are_unique_from_the_first_block_that_is_not_exact(first: int, times: int) -> None:
+    plain, one, other = (Request(22) for _ in range(3))  # five full blocks and a part of the sixth
     for request in (one, other):
         for _ in range(times):
             salt_block_hashes(request, first)
@@ -54,13 +52,13 @@ def test_hashes_are_a_requests_own_from_the_first_block_that_is_not_exact(
     assert sum(map(len, own)) == len(set.union(*own)) == 3 * (8 - first)
 
 
-def test_what_has_been_salted_stays_as_it_is() -> None:
+def test_salted_hashes_do_not_change() -> None:
     request = Request(22)
     salt_block_hashes(request, 2)
     before = list(request.block_hashes)
     salt_block_hashes(request, 3)
     assert request.block_hashes == before
-    salt_block_hashes(request, 1)  # more of it is not exact
+    salt_block_hashes(request, 1)  # an earlier block is not exact either
     assert request.block_hashes[0] == before[0]
     assert not set(request.block_hashes[1:]) & set(before)
 

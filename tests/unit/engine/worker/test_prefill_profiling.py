@@ -1,4 +1,4 @@
-"""The grid that is measured at start, and the file it is kept in."""
+"""The grid of passes that is measured at start, and its file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = 32
 
 
 class Machine:
-    """Passes that take what they are said to, on a clock of their own."""
+    """Runs passes of a given duration, on a clock of its own."""
 
     def __init__(self, max_tokens: int, token_s: float) -> None:
         self.max_tokens, self._token_s = max_tokens, token_s
@@ -49,51 +49,51 @@ class Machine:
         self.now_s += 1e-4 + self._token_s * len(run) * (1 + 1e-3 * run.start)
 
 
-def taken(machine: Machine, **given: Any) -> PrefillProfile:
+def measure(machine: Machine, **given: Any) -> PrefillProfile:
     cache: Any = machine
     recomputer: Any = machine
     asked = {"num_blocks": 100, "max_length": 2048, "budget_s": 5.0} | given
     return measure_profile(cache, recomputer, **asked)
 
 
-def test_a_quick_model_is_measured_up_to_a_whole_pass_and_a_whole_prompt() -> None:
+def test_a_fast_model_is_measured_up_to_the_longest_pass_and_prompt() -> None:
     machine = Machine(1024, 1e-6)
-    profile = taken(machine)
+    profile = measure(machine)
     assert profile.computed == (1, 4, 16, 64, 256, 1024)
     assert profile.cached == (0, 512, 1024)
     assert max(run.stop for run in machine.passes) == 2048
     assert profile.predict(700, 300) == pytest.approx(1e-4 + 1e-6 * 300 * 1.7, rel=0.01)
 
 
-def test_a_slow_one_is_measured_by_short_passes() -> None:
+def test_a_slow_model_is_measured_by_short_passes() -> None:
     machine = Machine(1024, 2e-3)
-    profile = taken(machine, budget_s=5.0)
+    profile = measure(machine, budget_s=5.0)
     assert profile.computed[-1] < 1024
     assert machine.now_s < 2 * 5.0
     assert profile.predict(0, 1024) == pytest.approx(2e-3 * 1024, rel=0.05)
 
 
 @given(st.integers(3, 200), st.integers(1, 8192), st.integers(1, 4096))
-def test_any_cache_and_any_length_give_a_profile(
+def test_every_cache_size_and_length_gives_a_profile(
     num_blocks: int, max_length: int, max_tokens: int
 ) -> None:
     machine = Machine(max_tokens, 1e-6)
-    profile = taken(machine, num_blocks=num_blocks, max_length=max_length)
+    profile = measure(machine, num_blocks=num_blocks, max_length=max_length)
     assert max(run.stop for run in machine.passes) <= max_length
     assert machine.blocks <= set(range(1, num_blocks))
     assert profile.pass_tokens == max_tokens
 
 
-def test_it_is_kept_for_the_next_start(tmp_path: Path) -> None:
+def test_a_profile_is_saved_for_the_next_start(tmp_path: Path) -> None:
     path = profile_path(tmp_path, model="a", threads=2)
     assert read_saved_profile(path) is None
-    profile = taken(Machine(1024, 1e-6))
+    profile = measure(Machine(1024, 1e-6))
     write_profile(path, profile)
     assert read_saved_profile(path) == profile
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_another_model_or_machine_has_another() -> None:
+def test_each_model_and_machine_has_its_own_path() -> None:
     paths = {
         profile_path(Path("/x"), model=model, threads=threads)
         for model in "ab"
@@ -102,14 +102,14 @@ def test_another_model_or_machine_has_another() -> None:
     assert len(paths) == 4
 
 
-@pytest.mark.parametrize("found", ["", "{", "[]", json.dumps({"cached": [0]})])
-def test_one_that_cannot_be_read_is_none(found: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"cached": [0]})])
+def test_an_unreadable_profile_is_none(content: str, tmp_path: Path) -> None:
     path = profile_path(tmp_path)
     path.parent.mkdir()
-    path.write_text(found)
+    path.write_text(content)
     assert read_saved_profile(path) is None
 
 
-def test_where_nothing_can_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "ragcache").write_text("a file, where the folder should be")
-    write_profile(profile_path(tmp_path), taken(Machine(1024, 1e-6)))
+    write_profile(profile_path(tmp_path), measure(Machine(1024, 1e-6)))
