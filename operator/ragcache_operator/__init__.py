@@ -1,4 +1,4 @@
-"""The RagCache object: its typed spec, and the Kubernetes objects that follow from it.
+"""The operator: typed specs, builders of Kubernetes objects, and the process that reconciles them.
 
-Nothing here is in the data path. The same builders serve a cluster and ``ragcache up``.
+The operator is not in the data path. ``ragcache up`` uses the same builders on a local machine.
 """

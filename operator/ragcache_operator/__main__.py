@@ -1,4 +1,4 @@
-"""``python -m ragcache_operator``: run the operator, told by its environment."""
+"""``python -m ragcache_operator``: run the operator with the settings of its environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragcache_operator.webhooks.admission import AdmissionConfig, serving_admiss
 
 
 async def serve(config: OperatorConfig) -> None:
-    """Run until told to stop. Raises RagCacheError for what a restart may mend."""
+    """Run until cancelled. Raises RagCacheError for failures that a restart may solve."""
     metrics = Metrics()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serving_health(config.listen_port, metrics))
@@ -31,7 +31,7 @@ async def serve(config: OperatorConfig) -> None:
             admission = AdmissionConfig.behind_service(
                 config.webhook_service, config.namespace, config.namespaces, config.admission_port
             )
-            # Every replica admits; the one that holds the Lease reconciles.
+            # Every replica serves the webhooks, and the holder of the Lease reconciles.
             await stack.enter_async_context(serving_admission(Api.connect, admission))
         work = partial(reconcile_all, api, config, metrics)
         if config.lease:
@@ -42,20 +42,20 @@ async def serve(config: OperatorConfig) -> None:
 
 
 async def until_signalled(config: OperatorConfig) -> None:
-    """Serve until SIGTERM or SIGINT; then stop in order, giving up the Lease."""
+    """Serve until SIGTERM or SIGINT, then stop in order and release the Lease."""
     serving = asyncio.create_task(serve(config))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # While it leads, Kopf takes the signals, ends, and so ends the serving.
+        # While this replica leads, Kopf replaces these handlers and ends on a signal.
         loop.add_signal_handler(number, serving.cancel)
     try:
         await serving
     except LeaseLost as error:
-        # At once: whatever still runs here would work beside the next holder.
+        # Exit immediately, because a running task would work at the same time as the next holder.
         print(f"ragcache_operator: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     except asyncio.CancelledError:
-        logging.getLogger(__name__).info("stopped before it led")
+        logging.getLogger(__name__).info("operator: stopped before it led")
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
         print(f"ragcache_operator: {error}", file=sys.stderr)
         return 2
     except RagCacheError as error:
-        # What a restart may mend; where it happened in the code helps nobody.
+        # A restart may solve this failure, and a traceback does not help the user.
         print(f"ragcache_operator: {error}", file=sys.stderr)
         return 1
     return 0

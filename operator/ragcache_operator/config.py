@@ -1,4 +1,4 @@
-"""What the operator is told by its environment."""
+"""Settings of the operator, from environment variables."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
-    """Settings of one operator process.
+    """Settings of one operator process."""
 
-    namespaces: those it serves; empty for all. images: registry and path before an image's name;
-    tag: after it. namespace: its own, for its Lease and its certificate. webhook_service: name of
-    the Service in front of its admission port; empty: no webhooks. lease: name of the Lease that
-    elects one of several replicas; empty: this is the only one.
-    """
-
+    # Namespace of the operator, for its Lease and its certificate.
     namespace: str
+    # Name of this replica, usually the name of its pod.
     identity: str
+    # Namespaces whose objects the operator serves. Empty for all.
     namespaces: tuple[str, ...] = ()
+    # Registry and path before the name of an image.
     images: str = "ragcache"
+    # Tag of the images.
     tag: str = ""
+    # Service in front of the admission port. Empty disables the webhooks.
     webhook_service: str = ""
+    # Lease for the election of one replica. Empty if this is the only replica.
     lease: str = ""
     listen_port: int = 8080
     admission_port: int = 9443
@@ -36,7 +37,7 @@ class OperatorConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> OperatorConfig:
-        """Read RAGCACHE_* variables and POD_NAME. Raises InvalidInput naming the variable."""
+        """Read RAGCACHE_* variables and POD_NAME. Raises InvalidInput for an invalid variable."""
         return cls(
             namespace=_label(environ, "RAGCACHE_OPERATOR_NAMESPACE", "ragcache-system"),
             identity=environ.get("POD_NAME", "").strip() or "operator",
@@ -52,9 +53,9 @@ class OperatorConfig:
 
 
 def own_tag() -> str:
-    """Tag of the images that belong to this release.
+    """Return the tag of the images of this release.
 
-    Image tags and PEP 440 versions share every character but '+'.
+    Image tags allow every character of a PEP 440 version except '+'.
     """
     return version("ragcache").replace("+", "-")
 
@@ -64,7 +65,9 @@ def _namespaces(text: str) -> tuple[str, ...]:
     for name in names:
         if not _LABEL.fullmatch(name):
             raise InvalidInput(
-                "RAGCACHE_NAMESPACES", f"{name!r} is no namespace", "set names with commas between"
+                "RAGCACHE_NAMESPACES",
+                f"{name!r} is not a namespace",
+                "set names separated by commas",
             )
     return names
 
@@ -72,14 +75,16 @@ def _namespaces(text: str) -> tuple[str, ...]:
 def _label(environ: Mapping[str, str], variable: str, default: str) -> str:
     value = environ.get(variable, "").strip() or default
     if value and not _LABEL.fullmatch(value):
-        raise InvalidInput(variable, f"{value!r} is no name", "use lower case, digits and '-'")
+        raise InvalidInput(
+            variable, f"{value!r} is not a DNS label", "use lower-case letters, digits and '-'"
+        )
     return value
 
 
 def _port(environ: Mapping[str, str], variable: str, default: int) -> int:
     text = environ.get(variable, "").strip() or str(default)
     if not text.isascii() or not text.isdigit() or not 0 <= int(text) <= 65_535:
-        raise InvalidInput(variable, f"{text!r} is no port", "set a number from 1 to 65535")
+        raise InvalidInput(variable, f"{text!r} is not a port", "set a number from 1 to 65535")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The operator's own HTTP port: whether the process lives, and its metrics."""
+"""The operator's HTTP port for liveness and metrics."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ragcache_operator.metrics import Metrics
 
 @asynccontextmanager
 async def serving_health(port: int, metrics: Metrics) -> AsyncIterator[None]:
-    """Serve /healthz and /metrics on every interface meanwhile.
+    """Serve /healthz and /metrics on every interface inside the context.
 
-    Alive means that the event loop turns; a replica that waits for the Lease is alive too.
+    A process is alive while its event loop runs, also while it waits for the Lease.
     """
 
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "alive"})
 
-    async def count(_: web.Request) -> web.Response:
+    async def metrics_page(_: web.Request) -> web.Response:
         return web.Response(
             body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)
-    app.router.add_get("/metrics", count)
+    app.router.add_get("/metrics", metrics_page)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

@@ -1,7 +1,7 @@
-"""From a RagCache and a Site to Kubernetes objects: pure functions, one module per noun.
+"""Pure functions that build the Kubernetes objects of a RagCache for a Site.
 
-``up`` runs the containers these objects describe, so what works locally is what a cluster runs.
-Values are written the way the API server keeps them, so that comparing finds only real changes.
+``ragcache up`` runs the containers of the same objects locally. Builders write values in the API
+server's canonical form, so that a comparison with live objects finds only real differences.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from ragcache_operator.spec import RagCache
 
 
 def build_children(cache: RagCache, site: Site) -> list[Object]:
-    """Every object that runs cache, in the order they are best made.
+    """Return every object of a RagCache in the order of creation.
 
-    What a pod needs comes before the pod, and what answers before what asks. Raises InvalidInput
-    for a model that cannot be had at this site.
+    The objects that a pod needs come before the pod, and servers come before their clients.
+
+    Raises:
+        InvalidInput: The model is not available at this site.
     """
     children = [
         *network_policy.build(cache, site),

@@ -1,7 +1,7 @@
-"""Quantities the way the API server keeps them, so that what was asked for is what is read back.
+"""Canonical form of quantities, as the API server stores them.
 
-The server gives ``500m`` for a CPU of ``0.5`` and ``2Gi`` for ``2048Mi``; an operator that compares
-would see a change where there is none.
+The server stores a CPU of ``0.5`` as ``500m`` and ``2048Mi`` as ``2Gi``. Without the canonical
+form, the operator would find a difference.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ _QUANTITY = re.compile(r"([+-]?[0-9.]+)(?:[eE]([+-]?[0-9]+)|([A-Za-z]*))", re.AS
 
 
 def canonical(quantity: str) -> str:
-    """A request or limit that Kubernetes reads, as it writes it.
+    """Return the canonical form of a quantity.
 
-    A whole number with the largest suffix of its own kind (binary, decimal or exponent) that loses
-    nothing; finer than a thousandth is rounded up. Raises ValueError for what is no quantity.
+    It is an integer with the largest suffix of the same format (binary, decimal or exponent) that
+    keeps the value exact. Fractions of a thousandth are rounded up.
+
+    Raises:
+        ValueError: The text is not a quantity.
     """
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
-        raise ValueError(f"{quantity!r} is no quantity")
+        raise ValueError(f"{quantity!r} is not a quantity")
     number, exponent, suffix = Decimal(match[1]), match[2], match[3] or ""
     if suffix not in _POWERS:
-        raise ValueError(f"{quantity!r} is no quantity")
+        raise ValueError(f"{quantity!r} is not a quantity")
     if exponent is not None:
         return _decimal(number.scaleb(int(exponent)), exponents=True)
     value = number * _POWERS[suffix]

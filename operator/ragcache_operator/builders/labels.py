@@ -1,4 +1,4 @@
-"""Names and labels: how the objects of a RagCache are told apart and found again."""
+"""Names and labels of the objects of a RagCache."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from ragcache_operator.spec import COMPONENTS, GROUP, RagCache
 
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 ENGINE_LABEL: Final = f"{GROUP}/engine"
-"""Tells the engines of one RagCache apart."""
+"""Distinguishes the engine groups of one RagCache."""
 SYNC_COMPONENT: Final = "sync"
-"""Component of the pods that bring a RagCollection's documents to the gateway."""
+"""Component of the pods that sync a RagCollection."""
 WORKLOADS: Final = ("Deployment", "StatefulSet")
 
 _OPERATOR: Final = "ragcache-operator"
 OPERATOR_POD_LABELS: Final = {"app.kubernetes.io/name": _OPERATOR}
-"""Labels by which network policies know the operator's own pods."""
+"""Labels that select the operator's pods in network policies."""
 
 
 def object_name(cache: RagCache, name: str) -> str:
-    """Name of a part's objects."""
+    """Return the name of a workload's objects."""
     return f"{cache.metadata.name}-{name}"
 
 
 def instance_selector(cache_name: str) -> dict[str, str]:
-    """Labels that everything of one RagCache has."""
+    """Return the labels of every object of one RagCache."""
     return {"app.kubernetes.io/name": "ragcache", "app.kubernetes.io/instance": cache_name}
 
 
 def component_selector(cache_name: str, component: str) -> dict[str, str]:
-    """Labels that the pods of a component have, and no others of the namespace."""
+    """Return labels that only the pods of a component have in their namespace."""
     return {**instance_selector(cache_name), COMPONENT_LABEL: component}
 
 
 def labels(cache_name: str, component: str | None = None) -> dict[str, str]:
-    """Labels of an object; without a component those of what belongs to the whole."""
-    mine = instance_selector(cache_name)
+    """Return the labels of an object. Shared objects have no component."""
+    own = instance_selector(cache_name)
     if component is not None:
-        mine[COMPONENT_LABEL] = component
+        own[COMPONENT_LABEL] = component
     return {
-        **mine,
+        **own,
         "app.kubernetes.io/part-of": "ragcache",
         "app.kubernetes.io/managed-by": _OPERATOR,
     }
 
 
 def component_of(child: Mapping[str, Any]) -> str | None:
-    """The component an object belongs to; None for what all of them share."""
+    """Return the component of an object, or None for a shared object."""
     component: str | None = child["metadata"].get("labels", {}).get(COMPONENT_LABEL)
     return component
 
 
 def selector_text(selector: Mapping[str, str]) -> str:
-    """A selector as API calls and the scale subresource take it."""
+    """Format a selector for API calls and the scale subresource."""
     return ",".join(f"{label}={value}" for label, value in sorted(selector.items()))
 
 
 def component_selectors(cache: RagCache) -> dict[str, str]:
-    """What finds the pods of each component, by component."""
+    """Return the text selector of each component's pods."""
     name = cache.metadata.name
     return {
         component: selector_text(component_selector(name, component)) for component in COMPONENTS

@@ -1,4 +1,7 @@
-"""Where things are: what a builder cannot know from the spec alone."""
+"""Addresses, paths and images of a platform, which depend on where it runs.
+
+Builders take a Site: ``ClusterSite`` is here, and the CLI has one for ``ragcache up``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ PORT_NUMBERS: Final = {
     "events": 5557,
     "replay": 5558,
 }
-"""A part is alone in its pod, so a port's name fixes its number."""
+"""Port numbers by name. A pod runs one component, so the names suffice."""
 
 MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
@@ -27,7 +30,7 @@ SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
-"""Where a pod mounts the volume that its model comes from."""
+"""Mount path of the volume with the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One port of one part.
+    """One port of one workload.
 
-    part: its name within the RagCache (``engine-main``). port: the port's name (``http``).
+    Args:
+        workload: Name of the workload within the RagCache, like ``engine-main``.
+        port: Name of the port, like ``http``.
     """
 
     workload: str
@@ -53,37 +58,37 @@ class Endpoint:
 
 
 class Site(Protocol):
-    """A cluster, or this machine."""
+    """Where a platform runs: a cluster, or the local machine."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the API server that gets the objects can do."""
+        """Capabilities of the API server."""
         ...
 
     @property
     def owner(self) -> str:
-        """Uid of the live RagCache; empty where there is none."""
+        """Uid of the live RagCache. Empty outside a cluster."""
         ...
 
     @property
     def operator_namespace(self) -> str | None:
-        """Where the operator's pods are; None where that is not known."""
+        """Namespace of the operator's pods. None if unknown."""
         ...
 
     def bind_address(self, endpoint: Endpoint) -> Address:
-        """Where the part itself binds."""
+        """Return the address that the workload binds."""
         ...
 
     def address_of(self, endpoint: Endpoint) -> Address:
-        """Where the other parts find it."""
+        """Return the address under which other components reach it."""
         ...
 
     def zmq_endpoint(self, endpoint: Endpoint) -> str:
-        """ZeroMQ endpoint that the part binds; empty where it had better not."""
+        """Return the ZeroMQ endpoint that the workload binds. Empty if there is none."""
         ...
 
     def cache_store_members(self) -> str:
-        """Where the cache store's members are, as RAGCACHE_CACHESTORE says it."""
+        """Return the value of RAGCACHE_CACHESTORE: the members of the cache store."""
         ...
 
     def shard_address(self, shards: Endpoint) -> str:
@@ -100,37 +105,45 @@ class Site(Protocol):
         ...
 
     def data_socket(self) -> str:
-        """Path of a Unix socket over which the cache store and its clients come to share memory;
-        empty where they see no folder in common."""
+        """Return the path of the Unix socket for shared memory with the cache store.
+
+        Empty if the cache store and its clients share no folder.
+        """
         ...
 
     def signing_key_file(self) -> str:
-        """Path of the file with the keys that plans are sealed with."""
+        """Return the path of the file with the signing keys of plans."""
         ...
 
     def data_dir(self, workload: str) -> str:
-        """Folder of the part's volume, as the part sees it."""
+        """Return the path of the workload's volume inside its container."""
         ...
 
     def model(self, source: ModelSource) -> str:
-        """The model as the parts name it: a folder they see, or a Hugging Face name.
+        """Return the model as a folder inside the containers, or as a Hugging Face name.
 
-        Raises InvalidInput for a source that cannot be had here.
+        Raises:
+            InvalidInput: The source is not available here.
         """
         ...
 
     def image(self, component: str) -> str:
-        """Image that holds the component."""
+        """Return the image of a component."""
         ...
 
     def env(self) -> Mapping[str, str]:
-        """What every container's environment needs here."""
+        """Return the environment that every container needs here."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSite:
-    """Pods behind Services. images: registry and path before an image's name; tag: after it."""
+    """A cluster, where every workload runs in pods behind a Service.
+
+    Args:
+        images: Registry and path before the name of an image.
+        tag: Tag of the images.
+    """
 
     name: str
     namespace: str
@@ -152,7 +165,7 @@ class ClusterSite:
         owner: str = "",
         operator_namespace: str | None = None,
     ) -> ClusterSite:
-        """The cluster that cache is applied to; without capabilities a current one."""
+        """Return the site of a RagCache. The default capabilities are of a current cluster."""
         meta = cache.metadata
         return cls(
             name=meta.name,
@@ -167,24 +180,24 @@ class ClusterSite:
 
     @property
     def gateway_url(self) -> str:
-        """Base URL of the REST interface, for whoever is in the cluster."""
+        """Base URL of the gateway inside the cluster."""
         return f"http://{self.address_of(Endpoint('gateway', 'http'))}"
 
     def bind_address(self, endpoint: Endpoint) -> Address:
-        """Every interface."""
+        """Return the port on every network interface."""
         return Address("0.0.0.0", PORT_NUMBERS[endpoint.port])
 
     def address_of(self, endpoint: Endpoint) -> Address:
-        """The part's Service, whose ports are the pod's but for the gateway's own choice."""
+        """Return the address of the Service. Only the gateway's Service has a port of its own."""
         port = self.gateway_port if endpoint.workload == "gateway" else PORT_NUMBERS[endpoint.port]
         return Address(f"{self.name}-{endpoint.workload}.{self.namespace}.svc", port)
 
     def zmq_endpoint(self, endpoint: Endpoint) -> str:
-        """Every interface."""
+        """Return a TCP endpoint on every network interface."""
         return f"tcp://*:{PORT_NUMBERS[endpoint.port]}"
 
     def cache_store_members(self) -> str:
-        """A mounted file, which changes with the number of shards while pods run on."""
+        """Return a mounted file, so that pods follow a change of shards without a restart."""
         return f"file:{MEMBERS_FOLDER}/{MEMBERS_FILE}"
 
     def shard_address(self, shards: Endpoint) -> str:
@@ -196,19 +209,19 @@ class ClusterSite:
         return {_POD_NAME: FromField("metadata.name")}
 
     def data_socket(self) -> str:
-        """None: every part is in a pod of its own."""
+        """Return an empty path, because pods share no folder."""
         return ""
 
     def signing_key_file(self) -> str:
-        """A mounted file, which changes with its Secret while pods run on."""
+        """Return a mounted file, so that pods follow a key rotation without a restart."""
         return f"{SIGNING_KEY_FOLDER}/{SIGNING_KEY_FILE}"
 
     def data_dir(self, workload: str) -> str:
-        """The volume's mount."""
+        """Return the mount path of the volume."""
         return "/data"
 
     def model(self, source: ModelSource) -> str:
-        """A folder of the image or of a mounted volume, or the hub's name."""
+        """Return a folder of the image or of a mounted volume, or a name of the hub."""
         match source.kind:
             case "bundled":
                 return f"/models/{source.value}"
@@ -221,19 +234,19 @@ class ClusterSite:
             case "image":
                 raise InvalidInput(
                     "spec.model.source",
-                    f"Kubernetes 1.{self.capabilities.minor} does not let a pod mount an image",
+                    f"Kubernetes 1.{self.capabilities.minor} cannot mount an image as a volume",
                     "use pvc:CLAIM/FOLDER or hf:ORGANISATION/NAME, or Kubernetes 1.35 or newer",
                 )
         raise InvalidInput(
             "spec.model.source",
-            f"path:{source.value} is a folder of this machine, which pods do not see",
+            f"path:{source.value} is a local folder, which pods cannot read",
             "use pvc:CLAIM/FOLDER, image:REFERENCE, hf:ORGANISATION/NAME or bundled:tinyrag",
         )
 
     def image(self, component: str) -> str:
-        """One image per component."""
+        """Return the image, of which each component has its own."""
         return f"{self.images}/{component}:{self.tag}"
 
     def env(self) -> Mapping[str, str]:
-        """The root file system is read-only; what libraries write goes to the scratch volume."""
+        """Return home folders on the scratch volume, because the root file system is read-only."""
         return {"HOME": "/tmp", "HF_HOME": "/tmp/huggingface"}

@@ -1,4 +1,4 @@
-"""What a spec asks for and this cluster does not offer: left out of the children, and said so."""
+"""Features of a spec that the cluster does not support. Builders omit them, Events report them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ragcache_operator.spec import RagCache
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedFeature:
-    """One thing left out. reason: of an Event, in CamelCase. message: what, why and the fix."""
+    """A feature that is omitted. ``reason`` is for an Event; ``message`` has cause and fix."""
 
     reason: str
     message: str
 
 
 def unsupported_features(cache: RagCache, capabilities: Capabilities) -> list[UnsupportedFeature]:
-    """Everything that is left out for this RagCache; the rest of it runs."""
+    """Return the features of a RagCache that the cluster does not support."""
     return [
         *_check_autoscaling(cache, capabilities),
         *_check_queue_metrics(cache, capabilities),
@@ -31,8 +31,8 @@ def _check_autoscaling(cache: RagCache, capabilities: Capabilities) -> Iterator[
     if cache.spec.gateway.autoscaling is not None and capabilities.autoscaling is None:
         yield UnsupportedFeature(
             "AutoscalingNotServed",
-            "spec.gateway.autoscaling: this cluster serves neither autoscaling/v2 nor v2beta2, so "
-            "nothing scales the gateway; upgrade Kubernetes, or scale the Deployment yourself",
+            "spec.gateway.autoscaling: the cluster serves neither autoscaling/v2 nor v2beta2, so "
+            "the gateway is not autoscaled; upgrade Kubernetes, or scale the Deployment manually",
         )
 
 
@@ -45,8 +45,8 @@ def _check_queue_metrics(
         if engine.autoscaling is not None:
             yield UnsupportedFeature(
                 "QueueMetricsNotServed",
-                f"spec.engines[{index}].autoscaling: no custom metrics API is served, so the "
-                "operator makes no autoscaler; install a metrics adapter and restart the "
+                f"spec.engines[{index}].autoscaling: the cluster serves no custom metrics API, so "
+                "the operator creates no autoscaler; install a metrics adapter and restart the "
                 "operator, or scale the Deployment with KEDA as "
                 "examples/kubernetes/keda-scaledobject.yaml does",
             )
@@ -56,8 +56,9 @@ def _check_http_route(cache: RagCache, capabilities: Capabilities) -> Iterator[U
     if cache.spec.gateway.http_route is not None and not capabilities.http_route:
         yield UnsupportedFeature(
             "HTTPRouteNotServed",
-            "spec.gateway.httpRoute: gateway.networking.k8s.io/v1 is not served, so no route is "
-            "made; install the Gateway API and restart the operator, or use spec.gateway.ingress",
+            "spec.gateway.httpRoute: the cluster does not serve gateway.networking.k8s.io/v1, so "
+            "there is no route; install the Gateway API and restart the operator, or use "
+            "spec.gateway.ingress",
         )
 
 
@@ -65,6 +66,6 @@ def _check_disruption_budgets(capabilities: Capabilities) -> Iterator[Unsupporte
     if capabilities.policy is None:
         yield UnsupportedFeature(
             "DisruptionBudgetsNotServed",
-            "this cluster serves neither policy/v1 nor v1beta1, so a drain may evict all pods of "
-            "a part at once; upgrade Kubernetes",
+            "the cluster serves neither policy/v1 nor v1beta1, so a drain may evict all pods of a "
+            "component at once; upgrade Kubernetes",
         )

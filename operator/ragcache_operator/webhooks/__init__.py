@@ -1,1 +1,1 @@
-"""TODO."""
+"""Admission webhooks of RagCaches and RagCollections, and their certificate."""

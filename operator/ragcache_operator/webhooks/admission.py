@@ -1,7 +1,7 @@
-"""Webhooks: refuse what cannot work before it is stored, and fill in what schemas cannot.
+"""Admission webhooks: reject invalid objects, and set defaults that a schema cannot set.
 
-They are a convenience. The reconciler checks every object again, so whenever a webhook does not
-answer, or breaks, the API server goes on without it.
+The webhooks are optional. The reconciler validates every object again, so the API server continues
+without a webhook that does not answer.
 """
 
 from __future__ import annotations
@@ -56,20 +56,23 @@ CONFIGURATIONS: Final = {
         namespaced=False,
     ),
 }
-"""By webhook, the kind of object that tells the API server of it."""
+"""The kind of object that registers each webhook with the API server."""
 
-# A user waits for an answer that takes microseconds to make; a lost one should cost little.
+# A review takes microseconds, and a user waits for it. So a lost review must not cost much time.
 _TIMEOUT_S: Final = 5
 _RETRY_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """How webhooks are served.
+    """Settings of the webhook server.
 
-    namespace: the operator's own. secret: of the certificate that all replicas share.
-    configurations: name of the webhook configurations. names: under which the server is asked.
-    namespaces: those whose objects are checked; empty for all.
+    Args:
+        namespace: Namespace of the operator.
+        secret: Secret with the certificate that all replicas share.
+        configurations: Name of the webhook configurations.
+        names: DNS names and addresses of the server, for its certificate.
+        namespaces: Namespaces whose objects are validated. Empty for all.
     """
 
     namespace: str
@@ -86,7 +89,7 @@ class AdmissionConfig:
     def behind_service(
         cls, service: str, namespace: str, namespaces: tuple[str, ...], port: int
     ) -> AdmissionConfig:
-        """What the chart makes room for: a Secret and configurations named after the Service."""
+        """Return the settings for the Helm chart, whose objects are named after the Service."""
         return cls(
             namespace=namespace,
             secret=f"{service}-tls",
@@ -99,16 +102,15 @@ class AdmissionConfig:
 
 
 def rejection(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> str | None:
-    """Everything that speaks against an object, a line each; None if nothing does."""
+    """Return the problems of an object, one in each line, or None for a valid object."""
     return "\n".join(map(str, find_problems(new, old))) or None
 
 
 def spec_with_defaults(obj: Object) -> Any:
-    """An object's spec with what the schema cannot give: nulls left out, a collection's name.
+    """Return an object's spec without nulls, and with the name of a collection.
 
-    Only what can never change is derived. A default that follows from a field that may change, as a
-    model's name from its source, would stay behind when that field changes; it is left open here
-    and derived on each use.
+    Only immutable fields get a default here. A default that follows from a mutable field, like a
+    model's name from its source, would stay when that field changes. Readers derive it instead.
     """
     spec = _without_nulls(obj.get("spec"))
     name = (obj.get("metadata") or {}).get("name")
@@ -120,7 +122,7 @@ def spec_with_defaults(obj: Object) -> Any:
 def webhooks(
     webhook: str, client: kopf.WebhookClientConfig, namespaces: Sequence[str]
 ) -> list[Object]:
-    """What a webhook's configuration says, complete, so that it can be compared."""
+    """Return the complete ``webhooks`` field of a webhook configuration."""
     found: Object = {
         "name": f"{webhook}.{GROUP}",
         "admissionReviewVersions": ["v1"],
@@ -129,13 +131,13 @@ def webhooks(
             {
                 "apiGroups": [GROUP],
                 "apiVersions": sorted({resource.version for resource in _RESOURCES}),
-                # Not their status, nor their scale: neither says anything that is checked here.
+                # Their status and scale subresources have nothing to validate.
                 "resources": [resource.plural for resource in _RESOURCES],
                 "operations": list(_OPERATIONS),
                 "scope": "Namespaced",
             }
         ],
-        # The reconciler checks again, so a webhook that is down holds nobody up.
+        # The reconciler validates again, so a failing webhook must not block users.
         "failurePolicy": "Ignore",
         "matchPolicy": "Equivalent",
         "sideEffects": "None",
@@ -149,9 +151,9 @@ def webhooks(
 
 
 def admission_registry() -> kopf.OperatorRegistry:
-    """Kopf's handlers of the webhooks, for every replica."""
+    """Return the handlers of the webhooks, which every replica serves."""
     registry = kopf.OperatorRegistry()
-    # One of them fits. They are asked once, when Kopf looks up what the server serves.
+    # Kopf uses the first login that succeeds, once, to discover the resources of the server.
     kopf.on.login(registry=registry, id="pod")(kopf.login_with_service_account)
     kopf.on.login(registry=registry, id="kubeconfig")(kopf.login_with_kubeconfig)
     for resource in _RESOURCES:
@@ -164,28 +166,28 @@ def admission_registry() -> kopf.OperatorRegistry:
 
 
 def validate(body: kopf.Body, **review: Any) -> None:
-    """Kopf's handler of the validating webhook."""
+    """Handle the validating webhook."""
     old = review["old"]
     try:
         found = rejection(dict(body), None if old is None else dict(old))
     except Exception:
-        # A mistake of ours must not lock everybody out.
-        log.exception("an object could not be checked, and is let through")
+        # An error of the webhook must not block users.
+        log.exception("admission: validation failed, object allowed")
         return
     if found is not None:
         raise kopf.AdmissionError(found, code=422)
 
 
 def default(body: kopf.Body, patch: kopf.Patch, **review: Any) -> None:
-    """Kopf's handler of the mutating webhook."""
+    """Handle the mutating webhook."""
     old = review["old"]
     if old is not None and old.get("spec") == body.get("spec"):
-        # An update that leaves the spec alone, like that of a finalizer, changes it here neither.
+        # An update that keeps the spec, like that of a finalizer, must not change it here.
         return
     try:
         spec = spec_with_defaults(dict(body))
     except Exception:
-        log.exception("an object's defaults could not be filled in, and are left open")
+        log.exception("admission: defaulting failed, object unchanged")
         return
 
     def fill(raw: Any) -> None:
@@ -198,10 +200,12 @@ def default(body: kopf.Body, patch: kopf.Patch, **review: Any) -> None:
 async def announce(
     api: Api, name: str, namespaces: Sequence[str], client: kopf.WebhookClientConfig
 ) -> None:
-    """Make the webhook configurations of this name say what they should.
+    """Update the webhook configurations of this name.
 
-    They exist already: whoever installed the operator made them, empty, and removes them with it.
-    Raises ApiError, also if one does not exist.
+    The Helm chart creates them empty and deletes them on uninstall.
+
+    Raises:
+        ApiError: A configuration does not exist, or a call failed.
     """
     missing = []
     for webhook, resource in CONFIGURATIONS.items():
@@ -210,15 +214,15 @@ async def announce(
         if live is None:
             missing.append(f"{resource.kind} {name}")
         elif difference(wanted, live.get("webhooks")) is not None:
-            # An update, not an apply, because it must not make what was uninstalled.
+            # An update, because an apply would recreate an uninstalled configuration.
             await api.replace(resource, {**live, "webhooks": wanted})
-            log.info("%s %s is up to date", resource.kind, name)
+            log.info("admission: updated kind=%s name=%s", resource.kind, name)
     if missing:
         raise ApiError(404, "NotFound", f"missing: {', '.join(missing)}")
 
 
 async def run_admission(api: Api, config: AdmissionConfig, stop: asyncio.Event) -> None:
-    """Serve the webhooks until told to stop."""
+    """Serve the webhooks until ``stop`` is set."""
 
     async def certificates(served: Bundle | None) -> Bundle:
         return await ensure_bundle(
@@ -231,26 +235,26 @@ async def run_admission(api: Api, config: AdmissionConfig, stop: asyncio.Event) 
             served=served,
         )
 
-    async def tell(client: kopf.WebhookClientConfig) -> None:
+    async def register(client: kopf.WebhookClientConfig) -> None:
         await announce(api, config.configurations, config.namespaces, client)
 
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
     settings.posting.enabled = False
-    # Nothing is watched: which kinds there are is known once they are served.
+    # This Kopf operator watches nothing, so it need not scan for kinds.
     settings.scanning.disabled = True
-    # Kopf would manage the configurations too, but each replica that stops would empty them for
-    # all, they could not be told to time out early, and nobody would remove them.
+    # Kopf could manage the configurations. But each stopping replica would empty them for all
+    # replicas, a short timeout is not possible, and an uninstall would not delete them.
     settings.admission.managed = None
     settings.admission.server = WebhookServer(
         certificates=certificates,
-        announce=tell,
+        announce=register,
         endpoint=config.endpoint,
         port=config.port,
         poll_s=config.poll_s,
         jitter=random.random,
     )
-    if await _our_kinds(api, stop):
+    if await _wait_for_kinds(api, stop):
         await kopf.operator(
             registry=admission_registry(), settings=settings, clusterwide=True, stop_flag=stop
         )
@@ -260,11 +264,11 @@ async def run_admission(api: Api, config: AdmissionConfig, stop: asyncio.Event) 
 async def serving_admission(
     connect: Callable[[], Awaitable[Api]], config: AdmissionConfig
 ) -> AsyncIterator[None]:
-    """Serve the webhooks meanwhile, in a thread and an event loop of their own.
+    """Serve the webhooks inside the context, in a thread with its own event loop.
 
-    Two of Kopf's operators do not share a loop well: the one that ends waits for, then cancels,
-    every task begun after itself, whoever's it is, and both want the signals. What goes wrong here
-    is logged and tried again, and never ends the rest of the process.
+    Two Kopf operators cannot share an event loop. The one that ends waits for all tasks that
+    started after it and cancels them, and both handle the signals. Failures here are logged and
+    retried, and never end the process.
     """
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -275,10 +279,10 @@ async def serving_admission(
                 async with await connect() as api:
                     await run_admission(api, config, stop)
             except RagCacheError as error:
-                log.warning("webhooks are not served: %s", error)
+                log.warning("admission: not serving error=%s", error)
             except Exception:
-                log.exception("webhooks are not served")
-            await _pause(stop)
+                log.exception("admission: not serving")
+            await _wait_retry(stop)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -293,20 +297,20 @@ async def serving_admission(
         await asyncio.to_thread(thread.join)
 
 
-async def _our_kinds(api: Api, stop: asyncio.Event) -> bool:
-    """Wait until the API server serves our kinds; False if told to stop before."""
+async def _wait_for_kinds(api: Api, stop: asyncio.Event) -> bool:
+    """Wait until the API server serves our kinds. Return False if ``stop`` is set first."""
     while not stop.is_set():
         try:
             if await serves_our_kinds(api):
                 return True
-            log.info("webhooks wait for the server to serve our kinds")
+            log.info("admission: waiting until the API server serves our kinds")
         except ApiError as error:
-            log.info("webhooks wait for the server: %s", error)
-        await _pause(stop)
+            log.info("admission: waiting for the API server error=%s", error)
+        await _wait_retry(stop)
     return False
 
 
-async def _pause(stop: asyncio.Event) -> None:
+async def _wait_retry(stop: asyncio.Event) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(stop.wait(), _RETRY_S)
 
@@ -323,7 +327,7 @@ def _at_path(client: kopf.WebhookClientConfig, webhook: str) -> Object:
 def _namespace_selector(namespaces: Sequence[str]) -> Object:
     if not namespaces:
         return {}
-    # A label that every namespace has since Kubernetes 1.21; before, the reconciler is alone.
+    # Every namespace has this label from Kubernetes 1.21 on. Older servers skip the webhook.
     key = "kubernetes.io/metadata.name"
     return {"matchExpressions": [{"key": key, "operator": "In", "values": list(namespaces)}]}
 

@@ -1,9 +1,9 @@
-"""The webhooks' certificate: made here, kept in a Secret that all replicas share, rotated in time.
+"""The webhooks' certificate, in a Secret that all replicas share, and its rotation.
 
-The API server trusts the authorities in the webhook configurations' ``caBundle``. A certificate
-that takes over at once would fail wherever that list is still the old one, so the next one is made
-early and staged: its authority is published first, and only much later is the certificate served.
-An authority signs one certificate; its key is then forgotten, so the Secret can sign nothing.
+The API server trusts the authorities in the ``caBundle`` of the webhook configurations. It would
+reject a new certificate until it has the new list. So the operator creates the next certificate
+early and stages it: it publishes the authority first, and serves the certificate much later. Each
+authority signs one certificate, and its key is not stored, so the Secret cannot sign others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ragcache_operator.kube.resources import SECRETS, Object
 
 log = logging.getLogger(__name__)
 
-# An API server's clock may be behind this one's.
+# The clock of the API server may be slow.
 _BACKDATED = timedelta(hours=1)
 _TRIES = 5
 
@@ -37,8 +37,11 @@ _TRIES = 5
 class Rotation:
     """When certificates change.
 
-    lifetime: of a certificate. renew_before: its end, the next one is staged. publish_for: how long
-    the next one's authority is known before it is served; every replica looks far more often.
+    Args:
+        lifetime: Lifetime of a certificate.
+        renew_before: How long before its end the next certificate is staged.
+        publish_for: How long the next authority is published before its certificate is served. It
+            is much longer than the poll interval of the replicas.
     """
 
     lifetime: timedelta = timedelta(days=90)
@@ -62,9 +65,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What the Secret holds.
+    """Content of the Secret.
 
-    trusted: authorities in PEM, of both certificates and of those before that have not ended.
+    Args:
+        trusted: Authorities in PEM: of both certificates, and of earlier ones until they expire.
     """
 
     serving: Certificate
@@ -73,21 +77,21 @@ class Bundle:
 
     @property
     def ca_bundle(self) -> str:
-        """As ``caBundle`` of a webhook's clientConfig."""
+        """The trusted authorities as ``caBundle`` of a webhook's clientConfig."""
         return base64.b64encode(b"".join(self.trusted)).decode("ascii")
 
 
 class RotationStep(Enum):
-    """What a rotation needs next."""
+    """The next step of a rotation."""
 
     NONE = "none"
-    MAKE = "make"  # there is nothing that could be served
+    MAKE = "make"  # no valid certificate exists
     STAGE = "stage"
     PROMOTE = "promote"
 
 
 def service_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Names under which a Service is asked; the API server uses the first."""
+    """Return the DNS names of a Service. The API server uses the first."""
     return (
         f"{service}.{namespace}.svc",
         f"{service}.{namespace}.svc.cluster.local",
@@ -97,11 +101,11 @@ def service_names(service: str, namespace: str) -> tuple[str, ...]:
 
 
 def make_certificate(names: Sequence[str], now: datetime, lifetime: timedelta) -> Certificate:
-    """A certificate for DNS names and IP addresses, by an authority of its own."""
+    """Create a certificate for DNS names and IP addresses, with a new authority."""
     starts, ends = now - _BACKDATED, now + lifetime
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_id = x509.random_serial_number()
-    # A name of its own, so that two authorities in one bundle are never taken for each other.
+    # The unique name distinguishes the authorities in one bundle.
     authority_name = _name(f"ragcache-operator webhooks {authority_id:x}"[:64])
     authority = (
         x509.CertificateBuilder()
@@ -141,7 +145,7 @@ def make_certificate(names: Sequence[str], now: datetime, lifetime: timedelta) -
 
 
 def read_bundle(secret: Object, names: Sequence[str]) -> Bundle | None:
-    """The Secret's content; None if it is empty, damaged, or no certificate for these names."""
+    """Read a Secret. Return None if it is empty, invalid or has a certificate for other names."""
     data = secret.get("data") or {}
     try:
         authorities = x509.load_pem_x509_certificates(_decoded(data["ca.crt"]))
@@ -153,7 +157,7 @@ def read_bundle(secret: Object, names: Sequence[str]) -> Bundle | None:
 
 
 def secret_data(bundle: Bundle) -> dict[str, str]:
-    """A bundle as a Secret's ``data``."""
+    """Return a bundle as the ``data`` of a Secret."""
     data = {
         "tls.crt": bundle.serving.certificate,
         "tls.key": bundle.serving.key,
@@ -165,7 +169,7 @@ def secret_data(bundle: Bundle) -> dict[str, str]:
 
 
 def next_step(bundle: Bundle | None, now: datetime, rotation: Rotation) -> RotationStep:
-    """What is due now."""
+    """Return the step that is due now."""
     if bundle is None:
         return RotationStep.MAKE
     staged, ended = bundle.staged, now >= bundle.serving.ends
@@ -187,10 +191,13 @@ def advance(
     rotation: Rotation,
     also_trusted: Iterable[bytes] = (),
 ) -> Bundle:
-    """The bundle after a step. also_trusted: authorities of what may still be served somewhere.
+    """Return the bundle after a step.
 
-    An authority leaves the bundle only when it has ended: until then a replica may still serve what
-    it signed.
+    An authority stays in the bundle until it expires, because a replica may still serve its
+    certificate.
+
+    Args:
+        also_trusted: Authorities of certificates that a replica may still serve.
     """
     if bundle is not None and step is RotationStep.NONE:
         return bundle
@@ -216,9 +223,15 @@ async def ensure_bundle(
     rotation: Rotation = Rotation(),
     served: Bundle | None = None,
 ) -> Bundle:
-    """The bundle that all replicas share, after whatever step is due: one of them takes it.
+    """Return the bundle that all replicas share, and perform the step that is due.
 
-    served: what this replica serves until now. Raises ApiError.
+    Only one replica performs a step, because the API server rejects concurrent writes.
+
+    Args:
+        served: The bundle that this replica serves now.
+
+    Raises:
+        ApiError: A call failed.
     """
     for _ in range(_TRIES):
         secret = await api.get(SECRETS, name, namespace)
@@ -231,11 +244,11 @@ async def ensure_bundle(
         try:
             await _store(api, namespace, name, secret, bundle)
         except Conflict:
-            # Another replica took the step; what it wrote is as good.
+            # Another replica performed the step, so the next try reads its result.
             continue
-        log.info("webhook certificate in Secret %s/%s: %s", namespace, name, step.value)
+        log.info("certificates: step=%s secret=%s/%s", step.value, namespace, name)
         return bundle
-    raise Conflict(409, "Conflict", f"Secret {namespace}/{name} changes all the time")
+    raise Conflict(409, "Conflict", f"Secret {namespace}/{name} keeps changing")
 
 
 async def _store(
@@ -243,7 +256,7 @@ async def _store(
 ) -> None:
     data = secret_data(bundle)
     if secret is not None:
-        # Its type cannot change, and does not matter to anybody.
+        # The type of a Secret is immutable, and no reader needs it.
         await api.replace(SECRETS, {**secret, "data": data})
         return
     new = {
@@ -263,13 +276,13 @@ async def _store(
 def _read_pair(
     data: Object, prefix: str, authorities: Sequence[x509.Certificate], names: Sequence[str]
 ) -> Certificate:
-    """One certificate with its key. Raises ValueError and the like for whatever is wrong."""
+    """Read one certificate and its key. Raises ValueError and similar errors for invalid data."""
     certificate = x509.load_pem_x509_certificate(_decoded(data[f"{prefix}.crt"]))
     key = serialization.load_pem_private_key(_decoded(data[f"{prefix}.key"]), password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != (
         certificate.public_key()
     ):
-        raise ValueError("the key is not the certificate's")
+        raise ValueError("the key does not belong to the certificate")
     alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     if not set(map(_general_name, names)) <= set(alternatives.value):
         raise ValueError("the certificate is for other names")
@@ -339,4 +352,4 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError("no base64") from error
+        raise ValueError("not base64") from error

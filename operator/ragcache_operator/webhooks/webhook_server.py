@@ -1,7 +1,8 @@
-"""Where the API server asks: HTTPS behind a Service, with a certificate that changes as it runs.
+"""The HTTPS server of the webhooks, which changes its certificate while it runs.
 
-Kopf's own server knows only URLs, and starts anew for a new certificate, which fails the requests
-of that moment. This one loads it into the listening socket: connections stay, new ones get it.
+Kopf's own server supports only URLs. It restarts for a new certificate, and requests fail during
+the restart. This server loads the certificate into the listening socket instead: connections stay
+open, and new ones use it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from ragcache_operator.webhooks.certificates import Bundle, Certificate
 
 log = logging.getLogger(__name__)
 
-# A review carries an object twice, each as large as the API server stores: 1.5 MiB.
-_LARGEST_REVIEW_BYTES = 8 << 20
+# A review contains an object twice. The API server stores objects of up to 1.5 MiB.
+_MAX_REVIEW_BYTES = 8 << 20
 _RETRY_S = 10.0
 
 ClientConfigFactory = Callable[[str], kopf.WebhookClientConfig]
-"""How the API server reaches this server, given the caBundle it is to trust."""
+"""Returns how the API server connects to this server, given the caBundle to trust."""
 
 
 def service_client_config(service: str, namespace: str, port: int = 443) -> ClientConfigFactory:
-    """A Service in front of this server."""
+    """Return the client config for a Service in front of this server."""
 
     def endpoint(ca_bundle: str) -> kopf.WebhookClientConfig:
         return {
@@ -42,7 +43,7 @@ def service_client_config(service: str, namespace: str, port: int = 443) -> Clie
 
 
 def url_client_config(url: str) -> ClientConfigFactory:
-    """A URL, for an operator that runs outside the cluster."""
+    """Return the client config for a URL, for an operator outside the cluster."""
 
     def endpoint(ca_bundle: str) -> kopf.WebhookClientConfig:
         return {"url": url, "caBundle": ca_bundle}
@@ -51,12 +52,16 @@ def url_client_config(url: str) -> ClientConfigFactory:
 
 
 class WebhookServer:
-    """Kopf's admission server (``settings.admission.server``) for as long as its context.
+    """Admission server for Kopf (``settings.admission.server``).
 
-    certificates: the bundle to serve now, given the one that is served. announce: tells the API
-    server about a clientConfig; it is called again and again, and heals what others changed. Both
-    raise RagCacheError when that fails now. port: 0 for a free one. poll_s: between two looks at
-    the certificates; jitter, in [0, 1], makes it up to a fifth longer.
+    Args:
+        certificates: Returns the bundle to serve, given the bundle that is served now. Raises
+            RagCacheError for a temporary failure.
+        announce: Registers a client config with the API server. It is called at each poll, so it
+            also reverts changes by others. Raises RagCacheError for a temporary failure.
+        port: Port number. 0 for a free one.
+        poll_s: Interval of checking the certificates.
+        jitter: Returns numbers in [0, 1], which make the interval up to a fifth longer.
     """
 
     def __init__(
@@ -88,13 +93,13 @@ class WebhookServer:
         assert runner.server is not None
         transports = [connection.transport for connection in runner.server.connections]
         await runner.cleanup()
-        # Every request is answered; a TLS farewell is not worth waiting for.
+        # Every request is answered, so the server need not wait for a TLS shutdown.
         for transport in transports:
             if transport is not None:
                 transport.abort()
 
     async def __call__(self, fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
-        """Serve fn; gives the configuration, and again whenever the authorities change."""
+        """Serve ``fn``. Yield the client config at the start and when the authorities change."""
         served: Bundle | None = None
         announced: kopf.WebhookClientConfig | None = None
         problem = ""
@@ -104,11 +109,11 @@ class WebhookServer:
                 bundle = await self._certificates(served)
                 config = self._endpoint(bundle.ca_bundle)
                 if served is None:
-                    # Asked before it listens, it would refuse.
+                    # The server must listen before the API server sends reviews.
                     load_certificate(self._tls, bundle.serving)
                     self._runner = await self._listen(fn)
                     served = bundle
-                # An authority is known before its certificate is served.
+                # The API server must know an authority before its certificate is served.
                 await self._announce(config)
                 if bundle != served:
                     load_certificate(self._tls, bundle.serving)
@@ -116,7 +121,7 @@ class WebhookServer:
             except RagCacheError as error:
                 if str(error) != problem:
                     problem = str(error)
-                    log.warning("the webhooks are not up to date: %s", problem)
+                    log.warning("webhook server: update failed error=%s", problem)
                 wait_s = min(_RETRY_S, self._poll_s)
             else:
                 problem = ""
@@ -127,15 +132,15 @@ class WebhookServer:
 
     async def _listen(self, fn: kopf.WebhookFn) -> web.AppRunner:
         async def review(request: web.Request) -> web.Response:
-            # What Kopf raises for a review it cannot make sense of becomes a 500, and a line in
-            # the log: the API server goes on without an answer.
+            # For an invalid review Kopf raises, and aiohttp answers 500 and logs the error. The API
+            # server continues without an answer.
             headers = dict(request.headers)
             webhook = request.match_info["webhook"]
             return web.json_response(
                 await fn(await request.json(), webhook=webhook, headers=headers, sslpeer={})
             )
 
-        app = web.Application(client_max_size=_LARGEST_REVIEW_BYTES)
+        app = web.Application(client_max_size=_MAX_REVIEW_BYTES)
         app.router.add_post("/{webhook}", review)
         runner = web.AppRunner(app, handle_signals=False, access_log=None)
         await runner.setup()
@@ -144,14 +149,14 @@ class WebhookServer:
         except OSError as error:
             await runner.cleanup()
             raise Unavailable("admission port", str(error)) from error
-        log.info("webhooks are served on port %d", self._port)
+        log.info("webhook server: listening port=%d", self._port)
         return runner
 
 
 def load_certificate(tls: ssl.SSLContext, certificate: Certificate) -> None:
     """Serve a certificate from the next handshake on.
 
-    The ssl module reads files only; this one is in memory, so that the key is never on a disk.
+    The ssl module reads only files. A file in memory keeps the key off the disk.
     """
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:

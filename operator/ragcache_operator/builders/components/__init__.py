@@ -1,1 +1,1 @@
-"""Builders of the components: gateway, retriever, engines and cache store."""
+"""Builds the objects of each component: gateway, retriever, engines and cache store."""

@@ -30,8 +30,8 @@ _PROCESS_BYTES = 768 << 20
 and up to 256 MiB for each copy of a value that it packs or sends by gRPC."""
 
 _DISK_PER_MEMORY = 256
-"""Bytes of disk for each byte of memory for the records of values. A record takes 6.5 KiB for a value
-of 28 layers. So values below 1.6 MiB need more."""
+"""Bytes of disk for each byte of memory that the records of values take. A record of a value of 28
+layers takes 6.5 KiB, so values below 1.6 MiB need more."""
 
 _DISK_SHARE = 0.9
 """Share of the volume for values and the reserve. The file system and RocksDB use the rest, RocksDB
@@ -97,7 +97,7 @@ def _environment(cache: RagCache, site: Site) -> dict[str, EnvValue]:
             cachestore=site.cache_store_members(),
             own_address=site.shard_address(SHARDS),
             data_dir=site.data_dir(COMPONENT),
-            disk_bytes=str(_values_on(store.disk)),
+            disk_bytes=str(_disk_tier_bytes(store.disk)),
             admission=_ADMISSIONS[store.admission],
             precision=str(_precision(store.precision)),
         ),
@@ -108,6 +108,6 @@ def _precision(given: PrecisionSpec) -> Precision:
     return Precision(Codec(given.key), Codec(given.value))
 
 
-def _values_on(disk: StorageSpec) -> int:
+def _disk_tier_bytes(disk: StorageSpec) -> int:
     """Return the bytes of values that fit on a volume."""
     return max(int(disk.size_bytes * _DISK_SHARE) - _DISK_RESERVE_BYTES, _PAGE_BYTES)

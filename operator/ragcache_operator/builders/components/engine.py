@@ -33,7 +33,7 @@ _CONNECTOR: Final = {
 }
 _PROCESS_BYTES = 3 << 30
 """Memory of an engine besides its KV: vLLM's processes and the weights of a small model."""
-_TIER_WAITING_SHARE = 4
+_HOST_TIER_PER_QUEUE = 4
 """Values that wait for their copy into the host tier take one part in so many of its size."""
 _START_S = 1800
 """Time to read the weights of a large model from a slow disk or a hub."""
@@ -64,7 +64,7 @@ def workload_name(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
     """Return the objects of one group of engines."""
-    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _TIER_WAITING_SHARE
+    tier_bytes = engine.host_tier_bytes + engine.host_tier_bytes // _HOST_TIER_PER_QUEUE
     derived = DerivedResources("1", (engine.kv_memory_gib << 30) + _PROCESS_BYTES + tier_bytes)
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas
@@ -78,7 +78,11 @@ def build(cache: RagCache, engine: EngineSpec, site: Site) -> list[Object]:
         ports=(
             http(engine).port,
             records(engine).port,
-            *(port for port, at in _endpoints(engine, site).items() if at.startswith("tcp:")),
+            *(
+                port
+                for port, endpoint in _event_endpoints(engine, site).items()
+                if endpoint.startswith("tcp:")
+            ),
         ),
         probes=Probes(site.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S),
         resources=resources(derived, engine.resources),
@@ -129,7 +133,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
         *("--kv-transfer-config", _json(_CONNECTOR)),
         *_kv_events(engine, site),
         # The gateway gives background work the lowest priority, and all requests the same one.
-        *(("--scheduling-policy", "priority") if _works_in_idle_time(cache) else ()),
+        *(("--scheduling-policy", "priority") if _has_background_requests(cache) else ()),
         # Compiling would make each start longer. Its benefit on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),
@@ -137,13 +141,13 @@ def _arguments(cache: RagCache, engine: EngineSpec, site: Site) -> list[str]:
     ]
 
 
-def _works_in_idle_time(cache: RagCache) -> bool:
+def _has_background_requests(cache: RagCache) -> bool:
     return cache.spec.reuse.precompute or cache.spec.reuse.quality is not None
 
 
 def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
     """Return arguments for events of the blocks in vLLM's cache, and for their replay."""
-    endpoints = _endpoints(engine, site)
+    endpoints = _event_endpoints(engine, site)
     if not all(endpoints.values()):
         return []
     config = {
@@ -155,7 +159,7 @@ def _kv_events(engine: EngineSpec, site: Site) -> list[str]:
     return ["--kv-events-config", _json(config)]
 
 
-def _endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
+def _event_endpoints(engine: EngineSpec, site: Site) -> dict[str, str]:
     """Return the endpoints of its KV events, by port."""
     return {
         port: site.zmq_endpoint(Endpoint(workload_name(engine), port))

@@ -24,7 +24,7 @@ COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
 
 _START_S = 120
-_UNNOTICED_S = 5
+_ENDPOINT_REMOVAL_S = 5
 """Time for Services and proxies to stop sending requests to a pod that ends."""
 _STOP_GRACE_S = 60
 """Time for answers in flight after that."""
@@ -50,8 +50,8 @@ def build(cache: RagCache, site: Site) -> list[Object]:
         resources=resources(DerivedResources("100m", 512 << 20), gateway.resources),
         replicas=replica_range or gateway.replicas,
         mounts=(members.mount(cache), signing_key.mount(cache, site), *model_mounts(model)),
-        drain=("sleep", str(_UNNOTICED_S)),
-        grace_s=_UNNOTICED_S + _STOP_GRACE_S + _END_S,
+        drain=("sleep", str(_ENDPOINT_REMOVAL_S)),
+        grace_s=_ENDPOINT_REMOVAL_S + _STOP_GRACE_S + _END_S,
     )
     meta = workloads.metadata(cache, workload)
     children = [

@@ -8,7 +8,7 @@ from ragcache_operator.spec import RagCache
 
 
 def vllm_environment(cache: RagCache) -> Mapping[str, str]:
-    """Return variables for vLLM's own tracing. They also hold for the connector in its processes."""
+    """Return variables for tracing by vLLM. They also hold for the connector in its processes."""
     if cache.spec.telemetry.otlp is None:
         return {}
     return {

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Builds single Kubernetes objects, one module for each kind."""

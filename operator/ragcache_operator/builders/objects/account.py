@@ -1,4 +1,4 @@
-"""ServiceAccounts: an identity of its own, without rights, for each part."""
+"""ServiceAccounts: one identity without permissions for each workload."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ragcache_operator.builders.objects.ownership import Object
 
 
 def account(metadata: Object) -> Object:
-    """No part asks the API server anything, so none gets a token."""
+    """Return a ServiceAccount without a token, because no component calls the API server."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",

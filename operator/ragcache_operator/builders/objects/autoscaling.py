@@ -1,8 +1,7 @@
-"""HorizontalPodAutoscalers, and who says how many pods a Deployment has.
+"""HorizontalPodAutoscalers, and the number of replicas of autoscaled Deployments.
 
-Where a spec asks for autoscaling, the operator gives bounds and leaves the number between them to
-whoever scales: an autoscaler of its own, or one that the user brings (KEDA). Otherwise the two
-would take turns in correcting each other.
+For an autoscaled Deployment the operator sets only a range. An autoscaler sets the number of
+replicas: the operator's own or the user's (KEDA). Otherwise the two would overwrite each other.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ from ragcache_operator.builders.objects.ownership import Object
 from ragcache_operator.spec import GROUP
 
 REPLICA_RANGE: Final = f"{GROUP}/replica-bounds"
-"""Annotation of a Deployment whose number of replicas is somebody else's, like ``2-8``."""
+"""Annotation of an autoscaled Deployment with its range of replicas, like ``2-8``."""
 
 QUEUE_METRIC: Final = "vllm_num_requests_waiting"
-"""vLLM's ``vllm:num_requests_waiting`` under the name that metrics adapters are told to give it,
-because not all of them pass a colon on."""
+"""vLLM's ``vllm:num_requests_waiting``, as metrics adapters must rename it.
 
-_ENGINE_CALM_S = 600
-"""An engine takes minutes to load its model, so a pause in questions does not end one."""
+Some adapters do not support a colon in names."""
+
+_ENGINE_SCALE_DOWN_WINDOW_S = 600
+"""An engine takes minutes to load its model, so a short pause must not scale it down."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRange:
-    """Fewest and most replicas."""
+    """Minimum and maximum number of replicas."""
 
     minimum: int
     maximum: int
@@ -36,21 +36,21 @@ class ReplicaRange:
 
     @classmethod
     def parse(cls, text: str) -> ReplicaRange:
-        """Read what ``str`` gives."""
+        """Parse what ``str`` returns."""
         minimum, _, maximum = text.partition("-")
         return cls(int(minimum), int(maximum))
 
     def clamp(self, replicas: int) -> int:
-        """The number within the bounds that is nearest."""
+        """Return the number in the range that is closest to ``replicas``."""
         return min(max(replicas, self.minimum), self.maximum)
 
 
 def with_replicas(desired: Object, live: Object | None) -> Object:
-    """What to apply for a child, given what there is of it.
+    """Return the object to apply, with the number of replicas of an autoscaled Deployment.
 
-    Applying a Deployment without a number of replicas that we once gave it would set it back to
-    one, so a Deployment that others scale is applied with the number it has, kept within its
-    bounds, and made with the fewest.
+    If the operator stops applying a number of replicas, server-side apply resets it to one. So an
+    autoscaled Deployment is applied with its live number, limited to its range. A new one starts
+    with the minimum.
     """
     replica_range = desired["metadata"].get("annotations", {}).get(REPLICA_RANGE)
     if replica_range is None:
@@ -63,7 +63,7 @@ def with_replicas(desired: Object, live: Object | None) -> Object:
 def cpu_autoscaler(
     metadata: Object, version: str, replica_range: ReplicaRange, percent: int
 ) -> Object:
-    """Autoscaler of the Deployment of the same name by use of the CPU it requests."""
+    """Return the autoscaler by CPU utilization for the Deployment of the same name."""
     target = {"type": "Utilization", "averageUtilization": percent}
     metric = {"type": "Resource", "resource": {"name": "cpu", "target": target}}
     return _autoscaler(metadata, version, replica_range, metric)
@@ -72,11 +72,13 @@ def cpu_autoscaler(
 def queue_autoscaler(
     metadata: Object, version: str, replica_range: ReplicaRange, depth: int
 ) -> Object:
-    """Autoscaler of an engine's Deployment by the requests that wait in it."""
+    """Return the autoscaler by waiting requests for an engine's Deployment."""
     target = {"type": "AverageValue", "averageValue": str(depth)}
     metric = {"type": "Pods", "pods": {"metric": {"name": QUEUE_METRIC}, "target": target}}
     child = _autoscaler(metadata, version, replica_range, metric)
-    child["spec"]["behavior"] = {"scaleDown": {"stabilizationWindowSeconds": _ENGINE_CALM_S}}
+    child["spec"]["behavior"] = {
+        "scaleDown": {"stabilizationWindowSeconds": _ENGINE_SCALE_DOWN_WINDOW_S}
+    }
     return child
 
 

@@ -1,4 +1,4 @@
-"""Volume claims of a StatefulSet: what outlives its pods."""
+"""Volume claims of a StatefulSet."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ DATA_VOLUME = "data"
 
 
 def claim_template(storage: StorageSpec, labels: Mapping[str, str]) -> Object:
-    """Each pod's own volume.
+    """Return the claim template for the volume of each pod.
 
-    labels: by them deletion finds the claims, which have no owner so that they outlive the RagCache
-    where its policy says so.
+    The claims have no owner, because data policy Retain keeps them after the RagCache is deleted.
+
+    Args:
+        labels: Labels by which a deletion finds the claims.
     """
     spec: Object = {
         "accessModes": ["ReadWriteOnce"],

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets: how many pods of a part an eviction may take at once."""
+"""PodDisruptionBudgets, which limit how many pods of a workload are evicted at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from ragcache_operator.builders.objects.ownership import Object
 
 
 def disruption_budget(metadata: Object, selector: Mapping[str, str], version: str) -> Object:
-    """One at a time, so that a single replica does not keep a node from being drained.
+    """Return a budget of one unavailable pod, which lets a node with a single replica drain.
 
-    version: of the policy group.
+    Args:
+        version: Version of the policy API group.
     """
     return {
         "apiVersion": f"policy/{version}",

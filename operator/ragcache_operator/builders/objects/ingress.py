@@ -1,4 +1,4 @@
-"""The way in from outside the cluster: an Ingress, or a route of the Gateway API."""
+"""Ingress and HTTPRoute, which expose the gateway outside the cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ragcache_operator.spec import HTTPRouteSpec, IngressSpec
 
 
 def ingress(metadata: Object, given: IngressSpec, port_name: str) -> Object:
-    """Leads to the Service of the same name. port_name: of the Service's port."""
+    """Return an Ingress for a port of the Service of the same name."""
     service = {"name": metadata["name"], "port": {"name": port_name}}
     path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
     spec: Object = {"rules": [{"host": given.host, "http": {"paths": [path]}}]}
@@ -24,7 +24,7 @@ def ingress(metadata: Object, given: IngressSpec, port_name: str) -> Object:
 
 
 def http_route(metadata: Object, given: HTTPRouteSpec, port: int) -> Object:
-    """Leads to the Service of the same name. port: of the Service; routes know no port names."""
+    """Return an HTTPRoute for a port number of the Service of the same name."""
     parent = {"name": given.gateway}
     if given.gateway_namespace is not None:
         parent["namespace"] = given.gateway_namespace

@@ -1,4 +1,7 @@
-"""Members of the cache store: a file that its clients re-read, so that scaling it rolls nothing."""
+"""The file with the members of the cache store.
+
+Clients read it again when it changes, so scaling the store restarts no other pods.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ _SUFFIX: Final = "members"
 
 
 def config_map(cache: RagCache, component: str, shards_service: str) -> Object:
-    """The file. component: the store's. shards_service: the Service that names each of its pods."""
+    """Return the ConfigMap with the file.
+
+    Args:
+        component: Component of the store.
+        shards_service: The Service that gives each shard its DNS name.
+    """
     store = object_name(cache, component)
     domain = f"{shards_service}.{cache.metadata.namespace}.svc:{PORT_NUMBERS['grpc']}"
     members = [f"{store}-{shard}.{domain}" for shard in range(cache.spec.cache_store.shards)]
@@ -32,7 +40,7 @@ def config_map(cache: RagCache, component: str, shards_service: str) -> Object:
 
 
 def mount(cache: RagCache) -> Mount:
-    """The file in a pod; as a whole folder, because a file mounted by itself never changes."""
+    """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
     return Mount(
         "members",
         MEMBERS_FOLDER,

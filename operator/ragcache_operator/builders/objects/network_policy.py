@@ -1,7 +1,6 @@
-"""NetworkPolicies: everything between the pods of a RagCache and others is closed, and what its
-parts need is open, written down as one table of who asks whom.
+"""NetworkPolicies: they deny all connections of a RagCache's pods except those of one table.
 
-Policies judge a packet by its pod's own port, behind every Service, so ports here are the pods'.
+A policy sees the port of the pod and not of its Service, so all ports here are pod ports.
 """
 
 from __future__ import annotations
@@ -38,32 +37,33 @@ _EDGES: Final = (
     ("cachestore", "cachestore", "data"),
     (SYNC_COMPONENT, "gateway", "http"),
 )
-"""Who asks whom on which port, by component."""
+"""Allowed connections between components: (client, server, port name)."""
 
-_WATCHED: Final = (
+_OPERATOR_TARGETS: Final = (
     ("gateway", "http"),
     ("retriever", "health"),
     ("engine", "http"),
     ("cachestore", "health"),
 )
-"""What the operator asks: questions of the gateway, the health of all."""
+"""Endpoints that the operator calls, for the self-test and for health."""
 
 _READS_MODEL: Final = ("gateway", "retriever", "engine")
-"""Components that fetch the model from the hub, where it comes from there."""
+"""Components that download a model of the hub."""
 _DNS_PORTS: Final = (53, 5353)
-"""OpenShift's DNS pods listen on the second. To any address: a node's own cache is no pod."""
+"""OpenShift's DNS pods use the second port. The rule allows any address, because a node-local DNS
+cache is not a pod."""
 _HTTPS: Final = 443
 
 
 def build(cache: RagCache, site: Site) -> list[Object]:
-    """All policies of a RagCache; none if its spec does without."""
+    """Return all policies of a RagCache, or none if its spec disables them."""
     if not cache.spec.network_policy.enabled:
         return []
     name = cache.metadata.name
     deny = {"podSelector": {"matchLabels": instance_selector(name)}, "policyTypes": _BOTH}
     return [
         _policy(cache, "default-deny", None, deny),
-        *(_of_component(cache, component, site) for component in COMPONENTS),
+        *(_component_policy(cache, component, site) for component in COMPONENTS),
         _policy(
             cache,
             SYNC_COMPONENT,
@@ -71,7 +71,7 @@ def build(cache: RagCache, site: Site) -> list[Object]:
             {
                 "podSelector": {"matchLabels": component_selector(name, SYNC_COMPONENT)},
                 "policyTypes": _BOTH,
-                # A collection's sources are anywhere.
+                # The sources of a collection can have any address.
                 "egress": [{}],
             },
         ),
@@ -91,7 +91,7 @@ def _policy(cache: RagCache, name: str, component: str | None, spec: Object) -> 
     }
 
 
-def _of_component(cache: RagCache, component: str, site: Site) -> Object:
+def _component_policy(cache: RagCache, component: str, site: Site) -> Object:
     spec: Object = {
         "podSelector": {"matchLabels": component_selector(cache.metadata.name, component)},
         "policyTypes": _BOTH,
@@ -111,8 +111,8 @@ def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
         for source, target, port in _EDGES
         if target == component
     ]
-    watched = [PORT_NUMBERS[port] for watched, port in _WATCHED if watched == component]
-    rules.append({"from": [_operator(site)], "ports": _ports(*watched)})
+    ports = [PORT_NUMBERS[port] for target, port in _OPERATOR_TARGETS if target == component]
+    rules.append({"from": [_operator(site)], "ports": _ports(*ports)})
     if component == "gateway":
         peers = [
             client.model_dump(by_alias=True, exclude_defaults=True, mode="json")
@@ -124,10 +124,10 @@ def _ingress(cache: RagCache, component: str, site: Site) -> list[Object]:
 
 def _egress(cache: RagCache, component: str, site: Site) -> list[Object]:
     name = cache.metadata.name
-    names = [
+    dns_ports = [
         {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
     ]
-    rules: list[Object] = [{"ports": names}]
+    rules: list[Object] = [{"ports": dns_ports}]
     rules += [
         {"to": [_pods_of(name, target)], "ports": _ports(PORT_NUMBERS[port])}
         for source, target, port in _EDGES
@@ -160,16 +160,17 @@ def _operator(site: Site) -> Object:
 
 
 def _namespace(name: str | None, site: Site) -> Object:
-    """Selector of a namespace by name; of all of them where its name is not known."""
+    """Return the selector of a namespace, or of all namespaces if its name is unknown."""
     if name is None or not site.capabilities.named_namespaces:
         return {}
     return {"matchLabels": {"kubernetes.io/metadata.name": name}}
 
 
 def _to_url(url: str, site: Site) -> list[Object]:
-    """Rules for asking a URL, as far as policies can tell: they know addresses and pods, no names.
+    """Return the egress rules for a URL.
 
-    Behind a Service's name are pods that listen on ports of their own.
+    Policies match addresses and pods, not host names. The pods of a Service may listen on other
+    ports than the Service.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -181,13 +182,16 @@ def _to_url(url: str, site: Site) -> list[Object]:
     return [{"to": [{"ipBlock": block}], "ports": _ports(port)}]
 
 
-def _to_name(words: Sequence[str], port: int, site: Site) -> list[Object]:
-    """Rules for a host name, by its words: ``name``, ``name.namespace(.svc...)`` or the world's."""
-    if len(words) == 1:
+def _to_name(labels: Sequence[str], port: int, site: Site) -> list[Object]:
+    """Return the rules for a host name, given as its DNS labels.
+
+    It is ``service``, ``service.namespace(.svc...)`` or a name outside the cluster.
+    """
+    if len(labels) == 1:
         return [{"to": [{"podSelector": {}}]}]
-    service = {"to": [{"namespaceSelector": _namespace(words[1], site)}]}
-    if words[2:3] == ["svc"]:
+    service = {"to": [{"namespaceSelector": _namespace(labels[1], site)}]}
+    if labels[2:3] == ["svc"]:
         return [service]
-    # Two words may be either.
-    world = {"ports": _ports(port)}
-    return [service, world] if len(words) == 2 else [world]
+    # A name of two labels can be a Service or an external host.
+    external = {"ports": _ports(port)}
+    return [service, external] if len(labels) == 2 else [external]

@@ -1,4 +1,4 @@
-"""Kubernetes objects as values: what an object is, who owns it, and the hash of what it says."""
+"""Owner references and content hashes of Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 from ragcache_operator.spec import API_VERSION, GROUP, KIND, RagCache
 
 Object = dict[str, Any]
-"""A Kubernetes object, or a piece of one, as JSON has it."""
+"""A Kubernetes object, or a part of one, as a JSON value."""
 
 SPEC_HASH = f"{GROUP}/spec-hash"
 
 
 def with_owner(child: Object, cache: RagCache, owner_uid: str) -> Object:
-    """Child, deleted with the cache. owner_uid: of the live object; empty when there is none."""
+    """Return a child that Kubernetes deletes together with its RagCache.
+
+    Args:
+        owner_uid: Uid of the live RagCache. Empty if there is none.
+    """
     if not owner_uid:
         return child
     owner = {
@@ -30,10 +34,10 @@ def with_owner(child: Object, cache: RagCache, owner_uid: str) -> Object:
 
 
 def with_spec_hash(child: Object) -> Object:
-    """Child with the hash of its own content, so that a change is seen without comparing fields.
+    """Return a child with an annotation that contains the hash of its content.
 
-    Comparing alone would miss what is no longer asked for: a server fills in defaults and others
-    add to an object, so that what is there is always more than what was sent.
+    A comparison of fields does not detect fields that are no longer desired: the server and other
+    controllers add fields, so a live object always has more fields than the applied one.
     """
     content = json.dumps(child, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Services: one address for a part, or (headless) the addresses of its pods."""
+"""Services: one address for a workload, or headless with the addresses of its pods."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ragcache_operator.builders.objects.ownership import Object
 Addressing = Mapping[str, str | bool]
 
 HEADLESS: Final[Addressing] = {"clusterIP": "None"}
-"""Its name stands for every pod that is ready; who asks balances between them."""
+"""The name resolves to every ready pod, and the client balances between them."""
 HEADLESS_ALL_PODS: Final[Addressing] = {**HEADLESS, "publishNotReadyAddresses": True}
-"""Headless, and a pod has its name before it is ready and while it is not."""
+"""Headless, and the name also resolves to pods that are not ready."""
 
 
 def service(
@@ -21,10 +21,11 @@ def service(
     ports: Sequence[tuple[str, int]],
     addressing: Addressing | None = None,
 ) -> Object:
-    """A Service for the pods that selector finds.
+    """Return a Service for the selected pods.
 
-    ports: (name of the container's port, number here). addressing: HEADLESS, EVERY_POD, or by
-    default one address for all.
+    Args:
+        ports: (name of the container's port, port number of the Service).
+        addressing: HEADLESS or HEADLESS_ALL_PODS. By default the Service has one address.
     """
     return {
         "apiVersion": "v1",

@@ -1,7 +1,7 @@
-"""The key by which engines know the plans of their own gateway: a Secret of its own, and its mount.
+"""The Secret with the signing key of plans, and its mount.
 
-It is made once, from randomness that is not found here, and from then on it is the user's to
-change: the operator may create Secrets, and neither read nor write them.
+The gateway signs plans, and engines accept only plans with a valid signature. The operator creates
+the Secret once and may not read or change it. Users rotate the key themselves.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ragcache_operator.spec import RagCache
 _SUFFIX: Final = "signing-key"
 _UID_CHARS: Final = 8
 _READABLE_BY_GROUP: Final = 0o440
-"""The pod's group, which the kubelet gives the file to."""
+"""The kubelet gives the file to the pod's group."""
 
 
 def secret_name(cache: RagCache, site: Site) -> str:
-    """Name of the Secret, another one for each RagCache that there ever was.
+    """Return the name of the Secret, which is unique for each RagCache object.
 
-    Who cannot read a Secret cannot tell whose it is: not one that somebody else made, nor that of
-    a RagCache of the same name which is deleted and takes its Secret along, sooner or later.
+    The operator cannot read the owner of an existing Secret. Another user may have created it, or
+    it may belong to a deleted RagCache of the same name and be deleted soon.
     """
     name = object_name(cache, _SUFFIX)
     return f"{name}-{site.owner[:_UID_CHARS]}" if site.owner else name
 
 
 def secret(cache: RagCache, site: Site, key: bytes) -> Object:
-    """The Secret as it is made, with one key in it; deleted with the RagCache."""
-    made: Object = {
+    """Return the Secret with one key. Kubernetes deletes it together with the RagCache."""
+    child: Object = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
@@ -43,10 +43,10 @@ def secret(cache: RagCache, site: Site, key: bytes) -> Object:
         "type": "Opaque",
         "stringData": {SIGNING_KEY_FILE: f"{key.hex()}\n"},
     }
-    return with_owner(made, cache, site.owner)
+    return with_owner(child, cache, site.owner)
 
 
 def mount(cache: RagCache, site: Site) -> Mount:
-    """The keys in a pod; as a whole folder, because a file mounted by itself never changes."""
+    """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
     volume = {"secretName": secret_name(cache, site), "defaultMode": _READABLE_BY_GROUP}
     return Mount(_SUFFIX, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Builds pods and the workloads that run them."""

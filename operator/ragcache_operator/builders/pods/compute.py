@@ -1,4 +1,4 @@
-"""Requests and limits: derived from what a part holds, unless the spec says otherwise."""
+"""Resource requests and limits: derived from the cache sizes, unless the spec sets them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ragcache_operator.spec.quantity import format_bytes, parse_quantity
 
 @dataclass(frozen=True, slots=True)
 class DerivedResources:
-    """What a part needs by its own reckoning.
+    """Resources that the operator derives for a component.
 
-    bounded: the part keeps its own memory within memory_bytes, so that a limit there is a
-    safeguard. A limit on any other would kill what a rare peak goes through.
+    Args:
+        bounded: Whether the component keeps its memory below ``memory_bytes``, so that a limit is
+            safe. A limit on any other component would kill it at a rare peak.
     """
 
     cpu: str
@@ -24,9 +25,10 @@ class DerivedResources:
 
 
 def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
-    """The container's ``resources``. No CPU limit: throttling only makes answers late.
+    """Return the ``resources`` of a container.
 
-    A limit that is given below what is derived lowers the request too, or no server would take it.
+    There is no CPU limit, because throttling only delays answers. A given limit below the derived
+    request also lowers the request, because the API server rejects a request above the limit.
     """
     limit = given.memory_limit
     request = given.memory or format_bytes(derived.memory_bytes)
@@ -34,9 +36,9 @@ def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
         request = limit
     if limit is None and derived.bounded:
         limit = request
-    found: Object = {
+    rendered: Object = {
         "requests": {"cpu": canonical(given.cpu or derived.cpu), "memory": canonical(request)}
     }
     if limit is not None:
-        found["limits"] = {"memory": canonical(limit)}
-    return found
+        rendered["limits"] = {"memory": canonical(limit)}
+    return rendered

@@ -1,4 +1,4 @@
-"""Pods of a part: one container under the ``restricted`` Pod Security Standard."""
+"""Pods with one container, which meet the ``restricted`` Pod Security Standard."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ POD_SECURITY: Final[Object] = {
     "runAsUser": _USER_ID,
     "runAsGroup": _USER_ID,
     "fsGroup": _USER_ID,
-    # Else every start walks the whole volume to change what has long been changed.
+    # By default the kubelet changes the group of every file at each start.
     "fsGroupChangePolicy": "OnRootMismatch",
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""What any pod of ours is held to."""
+"""Security context of every pod."""
 
 CONTAINER_SECURITY: Final[Object] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
-"""What any container of ours is held to."""
+"""Security context of every container."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A volume and where a container sees it.
+    """A volume and its path in a container.
 
-    volume: its source, as a pod has it; None where a StatefulSet's claim brings it.
+    Args:
+        volume: Volume source of the pod. None if a StatefulSet's claim provides the volume.
     """
 
     name: str
@@ -46,15 +47,17 @@ class Mount:
 
 
 SCRATCH: Final = Mount("scratch", "/tmp", {"emptyDir": {}})
-"""The only place to write where the root file system is read-only."""
+"""The only writable folder, because the root file system is read-only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What runs in a pod.
+    """The container of a pod.
 
-    ports: (name, number). drain: command that runs before the process is told to end, while other
-    parts learn that the pod goes. grace_s: for drain and end together.
+    Args:
+        ports: (name, number) of each port.
+        drain: Command of the preStop hook. It runs while clients learn that the pod ends.
+        grace_s: Time limit of the drain and the end together.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Container:
     grace_s: int
 
     def render(self) -> Object:
-        """The container."""
+        """Return the container as part of a pod."""
         return {
             "name": self.name,
             "image": self.image,
@@ -93,7 +96,7 @@ class Container:
                 }
                 for mount in self.mounts
             ],
-            # The last words of a process that failed are its status's message.
+            # The last log lines of a failed process become the message of its status.
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "securityContext": CONTAINER_SECURITY,
         }
@@ -111,15 +114,17 @@ def pod_template(
     scheduling: SchedulingSpec,
     spread_by: Mapping[str, str] | None,
 ) -> Object:
-    """Template of a workload's pods.
+    """Return the pod template of a workload.
 
-    account: name of their ServiceAccount. spread_by: selector of the pods to spread over nodes and
-    zones; None for a part that has only ever one.
+    Args:
+        account: Name of the ServiceAccount.
+        spread_by: Selector of the pods to spread over nodes and zones. None for a workload that
+            never has more than one pod.
     """
     spec: Object = {
         "serviceAccountName": account,
         "automountServiceAccountToken": False,
-        # The variables they inject (RAGCACHE_GATEWAY_PORT=tcp://...) would read as ours.
+        # Kubernetes would inject variables (RAGCACHE_GATEWAY_PORT=tcp://...) like our settings.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": container.grace_s,
         "securityContext": POD_SECURITY,
@@ -140,24 +145,24 @@ def pod_template(
 
 
 def placement(scheduling: SchedulingSpec) -> Object:
-    """Fields of a pod that say where it may run; none for what the spec leaves open."""
-    found: Object = {
+    """Return the scheduling fields of a pod that the spec sets."""
+    fields: Object = {
         "priorityClassName": scheduling.priority_class_name,
         "nodeSelector": dict(scheduling.node_selector),
         "tolerations": [
-            taint.model_dump(by_alias=True, exclude_defaults=True, mode="json")
-            for taint in scheduling.tolerations
+            toleration.model_dump(by_alias=True, exclude_defaults=True, mode="json")
+            for toleration in scheduling.tolerations
         ],
         "imagePullSecrets": [{"name": secret.name} for secret in scheduling.image_pull_secrets],
     }
-    return {field: value for field, value in found.items() if value}
+    return {field: value for field, value in fields.items() if value}
 
 
 def _spread(topology: str, selector: Mapping[str, str]) -> Object:
     return {
         "maxSkew": 1,
         "topologyKey": topology,
-        # A pod in the wrong place serves better than one that waits for a right one.
+        # An unevenly spread pod is better than a pending one.
         "whenUnsatisfiable": "ScheduleAnyway",
         "labelSelector": {"matchLabels": dict(selector)},
     }

@@ -1,4 +1,4 @@
-"""How a container is asked whether it has started, can serve, and still lives."""
+"""Startup, readiness and liveness probes of a container."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from ragcache_operator.builders.objects.ownership import Object
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Over plain HTTP everywhere: Kubernetes before 1.24 asks no gRPC service.
+    """HTTP probes. Kubernetes before 1.24 has no gRPC probes.
 
-    port: its number. alive, ready: paths. start_s: how long it may take to become alive.
+    Args:
+        port: Port number.
+        alive: Path of the startup and liveness probes.
+        ready: Path of the readiness probe.
+        start_s: Time limit of the start.
     """
 
     port: int
@@ -20,7 +24,7 @@ class Probes:
     start_s: int
 
     def render(self) -> Object:
-        """The container's three probes."""
+        """Return the three probes of the container."""
         return {
             "startupProbe": {
                 **self._get(self.alive),
@@ -34,7 +38,7 @@ class Probes:
                 "timeoutSeconds": 5,
                 "failureThreshold": 3,
             },
-            # Killing a part that is merely busy makes it busier: a minute of silence, no less.
+            # A restart of an overloaded container adds load, so it must be silent for a minute.
             "livenessProbe": {
                 **self._get(self.alive),
                 "periodSeconds": 10,

@@ -1,4 +1,4 @@
-"""One part of a RagCache as Kubernetes runs it: its controller and all that goes with it."""
+"""Workloads: a Deployment or StatefulSet with its ServiceAccount and disruption budget."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ from ragcache_operator.builders.site import Endpoint, Site
 from ragcache_operator.spec import RagCache, StorageSpec
 
 _PROGRESS_DEADLINE_S = 3600
-"""After that a Deployment calls its rollout stuck; loading a large model takes half of it."""
+"""After this time a rollout counts as failed. Loading a large model takes half of it."""
 _HISTORY = 2
-"""Old revisions to keep: what is asked for lies in the RagCache, and its history elsewhere."""
+"""Number of old revisions to keep. The history of the spec is the user's, not Kubernetes'."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One part: its container, and what holds it.
+    """One workload of a RagCache: its container, replicas and storage.
 
-    part: its name within the RagCache. ports: names of its ports. replicas: how many, or the bounds
-    within which others scale it. storage: of each pod's own volume; None means it keeps nothing,
-    and is a Deployment. service: name of the Service that gives its pods names, if not its own.
+    Args:
+        name: Name of the workload within the RagCache.
+        ports: Names of its ports.
+        replicas: Number of replicas, or the range for an autoscaler.
+        storage: Volume of each pod. None makes the workload a Deployment.
+        service: Name of the Service that gives its pods DNS names, if it is not the workload's own.
+        drain: Command of the preStop hook.
+        surge: Whether a rolling update may run one pod more than desired.
+        scales: Whether the workload can have more than one pod.
     """
 
     component: str
@@ -48,14 +54,12 @@ class Workload:
     drain: Sequence[str] = ()
     grace_s: int = 30
     own_labels: Mapping[str, str] = field(default_factory=dict)
-    # Whether a rolling update may run one more than asked for.
     surge: bool = True
-    # Whether it may ever have more than one pod.
     scales: bool = True
 
 
 def metadata(cache: RagCache, workload: Workload) -> Object:
-    """Name, namespace and labels of a part's objects."""
+    """Return name, namespace and labels of a workload's objects."""
     return {
         "name": object_name(cache, workload.name),
         "namespace": cache.metadata.namespace,
@@ -64,13 +68,13 @@ def metadata(cache: RagCache, workload: Workload) -> Object:
 
 
 def selector(cache: RagCache, workload: Workload) -> dict[str, str]:
-    """Labels that the part's pods have, and no others."""
-    mine = component_selector(cache.metadata.name, workload.component)
-    return {**mine, **workload.own_labels}
+    """Return labels that only the workload's pods have."""
+    component = component_selector(cache.metadata.name, workload.component)
+    return {**component, **workload.own_labels}
 
 
 def build(cache: RagCache, workload: Workload, site: Site) -> list[Object]:
-    """Account, disruption budget and controller, in this order."""
+    """Return ServiceAccount, disruption budget and controller, in this order."""
     meta = metadata(cache, workload)
     children = [account(meta)]
     if site.capabilities.policy is not None:
@@ -81,8 +85,8 @@ def build(cache: RagCache, workload: Workload, site: Site) -> list[Object]:
 
 
 def _deployment(cache: RagCache, workload: Workload, site: Site) -> Object:
-    # One more at first loses no capacity; where a second one may not fit beside the first, the old
-    # one makes room.
+    # With a surge the update loses no capacity. Without one, the old pod ends first, where two pods
+    # may not fit.
     surge = {"maxSurge": 1, "maxUnavailable": 0}
     in_place = {"maxSurge": 0, "maxUnavailable": 1}
     meta, count = metadata(cache, workload), workload.replicas
@@ -117,8 +121,8 @@ def _stateful_set(cache: RagCache, workload: Workload, site: Site) -> Object:
             "replicas": workload.replicas,
             "serviceName": workload.service or name,
             "selector": {"matchLabels": selector(cache, workload)},
-            # Pods do not wait for each other at the start, and one that never gets ready does not
-            # stand in the way of the correction; updates still go one by one.
+            # Pods start in parallel, so a pod that never gets ready does not block a correction of
+            # the spec. Updates still replace one pod at a time.
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "revisionHistoryLimit": _HISTORY,

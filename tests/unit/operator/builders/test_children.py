@@ -407,5 +407,5 @@ def test_quantities_are_written_as_the_server_writes_them(given_: str, kept: str
 
 @given(st.sampled_from(["nine", "", "1Zi", "1 Gi"]))
 def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no quantity"):
+    with pytest.raises(ValueError, match="is not a quantity"):
         canonical(text)
