@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.reuse_plan import ReusePlan
-from ragcache_core.plan.signature import is_signed
 from ragcache_gateway.chat.messages import read_conversation
-from ragcache_gateway.chat.schema import IGNORED_FIELDS, REFUSED_FIELDS, ChatRequest, Usage
-from ragcache_gateway.documents.retriever_errors import to_rest_error
+from ragcache_gateway.chat.schema import IGNORED_FIELDS, REFUSED_FIELDS, ChatRequest
 from ragcache_gateway.engines.completion import (
-    TextDelta,
     completion_body,
-    error_from_response,
-    parse_event,
-    transfer_params,
 )
-from ragcache_gateway.http.errors import TooBusy, from_status, from_validation, to_http, value_path
+from ragcache_gateway.http.errors import from_validation
 from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
 PLAN = ReusePlan("chatcmpl-1", "public", ())
@@ -200,7 +191,7 @@ def test_a_conversation_is_split_into_system_history_and_question() -> None:
 
 
 def test_an_answer_can_be_sent_back_as_history() -> None:
-    empty = {"error_from_response": None, "annotations": [], "audio": None, "tool_calls": None}
+    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
     answer = {"role": "assistant", "content": "eu-north", **empty}
     ask = {"role": "user", "content": "Why?"}
     assert len(read(messages=[ask, answer, ask]).messages) == 3
@@ -226,85 +217,3 @@ def test_a_conversation_ends_with_the_question(roles: list[str], field: str) -> 
 def test_an_empty_question_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"messages\[0\].content: is empty"):
         read_conversation(read(messages=[{"role": "user", "content": " \n"}]).messages)
-
-
-def test_events_of_the_engine_are_parsed() -> None:
-    event = b'{"choices":[{"text":"a","finish_reason":null}],"usage":null}'
-    assert parse_event(event) == [TextDelta("a", None)]
-    event = (
-        b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4,'
-        b'"prompt_tokens_details":{"cached_tokens":2}}}'
-    )
-    (usage,) = parse_event(event)
-    assert isinstance(usage, Usage)
-    assert usage.model_dump()["prompt_tokens_details"] == {"cached_tokens": 2}
-
-
-@given(data=st.binary(max_size=40) | json_values.map(lambda v: repr(v).encode()))
-def test_an_unreadable_event_makes_the_engine_unavailable(data: bytes) -> None:
-    with contextlib.suppress(Unavailable):
-        assert all(isinstance(found, TextDelta | Usage) for found in parse_event(data))
-
-
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'"x"', b'{"error": "x"}', b"\xff"])
-def test_any_response_but_200_is_an_error(body: bytes) -> None:
-    assert isinstance(error_from_response(500, body), Unavailable)
-    assert isinstance(error_from_response(404, body), Unavailable)
-    assert isinstance(error_from_response(400, body), InvalidInput)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (InvalidInput("a.b", "is odd", "fix it"), 400, "invalid_value"),
-        (TooLarge("body", "is over", "send less"), 413, "too_large"),
-        (NotFound("document", "x", "list them"), 404, "document_not_found"),
-        (Unavailable("engine", "is away", 2.5), 503, "engine_unavailable"),
-        (TooBusy("busy"), 429, "too_many_requests"),
-        (RagCacheError("odd"), 500, "internal_error"),
-    ],
-)
-def test_every_error_has_openais_shape(error: RagCacheError, status: int, code: str) -> None:
-    http = to_http(error)
-    assert http.status == status
-    assert http.body["error"]["code"] == code
-    assert set(http.body["error"]) == {"message", "type", "param", "code"}
-    assert str(error) in http.body["error"]["message"]
-    assert ("Retry-After" in http.headers) == (status in (429, 503))
-
-
-@pytest.mark.parametrize("status", [400, 404, 405, 415])
-def test_an_error_of_routing_has_openais_shape(status: int) -> None:
-    http = from_status(status, "GET", "/x", "detail")
-    assert http.status == status
-    assert http.body["error"]["message"]
-
-
-def test_paths_of_values_are_written_as_a_client_writes_them() -> None:
-    assert value_path(("body", "messages", 0, "content", "~list", 1, "text")) == (
-        "messages[0].content[1].text"
-    )
-    assert value_path(("query", "limit")) == "limit"
-    assert value_path(("body",)) == ""
-
-
-def test_the_retrievers_errors_get_the_field_names_of_the_rest_api() -> None:
-    error = to_rest_error(InvalidInput("collection.chunking.size_tokens", "is odd", "fix it"))
-    assert str(error) == "chunking.size_tokens: is odd; fix it"
-    assert to_rest_error(TooLarge("document.text", "x", "y")).field == "text"  # type: ignore[attr-defined]
-    assert to_rest_error(InvalidInput("page_token", "x", "y")).field == "after"  # type: ignore[attr-defined]
-    assert "PUT /v1/collections/" in str(
-        to_rest_error(NotFound("collection", "x", "PutCollection"))
-    )
-    away = Unavailable("retriever", "x")
-    assert to_rest_error(away) is away
-
-
-def test_plans_are_signed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("ab" * 32 + "\n")
-    keys = SigningKeys(path)
-    params = transfer_params(PLAN, (1, 2), keys)
-    assert params["ragcache"] == PLAN.to_json()
-    assert is_signed(params["ragcache"], [1, 2], params["ragcache_signature"], keys.current())
-    assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.to_json()}
