@@ -81,9 +81,10 @@ from ragcache_engine.kv_cache.incoming_value import (
     NativeValue,
     ValueSource,
 )
+from ragcache_engine.kv_cache.offered_value import OfferedValue
 from ragcache_engine.kv_cache.value_tensors import decode, value_shape
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
-from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers, OfferedValue
+from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers
 from ragcache_kv.codecs import encode_value
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope
 from ragcache_kv.values.layout import FORMAT, checksum
@@ -157,11 +158,11 @@ class ChunkCopies:
 
     def _tier(self, memory: Placement, device: torch.device) -> LocalTiers:
         """Return a tier with all chunks, filled as an engine fills it."""
-        limit = 2 * QUEUE_SHARE * self.num_bytes  # room for all of them in the queue
+        limit = int(2 * self.num_bytes / QUEUE_SHARE)  # room for all of them in the queue
         pool = ChunkPool(self.shape.space, limit, device)
         tiers = LocalTiers({memory: pool}, DEFAULT_TIER_POLICY)
         tiers.offer(self._offer(number) for number in range(len(self.keys)))
-        tiers.settle()
+        tiers.start_rebalance()
         wanted = sum(pool.bytes_for(self.shape.chunk_tokens) for _ in self.keys)
         deadline = time.monotonic() + FILLED_S
         while tiers.take_counts().held_bytes.get(_NAMES[memory]) != wanted:
@@ -173,7 +174,7 @@ class ChunkCopies:
     def _offer(self, number: int) -> OfferedValue:
         value = self.values[number]
         info = VariantInfo(value.shape[2], value.nbytes, 0, Provenance(exact=True))
-        return OfferedValue.of(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
+        return OfferedValue.from_info(self.keys[number], info, value.nbytes, DOMAIN, lambda: value)
 
 
 _NAMES = {Placement.GPU: "device", Placement.PINNED: "host"}
@@ -326,7 +327,7 @@ class Bench:
         for number, span in enumerate(spans):
             write(
                 job,
-                IncomingValue(span, source_of(number), turn=position_shift),
+                IncomingValue(span, source_of(number), rotate_by=position_shift),
                 span.start,
                 span.end,
             )

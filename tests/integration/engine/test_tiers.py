@@ -27,7 +27,7 @@ from ragcache_wire.settings import EngineSettings
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.integration.engine.test_vllm import ENGINE_ARGUMENTS, Platform, make_prompt
-from tests.unit.engine.worker.test_worker import BLOCKS, FakeStore, Worker, key, spans
+from tests.helpers.engine_worker import BLOCKS, FakeStoreClient, WorkerHarness, key, spans
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -142,10 +142,10 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
     members = FixedMembers((store.address,))
     config = EngineSettings(cachestore=members, host_tier_bytes=1 << 20)
     client = ShardedStore(members)
-    worker = Worker(config, client=client)
+    worker = WorkerHarness(config, client=client)
     try:
         wanted = spans(10, 50, 131)
-        fake = FakeStore()
+        fake = FakeStoreClient()
         tensors = fake.fill(wanted)
         for span in wanted:
             stored = fake.values[span.variant]
@@ -158,10 +158,10 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
             client.put(new, ReadyValue.with_checksums(stored.value, sizes), 10.0)
         job = LoadJob("first", wanted, 0, 131, BLOCKS, "tenant")
         assert worker.load(job).values_by_tier == {"store": 3}
-        tiers = worker.side._tiers
+        tiers = worker.connector._tiers
         deadline = time.monotonic() + WAIT_S
-        held = False  # what has changed is told once
-        while not held or tiers._moving:
+        held = False  # a change is reported once
+        while not held or tiers._rebalancing:
             held |= tiers.take_counts().held_bytes != {}
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -175,5 +175,5 @@ def test_a_store_that_dies_between_lookup_and_load_is_not_missed(tmp_path: Path)
         longer = LoadJob("longer", (*wanted, VariantSpan(key(9), 131, 140)), 0, 140, BLOCKS, "tenant")
         assert worker.load(longer).tokens == 128, "whole blocks of what the tier has"
     finally:
-        worker.side.close()
+        worker.connector.close()
         store.service.stop()

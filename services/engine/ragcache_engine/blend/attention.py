@@ -1,6 +1,6 @@
-"""Measure cross-chunk attention and the error it causes when a chunk is reused after another prefix.
+"""Measure cross-chunk attention, and the error that reuse after another prefix causes.
 
-It also measures what a question attends to, because an error matters only there.
+The module also measures what a question attends to, because an error matters only there.
 
 Cache-Craft sums attention for its impact (section 3.1, eq. 3, 4) and for its ranking of tokens
 (eq. 14). On a model whose answers need another chunk, that ranking is little better than chance

@@ -107,7 +107,9 @@ class RecomputationQueue:
         """Add a load whose arrived values are in the request's blocks."""
         recompute = job.recompute
         assert recompute is not None
-        trace = self._tracer.start_child_of("recompute", metadata(job.traceparent), SpanKind.INTERNAL)
+        trace = self._tracer.start_child_of(
+            "recompute", metadata(job.traceparent), SpanKind.INTERNAL
+        )
         trace.set(chunks=len(recompute.chunks), budget=recompute.recompute_tokens)
         self._tasks.append(_RecomputationTask(job, recompute, outcome, time.monotonic(), trace))
 
@@ -137,9 +139,7 @@ class RecomputationQueue:
 
     def _fill_pass(
         self, room: int
-    ) -> tuple[
-        int, list[tuple[_RecomputationTask, Sequence[range]]], list[_RecomputationTask]
-    ]:
+    ) -> tuple[int, list[tuple[_RecomputationTask, Sequence[range]]], list[_RecomputationTask]]:
         """Take runs for one pass of at most room tokens from the tasks, in their order.
 
         Returns:

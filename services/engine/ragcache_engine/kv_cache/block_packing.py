@@ -1,8 +1,8 @@
-"""Where a CPU backend puts the elements of a block.
+"""The order in which a CPU attention backend packs the elements of a block.
 
 Its kernels pack keys and values in an order that depends on the instruction set: keys transposed,
-or in tiles of sixteen tokens and pairs of dimensions. All of these are nested loops, so a tensor
-with strides of its own can show a block as tokens, and nothing has to be gathered one by one.
+or in tiles of sixteen tokens and pairs of dimensions. Every such order is a nest of loops. So a
+strided tensor can present a block as tokens, without gathering elements one by one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from math import prod
 import torch
 
 Loops = tuple[tuple[int, int], ...]
-"""(how many, stride in elements), the outermost first."""
+"""(count, stride in elements) of each loop, the outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPacking:
-    """The keys, or the values, of one (block, head).
+    """The order of the keys, or of the values, of one (block, head).
 
-    first: where token 0 has its dimension 0, in elements from the start of both. tokens, dims: how
-    to go on from there.
+    Attributes:
+        first: Offset of token 0, dimension 0, in elements from the start of keys and values.
+        tokens: Loops over a block's tokens.
+        dims: Loops over a token's dimensions.
     """
 
     first: int
@@ -29,22 +31,27 @@ class BlockPacking:
     dims: Loops
 
     @classmethod
-    def found(cls, places: torch.Tensor) -> BlockPacking:
-        """Read off where each element lies: int64 [block_size, head_dim].
+    def from_offsets(cls, offsets: torch.Tensor) -> BlockPacking:
+        """Find the loops that produce the offsets of all elements.
 
-        Raises ValueError where that is no nest of loops.
+        Args:
+            offsets: int64 [block_size, head_dim], each element's offset.
+
+        Raises:
+            ValueError: If the offsets are no nest of loops.
         """
-        first = places[0, 0]
-        tokens, dims = places[:, 0] - first, places[0] - first
-        if not torch.equal(places, first + tokens[:, None] + dims):
-            raise ValueError("a token's place depends on the dimension")
+        first = offsets[0, 0]
+        tokens, dims = offsets[:, 0] - first, offsets[0] - first
+        if not torch.equal(offsets, first + tokens[:, None] + dims):
+            raise ValueError("a token's offset depends on the dimension")
         return cls(int(first), _loops(tokens), _loops(dims))
 
-    def shown(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Blocks as tokens, in place: [num_blocks, *tokens, num_kv_heads, *dims].
+    def view_tokens(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Return a view of the blocks as tokens: [num_blocks, *tokens, num_kv_heads, *dims].
 
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_dim], of which each (block, head)
-        is contiguous.
+        Args:
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_dim], of which each
+                (block, head) is contiguous.
         """
         num_blocks, num_kv_heads, *_ = kv_cache.shape
         by_block, by_head, *_ = kv_cache.stride()
@@ -60,18 +67,23 @@ class BlockPacking:
     def read(
         self, kv_cache: torch.Tensor, blocks: list[int], start: int, end: int, out: torch.Tensor
     ) -> None:
-        """Copy tokens [start, end) of a request with this block table.
+        """Copy tokens [start, end) of a request.
 
-        out: [end - start, num_kv_heads, head_dim], contiguous.
+        Args:
+            kv_cache: As in ``view_tokens``.
+            blocks: The request's block table.
+            start: First position.
+            end: Position after the last one.
+            out: [end - start, num_kv_heads, head_dim], contiguous.
         """
         size = prod(count for count, _ in self.tokens)
-        shown = self.shown(kv_cache)
-        shape = shown.shape[1:]
+        view = self.view_tokens(kv_cache)
+        shape = view.shape[1:]
         position = start
         while position < end:
             number, offset = divmod(position, size)
             count = min(size - offset, end - position)
-            block, target = shown[blocks[number]], out[position - start :][:count]
+            block, target = view[blocks[number]], out[position - start :][:count]
             if count == size:
                 target.view(shape).copy_(block)
             elif len(self.tokens) == 1:
@@ -81,18 +93,18 @@ class BlockPacking:
             position += count
 
 
-def _loops(places: torch.Tensor) -> Loops:
-    """A nest that comes by these places, the first of which is 0."""
+def _loops(offsets: torch.Tensor) -> Loops:
+    """Return the nest of loops that produces these offsets, of which the first is 0."""
     nest: list[tuple[int, int]] = []
-    while len(places) > 1:
-        stride = int(places[1])
-        run = places == stride * torch.arange(len(places))
-        count = len(places) if bool(run.all()) else int(run.int().argmin())
-        if len(places) % count:
-            raise ValueError(f"runs of {count} do not make up {len(places)}")
-        grid = places.reshape(-1, count)
+    while len(offsets) > 1:
+        stride = int(offsets[1])
+        run = offsets == stride * torch.arange(len(offsets))
+        count = len(offsets) if bool(run.all()) else int(run.int().argmin())
+        if len(offsets) % count:
+            raise ValueError(f"runs of {count} do not make up {len(offsets)}")
+        grid = offsets.reshape(-1, count)
         if not torch.equal(grid, grid[:, :1] + stride * torch.arange(count)):
             raise ValueError(f"not all runs of {count} are alike")
         nest.insert(0, (count, stride))
-        places = grid[:, 0]
+        offsets = grid[:, 0]
     return tuple(nest) or ((1, 0),)

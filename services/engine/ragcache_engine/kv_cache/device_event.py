@@ -1,4 +1,4 @@
-"""A moment in the work of the engine's device."""
+"""An event in the work queue of the engine's device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 
 
 class DeviceEvent:
-    """When the device has done all that it was told to until now.
+    """Completes when the device has done all work that was submitted before the event.
 
-    To make one waits for nothing: a GPU works while the next step is prepared, and must not stand
-    still so that somebody can look at the clock. clock: seconds, of a device that works at once.
+    To record an event does not wait: a GPU keeps working while the engine prepares the next step.
+
+    Args:
+        device: The device.
+        clock: Returns seconds, for a device that works synchronously.
     """
 
     def __init__(
@@ -28,16 +31,16 @@ class DeviceEvent:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is over, so that nobody need wait for it."""
+        """Whether the event is complete, so that ``wait`` would return at once."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until it has come; for a thread that has nothing else to do."""
+        """Block the calling thread until the event is complete."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """Seconds from an earlier moment of the same device; waits until this one has come."""
+        """Return the seconds from an earlier event of the same device; waits for this event."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         self._event.synchronize()

@@ -1,28 +1,33 @@
-"""A value on its way from where it is held to a request's blocks."""
+"""A value on its way from a tier or the store to a request's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ragcache_core.identity.keys import KVSpace
+from ragcache_engine.kv_cache.offered_value import OfferedValue
 from ragcache_engine.kv_cache.value_tensors import value_dims, value_shape
-from ragcache_engine.protocol.messages import VariantSpan
-from ragcache_engine.tiers.local_tiers import OfferedValue
+from ragcache_engine.protocol.messages import STORE_TIER, VariantSpan
 from ragcache_kv.values.stored_value import StoredValue
-
-STORE = "store"
-"""Where a value came from that was in no tier."""
 
 
 class ValueSource(Protocol):
-    """A value as [num_layers, 2, num_tokens, num_kv_heads, head_dim], wherever it is."""
+    """A value as [num_layers, 2, num_tokens, num_kv_heads, head_dim], in any memory."""
 
     def pieces(self, start: int, end: int) -> Sequence[torch.Tensor]:
-        """Its tokens [start, end), in order; for the worker's main thread."""
+        """Return tokens [start, end), in order. Only the worker's main thread calls this."""
+
+
+@runtime_checkable
+class LeasedSource(ValueSource, Protocol):
+    """A source whose bytes belong to a tier, which keeps them unchanged until ``close``."""
+
+    def close(self) -> None:
+        """Return the bytes to the tier, when the device no longer reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +37,21 @@ class NativeValue:
     value: torch.Tensor
 
     def pieces(self, start: int, end: int) -> Sequence[torch.Tensor]:
-        """One."""
+        """Return tokens [start, end) as one piece."""
         return (self.value[:, :, start:end],)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedValue:
-    """A value that is held with a loss, to be decoded on a GPU, so that fewer bytes go there."""
+    """A value in a lossy codec, which a GPU decodes, so that fewer bytes are copied to it."""
 
     stored: StoredValue
     space: KVSpace
     device: torch.device
 
     def pieces(self, start: int, end: int) -> Sequence[torch.Tensor]:
-        """One, decoded; on the device."""
-        # Imported here: only a GPU's machine has Triton for sure.
+        """Decode the value on the device; return tokens [start, end) as one piece."""
+        # Imported here: only a machine with a GPU is sure to have Triton.
         from ragcache_kv.codecs.device import decode_part  # noqa: PLC0415
 
         stored, shape = self.stored, value_shape(self.space)
@@ -64,17 +69,19 @@ class EncodedValue:
 
 @dataclass(frozen=True, slots=True)
 class IncomingValue:
-    """One span's value; source None: it did not come, and unless it is mended nothing after it.
-
-    num_bytes: of the value as it came. came_from: the name of a tier, or STORE. turn: positions by
-    which its keys have yet to be moved. offer: for the tiers, once it is written.
-    """
+    """One span's value, or the reason why it did not arrive."""
 
     span: VariantSpan
+    # None: the value did not arrive.
     source: ValueSource | None
     reason: str = ""
-    mended: bool = False
+    # If not, no value after one that did not arrive can be used.
+    can_recompute: bool = False
+    # Size of the value as it arrived.
     num_bytes: int = 0
-    came_from: str = STORE
-    turn: int = 0
+    # One of the worker's tiers, or STORE_TIER.
+    tier: str = STORE_TIER
+    # Positions by which the writer must rotate the keys.
+    rotate_by: int = 0
+    # For the worker's tiers, after the value has been written.
     offer: OfferedValue | None = None

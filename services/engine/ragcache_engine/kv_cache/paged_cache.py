@@ -1,10 +1,10 @@
-"""Token access to vLLM's paged KV cache.
+"""Read and write tokens of vLLM's paged KV cache.
 
-vLLM shows every layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. On CUDA
-that is true and a token is ``kv[block, :, offset]``. On CPU the shape lies: inside a (block, head)
-the kernels pack keys and values in an order of their own that depends on the instruction set. So
-writing goes through the attention backend itself, and reading through the order (``packing``) that
-is found once by writing known bit patterns into a scratch block with that same call.
+vLLM presents every layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. On
+CUDA that is true and a token is ``kv[block, :, offset]``. On CPU the shape is not true: inside a
+(block, head) the kernels pack keys and values in an order that depends on the instruction set. So
+writes go through the attention backend. Reads use the order (``BlockPacking``) that is found once,
+by writing known bit patterns to a scratch block through the backend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of one layer's cache. block_size: of the block tables that vLLM hands out."""
+    """Sizes of one layer's cache. ``block_size`` is that of vLLM's block tables."""
 
     num_kv_heads: int
     block_size: int
@@ -37,12 +37,16 @@ class CacheShape:
 class PagedCache:
     """Reads and writes tokens of all layers.
 
-    layers: vLLM's attention layers by name in model order, each with ``impl`` and its bound
-    ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``. block_size: of the
-    block tables, where the attention backend cuts such blocks into smaller ones, as which the
-    layers then show their cache; None: it does not.
-    Raises ValueError when the layers differ in shape (hybrid models), for blocks that cannot be
-    cut like that, and for an order inside of blocks that is not understood.
+    Args:
+        layers: vLLM's attention layers by name in model order, each with ``impl`` and its bound
+            ``kv_cache`` of ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
+        device: The device of the cache.
+        block_size: Of the block tables, if the attention backend cuts their blocks into smaller
+            ones and the layers present their cache as those; None: it does not.
+
+    Raises:
+        ValueError: If the layers differ in shape (hybrid models), if the blocks cannot be cut like
+            that, or if the order inside blocks is not supported.
     """
 
     def __init__(
@@ -62,8 +66,12 @@ class PagedCache:
                 f"blocks of {block_size} tokens cannot be cut into those of {self._kernel_size}"
             )
         if self._kernel_size != self.shape.block_size:
-            log.info("blocks of %d tokens are cut into blocks of %d", block_size, kernel.block_size)
-        self._packings = _probe(self.layers[0], kernel) if device.type == "cpu" else None
+            log.info(
+                "paged cache: backend cuts blocks block_size=%d kernel_block_size=%d",
+                block_size,
+                kernel.block_size,
+            )
+        self._packings = _probe_packing(self.layers[0], kernel) if device.type == "cpu" else None
 
     @property
     def num_layers(self) -> int:
@@ -71,21 +79,24 @@ class PagedCache:
         return len(self.layers)
 
     def record_event(self) -> DeviceEvent:
-        """When the device has done all that it was told to until now; waits for nothing."""
+        """Return an event after all work submitted to the device so far; does not wait."""
         return DeviceEvent(self.device)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Slot of each token in [start, end) of a request with this block table; int64 [T]."""
+        """Return the slot of each token in [start, end) by the request's block table; int64 [T]."""
         positions = torch.arange(start, end)
         table = torch.tensor(blocks, dtype=torch.int64)
         size = self.shape.block_size
         return table[positions // size] * size + positions % size
 
     def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
-        """Write tokens of the layers from first_layer on, as many as value has.
+        """Write tokens of some layers.
 
-        value: [layers, 2, T, num_kv_heads, head_dim], on the device or not. If it is no contiguous
-        tensor, one layer's keys are, and its values.
+        Args:
+            value: [layers, 2, T, num_kv_heads, head_dim], on any device. Either the whole tensor or
+                each layer's keys and values are contiguous.
+            slots: int64 [T].
+            first_layer: The layer of ``value[0]``.
         """
         slots = slots.to(self.device, non_blocking=True)
         if value.is_contiguous():
@@ -96,9 +107,10 @@ class PagedCache:
             layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Tokens [start, end) of all layers on the CPU: [num_layers, 2, T, num_kv_heads, head_dim].
+        """Return tokens [start, end) of all layers on the CPU, by the request's block table.
 
-        blocks: the request's block table.
+        Returns:
+            [num_layers, 2, T, num_kv_heads, head_dim].
         """
         value = torch.empty(self._dims(end - start), dtype=self.shape.dtype)
         for index in range(self.num_layers):
@@ -106,17 +118,21 @@ class PagedCache:
         return value
 
     def empty(self, num_tokens: int) -> torch.Tensor:
-        """Memory for ``read_layer``: [num_layers, 2, num_tokens, num_kv_heads, head_dim], CPU."""
-        is_far = self.device.type == "cuda"
-        return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype, pin_memory=is_far)
+        """Allocate CPU memory for ``read_layer``, pinned if the device is a GPU.
+
+        Returns:
+            [num_layers, 2, num_tokens, num_kv_heads, head_dim].
+        """
+        pinned = self.device.type == "cuda"
+        return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype, pin_memory=pinned)
 
     def read_layer(
         self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
     ) -> None:
         """Copy tokens [start, end) of one layer to out, [2, T, num_kv_heads, head_dim] on the CPU.
 
-        From a device to pinned memory (``empty``) the copy has ended when the next ``record_event`` has
-        come, else on return.
+        A copy from a device to pinned memory (``empty``) ends when the next event
+        (``record_event``) is complete. Other copies end before the method returns.
         """
         if self._packings is not None:
             cache = self.layers[index].kv_cache
@@ -129,31 +145,32 @@ class PagedCache:
     def layer(
         self, index: int, blocks: Sequence[int], start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens [start, end) of one layer: [T, num_kv_heads, head_dim] each.
+        """Return the keys and the values of tokens [start, end) of one layer, on the device.
 
-        On the device.
+        Returns:
+            Two tensors [T, num_kv_heads, head_dim].
         """
         return self.keys(index, blocks, start, end), self.values(index, blocks, start, end)
 
     def keys(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Keys alone, as ``layer`` has them."""
+        """Return only the keys, as ``layer`` does."""
         return self._tokens(index, 0, blocks, start, end)
 
     def values(self, index: int, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Values alone, as ``layer`` has them."""
+        """Return only the values, as ``layer`` does."""
         return self._tokens(index, 1, blocks, start, end)
 
     def _dims(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
 
     def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
-        """A block table as one of the blocks that layers show."""
+        """Convert a block table to one of the blocks that the layers present."""
         return cut_blocks(blocks, self.shape.block_size // self._kernel_size)
 
     def _tokens(
         self, index: int, which: int, blocks: Sequence[int], start: int, end: int
     ) -> torch.Tensor:
-        """Keys (0) or values (1) of one layer."""
+        """Return the keys (0) or the values (1) of one layer."""
         shape, cache = self.shape, self.layers[index].kv_cache
         if self._packings is not None:
             tokens = torch.empty(end - start, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
@@ -173,9 +190,9 @@ class PagedCache:
 
 
 def cut_blocks(blocks: Sequence[int], per_block: int) -> list[int]:
-    """A block table as one of the smaller blocks that a backend cuts each block into.
+    """Convert a block table to one of the smaller blocks into which a backend cuts each block.
 
-    A token's slot is the same in both: block * block_size + offset.
+    A token has the same slot in both: block * block_size + offset.
     """
     if per_block == 1:
         return list(blocks)
@@ -189,8 +206,8 @@ def _shape(kv_cache: torch.Tensor) -> CacheShape:
     return CacheShape(heads, block_size, both // 2, kv_cache.dtype)
 
 
-def _probe(layer: Any, shape: CacheShape) -> tuple[BlockPacking, BlockPacking]:
-    """How the backend packs the keys and the values of a block."""
+def _probe_packing(layer: Any, shape: CacheShape) -> tuple[BlockPacking, BlockPacking]:
+    """Find how the backend packs the keys and the values of a block."""
     pattern_dtype = _PATTERN_DTYPE[shape.dtype.itemsize]
     elements = shape.block_size * shape.head_dim
     # A bit pattern per element; the backend only copies, so any pattern survives.
@@ -205,18 +222,19 @@ def _probe(layer: Any, shape: CacheShape) -> tuple[BlockPacking, BlockPacking]:
     found = scratch[0, 0].reshape(-1).view(pattern_dtype).to(torch.int64)
     if shape.dtype.itemsize == 2:
         found &= 0xFFFF
-    not_understood = (
+    unsupported = (
         f"blocks of {shape.block_size} tokens with heads of {shape.head_dim} are not supported:"
-        " the engine's packing of them was not understood; use a smaller --block-size"
+        " the attention backend packs them in an unknown order; use a smaller --block-size"
     )
     if not torch.equal(found.sort().values, torch.arange(2 * elements)):
-        raise ValueError(not_understood)
-    places = torch.empty_like(found)
-    places[found] = torch.arange(2 * elements)
+        raise ValueError(unsupported)
+    offsets = torch.empty_like(found)
+    offsets[found] = torch.arange(2 * elements)
     try:
         keys, values = (
-            BlockPacking.found(half) for half in places.view(2, shape.block_size, shape.head_dim)
+            BlockPacking.from_offsets(half)
+            for half in offsets.view(2, shape.block_size, shape.head_dim)
         )
     except ValueError as error:
-        raise ValueError(f"{not_understood} ({error})") from error
+        raise ValueError(f"{unsupported} ({error})") from error
     return keys, values

@@ -1,4 +1,4 @@
-"""Chunks' KV between tensors and the bytes that a store holds."""
+"""Convert chunks' KV between tensors and the bytes that a store holds."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def value_shape(space: KVSpace) -> ValueShape:
-    """Shape of one token's KV."""
+    """Return the shape of one token's KV."""
     return ValueShape(space.num_layers, space.num_kv_heads, space.head_dim, space.dtype)
 
 
 def native_bytes(value: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, where they lie."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return _bytes(value).data.cast("B")
 
 
 def value_dims(space: KVSpace, num_tokens: int) -> tuple[int, int, int, int, int]:
-    """[num_layers, 2, num_tokens, num_kv_heads, head_dim]."""
+    """Return [num_layers, 2, num_tokens, num_kv_heads, head_dim]."""
     return (space.num_layers, 2, num_tokens, space.num_kv_heads, space.head_dim)
 
 
 def matches_space(stored: StoredValue, num_tokens: int, space: KVSpace) -> bool:
-    """Whether a value says that it is of so many tokens of a space, in the format known here."""
+    """Tell whether a value declares this length, this space and the format of this version."""
     if stored.value_format != FORMAT or stored.shape != value_shape(space):
         return False
     return stored.info.num_tokens == num_tokens and len(stored.parts) == space.num_layers
 
 
 def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor | None:
-    """Value as [num_layers, 2, num_tokens, num_kv_heads, head_dim]; None if it is no such value.
+    """Return a value as [num_layers, 2, num_tokens, num_kv_heads, head_dim].
 
-    Its checksums have been verified where its bytes came in. A native value is used where it lies.
+    The client verified the value's checksums when it received the bytes. A native value is not
+    copied.
+
+    Returns:
+        None if the value has another layout.
     """
     if not matches_space(stored, num_tokens, space):
         return None
@@ -56,8 +60,8 @@ def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor
 
 
 def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> torch.Tensor | None:
-    """A value that is held in another form, layer by layer."""
-    # Imported here: it compiles loops, which who only moves native values does without.
+    """Decode a value that is not native, layer by layer."""
+    # Imported here: it compiles loops, which a worker that moves only native values does not need.
     from ragcache_kv.codecs import decode_part  # noqa: PLC0415
 
     value = torch.empty(dims, dtype=DTYPES[shape.dtype])
@@ -66,7 +70,9 @@ def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> t
             encoded = np.frombuffer(stored.part(layer), np.uint8)
             decode_part(encoded, shape, dims[2], stored.info.precision, out=_bytes(out).reshape(-1))
     except ValueError as error:
-        log.warning("a value held as %s cannot be read: %s", stored.info.precision, error)
+        log.warning(
+            "value decoder: decode failed precision=%s error=%s", stored.info.precision, error
+        )
         return None
     return value
 

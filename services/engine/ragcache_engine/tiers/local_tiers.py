@@ -144,7 +144,9 @@ class LocalTiers:
             self._free_closed_reads()
             evicted, self._evicted = self._evicted, Counter()
             used = {TIER_NAMES[tier]: pool.used_bytes for tier, pool in self._pools.items()}
-            changed = {name: now for name, now in used.items() if now != self._reported_bytes.get(name)}
+            changed = {
+                name: now for name, now in used.items() if now != self._reported_bytes.get(name)
+            }
             self._reported_bytes = used
         return TierCounts(evicted, changed)
 
@@ -280,7 +282,7 @@ class LocalTiers:
             pool.fill(allocation, pieces)
         except BaseException as error:
             variant = offer.key.to_bytes().hex()
-            log.error(
+            log.warning(
                 "%s tier: insert failed variant=%s error=%r", TIER_NAMES[tier], variant, error
             )
             with self._lock:
@@ -324,15 +326,15 @@ class LocalTiers:
 
 
 def make_local_tiers(
-    config: EngineSettings,
+    settings: EngineSettings,
     space: KVSpace,
     device: torch.device,
     on_reads: Callable[[Sequence[VariantKey]], None],
 ) -> LocalTiers:
     """Build the configured tiers. A tier without enough memory is off, with a warning."""
     configured = {
-        Placement.GPU: (config.device_pool_bytes, device),
-        Placement.PINNED: (config.host_tier_bytes, torch.device("cpu")),
+        Placement.GPU: (settings.device_pool_bytes, device),
+        Placement.PINNED: (settings.host_tier_bytes, torch.device("cpu")),
     }
     pools = {}
     for tier, (limit_bytes, where) in configured.items():
@@ -340,5 +342,7 @@ def make_local_tiers(
             try:
                 pools[tier] = ChunkPool(space, limit_bytes, where)
             except (RuntimeError, MemoryError) as error:
-                log.warning("%s tier: off, cannot allocate memory error=%s", TIER_NAMES[tier], error)
-    return LocalTiers(pools, config.tier_policy, on_reads)
+                log.warning(
+                    "%s tier: off, cannot allocate memory error=%s", TIER_NAMES[tier], error
+                )
+    return LocalTiers(pools, settings.tier_policy, on_reads)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The connector's side in vLLM's worker process: it loads, writes, recomputes and saves KV."""

@@ -1,4 +1,4 @@
-"""What computing a chunk's KV took: its share of the forward passes that computed it."""
+"""Measure what it costs to compute a chunk's KV, as its share of forward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcache_engine.protocol.messages import ComputedRange, VariantSpan
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _ForwardPass:
     """A forward pass over num_tokens tokens."""
 
     began: DeviceEvent
@@ -19,55 +19,60 @@ class _Pass:
     num_tokens: int
 
     def token_s(self) -> float:
-        """Seconds that each of its tokens took; waits until it has ended."""
+        """Return the seconds per token; waits until the pass has ended."""
         return self.ended.seconds_since(self.began) / max(1, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed:
+class _TimedRange:
     """Prompt tokens [first, end) and the pass that computed them."""
 
     first: int
     end: int
-    by: _Pass
+    forward_pass: _ForwardPass
 
 
 class ComputeCosts:
-    """Seconds by prompt tokens of the requests that are being computed.
+    """Compute cost of the prompt tokens of running requests.
 
-    Tokens of one pass share its time alike: what passes differ in (attention to what is before)
-    is small beside what they have in common, at the lengths of chunks.
+    All tokens of one pass get an equal share of its time. At the lengths of chunks, the difference
+    between tokens (attention to what is before) is small compared with what they have in common.
     """
 
     def __init__(self) -> None:
-        self._computed: dict[str, list[_Computed]] = {}
+        self._ranges: dict[str, list[_TimedRange]] = {}
 
     def add(
-        self, computing: Iterable[ComputedRange], num_tokens: int, began: DeviceEvent, ended: DeviceEvent
+        self,
+        computed: Iterable[ComputedRange],
+        num_tokens: int,
+        began: DeviceEvent,
+        ended: DeviceEvent,
     ) -> None:
-        """A forward pass over num_tokens tokens of all requests began and ended."""
-        by = _Pass(began, ended, num_tokens)
-        for one in computing:
-            computed = _Computed(one.first, one.end, by)
-            self._computed.setdefault(one.request_id, []).append(computed)
+        """Add a forward pass over num_tokens tokens of all requests."""
+        forward_pass = _ForwardPass(began, ended, num_tokens)
+        for one in computed:
+            timed = _TimedRange(one.first, one.end, forward_pass)
+            self._ranges.setdefault(one.request_id, []).append(timed)
 
-    def of(self, request_id: str, span: VariantSpan) -> Callable[[], float]:
-        """Tells the seconds that span took, or would have if no token of it had been at hand.
+    def cost_of(self, request_id: str, span: VariantSpan) -> Callable[[], float]:
+        """Return a function that returns the seconds to compute a span without cached tokens.
 
-        0: unknown. It waits until the passes that computed it have ended, on whatever thread.
+        The function returns 0 if the cost is unknown. It waits until the passes that computed the
+        span have ended, so any thread may call it.
         """
-        return partial(_cost_s, tuple(self._computed.get(request_id, ())), span)
+        return partial(_cost_s, tuple(self._ranges.get(request_id, ())), span)
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._computed.pop(request_id, None)
+    def remove(self, request_id: str) -> None:
+        """Remove a request that has ended."""
+        self._ranges.pop(request_id, None)
 
 
-def _cost_s(computed: Iterable[_Computed], span: VariantSpan) -> float:
+def _cost_s(ranges: Iterable[_TimedRange], span: VariantSpan) -> float:
     tokens, seconds = 0, 0.0
-    for one in computed:
+    for one in ranges:
         overlap = min(one.end, span.end) - max(one.first, span.start)
         if overlap > 0:
             tokens += overlap
-            seconds += overlap * one.by.token_s()
+            seconds += overlap * one.forward_pass.token_s()
     return seconds / tokens * (span.end - span.start) if tokens else 0.0

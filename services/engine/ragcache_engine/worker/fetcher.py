@@ -1,4 +1,4 @@
-"""Where the values of a load come from: the worker's own tiers, and the store for the rest."""
+"""Fetch the values of a load: from the worker's own tiers, or else from the store."""
 
 from __future__ import annotations
 
@@ -19,70 +19,86 @@ from ragcache_engine.kv_cache.incoming_value import (
     NativeValue,
     ValueSource,
 )
+from ragcache_engine.kv_cache.offered_value import OfferedValue
 from ragcache_engine.kv_cache.value_tensors import decode, matches_space
 from ragcache_engine.protocol.messages import LoadJob, VariantSpan, miss_reason
-from ragcache_engine.tiers.local_tiers import LocalTiers, OfferedValue, TierRead
+from ragcache_engine.tiers.local_tiers import LocalTiers
+from ragcache_engine.tiers.tier_value import TierRead
 from ragcache_kv.rotation import KeyRotation
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import value_bytes
-from ragcache_kv.values.stored_value import Answer, StoredValue
+from ragcache_kv.values.stored_value import StoredValue, ValueOrMiss
 
 _CPU = torch.device("cpu")
 
 
-class _Answers:
-    """What a store says of values that some jobs want. wanted: how often each is, in order."""
+class _StoreAnswers:
+    """The store's answers to the keys that some jobs want.
+
+    Args:
+        wanted: How often each key is wanted, in the order of the request.
+        stream: The store's answers, in that order.
+    """
 
     def __init__(
-        self, wanted: Mapping[VariantKey, int], stream: Iterator[tuple[VariantKey, Answer]]
+        self, wanted: Mapping[VariantKey, int], stream: Iterator[tuple[VariantKey, ValueOrMiss]]
     ) -> None:
         self._uses = dict(wanted)
         self._shared = {key for key, times in wanted.items() if times > 1}
         self._order = iter(wanted)
         self._stream = stream
-        self._came: dict[VariantKey, Answer] = {}
+        self._answers: dict[VariantKey, ValueOrMiss] = {}
 
-    def take(self, key: VariantKey) -> tuple[Answer | None, bool]:
-        """The answer to a key, and whether others have the same; None: the store has ended early.
+    def take(self, key: VariantKey) -> tuple[ValueOrMiss | None, bool]:
+        """Return the answer to a key, and whether other jobs get the same answer.
 
-        Raises RagCacheError, as the store does.
+        Returns:
+            None as the answer if the store ended early.
+
+        Raises:
+            RagCacheError: As the store raises it.
         """
-        while key not in self._came:
-            if not self._read():
+        while key not in self._answers:
+            if not self._read_next():
                 return None, False
-        answer = self._came[key]
+        answer = self._answers[key]
         self._uses[key] -= 1
         if not self._uses[key]:
-            del self._came[key]  # nobody else keeps its memory
+            del self._answers[key]  # so that the value's memory can be freed
         return answer, key in self._shared
 
-    def read_on(self) -> None:
-        """Read what there is, to the end. Raises RagCacheError, as the store does."""
-        while self._read():
+    def read_to_end(self) -> None:
+        """Read the remaining answers. Raises RagCacheError as the store does."""
+        while self._read_next():
             pass
 
-    def _read(self) -> bool:
+    def _read_next(self) -> bool:
         key, answer = next(self._stream, (None, Miss.TIMED_OUT))
         if key is None:
             return False
         if key != next(self._order, None):
             raise RagCacheError("the store answered in another order")
-        self._came[key] = answer
+        self._answers[key] = answer
         return True
 
 
 def share_values(one: LoadJob, other: LoadJob) -> bool:
-    """Whether two jobs want some of the same values, in the same way."""
+    """Tell whether two jobs want some of the same values, under the same conditions."""
     alike = one.domain == other.domain and (one.recompute is None) == (other.recompute is None)
     return alike and not {s.variant for s in one.spans}.isdisjoint(s.variant for s in other.spans)
 
 
 class Fetcher:
-    """Fetches the spans of jobs in their order. For any thread but the worker's main one.
+    """Fetches the spans of jobs, in their order. Any thread but the worker's main one may use it.
 
-    rotation: of the model's keys; None where that is not known, and then none have moved. device:
-    the model's. What is to be decoded or turned is so by a GPU, when it is written; where there is
-    none, here.
+    Without a GPU the fetcher decodes values and rotates keys. With a GPU the writer does both.
+
+    Args:
+        client: The store.
+        space: The KV space of all values.
+        tiers: The worker's own tiers.
+        rotation: Of the model's keys; None: unknown, and then no value has moved.
+        device: The model's device.
     """
 
     def __init__(
@@ -99,22 +115,30 @@ class Fetcher:
         self._rotation = rotation
         self._device = device
 
-    def fetch(self, jobs: Sequence[LoadJob], timeout_s: float) -> Iterator[tuple[int, IncomingValue]]:
-        """Arrivals of one job after another, with the job's place: one for each of its spans.
+    def fetch(
+        self, jobs: Sequence[LoadJob], timeout_s: float
+    ) -> Iterator[tuple[int, IncomingValue]]:
+        """Yield the values of one job after another, one for each span, with the job's index.
 
-        Fewer if one that did not come cannot be mended. jobs: that go together (``share_values``).
-        The store is asked for what no tier has, once for each value; where that is nothing, it is
-        not asked. Raises RagCacheError, as the store does.
+        A job gets fewer values after one that did not arrive and cannot be recomputed. The fetcher
+        requests each value that no tier has once from the store.
+
+        Args:
+            jobs: Jobs that share values (``share_values``).
+            timeout_s: Deadline of the request to the store.
+
+        Raises:
+            RagCacheError: As the store raises it.
         """
-        # All of them now: what is evicted while the store is waited for is still to be read.
-        readings = [[self._in_tier(job, span) for span in job.spans] for job in jobs]
+        # Start all reads now, so that an eviction while the store answers does not affect them.
+        reads = [[self._read_tier(job, span) for span in job.spans] for job in jobs]
         wanted = Counter(
             span.variant
-            for job, of_job in zip(jobs, readings, strict=True)
-            for span, reading in zip(job.spans, of_job, strict=True)
-            if reading is None
+            for job, reads_of_job in zip(jobs, reads, strict=True)
+            for span, read in zip(job.spans, reads_of_job, strict=True)
+            if read is None
         )
-        answers = _Answers(
+        answers = _StoreAnswers(
             wanted,
             self._client.get(
                 list(wanted), timeout_s, exact=jobs[0].recompute is None, domain=jobs[0].domain
@@ -122,84 +146,106 @@ class Fetcher:
             if wanted
             else iter(()),
         )
-        for place, job in enumerate(jobs):
-            for arrival in self._arrivals(job, readings[place], answers):
-                yield place, arrival
+        for index, job in enumerate(jobs):
+            for value in self._values(job, reads[index], answers):
+                yield index, value
 
-    def _arrivals(
-        self, job: LoadJob, readings: list[TierRead | None], answers: _Answers
+    def _values(
+        self, job: LoadJob, reads: list[TierRead | None], answers: _StoreAnswers
     ) -> Iterator[IncomingValue]:
-        for place, span in enumerate(job.spans):
-            reading, readings[place] = readings[place], None
-            if reading is not None:
-                yield self._from_tier(span, reading)
+        for index, span in enumerate(job.spans):
+            read, reads[index] = reads[index], None
+            if read is not None:
+                yield self._from_tier(span, read)
                 continue
-            stored, shared = answers.take(span.variant)
-            if stored is None:
+            answer, shared = answers.take(span.variant)
+            if answer is None:
                 yield IncomingValue(span, None, reason="store ended early")
                 return
-            if stored is Miss.CORRUPT and not job.can_recompute(span):
-                # This is the last that is read. It is computed and put anew, which a store that has
-                # not heard of the damage would not take; it hears of it at the end.
+            if answer is Miss.CORRUPT and not job.can_recompute(span):
+                # The load ends here. The engine computes the value and puts it again, which a store
+                # accepts only after it has heard of the damage, at the end of the request.
                 with contextlib.suppress(RagCacheError):
-                    answers.read_on()
-            arrival = self._from_store(job, span, stored, shared=shared)
-            yield arrival
-            if arrival.source is None and not arrival.mended:
+                    answers.read_to_end()
+            value = self._from_store(job, span, answer, shared=shared)
+            yield value
+            if value.source is None and not value.can_recompute:
                 return
 
-    def _in_tier(self, job: LoadJob, span: VariantSpan) -> TierRead | None:
-        # Behind its own prefix a chunk is where it was computed.
+    def _read_tier(self, job: LoadJob, span: VariantSpan) -> TierRead | None:
+        # After its own prefix a chunk has the position at which it was computed.
         base = span.start if span.base_position is None else span.base_position
         exact = not job.can_recompute(span)
         return self._tiers.read(span.variant, span.end - span.start, base, job.domain, exact=exact)
 
-    def _from_tier(self, span: VariantSpan, reading: TierRead) -> IncomingValue:
+    def _from_tier(self, span: VariantSpan, read: TierRead) -> IncomingValue:
         num_tokens = span.end - span.start
-        source: ValueSource = reading
-        turn = span.position_shift
-        if turn and self._device == _CPU:
-            value = concatenate_pieces(reading.pieces(0, num_tokens), _CPU)
-            reading.close()
-            source, turn = NativeValue(self._turned(value, turn)), 0
+        source: ValueSource = read
+        rotate_by = span.position_shift
+        if rotate_by and self._device == _CPU:
+            value = concatenate_pieces(read.pieces(0, num_tokens), _CPU)
+            read.close()
+            source, rotate_by = NativeValue(self._rotated(value, rotate_by)), 0
         size = value_bytes(self._space, num_tokens)
-        return IncomingValue(span, source, num_bytes=size, came_from=reading.tier, turn=turn)
+        return IncomingValue(span, source, num_bytes=size, tier=read.tier, rotate_by=rotate_by)
 
     def _from_store(
-        self, job: LoadJob, span: VariantSpan, stored: StoredValue | Miss, *, shared: bool
+        self, job: LoadJob, span: VariantSpan, stored: ValueOrMiss, *, shared: bool
     ) -> IncomingValue:
-        mended = job.can_recompute(span)
+        can_recompute = job.can_recompute(span)
         if isinstance(stored, Miss):
-            return IncomingValue(span, None, reason=miss_reason(stored), mended=mended)
-        if not (mended or stored.info.serves_exact):
-            # It was when it was looked up; since then it has been held with a loss.
+            reason = miss_reason(stored)
+            return IncomingValue(span, None, reason=reason, can_recompute=can_recompute)
+        if not (can_recompute or stored.info.serves_exact):
+            # The store re-encoded it with a lossy codec after the lookup.
             return IncomingValue(span, None, reason=miss_reason(Miss.OTHER_PRECISION))
         if span.base_position not in (None, stored.info.base_position):
-            return IncomingValue(span, None, reason="other position", mended=mended)
+            return IncomingValue(span, None, reason="other position", can_recompute=can_recompute)
         num_tokens, size = span.end - span.start, len(stored.value)
         if self._is_for_device(stored) and matches_space(stored, num_tokens, self._space):
-            native = partial(decode, stored, num_tokens, self._space)
-            source = EncodedValue(stored, self._space, self._device)
-            offer = OfferedValue.of(span.variant, stored.info, size, job.domain, native)
             return IncomingValue(
-                span, source, mended=mended, num_bytes=size, turn=span.position_shift, offer=offer
+                span,
+                EncodedValue(stored, self._space, self._device),
+                can_recompute=can_recompute,
+                num_bytes=size,
+                rotate_by=span.position_shift,
+                offer=OfferedValue.from_info(
+                    span.variant,
+                    stored.info,
+                    size,
+                    job.domain,
+                    partial(decode, stored, num_tokens, self._space),
+                ),
             )
         value = decode(stored, num_tokens, self._space)
         if value is None:
-            return IncomingValue(span, None, reason="other layout", mended=mended)
-        kept = OfferedValue.of(span.variant, stored.info, value.nbytes, job.domain, lambda: value)
-        turn = span.position_shift
-        turned = value
-        if turn and self._device == _CPU:
-            # What others use stays as it was computed: turned twice, it would be rounded twice.
-            turned = self._turned(value, turn, apart=self._tiers.keeps or shared)
-            turn = 0
-        return IncomingValue(span, NativeValue(turned), mended=mended, num_bytes=size, turn=turn, offer=kept)
+            return IncomingValue(span, None, reason="other layout", can_recompute=can_recompute)
+        offer = OfferedValue.from_info(
+            span.variant, stored.info, value.nbytes, job.domain, lambda: value
+        )
+        rotate_by = span.position_shift
+        rotated = value
+        if rotate_by and self._device == _CPU:
+            # Other users of the value get it as it was computed: a second rotation would round its
+            # keys a second time.
+            in_place = not (self._tiers.has_memory or shared)
+            rotated = self._rotated(value, rotate_by, in_place=in_place)
+            rotate_by = 0
+        return IncomingValue(
+            span,
+            NativeValue(rotated),
+            can_recompute=can_recompute,
+            num_bytes=size,
+            rotate_by=rotate_by,
+            offer=offer,
+        )
 
-    def _turned(self, value: torch.Tensor, turn: int, *, apart: bool = False) -> torch.Tensor:
+    def _rotated(
+        self, value: torch.Tensor, rotate_by: int, *, in_place: bool = True
+    ) -> torch.Tensor:
         assert self._rotation is not None
-        out = torch.empty_like(value) if apart else None
-        return self._rotation.rotate_part(value, turn, out)
+        out = None if in_place else torch.empty_like(value)
+        return self._rotation.rotate_part(value, rotate_by, out)
 
     def _is_for_device(self, stored: StoredValue) -> bool:
         precision = stored.info.precision

@@ -26,19 +26,27 @@ from ragcache_wire.tracing import SpanKind, Tracer
 
 log = logging.getLogger("vllm.ragcache")
 
-_LONGEST_PASS_S = 600.0
-"""How long to wait for the rest of a value before it is given up."""
+_MAX_PASS_S = 600.0
+"""Seconds to wait for the rest of a value before the save is aborted."""
 
-_LONGEST_PAUSE_S = 2.0
-"""How long to leave alone a store that had no time or no room."""
+_MAX_RETRY_WAIT_S = 2.0
+"""Seconds to wait, at most, before a retry to a store that had no time or no room."""
+
+_LOG_NOT_SAVED = "saver: variant not saved num_tokens=%d error=%s"
 
 
 class Saver:
-    """Puts values, at_once of them, in order of arrival; holds at most queue_bytes of them.
+    """Puts values in the order of their arrival.
 
-    head_start_s: how long it leaves the engine alone before it begins. To sum up and send what was
-    just computed takes cores, memory and the store from the first token, which is on its way out.
-    tracer: of what is part of a trace.
+    Args:
+        client: The store.
+        space: The KV space of all values.
+        deadline_s: Deadline of one put.
+        queue_bytes: Bytes of all queued values, at most.
+        at_once: Number of parallel puts.
+        head_start_s: Delay before each put. Checksums and transfer of a value use cores, memory and
+            the store, which the first token of the same pass needs more.
+        tracer: Traces the requests that are part of a trace.
     """
 
     def __init__(
@@ -61,11 +69,11 @@ class Saver:
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
 
-    def wants(self, key: VariantKey, num_bytes: int) -> bool:
-        """Whether a value would be taken: it is not on its way already and there is room."""
+    def has_room(self, key: VariantKey, num_bytes: int) -> bool:
+        """Tell whether the queue has room for a value and does not contain it."""
         with self._lock:
-            room = sum(self._pending.values()) + num_bytes <= self._queue_bytes
-            return room and key not in self._pending
+            fits = sum(self._pending.values()) + num_bytes <= self._queue_bytes
+            return fits and key not in self._pending
 
     def save(
         self,
@@ -73,31 +81,34 @@ class Saver:
         native: Callable[[], torch.Tensor],
         cost_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Take a value to send; returns at once.
+        """Queue a value; returns at once. A background thread calls both functions.
 
-        native: makes or has it, contiguous on the CPU. cost_s: tells the seconds that computing it
-        took; 0: unknown. Both are called on a thread that may wait.
+        Args:
+            job: The save.
+            native: Returns the value, contiguous on the CPU. It may wait.
+            cost_s: Returns the seconds to compute the value; 0: unknown.
         """
-        variant = self._variant(job)
+        variant = self._new_variant(job)
 
-        def whole() -> OutgoingValue:
+        def ready_value() -> OutgoingValue:
             raw = native_bytes(native())
             return ReadyValue.with_checksums(raw, variant.part_bytes, cost_s())
 
-        self._submit(job, variant, whole)
+        self._submit(job, variant, ready_value)
 
     def stream(self, job: SaveJob, value: OutgoingValue) -> None:
-        """Take a value that is being computed, to send what there is of it; returns at once."""
-        self._submit(job, self._variant(job), lambda: value)
+        """Queue a value whose layers are sent while others are computed; returns at once."""
+        self._submit(job, self._new_variant(job), lambda: value)
 
     def save_observation(self, job: SaveJob, observation: ChunkObservation, cost_s: float) -> None:
-        """Take what was seen of a variant that was saved; returns at once.
+        """Queue the observation of a saved variant; returns at once.
 
-        It goes where the variant goes: with its document, and with each chunk that it is about.
+        A delete of the variant's document, or of any chunk that the observation is about, also
+        deletes the observation.
         """
         raw = memoryview(observation.to_bytes())
         key = observation_key(job.span.variant)
-        if not self.wants(key, len(raw)):
+        if not self.has_room(key, len(raw)):
             return
         chunks = (*job.origin.prefix_chunks, job.span.variant.chunk)
         variant = NewVariant(
@@ -107,13 +118,15 @@ class Saver:
             shape=None,
             part_bytes=(len(raw),),
         )
-        self._submit(job, variant, lambda: ReadyValue.with_checksums(raw, variant.part_bytes, cost_s))
+        self._submit(
+            job, variant, lambda: ReadyValue.with_checksums(raw, variant.part_bytes, cost_s)
+        )
 
     def close(self) -> None:
-        """Drop what has not been sent."""
+        """Drop the values that have not been sent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _variant(self, job: SaveJob) -> NewVariant:
+    def _new_variant(self, job: SaveJob) -> NewVariant:
         return NewVariant(
             key=job.span.variant,
             info=job.info,
@@ -123,37 +136,43 @@ class Saver:
             value_format=FORMAT,
         )
 
-    def _submit(self, job: SaveJob, variant: NewVariant, make: Callable[[], OutgoingValue]) -> None:
-        begins = time.monotonic() + self._head_start_s
+    def _submit(
+        self, job: SaveJob, variant: NewVariant, make_value: Callable[[], OutgoingValue]
+    ) -> None:
+        not_before = time.monotonic() + self._head_start_s
         with self._lock:
             self._pending[variant.key] = variant.info.num_bytes
         try:
-            self._pool.submit(self._save, job, variant, make, begins)
+            self._pool.submit(self._save, job, variant, make_value, not_before)
         except RuntimeError:  # no thread can be started, or the engine is ending
             with self._lock:
                 del self._pending[variant.key]
             raise
 
     def _save(
-        self, job: SaveJob, variant: NewVariant, make: Callable[[], OutgoingValue], begins: float
+        self,
+        job: SaveJob,
+        variant: NewVariant,
+        make_value: Callable[[], OutgoingValue],
+        not_before: float,
     ) -> None:
         num_tokens = job.info.num_tokens
         name = "save" if variant.key == job.span.variant else "save observation"
         try:
-            time.sleep(max(0.0, begins - time.monotonic()))
+            time.sleep(max(0.0, not_before - time.monotonic()))
             trace = self._tracer.start_child_of(name, metadata(job.traceparent), SpanKind.INTERNAL)
             with trace, trace.current():
-                outcome = self._put(job, variant, make())
+                outcome = self._put(job, variant, make_value())
                 num_bytes = variant.info.num_bytes
                 trace.set(tokens=num_tokens, bytes=num_bytes, outcome=outcome.value)
             if outcome is PutOutcome.DELETED:
-                log.info("a variant of %d tokens was deleted before it was saved", num_tokens)
+                log.info("saver: variant was deleted before the put num_tokens=%d", num_tokens)
         except IncompleteValue as error:
-            log.info("a variant of %d tokens was not saved: %s", num_tokens, error)
+            log.info(_LOG_NOT_SAVED, num_tokens, error)
         except RagCacheError as error:
-            log.warning("a variant of %d tokens was not saved: %s", num_tokens, error)
+            log.warning(_LOG_NOT_SAVED, num_tokens, error)
         except Exception:
-            log.exception("a variant of %d tokens was not saved", num_tokens)
+            log.exception("saver: variant not saved num_tokens=%d", num_tokens)
         finally:
             with self._lock:
                 del self._pending[variant.key]
@@ -164,8 +183,9 @@ class Saver:
         except (IncompleteValue, Unavailable) as error:
             if isinstance(value, ReadyValue):
                 raise
-            # The pass took longer than a put may, or the store was away or full meanwhile.
-            value.wait_until_final(time.monotonic() + _LONGEST_PASS_S)
+            # The pass took longer than a put's deadline, or the store was unavailable or full
+            # meanwhile.
+            value.wait_until_final(time.monotonic() + _MAX_PASS_S)
             if isinstance(error, Unavailable):
-                time.sleep(min(error.retry_after_s, _LONGEST_PAUSE_S))
+                time.sleep(min(error.retry_after_s, _MAX_RETRY_WAIT_S))
             return self._client.put(variant, value, self._deadline_s, as_of=job.as_of)

@@ -1,4 +1,4 @@
-"""A worker's own tiers: what they give is what was put, within their limits, whoever reads."""
+"""A worker's own tiers return the values that were put, within their limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from ragcache_core.identity.keys import KVSpace, VariantKey  # noqa: E402
 from ragcache_core.tiering.precision_assignment import Placement  # noqa: E402
 from ragcache_core.tiering.tier_placement import TIER_POLICIES  # noqa: E402
 from ragcache_engine.kv_cache.chunk_pool import PAGE_TOKENS, ChunkPool, concatenate_pieces  # noqa: E402
-from ragcache_engine.tiers.local_tiers import WAITING_SHARE, OfferedValue, TierRead, LocalTiers  # noqa: E402
+from ragcache_engine.kv_cache.offered_value import OfferedValue  # noqa: E402
+from ragcache_engine.tiers.local_tiers import QUEUE_SHARE, LocalTiers  # noqa: E402
+from ragcache_engine.tiers.tier_value import TierRead  # noqa: E402
 from ragcache_kv.values.layout import value_bytes  # noqa: E402
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -33,7 +35,7 @@ def key(number: int) -> VariantKey:
 
 
 def value(number: int, num_tokens: int) -> torch.Tensor:
-    """Of its own numbers, so that one of another key would be known."""
+    """Return a value of its own numbers, so that a test notices another one."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(2, 2, num_tokens, 1, 4, generator=generator).bfloat16()
 
@@ -47,31 +49,31 @@ def offer(
 
 
 @dataclass
-class Kept:
-    """LocalTiers of so many pages each. The memory of the device is the host's, which is all one."""
+class TiersHarness:
+    """Tiers with so many pages each. The device's memory is host memory here."""
 
     device_pages: int = 0
     host_pages: int = 0
     policy: str = "score"
-    told: list[VariantKey] = field(default_factory=list)
+    noted_reads: list[VariantKey] = field(default_factory=list)
     now: float = 0.0
 
     def __post_init__(self) -> None:
         limits = {GPU: self.device_pages, PINNED: self.host_pages}
         self.pools = {m: ChunkPool(SPACE, pages * PAGE, CPU) for m, pages in limits.items()}
-        self.tiers = LocalTiers(self.pools, self.policy, self.told.extend, lambda: self.now)
+        self.tiers = LocalTiers(self.pools, self.policy, self.noted_reads.extend, lambda: self.now)
 
     def put(self, *offers: OfferedValue) -> None:
-        """Waits in between, as a bound on what waits would drop some."""
+        """Offer values one by one, because the bounded queue would drop some."""
         for one in offers:
             self.now += 1.0
             self.tiers.offer((one,))
-            self.settle()
+            self.rebalance()
 
-    def settle(self) -> None:
-        self.tiers.settle()
+    def rebalance(self) -> None:
+        self.tiers.start_rebalance()
         deadline = time.monotonic() + TIMEOUT_S
-        while self.tiers._moving:
+        while self.tiers._rebalancing:
             assert time.monotonic() < deadline
             time.sleep(0.0005)
 
@@ -80,27 +82,27 @@ class Kept:
         return self.tiers.read(key(number), num_tokens, **wanted)  # type: ignore[arg-type]
 
     def hold(self, number: int) -> TierRead | None:
-        """A read that does not count as a use."""
-        reading = self.read(number)
+        """Start a read that does not count as a use."""
+        tier_read = self.read(number)
         self.tiers._reads.clear()
-        return reading
+        return tier_read
 
     def where(self, number: int) -> str | None:
-        reading = self.hold(number)
-        return reading and reading.tier
+        tier_read = self.hold(number)
+        return tier_read and tier_read.tier
 
 
-def whole(reading: TierRead | None, num_tokens: int = PAGE_TOKENS) -> torch.Tensor:
-    assert reading is not None
-    return concatenate_pieces(reading.pieces(0, num_tokens), CPU)
+def whole(tier_read: TierRead | None, num_tokens: int = PAGE_TOKENS) -> torch.Tensor:
+    assert tier_read is not None
+    return concatenate_pieces(tier_read.pieces(0, num_tokens), CPU)
 
 
 @pytest.fixture
-def kept() -> Iterator[Callable[..., Kept]]:
-    made: list[Kept] = []
+def make_tiers() -> Iterator[Callable[..., TiersHarness]]:
+    made: list[TiersHarness] = []
 
-    def make(**settings: object) -> Kept:
-        made.append(Kept(**settings))  # type: ignore[arg-type]
+    def make(**settings: object) -> TiersHarness:
+        made.append(TiersHarness(**settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -113,55 +115,57 @@ def kept() -> Iterator[Callable[..., Kept]]:
     freed=st.sets(st.integers(0, 11)),
     cut=st.tuples(st.integers(0, 70), st.integers(0, 70)),
 )
-def test_a_pool_gives_back_what_it_was_given_however_fragmented(
+def test_a_fragmented_pool_returns_values_unchanged(
     sizes: list[int], freed: set[int], cut: tuple[int, int]
 ) -> None:
     pool = ChunkPool(SPACE, 14 * PAGE + PAGE - 1, CPU)
     assert pool.capacity_bytes == 14 * PAGE
-    rooms = {}
+    allocations = {}
     for number, size in enumerate(sizes):
         fits = pool.used_bytes + pool.bytes_for(size) <= pool.capacity_bytes
-        room = pool.allocate(size)
-        assert (room is not None) == fits
-        if room is not None:
-            pool.fill(room, (value(number, size),))
-            rooms[number] = room
-    for number in freed & rooms.keys():
-        pool.free(rooms.pop(number))
+        allocation = pool.allocate(size)
+        assert (allocation is not None) == fits
+        if allocation is not None:
+            pool.fill(allocation, (value(number, size),))
+            allocations[number] = allocation
+    for number in freed & allocations.keys():
+        pool.free(allocations.pop(number))
     size = (pool.capacity_bytes - pool.used_bytes) // PAGE * PAGE_TOKENS
-    if size and (room := pool.allocate(size)) is not None:  # all that is left, in however many runs
+    if size and (allocation := pool.allocate(size)) is not None:  # all pages that are left
         at = size // 3
         last = value(99, size)
-        pool.fill(room, (last[:, :, :at], last[:, :, at:]))
-        rooms[99] = room
+        pool.fill(allocation, (last[:, :, :at], last[:, :, at:]))
+        allocations[99] = allocation
         sizes = [*sizes, *[0] * (99 - len(sizes)), size]
-    for number, room in rooms.items():
+    for number, allocation in allocations.items():
         expected = value(number, sizes[number])
-        start, end = sorted(min(place, sizes[number]) for place in cut)
-        views = pool.views(room, start, end)
+        start, end = sorted(min(position, sizes[number]) for position in cut)
+        views = pool.views(allocation, start, end)
         if start < end:
             assert torch.equal(concatenate_pieces(views, CPU), expected[:, :, start:end])
             assert all(half.is_contiguous() for view in views for layer in view for half in layer)
         else:
             assert not views
-        assert torch.equal(concatenate_pieces(pool.views(room, 0, sizes[number]), CPU), expected)
+        assert torch.equal(
+            concatenate_pieces(pool.views(allocation, 0, sizes[number]), CPU), expected
+        )
     pool.check()
 
 
-def test_what_was_kept_is_read_bit_for_bit(kept: Callable[..., Kept]) -> None:
-    tiers = kept(host_pages=8)
+def test_a_stored_value_is_read_bit_for_bit(make_tiers: Callable[..., TiersHarness]) -> None:
+    tiers = make_tiers(host_pages=8)
     tiers.put(offer(1, 37), offer(2, 16))
-    reading = tiers.read(1, 37)
-    assert torch.equal(whole(reading, 37), value(1, 37))
-    assert reading is not None
-    assert reading.tier == "host"
+    tier_read = tiers.read(1, 37)
+    assert torch.equal(whole(tier_read, 37), value(1, 37))
+    assert tier_read is not None
+    assert tier_read.tier == "host"
     assert torch.equal(whole(tiers.read(2)), value(2, 16))
     assert tiers.tiers.take_counts().held_bytes == {"host": 4 * PAGE}
     assert tiers.tiers.take_counts().held_bytes == {}, "nothing has changed since"
 
 
-def test_nothing_else_than_what_is_wanted_is_given(kept: Callable[..., Kept]) -> None:
-    tiers = kept(host_pages=8)
+def test_a_read_gets_only_a_value_that_matches(make_tiers: Callable[..., TiersHarness]) -> None:
+    tiers = make_tiers(host_pages=8)
     tiers.put(offer(1, base=5), offer(2, base=5, exact=False))
     assert tiers.read(1, base_position=5) is not None
     assert tiers.read(1, base_position=6) is None
@@ -172,10 +176,10 @@ def test_nothing_else_than_what_is_wanted_is_given(kept: Callable[..., Kept]) ->
     assert tiers.read(3, base_position=5) is None
 
 
-def test_what_serves_exact_takes_the_place_of_what_does_not_and_never_the_other_way(
-    kept: Callable[..., Kept],
+def test_an_exact_value_replaces_an_approximate_one_and_never_vice_versa(
+    make_tiers: Callable[..., TiersHarness],
 ) -> None:
-    tiers = kept(host_pages=8)
+    tiers = make_tiers(host_pages=8)
     tiers.put(offer(1, exact=False, seed=10))
     tiers.put(offer(1, exact=True, seed=11))
     assert torch.equal(whole(tiers.read(1)), value(11, PAGE_TOKENS))
@@ -184,26 +188,26 @@ def test_what_serves_exact_takes_the_place_of_what_does_not_and_never_the_other_
     assert tiers.tiers.take_counts().evicted == {}
 
 
-def test_a_value_that_was_computed_elsewhere_since_takes_the_place_of_the_old(
-    kept: Callable[..., Kept],
+def test_a_value_with_another_base_position_replaces_the_old_one(
+    make_tiers: Callable[..., TiersHarness],
 ) -> None:
-    tiers = kept(host_pages=8)
+    tiers = make_tiers(host_pages=8)
     tiers.put(offer(1, exact=False, base=3, seed=10), offer(1, exact=False, base=7, seed=11))
     assert tiers.read(1, base_position=3, exact=False) is None
     found = tiers.read(1, base_position=7, exact=False)
     assert torch.equal(whole(found), value(11, PAGE_TOKENS))
 
 
-def test_a_value_is_read_to_its_end_though_it_is_evicted(kept: Callable[..., Kept]) -> None:
-    tiers = kept(host_pages=2)
+def test_an_evicted_value_is_read_to_its_end(make_tiers: Callable[..., TiersHarness]) -> None:
+    tiers = make_tiers(host_pages=2)
     tiers.put(offer(1), offer(2))
-    reading = tiers.hold(1)
+    tier_read = tiers.hold(1)
     for number in range(3, 9):
         tiers.put(offer(number))
     assert tiers.where(1) is None
-    assert torch.equal(whole(reading), value(1, PAGE_TOKENS))
-    assert tiers.pools[PINNED].used_bytes == 2 * PAGE, "its room counts until nobody reads it"
-    reading = None  # forgotten, not closed: which comes to the same
+    assert torch.equal(whole(tier_read), value(1, PAGE_TOKENS))
+    assert tiers.pools[PINNED].used_bytes == 2 * PAGE, "its pages count until the read ends"
+    tier_read = None  # collected, which also closes it
     tiers.tiers.check()
     assert tiers.pools[PINNED].used_bytes == PAGE
     tiers.put(offer(9))
@@ -211,8 +215,8 @@ def test_a_value_is_read_to_its_end_though_it_is_evicted(kept: Callable[..., Kep
     tiers.tiers.check()
 
 
-def test_a_read_that_is_closed_twice_ends_once(kept: Callable[..., Kept]) -> None:
-    tiers = kept(host_pages=2)
+def test_a_read_that_is_closed_twice_ends_once(make_tiers: Callable[..., TiersHarness]) -> None:
+    tiers = make_tiers(host_pages=2)
     tiers.put(offer(1))
     one, other = tiers.read(1), tiers.read(1)
     assert one is not None
@@ -223,49 +227,55 @@ def test_a_read_that_is_closed_twice_ends_once(kept: Callable[..., Kept]) -> Non
     tiers.tiers.check()
 
 
-def test_what_is_used_goes_up_and_what_is_not_goes_down(kept: Callable[..., Kept]) -> None:
-    tiers = kept(device_pages=1, host_pages=3)
+def test_used_values_are_promoted_and_unused_ones_demoted(
+    make_tiers: Callable[..., TiersHarness],
+) -> None:
+    tiers = make_tiers(device_pages=1, host_pages=3)
     tiers.put(offer(1), offer(2), offer(3))
     assert [tiers.where(n) for n in (1, 2, 3)] == ["host", "host", "device"]
     for _ in range(3):
         tiers.now += 1.0
         assert tiers.read(1) is not None
-        tiers.settle()
+        tiers.rebalance()
     assert [tiers.where(n) for n in (1, 2, 3)] == ["device", "host", "host"]
     assert torch.equal(whole(tiers.read(1)), value(1, PAGE_TOKENS))
     assert torch.equal(whole(tiers.read(3)), value(3, PAGE_TOKENS))
-    assert set(tiers.told) == {key(1)}
+    assert set(tiers.noted_reads) == {key(1)}
     assert tiers.tiers.take_counts().evicted == {}
 
 
-def test_where_none_can_make_room_for_the_other_the_colder_goes(kept: Callable[..., Kept]) -> None:
-    tiers = kept(device_pages=1, host_pages=2)
+def test_a_demotion_without_room_becomes_an_eviction(
+    make_tiers: Callable[..., TiersHarness],
+) -> None:
+    tiers = make_tiers(device_pages=1, host_pages=2)
     tiers.put(offer(1), offer(2))
     assert [tiers.where(n) for n in (1, 2)] == ["host", "device"]
-    reading = tiers.hold(1)  # keeps the room free that values change places by
+    tier_read = tiers.hold(1)  # keeps the pages that values would swap through
     tiers.put(offer(3))
     assert [tiers.where(n) for n in (1, 2, 3)] == [None, "host", "device"]
     tiers.tiers.take_counts()
     for _ in range(3):
         tiers.now += 1.0
         assert tiers.read(2) is not None
-        tiers.settle()
+        tiers.rebalance()
     assert [tiers.where(n) for n in (2, 3)] == ["device", None]
     assert tiers.tiers.take_counts().evicted == {"device": 1}
-    assert torch.equal(whole(reading), value(1, PAGE_TOKENS))
+    assert torch.equal(whole(tier_read), value(1, PAGE_TOKENS))
 
 
-def test_what_waits_is_bounded(kept: Callable[..., Kept]) -> None:
-    tiers = kept(host_pages=2 * WAITING_SHARE)  # room for two to wait
+def test_queued_offers_are_bounded(make_tiers: Callable[..., TiersHarness]) -> None:
+    tiers = make_tiers(host_pages=int(2 / QUEUE_SHARE))  # the queue has room for two offers
     tiers.tiers.offer(offer(number) for number in range(1, 6))
-    tiers.settle()
+    tiers.rebalance()
     assert [tiers.where(n) is not None for n in range(1, 6)] == [True, True, False, False, False]
-    tiers.put(offer(3))  # there is room again
+    tiers.put(offer(3))  # the queue has room again
     assert tiers.where(3) == "host"
 
 
-def test_a_value_that_cannot_be_made_costs_itself_and_no_other(kept: Callable[..., Kept]) -> None:
-    tiers = kept(host_pages=16)
+def test_an_offer_that_fails_does_not_affect_others(
+    make_tiers: Callable[..., TiersHarness],
+) -> None:
+    tiers = make_tiers(host_pages=16)
 
     def broken() -> torch.Tensor:
         raise RuntimeError("device error")
@@ -275,12 +285,12 @@ def test_a_value_that_cannot_be_made_costs_itself_and_no_other(kept: Callable[..
     tiers.put(bad, none, offer(3), offer(1))
     assert [tiers.where(n) for n in (1, 2, 3)] == ["host", None, "host"]
     tiers.tiers.check()
-    assert tiers.tiers._waiting_bytes == 0
+    assert tiers.tiers._queued_bytes == 0
 
 
-def test_without_memory_nothing_is_kept(kept: Callable[..., Kept]) -> None:
-    tiers = kept()
-    assert not tiers.tiers.keeps
+def test_without_memory_no_value_is_stored(make_tiers: Callable[..., TiersHarness]) -> None:
+    tiers = make_tiers()
+    assert not tiers.tiers.has_memory
     tiers.put(offer(1))
     assert tiers.read(1) is None
 
@@ -292,48 +302,50 @@ def test_without_memory_nothing_is_kept(kept: Callable[..., Kept]) -> None:
     host_pages=st.integers(0, 6),
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["offer", "read", "hold", "let go"]),
+            st.sampled_from(["offer", "read", "hold", "close"]),
             st.integers(1, 9),
             st.integers(1, 50),
         ),
         max_size=30,
     ),
 )
-def test_limits_hold_and_every_reader_reads_right(
+def test_limits_hold_and_every_read_is_right(
     policy: str, device_pages: int, host_pages: int, steps: list[tuple[str, int, int]]
 ) -> None:
-    kept = Kept(device_pages, host_pages, policy)
+    tiers = TiersHarness(device_pages, host_pages, policy)
     held: list[tuple[int, int, TierRead]] = []
     sizes: dict[int, int] = {}
     for name, number, num_tokens in steps:
-        kept.now += 1.0
+        tiers.now += 1.0
         if name == "offer":
             size = sizes.setdefault(number, num_tokens)
-            kept.put(offer(number, size))
-        elif name == "let go":
-            for *_, reading in held[:1]:
-                reading.close()
+            tiers.put(offer(number, size))
+        elif name == "close":
+            for *_, tier_read in held[:1]:
+                tier_read.close()
             held[:1] = []
-        elif number in sizes and (reading := kept.read(number, sizes[number])) is not None:
-            assert torch.equal(whole(reading, sizes[number]), value(number, sizes[number]))
+        elif number in sizes and (tier_read := tiers.read(number, sizes[number])) is not None:
+            assert torch.equal(whole(tier_read, sizes[number]), value(number, sizes[number]))
             if name == "hold":
-                held.append((number, sizes[number], reading))
+                held.append((number, sizes[number], tier_read))
             else:
-                reading.close()
-            kept.settle()
-        for pool in kept.pools.values():
+                tier_read.close()
+            tiers.rebalance()
+        for pool in tiers.pools.values():
             assert pool.used_bytes <= pool.capacity_bytes
-        for one, size, reading in held:
-            assert torch.equal(whole(reading, size), value(one, size))
-    for *_, reading in held:
-        reading.close()
-    kept.tiers.check()
-    kept.tiers.close()
+        for one, size, tier_read in held:
+            assert torch.equal(whole(tier_read, size), value(one, size))
+    for *_, tier_read in held:
+        tier_read.close()
+    tiers.tiers.check()
+    tiers.tiers.close()
 
 
-def test_readers_and_the_mover_do_not_meet(kept: Callable[..., Kept]) -> None:
+def test_reads_and_moves_in_parallel_do_not_conflict(
+    make_tiers: Callable[..., TiersHarness],
+) -> None:
     """Threads read while values come and go beneath them."""
-    tiers = kept(device_pages=3, host_pages=5)
+    tiers = make_tiers(device_pages=3, host_pages=5)
     ended = threading.Event()
     wrong: list[int] = []
     found = [0]
@@ -341,14 +353,14 @@ def test_readers_and_the_mover_do_not_meet(kept: Callable[..., Kept]) -> None:
     def read(numbers: Sequence[int]) -> None:
         while not ended.is_set():
             for number in numbers:
-                reading = tiers.read(number)
-                if reading is None:
+                tier_read = tiers.read(number)
+                if tier_read is None:
                     continue
                 found[0] += 1
-                if not torch.equal(whole(reading), value(number, PAGE_TOKENS)):
+                if not torch.equal(whole(tier_read), value(number, PAGE_TOKENS)):
                     wrong.append(number)
-                reading.close()
-            tiers.tiers.settle()
+                tier_read.close()
+            tiers.tiers.start_rebalance()
 
     with ThreadPoolExecutor(3) as pool:
         reads = [pool.submit(read, range(start, 20, 3)) for start in range(3)]
@@ -361,5 +373,5 @@ def test_readers_and_the_mover_do_not_meet(kept: Callable[..., Kept]) -> None:
             one.result()
     assert found[0] > 0
     assert wrong == []
-    tiers.settle()
+    tiers.rebalance()
     tiers.tiers.check()

@@ -1,0 +1,75 @@
+"""Collect ended loads for vLLM and for the scheduler: outcomes, bad blocks and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome
+from ragcache_engine.telemetry.load_counts import LoadCounts
+
+
+class LoadResults:
+    """The results since the last ``take_*`` call of each kind."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._outcomes: list[LoadOutcome] = []
+        self._counts = LoadCounts()
+        self._bad_blocks: set[int] = set()
+        self._received: set[str] = set()
+
+    def add(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        """Add a load that has ended, well or not."""
+        self._received.add(job.request_id)
+        if outcome.reason:
+            outcome = self._mark_failed(job, outcome)
+        self._counts.add(outcome)
+        self._outcomes.append(outcome)
+
+    def add_pass(self, prompt_tokens: int) -> None:
+        """Count the prompt tokens that a forward pass computed."""
+        self._counts.add_pass(prompt_tokens)
+
+    def mark_bad(self, job: LoadJob, first_bad: int) -> int:
+        """Report a load's blocks from position first_bad on as bad.
+
+        Returns:
+            The position from which vLLM recomputes: the start of the first bad block.
+        """
+        first_block = first_bad // self._block_size
+        self._bad_blocks.update(job.blocks[first_block : -(-job.end // self._block_size)])
+        return first_block * self._block_size
+
+    def take_received(self) -> set[str]:
+        """Return the requests whose loads ended since the last call."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the bad blocks since the last call."""
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        return bad_blocks
+
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the outcomes since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def take_counts(self) -> LoadCounts:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, LoadCounts()
+        return counts
+
+    def _mark_failed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
+        """Report what a failed load did not load as bad blocks; return the corrected outcome.
+
+        vLLM recomputes from the start of the first bad block on. So it also recomputes tokens of a
+        good variant in that block, and all tokens that are not exact.
+        """
+        good_end = job.first + outcome.tokens
+        if job.recompute is not None:
+            good_end = min(good_end, max(job.first, job.recompute.exact_end))
+        tokens = max(0, self.mark_bad(job, good_end) - job.first)
+        return replace(
+            outcome, tokens=tokens, missing_ranges=(), blended_tokens=0, recomputed_tokens=0
+        )

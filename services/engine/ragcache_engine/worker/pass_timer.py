@@ -1,0 +1,73 @@
+"""Time the engine's forward passes, for compute costs and for the scheduler's predictions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.messages import SaveJob, StepJobs
+from ragcache_engine.worker.compute_costs import ComputeCosts
+
+log = logging.getLogger("vllm.ragcache")
+
+_MIN_PROMPT_TOKENS = 32
+"""Prompt tokens of a pass that is reported. With fewer, decoding dominates the pass."""
+
+
+class PassTimer:
+    """Times passes with device events. A device error costs the measurement and nothing else."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._costs = ComputeCosts()
+        self._began: DeviceEvent | None = None
+        self._passes: list[tuple[float, DeviceEvent, DeviceEvent]] = []
+
+    def begin_pass(self, *, timed: bool) -> None:
+        """Begin a pass. If not timed, other work makes it longer than its tokens take."""
+        self._began = self.record_event() if timed else None
+
+    def end_pass(self, jobs: StepJobs, *, failed: bool) -> None:
+        """End the pass of a step."""
+        began, self._began = self._began, None
+        ended = self.record_event() if jobs.num_tokens else None
+        if began is None or ended is None or failed:
+            return
+        if jobs.computed:
+            self._costs.add(jobs.computed, jobs.num_tokens, began, ended)
+        if jobs.prompt_tokens >= _MIN_PROMPT_TOKENS:
+            self._passes.append((jobs.work, began, ended))
+
+    def take_passes(self) -> list[tuple[float, float]]:
+        """Return (work, seconds) of the passes that have completed since the last call."""
+        completed = []
+        while self._passes and self._passes[0][2].is_complete:
+            work, began, ended = self._passes.pop(0)
+            completed.append((work, ended.seconds_since(began)))
+        return completed
+
+    def record_event(self) -> DeviceEvent | None:
+        """Return an event after all work submitted so far; None after a device error."""
+        try:
+            return self._cache.record_event()
+        except Exception:
+            log.exception("worker: cannot time the forward pass")
+            return None
+
+    def cost_of(self, job: SaveJob) -> Callable[[], float]:
+        """Return a function that returns the seconds to compute a value; see ``ComputeCosts``."""
+        return self._costs.cost_of(job.request_id, job.span)
+
+    def cost_s(self, job: SaveJob) -> float:
+        """Return the seconds to compute a value, 0 if unknown. Call it after the value was read."""
+        try:
+            return self.cost_of(job)()
+        except Exception:
+            log.exception("worker: cannot measure the cost of a variant")
+            return 0.0
+
+    def remove(self, request_id: str) -> None:
+        """Remove a request that has ended."""
+        self._costs.remove(request_id)

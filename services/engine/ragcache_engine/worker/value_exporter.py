@@ -1,0 +1,122 @@
+"""Copy computed values out of the paged cache, for the store and for the worker's own tiers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ragcache_engine.handoff.layer_staging import LayerStaging
+from ragcache_engine.kv_cache.offered_value import OfferedValue
+from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.protocol.messages import SaveJob
+from ragcache_engine.tiers.local_tiers import LocalTiers
+from ragcache_engine.worker.pass_timer import PassTimer
+from ragcache_engine.worker.saver import Saver
+
+log = logging.getLogger("vllm.ragcache")
+
+
+class ValueExporter:
+    """Exports the values that a pass computed, before the next pass may overwrite their blocks.
+
+    Args:
+        cache: The paged cache.
+        saver: Sends values to the store.
+        tiers: The worker's tiers, which are offered each value.
+        staging: Copies layers while a pass computes; None: values are copied after the pass.
+        timer: Measures compute costs.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        saver: Saver,
+        tiers: LocalTiers,
+        staging: LayerStaging | None,
+        timer: PassTimer,
+    ) -> None:
+        self._cache = cache
+        self._saver = saver
+        self._tiers = tiers
+        self._staging = staging
+        self._timer = timer
+        self._computed: list[SaveJob] = []
+
+    def begin_pass(self, jobs: Iterable[SaveJob]) -> None:
+        """Begin to send the values that this pass will compute, if layers are staged."""
+        if self._staging is None:
+            return
+        self._staging.end_pass()  # of a pass that was interrupted
+        for job in jobs:
+            try:
+                if self._saver.has_room(job.span.variant, job.info.num_bytes):
+                    self._saver.stream(job, self._staging.begin(job))
+            except Exception:
+                log.exception("worker: cannot send a variant while it is computed")
+
+    def layer_done(self, layer: int) -> None:
+        """Stage a layer that the running pass has computed."""
+        if self._staging is not None:
+            self._staging.copy_layer(layer)
+
+    def end_pass(self, computed: Iterable[SaveJob]) -> None:
+        """Note the values that a pass computed. Without staging, ``export`` copies them later."""
+        self._computed += computed
+        if self._staging is not None:
+            # Another engine waits for these values, so they go before the first token.
+            self.export()
+            self._staging.end_pass()
+
+    def export(self) -> None:
+        """Copy the computed values out of the cache, queue them for the store, and offer them."""
+        jobs, self._computed = self._computed, []
+        for job in jobs:
+            try:
+                self._export(job)
+            except Exception:
+                log.exception("worker: cannot save a variant")
+        if jobs:
+            self._tiers.start_rebalance()
+
+    def close(self) -> None:
+        """Abort the values in progress."""
+        if self._staging is not None:
+            self._staging.close()
+        self._saver.close()
+
+    def _export(self, job: SaveJob) -> None:
+        staged = self._staging.take(job) if self._staging is not None else None
+        if staged is not None:  # the saver already sends it
+            num_bytes, native = staged.value.nbytes, staged.wait_for_value
+            staged.complete(self._timer.cost_s(job))
+        elif self._saver.has_room(job.span.variant, job.info.num_bytes):
+            num_bytes, native = job.info.num_bytes, self._copy_out(job)
+            self._saver.save(job, native, self._timer.cost_of(job))
+        else:
+            return
+        offer = OfferedValue.from_info(
+            job.span.variant, job.info, num_bytes, job.origin.domain, native
+        )
+        self._tiers.offer((offer,))
+
+    def _copy_out(self, job: SaveJob) -> Callable[[], torch.Tensor]:
+        """Start to copy a value out of the cache; return a function that waits for the copy.
+
+        A GPU copies before the next pass, and this method does not wait for it.
+        """
+        span = job.span
+        value = self._cache.empty(span.end - span.start)
+        for layer in range(self._cache.num_layers):
+            self._cache.read_layer(layer, job.blocks, span.start, span.end, value[layer])
+        copied = self._timer.record_event()
+        if copied is None:  # then by a synchronous copy
+            value = self._cache.read(job.blocks, span.start, span.end)
+
+        def native() -> torch.Tensor:
+            if copied is not None:
+                copied.wait()
+            return value
+
+        return native

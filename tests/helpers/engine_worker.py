@@ -1,0 +1,245 @@
+"""A ConnectorWorker over a fake paged cache and a fake store, for tests of the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ragcache_core.errors import Unavailable
+from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import (
+    Miss,
+    Origin,
+    Provenance,
+    Tier,
+    ValuePart,
+    VariantInfo,
+)
+from ragcache_core.store_api import AsOf, NewVariant, PutOutcome
+from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
+from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
+from ragcache_engine.protocol.messages import (
+    LoadJob,
+    LoadOutcome,
+    SaveJob,
+    StepJobs,
+    VariantSpan,
+)
+from ragcache_engine.protocol.roles import EngineRole
+from ragcache_engine.worker.worker import ConnectorWorker
+from ragcache_kv.store_client.sharded import ShardedStore
+from ragcache_kv.values.buffers import checksummed_parts, matches_checksums
+from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
+from ragcache_kv.values.outgoing_value import OutgoingRuns, OutgoingValue
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.settings import EngineSettings
+from ragcache_wire.watched.members import FixedMembers
+
+if TYPE_CHECKING:
+    from ragcache_engine.blend.components import BlendComponents
+
+SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+BLOCK = 32
+BLOCKS = (7, 3, 5, 1, 2)
+TIMEOUT_S = 10.0
+
+
+def key(number: int) -> VariantKey:
+    return VariantKey(bytes([number]) * 16, bytes(16))
+
+
+def spans(*ends: int) -> tuple[VariantSpan, ...]:
+    starts = (0, *ends)
+    return tuple(VariantSpan(key(n), starts[n], end) for n, end in enumerate(ends))
+
+
+def save_job(number: int, start: int, end: int) -> SaveJob:
+    info = VariantInfo(end - start, value_bytes(SPACE, end - start), start, Provenance(exact=True))
+    span = VariantSpan(key(number), start, end)
+    origin = Origin((bytes(16),), None, "tenant", "c/a")
+    return SaveJob("r", span, info, origin, {"shard:1": AsOf(bytes(16), number)}, BLOCKS)
+
+
+class FakePagedCache:
+    """A paged cache without packing. Each slot has a token [layers, 2, heads, dim]."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.shape = CacheShape(1, BLOCK, 4, torch.bfloat16)
+        self.num_layers = 2
+        self.index_of = {"first": 0, "second": 1}
+        self.slots_written: dict[int, torch.Tensor] = {}
+        self.broken = False
+        self.clock: Callable[[], float] = time.monotonic
+
+    slots = PagedCache.slots
+
+    def record_event(self) -> DeviceEvent:
+        return DeviceEvent(torch.device("cpu"), self.clock)
+
+    def write(self, value: torch.Tensor, slots: torch.Tensor, first_layer: int = 0) -> None:
+        if self.broken:
+            raise RuntimeError("device error")
+        for index, slot in enumerate(slots.tolist()):
+            token = self.slots_written.setdefault(
+                slot, torch.full((2, 2, 1, 4), torch.nan).bfloat16()
+            )
+            token[first_layer : first_layer + len(value)] = value[:, :, index]
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        slots = self.slots(blocks, start, end).tolist()
+        return torch.stack([self.slots_written[slot] for slot in slots], dim=2)
+
+    def empty(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(2, 2, num_tokens, 1, 4, dtype=torch.bfloat16)
+
+    def read_layer(
+        self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
+    ) -> None:
+        if self.broken:
+            raise RuntimeError("device error")
+        out.copy_(self.read(blocks, start, end)[index])
+
+
+class FakeStoreClient:
+    """Holds values; every way a store can fail can be requested for."""
+
+    def __init__(self) -> None:
+        self.values: dict[VariantKey, StoredValue | Miss] = {}
+        self.outage_after: int | None = None
+        self.get_gate = threading.Event()
+        self.get_gate.set()
+        self.put_gate = threading.Event()
+        self.put_gate.set()
+        self.puts: list[NewVariant] = []
+        self.put_bytes: list[bytes] = []
+        self.lock = threading.Lock()
+        self.put_s = 0.0
+        self.put_outages = 0
+        self.part_counts: list[int] = []
+        self.costs_s: list[float] = []
+        self.requested: list[list[VariantKey]] = []
+        self.requested_exact: list[bool] = []
+        self.was_read_to_end = False
+        self.noted_reads: list[VariantKey] = []
+        self.as_of: list[object] = []
+        self.connects: Callable[[], object] = lambda: None
+
+    def fill(self, wanted: Sequence[VariantSpan]) -> dict[VariantKey, torch.Tensor]:
+        tensors = {}
+        for span in wanted:
+            length = span.end - span.start
+            value = torch.randn(2, 2, length, 1, 4).bfloat16()
+            raw = native_bytes(value)
+            info = VariantInfo(length, len(raw), span.start, Provenance(exact=True))
+            parts = checksummed_parts(raw, value_parts(SPACE, length))
+            self.values[span.variant] = StoredValue(
+                info, parts, value_shape(SPACE), FORMAT, raw, Tier.MEMORY
+            )
+            tensors[span.variant] = value
+        return tensors
+
+    def get(
+        self, keys: Sequence[VariantKey], timeout_s: float, *, exact: bool, domain: str
+    ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
+        self.requested.append(list(keys))
+        self.requested_exact.append(exact)
+        assert domain == "tenant"
+        for number, wanted in enumerate(keys):
+            self.get_gate.wait(TIMEOUT_S)
+            if number == self.outage_after:
+                raise Unavailable("cachestore", "gone")
+            yield wanted, self.values.get(wanted, Miss.EVICTED)
+        self.was_read_to_end = True
+
+    def put(
+        self, variant: NewVariant, value: OutgoingValue, timeout_s: float, *, as_of: object
+    ) -> PutOutcome:
+        self.put_gate.wait(TIMEOUT_S)
+        with self.lock:
+            if self.put_outages:
+                self.put_outages -= 1
+                raise Unavailable("cachestore", "gone")
+        runs = OutgoingRuns(variant, value, time.monotonic() + (self.put_s or timeout_s))
+        received = b""
+        for run in runs:
+            received += run
+            self.part_counts.append(len(runs.checksums))
+        completion = runs.completion()
+        parts = tuple(map(ValuePart, variant.part_bytes, completion.checksums))
+        assert matches_checksums([memoryview(received)], parts)
+        with self.lock:
+            self.put_bytes.append(received)
+            self.costs_s.append(completion.cost_s)
+            self.as_of.append(as_of)
+            self.puts.append(variant)
+        return PutOutcome.STORED
+
+    def note_reads(self, keys: Sequence[VariantKey]) -> None:
+        self.noted_reads += keys
+
+    def connect(self, timeout_s: float) -> None:
+        self.connects()
+
+    def transports(self) -> dict[str, str]:
+        return {"shard:1": "shared"}
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerHarness:
+    """Plays vLLM's part: polls wait_until the load has ended."""
+
+    def __init__(
+        self,
+        settings: EngineSettings | None = None,
+        blend: BlendComponents | None = None,
+        client: ShardedStore | None = None,
+        role: EngineRole = EngineRole.BOTH,
+    ) -> None:
+        """client: a client of a real store, instead of the fake one."""
+        self.cache, self.store = FakePagedCache(), FakeStoreClient()
+        self.connector = ConnectorWorker(
+            settings or EngineSettings(cachestore=FixedMembers(())),
+            SPACE,
+            cast("PagedCache", self.cache),
+            client or cast("ShardedStore", self.store),
+            blend,
+            role=role,
+        )
+
+    def load(self, job: LoadJob) -> LoadOutcome:
+        self.connector.start_loads(StepJobs(loads=(job,)))
+        return self.wait_for_outcome(job.request_id)
+
+    def wait_for_outcome(self, request_id: str) -> LoadOutcome:
+        deadline = time.monotonic() + TIMEOUT_S
+        while request_id not in self.connector.take_received():
+            assert time.monotonic() < deadline, "the load never ended"
+            time.sleep(0.001)
+            self.connector.advance((), busy=False)
+        report = self.connector.take_report()
+        assert report is not None
+        (outcome,) = report.outcomes
+        return outcome
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_for_puts(store: FakeStoreClient, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(store.puts) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
