@@ -1,7 +1,8 @@
 """The cache store killed again and again, at random points of puts, deletes and demotions.
 
-After every restart: all that was acknowledged durable and not deleted is served and equal; nothing
-that was deleted is; what was under way is whole or not there; a value damaged on disk is dropped.
+After every restart, each value that was acknowledged as durable and not deleted is served. No
+deleted value is served. A put that was interrupted is complete or missing. A value that was damaged
+on disk is dropped.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from tests.helpers.cachestore_parts import whole
 KILLS = 52
 PUTTERS = 3
 OPERATIONS = 60
-"""A life ends after fewer than so many puts and deletes."""
+"""Bound of the puts and deletes before each kill."""
 
 GROUP = 3
-"""Neighbouring numbers are one document, each computed after those before it."""
+"""So many neighbouring numbers are one document, each computed after those before it."""
 
 MEMORY_BYTES = 2 << 20
-"""Little, so that values are demoted to disk all the time."""
+"""Small, so that values are demoted to disk all the time."""
 
 DISK_BYTES = 8 << 30
-"""Enough for all values there will be: none may be missed for lack of room."""
+"""Enough for all values, so that none is evicted."""
 
 MAX_VALUE_BYTES = 200_000
 START_TIMEOUT_S = 30.0
@@ -55,13 +56,13 @@ def key(number: int) -> VariantKey:
 
 
 def value(number: int) -> bytes:
-    """The one value that a number's variant may ever have."""
+    """Return the only value that a number's variant may have."""
     source = random.Random(number)
     return source.randbytes(source.choice([1, 1000, 65536, source.randint(1, MAX_VALUE_BYTES)]))
 
 
 def new_variant(number: int, raw: bytes, as_of: AsOf) -> NewVariant:
-    """What is told of it when it is put: two parts, and the chunks before it in its document."""
+    """Describe a variant with two parts, after the chunks before it in its document."""
     cut = len(raw) // 2
     first = number - number % GROUP
     return NewVariant(
@@ -79,11 +80,14 @@ def new_variant(number: int, raw: bytes, as_of: AsOf) -> NewVariant:
 
 @dataclass
 class Ledger:
-    """What the clients were told, by number. Under lock.
+    """The acknowledgements of the store, by number. The lock guards them.
 
-    durable: put, and acknowledged as that. touched: named by a delete that was sent, so it may be
-    gone. dead: covered by a delete that was acknowledged, and not put since. named: by any delete,
-    ever. revivals: how often it was put again after a delete, or that was begun.
+    Attributes:
+        durable: Put, and acknowledged as durable.
+        touched: Named by a delete that was sent, so it may be gone.
+        dead: Covered by an acknowledged delete, and not put since.
+        named: Named by any delete so far.
+        revivals: Number of puts after a delete, also of those that have only begun.
     """
 
     durable: set[int] = field(default_factory=set)
@@ -96,11 +100,11 @@ class Ledger:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def must_be_there(self) -> list[int]:
-        """Numbers that have to be served."""
+        """Return the numbers that the store must serve."""
         return sorted(self.durable - self.touched)
 
 
-class Life:
+class StoreRun:
     """One process of the store, from its start to its kill, and the clients that use it."""
 
     def __init__(self, folder: Path, port: int, ledger: Ledger, rng: random.Random) -> None:
@@ -113,7 +117,7 @@ class Life:
         self._operations = 0
         transports = ["shared", "socket", "grpc"]
         rng.shuffle(transports)
-        self._lanes = transports
+        self._transports = transports
         self._log_path = folder.with_suffix(".log")
         self._log = self._log_path.open("ab")
         self.process = subprocess.Popen(
@@ -131,7 +135,7 @@ class Life:
         self.client = StoreClient(self._address, transports)
 
     def wait_until_ready(self) -> None:
-        """Until it answers."""
+        """Wait until the process answers."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             assert self.process.poll() is None, self._log_path.read_text()[-3000:]
@@ -144,7 +148,7 @@ class Life:
         self.client.connect(START_TIMEOUT_S)
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """Kill the process."""
         self._ended.set()
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -162,7 +166,7 @@ class Life:
         return threads
 
     def wait_for(self, operations: int) -> None:
-        """Until so many puts and deletes were acknowledged, however slow this machine is."""
+        """Wait until so many puts and deletes are acknowledged."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while self._operations < operations:
             assert time.monotonic() < deadline, "the store does not get on"
@@ -173,7 +177,7 @@ class Life:
             while not self._ended.is_set():
                 try:
                     job(rng)
-                except Unavailable:  # it was killed, or is full for a moment
+                except Unavailable:  # it was killed, or has no memory now
                     self._ended.wait(0.005)
         except (RagCacheError, AssertionError, ValueError, OSError) as error:
             if not self._ended.is_set():
@@ -198,7 +202,7 @@ class Life:
     def _delete(self, rng: random.Random) -> None:
         ledger = self._ledger
         with ledger.lock:
-            # Beyond the last number, too: a delete may come before what it covers.
+            # Also beyond the last number: a delete may come before the put that it covers.
             number = rng.randint(max(0, ledger.next_number - 200), ledger.next_number + 1)
             first = number - number % GROUP
             kind = rng.choice(["variant", "chunk", "document"])
@@ -228,12 +232,12 @@ class Life:
         time.sleep(rng.random() * 0.02)
 
     def _put_again(self, number: int) -> None:
-        """Compute anew what was deleted, having seen the delete."""
+        """Put a deleted variant again, having seen the delete."""
         as_of = self.client.lookup([LookupKey.for_variant(key(number))], TIMEOUT_S).as_of
         raw = value(number)
         with self._ledger.lock:
             if number >= self._ledger.next_number:
-                return  # its first put is to come
+                return  # its first put has not begun
             self._ledger.dead.discard(number)
             self._ledger.revivals[number] += 1
         new = new_variant(number, raw, as_of)
@@ -250,14 +254,14 @@ class Life:
         for number, found in fetch(self.client, numbers):
             assert found is None or found == value(number), f"{number} is not what was put"
             with self._ledger.lock:
-                # Dead when the read began, and no put again begun until it ended.
+                # It was dead when the read began, and no new put began until the read ended.
                 revived = self._ledger.revivals[number] != dead.get(number)
                 assert found is None or number not in dead or revived, f"{number} is dead"
         self.demotions = self.client.stats().evictions["memory"]
 
 
 def fetch(client: StoreClient, numbers: Sequence[int]) -> list[tuple[int, bytes | None]]:
-    """Values by number; None for a miss."""
+    """Return values by number, None for a miss."""
     found = client.get([key(number) for number in numbers], TIMEOUT_S)
     return [
         (number, None if isinstance(answer, Miss) else bytes(answer.value))
@@ -266,7 +270,7 @@ def fetch(client: StoreClient, numbers: Sequence[int]) -> list[tuple[int, bytes 
 
 
 def verify(client: StoreClient, ledger: Ledger, rng: random.Random, everything: bool) -> None:
-    """All that was promised holds, by lookup for every number, by bytes for some or everything."""
+    """Check every promise: by lookup for each number, by bytes for some or all."""
     numbers = list(range(ledger.next_number))
     held = set()
     for start in range(0, len(numbers), 1000):
@@ -284,16 +288,16 @@ def verify(client: StoreClient, ledger: Ledger, rng: random.Random, everything: 
             if number in ledger.dead:
                 assert raw is None, f"{number} was deleted and is served"
             else:
-                assert raw == value(number), f"{number} is lost or torn"
+                assert raw == value(number), f"{number} is lost or incomplete"
     for number in rng.sample(sorted(ledger.dead), min(5, len(ledger.dead))):
         raw = value(number)
         new = new_variant(number, raw, AsOf())
-        late = client.put(new, whole(new, raw), TIMEOUT_S)
-        assert late is PutOutcome.DELETED, f"{number} was deleted, and a late put undid that"
+        outcome = client.put(new, whole(new, raw), TIMEOUT_S)
+        assert outcome is PutOutcome.DELETED, f"{number} was deleted, and an old put restored it"
 
 
 @pytest.mark.timeout(400)
-def test_kills_at_any_instant_lose_and_revive_nothing(tmp_path: Path) -> None:
+def test_kills_lose_no_durable_value_and_restore_no_deleted_one(tmp_path: Path) -> None:
     seed = int(os.environ.get("RAGCACHE_CRASH_SEED", time.time_ns() % 1_000_000_000))
     print(f"seed: RAGCACHE_CRASH_SEED={seed}")
     rng = random.Random(seed)
@@ -302,45 +306,45 @@ def test_kills_at_any_instant_lose_and_revive_nothing(tmp_path: Path) -> None:
     ledger = Ledger()
     kills = demotions = 0
     while kills < KILLS:
-        life = Life(folder, port, ledger, rng)
+        run = StoreRun(folder, port, ledger, rng)
         try:
-            if rng.random() < 0.1:  # while it starts
+            if rng.random() < 0.1:  # kill it while it starts
                 time.sleep(rng.random())
                 continue
-            life.wait_until_ready()
-            verify(life.client, ledger, rng, everything=kills % 14 == 13)
-            threads = life.use()
-            life.wait_for(rng.randrange(OPERATIONS))
+            run.wait_until_ready()
+            verify(run.client, ledger, rng, everything=kills % 14 == 13)
+            threads = run.use()
+            run.wait_for(rng.randrange(OPERATIONS))
             time.sleep(rng.random() * 0.01)
         finally:
-            life.kill()
+            run.kill()
             kills += 1
-            life.client.close()
+            run.client.close()
         for thread in threads:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "a client of a dead store does not come back"
-        assert life.failures == []
-        demotions += life.demotions
+        assert run.failures == []
+        demotions += run.demotions
 
     torn = rng.sample(ledger.must_be_there(), 3)
     for number in torn:
         corrupt(folder, key(number))
-    life = Life(folder, port, ledger, rng)
+    run = StoreRun(folder, port, ledger, rng)
     try:
-        life.wait_until_ready()
-        for number, raw in fetch(life.client, torn):
+        run.wait_until_ready()
+        for number, raw in fetch(run.client, torn):
             assert raw is None, f"{number} was damaged on disk and is served"
-        assert life.client.stats().corrupt >= len(torn)
-        # They are dropped, not only refused.
-        again = life.client.lookup(
+        assert run.client.stats().corrupt >= len(torn)
+        # The store drops them, and does not only refuse them.
+        again = run.client.lookup(
             [LookupKey.for_variant(key(number)) for number in torn], TIMEOUT_S
         )
         assert not any(one.stored for one in again.variants)
         ledger.touched |= set(torn)
-        verify(life.client, ledger, rng, everything=True)
+        verify(run.client, ledger, rng, everything=True)
     finally:
-        life.kill()
-        life.client.close()
+        run.kill()
+        run.client.close()
     print(
         f"{kills} kills, {ledger.next_number} puts begun, {len(ledger.durable)} durable, "
         f"{ledger.deletes} deletes acknowledged, {ledger.revivals.total()} put again after one, "

@@ -44,7 +44,7 @@ def port() -> int:
 
 @contextmanager
 def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], StoreClient]]:
-    """A process that answers, killed afterwards unless it has ended."""
+    """Run a process until it answers, and kill it afterwards unless it has ended."""
     process = subprocess.Popen(command(), env=environment(folder, port))
     client = StoreClient(f"127.0.0.1:{port}")
     try:
@@ -65,11 +65,11 @@ def running(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def size_of(number: int) -> int:
-    """Mostly small ones, and some of many pages."""
+    """Mostly small values, and some of many pages."""
     return 1 + number * 7919 % 30_000 if number % 20 else 1_000_000 * (1 + number // 20 % 3)
 
 
-def test_a_kill_at_any_instant_keeps_everything_acknowledged(tmp_path: Path, port: int) -> None:
+def test_a_kill_keeps_every_acknowledged_value(tmp_path: Path, port: int) -> None:
     acknowledged: list[int] = []
     numbers = iter(range(100_000))
 
@@ -101,7 +101,7 @@ def test_a_kill_at_any_instant_keeps_everything_acknowledged(tmp_path: Path, por
         assert stats.variants >= len(acknowledged)
 
 
-def test_a_kill_during_deletes_brings_nothing_back(tmp_path: Path, port: int) -> None:
+def test_a_kill_during_deletes_restores_nothing(tmp_path: Path, port: int) -> None:
     deleted: list[int] = []
     with running(tmp_path, port) as (process, client):
         for number in range(60):
@@ -129,7 +129,7 @@ def test_a_kill_during_deletes_brings_nothing_back(tmp_path: Path, port: int) ->
         assert get_value(client, key(59)) == value(1000, 59) or len(deleted) >= 59
 
 
-def test_a_stop_is_clean_and_keeps_what_was_accepted(tmp_path: Path, port: int) -> None:
+def test_a_stop_keeps_accepted_values(tmp_path: Path, port: int) -> None:
     with running(tmp_path, port) as (process, client):
         for number in range(20):
             put_value(client, key(number), value(100_000, number))
@@ -153,7 +153,7 @@ def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
             time.sleep(0.01)
         assert status_of(f"http://{health}/healthz") == 200
         taken = environment(tmp_path / "b", 0) | {"RAGCACHE_HEALTH_LISTEN": health}
-        assert "RAGCACHE_HEALTH_LISTEN" in started_in_vain(taken)
+        assert "RAGCACHE_HEALTH_LISTEN" in failed_start(taken)
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
     finally:
@@ -162,15 +162,15 @@ def test_health_is_served_over_http(tmp_path: Path, port: int) -> None:
 
 
 def status_of(url: str) -> int | None:
-    """None while nothing listens."""
+    """Return the status, or None if no server listens."""
     try:
         return httpx.get(url, trust_env=False, timeout=60).status_code
     except httpx.ConnectError:
         return None
 
 
-def started_in_vain(env: dict[str, str]) -> str:
-    """What a start that must fail says."""
+def failed_start(env: dict[str, str]) -> str:
+    """Return the output of a start that must fail."""
     done = subprocess.run(
         command(), env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
@@ -181,19 +181,19 @@ def started_in_vain(env: dict[str, str]) -> str:
 
 def test_a_second_process_on_the_folder_is_refused(tmp_path: Path, port: int) -> None:
     with running(tmp_path, port) as (_, client):
-        assert "in use by another process" in started_in_vain(environment(tmp_path, 0))
+        assert "in use by another process" in failed_start(environment(tmp_path, 0))
         put_value(client, key(1), b"the first goes on")
 
 
 def test_a_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
     with running(tmp_path / "a", port):
         taken = environment(tmp_path / "b", port)
-        # Its transport is the other's, too, and is not taken from it.
-        assert "RAGCACHE_DATA_SOCKET" in started_in_vain(taken)
+        # The socket of the first process is left unchanged.
+        assert "RAGCACHE_DATA_SOCKET" in failed_start(taken)
         taken |= {"RAGCACHE_DATA_SOCKET": str(tmp_path / "b.sock")}
-        assert f"RAGCACHE_LISTEN: 127.0.0.1:{port}" in started_in_vain(taken)
+        assert f"RAGCACHE_LISTEN: 127.0.0.1:{port}" in failed_start(taken)
 
 
-def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+def test_an_invalid_setting_is_named(tmp_path: Path) -> None:
     wrong = environment(tmp_path, 0) | {"RAGCACHE_DISK_BYTES": "plenty"}
-    assert "RAGCACHE_DISK_BYTES: is 'plenty'" in started_in_vain(wrong)
+    assert "RAGCACHE_DISK_BYTES: is 'plenty'" in failed_start(wrong)

@@ -1,4 +1,4 @@
-"""The cache store through its real gRPC interface, in process."""
+"""The cache store through its gRPC service, in process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def header(raw: bytes, number: int = 1, **changes: Any) -> pb.PutPart:
-    """The first message of a put. changes: fields of the header's info."""
+    """The first message of a put, with changed fields of the header's info."""
     message = to_put_header(variant(key(number), raw), Ack.ACCEPTED)
     for name, changed in changes.items():
         setattr(message.info, name, changed)
@@ -76,7 +76,7 @@ def eventually(claim: Callable[[], bool]) -> None:
 
 
 def refusal(call: Callable[[], object]) -> InvalidInput:
-    """What a call is refused with."""
+    """Return the error of a call."""
     with pytest.raises(grpc.RpcError) as refused:
         call()
     error = from_rpc_error("cachestore", refused.value)
@@ -85,13 +85,13 @@ def refusal(call: Callable[[], object]) -> InvalidInput:
 
 
 def put_refusal(served: Served, *parts: pb.PutPart) -> InvalidInput:
-    """What a put of parts is refused with."""
+    """Return the error of a put."""
     return refusal(lambda: served.stub.Put(iter(parts), timeout=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_bytes", [1, 1000, MIB, 5 * MIB + 17])
-def test_a_value_goes_in_and_comes_out(
+def test_a_value_that_was_put_is_returned(
     tmp_path: Path, transport: tuple[str, ...], num_bytes: int
 ) -> None:
     with serving(tmp_path, transports=transport[:1] if transport != ("grpc",) else ()) as served:
@@ -114,7 +114,7 @@ def test_a_value_goes_in_and_comes_out(
         )
 
 
-def test_many_values_come_in_the_order_asked_with_misses_between(served: Served) -> None:
+def test_answers_have_the_order_of_the_request(served: Served) -> None:
     for number in range(0, 20, 2):
         put_value(served.client, key(number), value(100_000 + number))
     asked = [key(number) for number in [*range(19, -1, -1), 4, 4]]
@@ -126,7 +126,7 @@ def test_many_values_come_in_the_order_asked_with_misses_between(served: Served)
         assert (found if isinstance(found, Miss) else found.value) == expected
 
 
-def test_a_lookup_tells_what_is_stored_and_where(served: Served) -> None:
+def test_a_lookup_tells_the_stored_variants_and_their_tier(served: Served) -> None:
     put_value(served.client, key(1), value(10), origin=Origin(prefix_chunks=(key(7).chunk,)))
     answer = served.client.lookup(
         [LookupKey.for_variant(key(0)), LookupKey.for_variant(key(1)), LookupKey(key(1).chunk)]
@@ -138,7 +138,7 @@ def test_a_lookup_tells_what_is_stored_and_where(served: Served) -> None:
     assert answer.as_of.store == served.store.store_id
 
 
-def test_as_many_keys_as_allowed_are_answered(served: Served) -> None:
+def test_the_largest_number_of_keys_is_answered(served: Served) -> None:
     put_value(served.client, key(MAX_KEYS - 1), b"x")
     keys = [key(number) for number in range(MAX_KEYS)]
     answers = served.client.lookup([LookupKey.for_variant(one) for one in keys], TIMEOUT_S).variants
@@ -153,8 +153,6 @@ def test_more_keys_are_refused(served: Served) -> None:
         served.client.lookup([LookupKey.for_variant(one) for one in keys], TIMEOUT_S)
     with pytest.raises(TooLarge, match="keys"):
         list(served.client.get(keys, TIMEOUT_S))
-    with pytest.raises(TooLarge, match="keys"):
-        served.client.pin(keys, 1.0, TIMEOUT_S)
 
 
 def test_deletes_and_their_tombstones(served: Served) -> None:
@@ -168,22 +166,20 @@ def test_deletes_and_their_tombstones(served: Served) -> None:
     assert [get_value(served.client, key(n)) for n in (1, 2)] == [None, value(10)]
     ((_, found),) = served.client.get([key(1)], TIMEOUT_S)
     assert found is Miss.DELETED
-    late = put_value(served.client, key(1), value(10), as_of=planned)
-    assert late is PutOutcome.DELETED
-    (told,) = served.client.tombstones(0)
-    assert (told.id, told.chunks) == (deletion.id, deletion.chunks)
+    outcome = put_value(served.client, key(1), value(10), as_of=planned)
+    assert outcome is PutOutcome.DELETED
+    (tombstone,) = served.client.tombstones(0)
+    assert (tombstone.id, tombstone.chunks) == (deletion.id, deletion.chunks)
     later_ms = time.time_ns() // 1_000_000 + 1000
     assert list(served.client.tombstones(later_ms)) == []
 
 
-def test_pins_and_prefetches_are_counted(served: Served) -> None:
+def test_prefetches_are_counted(served: Served) -> None:
     put_value(served.client, key(1), value(10))
-    assert served.client.pin([key(1), key(2)], 5.0) == 1
-    assert served.client.unpin([key(1), key(2)]) == 1
     assert served.client.prefetch([key(1)]) == 0
 
 
-def test_who_it_is_is_said_first(tmp_path: Path) -> None:
+def test_hello_tells_the_ids_of_the_store(tmp_path: Path) -> None:
     with serving(tmp_path, transports=("shared", "socket")) as served:
         reply = served.stub.Hello(pb.HelloRequest(), timeout=TIMEOUT_S)
         assert reply.boot == served.store.boot
@@ -193,13 +189,13 @@ def test_who_it_is_is_said_first(tmp_path: Path) -> None:
         assert os.path.exists(reply.data_socket)
 
 
-def test_only_one_shard_has_no_replicas_to_change(served: Served) -> None:
+def test_a_single_shard_has_no_replicas(served: Served) -> None:
     assert not served.client.change_replica(key(1), "other:1", drop=False)
     with pytest.raises(InvalidInput, match="shard"):
         served.client.change_replica(key(1), "nowhere", drop=False)
 
 
-def test_a_watcher_gets_a_snapshot_then_events_and_can_go_on(served: Served) -> None:
+def test_a_watcher_gets_a_snapshot_then_events_and_can_resume(served: Served) -> None:
     put_value(served.client, key(1), value(10))
     events = served.client.watch(timeout_s=TIMEOUT_S)
     begin, stored, end = (next(events) for _ in range(3))
@@ -237,7 +233,7 @@ def test_watchers_are_bounded_and_end_with_the_server(tmp_path: Path) -> None:
     assert time.monotonic() - began < TIMEOUT_S
 
 
-def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> None:
+def test_a_corrupt_value_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) -> None:
     raw = value(3 * MIB)
     with serving(tmp_path) as served:
         for number in (1, 2):
@@ -261,7 +257,7 @@ def test_a_value_that_rotted_on_disk_is_a_miss_and_is_dropped(tmp_path: Path) ->
         assert get_value(served.client, key(1)) == raw
 
 
-def test_a_restart_keeps_what_was_stored(tmp_path: Path) -> None:
+def test_a_restart_keeps_stored_values(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         for number in range(10):
             put_value(served.client, key(number), value(100_000, number))
@@ -272,7 +268,7 @@ def test_a_restart_keeps_what_was_stored(tmp_path: Path) -> None:
             assert get_value(served.client, key(number)) == value(100_000, number)
 
 
-def test_memory_stays_bounded_while_everything_is_served(tmp_path: Path) -> None:
+def test_memory_stays_bounded_while_every_value_is_served(tmp_path: Path) -> None:
     with serving(tmp_path, memory_bytes=3 * MIB) as served:
         for number in range(8):
             put_value(served.client, key(number), value(MIB, number))
@@ -284,7 +280,7 @@ def test_memory_stays_bounded_while_everything_is_served(tmp_path: Path) -> None
         assert stats.evictions["memory"] >= 5
 
 
-def test_a_client_that_vanishes_during_a_put_leaves_nothing(served: Served) -> None:
+def test_a_client_that_disconnects_during_a_put_leaves_nothing(served: Served) -> None:
     raw = value(3 * MIB)
     sent = threading.Event()
     never = threading.Event()
@@ -304,7 +300,7 @@ def test_a_client_that_vanishes_during_a_put_leaves_nothing(served: Served) -> N
     assert put_value(served.client, key(1), raw) is PutOutcome.STORED
 
 
-def test_a_client_that_stops_reading_frees_what_was_held_for_it(served: Served) -> None:
+def test_a_client_that_stops_reading_loses_its_leases(served: Served) -> None:
     for number in range(4):
         put_value(served.client, key(number), value(4 * MIB, number))
     request = pb.GetRequest(keys=[to_key(key(number)) for number in range(4)])
@@ -316,7 +312,7 @@ def test_a_client_that_stops_reading_frees_what_was_held_for_it(served: Served) 
     assert get_value(served.client, key(3)) == value(4 * MIB, 3)
 
 
-def test_a_put_that_stalls_holds_its_room_no_longer_than_a_lease_lasts(
+def test_a_stalled_put_is_aborted_after_the_lease_time(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_service, "LEASE_S", 0.2)
@@ -333,7 +329,7 @@ def test_a_put_that_stalls_holds_its_room_no_longer_than_a_lease_lasts(
     assert served.store.stats().memory_bytes == 0
 
 
-def test_readers_that_have_stopped_hold_up_no_other(
+def test_stalled_readers_do_not_block_others(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.service._gets = asyncio.Semaphore(1)
@@ -348,7 +344,7 @@ def test_readers_that_have_stopped_hold_up_no_other(
     assert "ExecuteBatchError" not in caplog.text
 
 
-def test_before_it_is_open_it_says_and_hears_what_was_deleted_and_nothing_else(
+def test_a_gated_service_answers_only_deletes_and_tombstones(
     served: Served,
 ) -> None:
     put_value(served.client, key(1), value(10))
@@ -380,13 +376,13 @@ def test_a_full_disk_refuses_durable_puts_only(tmp_path: Path) -> None:
         ({"num_tokens": 0}, "header.info.num_tokens"),
         ({"num_tokens": MAX_TOKENS + 1}, "header.info.num_tokens"),
         ({"num_bytes": 0}, "header.info.num_bytes"),
-        ({"num_bytes": 2 * MIB}, "header.info.num_bytes"),  # the store holds less
+        ({"num_bytes": 2 * MIB}, "header.info.num_bytes"),  # more than the memory tier
         ({"num_bytes": 2}, "header.part_bytes"),
         ({"base_position": MAX_TOKENS + 1}, "header.info.base_position"),
         ({"precision": "int7"}, "header.info.precision"),
     ],
 )
-def test_a_put_that_makes_no_sense_is_refused_by_name(
+def test_an_invalid_put_names_the_field(
     tmp_path: Path, changes: dict[str, object], field: str
 ) -> None:
     with serving(tmp_path, memory_bytes=MIB) as served:
@@ -396,7 +392,7 @@ def test_a_put_that_makes_no_sense_is_refused_by_name(
         assert served.client.stats().variants == 0
 
 
-def test_a_header_with_other_mistakes_is_refused_by_name(served: Served) -> None:
+def test_an_invalid_header_names_the_field(served: Served) -> None:
     def refused(change: Callable[[pb.PutHeader], object]) -> str:
         first = header(b"abc")
         change(first.header)
@@ -415,7 +411,7 @@ def test_a_header_with_other_mistakes_is_refused_by_name(served: Served) -> None
     )
 
 
-def test_a_completion_that_makes_no_sense_is_refused_by_name(served: Served) -> None:
+def test_an_invalid_completion_names_the_field(served: Served) -> None:
     def refused(*completions: pb.PutCompletion) -> str:
         last = [pb.PutPart(completion=one) for one in completions]
         return put_refusal(served, header(b"abc"), pb.PutPart(data=b"abc"), *last).field
@@ -432,7 +428,7 @@ def test_a_completion_that_makes_no_sense_is_refused_by_name(served: Served) -> 
     assert served.client.stats().variants == 0
 
 
-def test_data_of_another_length_is_refused(served: Served) -> None:
+def test_data_of_the_wrong_length_is_refused(served: Served) -> None:
     assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"ab")).field == "data"
     assert put_refusal(served, header(b"abc"), pb.PutPart(data=b"abcd")).field == "data"
     eventually(lambda: served.store.stats().memory_bytes == 0)
@@ -445,12 +441,15 @@ def test_messages_out_of_order_are_refused(served: Served) -> None:
     assert put_refusal(served, header(b"abc"), header(b"abc")).field == "header"
 
 
-def test_names_of_another_length_are_refused(served: Served) -> None:
+def test_keys_of_the_wrong_length_are_refused(served: Served) -> None:
     bad = pb.VariantKey(chunk=b"short", prefix=bytes(16))
     call = served.stub.Lookup
     short = pb.LookupKey(chunk=b"short")
     assert refusal(lambda: call(pb.LookupRequest(keys=[short]))).field == "keys[0].chunk"
-    assert refusal(lambda: served.stub.Pin(pb.PinRequest(keys=[bad]))).field == "keys[0].chunk"
+    assert (
+        refusal(lambda: served.stub.Prefetch(pb.PrefetchRequest(keys=[bad]))).field
+        == "keys[0].chunk"
+    )
     deletion = pb.Deletion(id=b"short", chunks=[bytes(16)])
     assert (
         refusal(lambda: served.stub.Delete(pb.DeleteRequest(deletion=deletion))).field
@@ -463,14 +462,14 @@ def test_names_of_another_length_are_refused(served: Served) -> None:
     )
 
 
-def test_calls_that_carry_values_need_a_deadline(served: Served) -> None:
+def test_calls_with_values_need_a_deadline(served: Served) -> None:
     with pytest.raises(grpc.RpcError, match="deadline"):
         served.stub.Put(iter([header(b"abc")]))
     with pytest.raises(grpc.RpcError, match="deadline"):
         list(served.stub.Get(pb.GetRequest()))
 
 
-def test_puts_of_one_value_at_once_are_one(served: Served) -> None:
+def test_concurrent_puts_store_one_value(served: Served) -> None:
     raw = value(2 * MIB)
     outcomes: list[PutOutcome] = []
     client = StoreClient(served.address, transports=("grpc",))

@@ -1,4 +1,4 @@
-"""What a collector gets of a cache store that runs with one."""
+"""What a collector receives from a cache store process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answers(client: StoreClient) -> bool:
     return True
 
 
-def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> None:
+def test_a_store_exports_its_metrics_before_it_stops(tmp_path: Path) -> None:
     port = free_port()
     raw = value(NUM_BYTES)
     with collector() as receiver:
@@ -68,7 +68,7 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
             assert len(values) == 4
             del values
             assert client.transport == "shared"
-            # A client tells in its own time that it has read what it asked for.
+            # A client reports its reads with a delay.
             wait_until(lambda: client.stats().bytes_by_transport.get("shared") == 5 * NUM_BYTES)
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = cachestore_pb2_grpc.CacheStoreStub(channel)
@@ -80,17 +80,17 @@ def test_a_collector_learns_what_a_store_did_before_it_ended(tmp_path: Path) -> 
             assert process.wait(TIMEOUT_S) == 0
     figures = receiver.figures()
 
-    def figure(name: str, **attributes: str) -> float:
+    def metric(name: str, **attributes: str) -> float:
         return figures[f"ragcache.store.{name}", frozenset(attributes.items())]
 
-    assert figure("puts", outcome="stored", ack="durable", transport="shared") == 2
-    assert figure("write.size", outcome="stored", transport="shared") == 2 * NUM_BYTES
-    assert figure("hits", tier="memory", transport="shared") == 3
-    assert figure("read.size", tier="memory", transport="shared") == 3 * NUM_BYTES
-    assert figure("misses", reason="never_stored") == 1
-    assert figure("deletions") == 1
-    assert figure("used", tier="disk") == NUM_BYTES
-    assert figure("capacity", tier="memory") <= 16 << 20
-    assert figure("precision", precision="native") == NUM_BYTES
-    assert (figure("variants"), figure("tombstones")) == (1, 1)
+    assert metric("puts", outcome="stored", ack="durable", transport="shared") == 2
+    assert metric("write.size", outcome="stored", transport="shared") == 2 * NUM_BYTES
+    assert metric("hits", tier="memory", transport="shared") == 3
+    assert metric("read.size", tier="memory", transport="shared") == 3 * NUM_BYTES
+    assert metric("misses", reason="never_stored") == 1
+    assert metric("deletions") == 1
+    assert metric("used", tier="disk") == NUM_BYTES
+    assert metric("capacity", tier="memory") <= 16 << 20
+    assert metric("precision", precision="native") == NUM_BYTES
+    assert (metric("variants"), metric("tombstones")) == (1, 1)
     assert [(span.name, span.trace_id.hex()) for span in receiver.spans()] == [("Lookup", TRACE_ID)]

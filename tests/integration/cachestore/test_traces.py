@@ -1,4 +1,4 @@
-"""A trace goes on in the store: the spans of calls over every transport lie below their callers'."""
+"""A trace continues in the store: the spans of every transport are children of the caller's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TRANSPORTS = ("shared", "socket", "grpc")
 
 
 class Traced:
-    """A store that is traced. spans: what it has ended."""
+    """A traced store. ``spans`` returns the spans that have ended."""
 
     def __init__(self, folder: Path, transports: Sequence[str]) -> None:
         self.exporter = InMemorySpanExporter()
@@ -77,9 +77,9 @@ class Traced:
         return self.served.client
 
     def spans(self, count: int) -> list[ReadableSpan]:
-        """All there are, which are so many when what they are about has ended, as they began.
+        """Wait for so many spans, and return them in the order of their start.
 
-        A transport's call ends here a moment after its caller goes on.
+        A call over a transport ends in the store shortly after its caller goes on.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while len(found := self.exporter.get_finished_spans()) < count:
@@ -90,7 +90,7 @@ class Traced:
         return sorted(found, key=lambda span: span.start_time or 0)
 
     def span(self) -> ReadableSpan:
-        """The only one."""
+        """Return the only span."""
         [span] = self.spans(1)
         return span
 
@@ -105,7 +105,7 @@ def traced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Traced]:
 
 
 def caller(span_id: int = 1, *, sampled: bool = True) -> AbstractContextManager[Span]:
-    """A block that is part of a trace."""
+    """Make a block part of a trace."""
     flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
     return use_span(NonRecordingSpan(SpanContext(7, span_id, is_remote=False, trace_flags=flags)))
 
@@ -120,7 +120,7 @@ def about(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def test_a_get_is_traced_with_what_it_gave(traced: Traced) -> None:
+def test_a_get_is_traced_with_its_hits_and_misses(traced: Traced) -> None:
     transport = traced.client.transport
     for number in (1, 2):
         put_value(traced.client, key(number), value(NUM_BYTES))
@@ -152,7 +152,7 @@ def test_layers_are_traced(traced: Traced) -> None:
     assert (span.name, about(span)["hits.memory"]) == ("Get", 1)
 
 
-def test_a_put_is_traced_with_what_became_of_it(traced: Traced) -> None:
+def test_a_put_is_traced_with_its_outcome(traced: Traced) -> None:
     transport, raw = traced.client.transport, value(NUM_BYTES)
     new = variant(key(1), raw)
     with caller(6):
@@ -170,7 +170,7 @@ def test_a_put_is_traced_with_what_became_of_it(traced: Traced) -> None:
         }
 
 
-def test_a_refused_put_says_why(traced: Traced) -> None:
+def test_a_refused_put_records_its_error(traced: Traced) -> None:
     raw = value(NUM_BYTES)
     wrong = variant(key(1), raw, shape=ValueShape(1, 1, 4, "bfloat16"))
     with caller(), pytest.raises(InvalidInput, match="part_bytes"):
@@ -196,20 +196,20 @@ def test_control_calls_are_traced(traced: Traced) -> None:
         assert_below(span, 9)
 
 
-def test_who_is_not_traced_makes_no_span(traced: Traced) -> None:
+def test_a_caller_without_a_trace_makes_no_span(traced: Traced) -> None:
     raw = value(NUM_BYTES)
     put_value(traced.client, key(1), raw)
     with caller(sampled=False):
         put_value(traced.client, key(2), raw)
         found = [one for _, one in traced.client.get([key(2), key(1)], TIMEOUT_S)]
     assert not any(isinstance(one, Miss) for one in found)
-    # Spans end in order on a connection: one before would be there by now.
+    # Spans end in order on a connection, so an earlier one would be there by now.
     with caller(3):
         list(traced.client.get([key(4)], TIMEOUT_S))
     assert_below(traced.span(), 3)
 
 
-def test_what_is_read_again_without_asking_makes_no_span(tmp_path: Path) -> None:
+def test_a_cached_read_makes_no_span(tmp_path: Path) -> None:
     with Traced(tmp_path, ["shared"]) as traced:
         put_value(traced.client, key(1), value(NUM_BYTES))
         with caller():
@@ -219,7 +219,7 @@ def test_what_is_read_again_without_asking_makes_no_span(tmp_path: Path) -> None
         assert about(traced.span())["hits.memory"] == 1
 
 
-def test_a_get_from_disk_says_so(tmp_path: Path) -> None:
+def test_a_get_from_disk_is_traced_as_disk_hit(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         put_value(served.client, key(1), value(NUM_BYTES))
     for transport in TRANSPORTS:
@@ -232,9 +232,7 @@ def test_a_get_from_disk_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared", "socket"])
-def test_what_is_asked_for_later_belongs_to_the_first_caller(
-    tmp_path: Path, transport: str
-) -> None:
+def test_later_calls_of_one_get_belong_to_its_caller(tmp_path: Path, transport: str) -> None:
     with Traced(tmp_path, [transport]) as traced:
         keys = [key(number) for number in range(KEYS_PER_CALL + 1)]
         with caller(8):
@@ -245,7 +243,7 @@ def test_what_is_asked_for_later_belongs_to_the_first_caller(
             assert_below(span, 8)
 
 
-def test_a_reader_that_stops_is_no_failure(tmp_path: Path) -> None:
+def test_a_client_that_stops_reading_is_not_an_error(tmp_path: Path) -> None:
     with Traced(tmp_path, []) as traced:
         raw = value(8 << 20)
         put_value(traced.client, key(1), raw)
@@ -276,7 +274,7 @@ async def test_async_callers_are_traced(traced: Traced) -> None:
         assert_below(span, 4)
 
 
-def test_shards_that_are_asked_at_once_are_all_traced(tmp_path: Path) -> None:
+def test_parallel_calls_to_shards_are_all_traced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with Traced(tmp_path / "a", ["shared"]) as one, Traced(tmp_path / "b", ["socket"]) as other:
@@ -293,7 +291,7 @@ def test_shards_that_are_asked_at_once_are_all_traced(tmp_path: Path) -> None:
                 assert_below(span, 2)
 
 
-def test_threads_keep_their_traces_apart(traced: Traced) -> None:
+def test_threads_have_separate_traces(traced: Traced) -> None:
     def read(span_id: int) -> None:
         with caller(span_id):
             list(traced.client.get([key(span_id)] * span_id, TIMEOUT_S))
@@ -309,7 +307,7 @@ def test_threads_keep_their_traces_apart(traced: Traced) -> None:
         assert_below(span, about(span)["keys"])
 
 
-def _in_a_fresh_process(code: str) -> str:
+def _run_in_new_process(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -319,7 +317,7 @@ def test_a_client_does_not_import_opentelemetry() -> None:
         "import sys, ragcache_kv.store_client.sharded, ragcache_wire.trace_context as t; "
         "print(repr(t.traceparent()), any(n.startswith('opentelemetry') for n in sys.modules))"
     )
-    assert _in_a_fresh_process(code) == "'' False"
+    assert _run_in_new_process(code) == "'' False"
 
 
 def test_a_client_needs_no_opentelemetry() -> None:
@@ -327,4 +325,4 @@ def test_a_client_needs_no_opentelemetry() -> None:
         "import sys; sys.modules['opentelemetry.trace'] = None; "
         "import ragcache_wire.trace_context as t; print(repr(t.traceparent()), t.metadata(''))"
     )
-    assert _in_a_fresh_process(code) == "'' None"
+    assert _run_in_new_process(code) == "'' None"

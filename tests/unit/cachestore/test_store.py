@@ -1,4 +1,4 @@
-"""The store on real files: what its calls promise, also against each other."""
+"""The store on real files: the promises of its calls, also when they run at the same time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOSSY = Precision(Codec.INT8, Codec.INT8)
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -92,14 +92,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE, PAGE + 1, 3 * MIB + 17])
 @pytest.mark.parametrize("num_parts", [1, 5])
-def test_what_was_put_is_found(store: Store, num_bytes: int, num_parts: int) -> None:
+def test_a_value_that_was_put_is_found(store: Store, num_bytes: int, num_parts: int) -> None:
     raw = value(num_bytes)
     assert put(store, key(1), raw, num_parts=num_parts) is PutOutcome.STORED
     assert get(store, key(1)) == raw
     assert get(store, key(2)) is Miss.NEVER_STORED
 
 
-def test_a_value_is_not_seen_before_it_is_whole(store: Store) -> None:
+def test_a_value_is_not_visible_before_its_commit(store: Store) -> None:
     incoming = store.begin_put(variant(key(1), b"abc"))
     assert not isinstance(incoming, PutOutcome)
     assert get(store, key(1)) is Miss.NEVER_STORED
@@ -109,7 +109,7 @@ def test_a_value_is_not_seen_before_it_is_whole(store: Store) -> None:
     assert get(store, key(1)) == b"abc"
 
 
-def test_a_put_left_halfway_leaves_nothing(store: Store) -> None:
+def test_an_aborted_put_leaves_nothing(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.begin_put(variant(key(1), value(10))):  # type: ignore[union-attr]
         raise ZeroDivisionError
     assert get(store, key(1)) is Miss.NEVER_STORED
@@ -117,7 +117,7 @@ def test_a_put_left_halfway_leaves_nothing(store: Store) -> None:
     assert put(store, key(1), value(10)) is PutOutcome.STORED
 
 
-def test_bytes_that_do_not_match_their_checksum_are_refused_by_part(store: Store) -> None:
+def test_a_checksum_mismatch_names_the_part(store: Store) -> None:
     raw = bytearray(value(1000))
     new = variant(key(1), bytes(raw), num_parts=4)
     right = completion(new, bytes(raw))
@@ -130,7 +130,7 @@ def test_bytes_that_do_not_match_their_checksum_are_refused_by_part(store: Store
     assert store.stats().memory_bytes == 0
 
 
-def test_the_first_value_of_a_key_stays(store: Store) -> None:
+def test_a_value_is_not_replaced_by_an_equal_or_worse_one(store: Store) -> None:
     assert put(store, key(1), b"first") is PutOutcome.STORED
     assert put(store, key(1), b"second") is PutOutcome.ALREADY_STORED
     assert put(store, key(1), b"inexact", exact=False) is PutOutcome.ALREADY_STORED
@@ -149,7 +149,7 @@ def test_a_better_value_replaces_a_worse_one(tmp_path: Path, worse: dict[str, ob
         assert get(store, key(1), exact=True) == b"better"
 
 
-def test_what_deserves_better_gives_way_to_more_bytes(store: Store) -> None:
+def test_a_variant_that_wants_higher_precision_is_replaced_by_more_bytes(store: Store) -> None:
     put(store, key(1), b"12345678", precision=LOSSY)
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.ALREADY_STORED
     store.set_wants_higher_precision(key(1), True)
@@ -159,7 +159,7 @@ def test_what_deserves_better_gives_way_to_more_bytes(store: Store) -> None:
     assert put(store, key(1), b"1234567890", precision=LOSSY) is PutOutcome.STORED
 
 
-def test_of_puts_at_once_one_is_stored(store: Store) -> None:
+def test_one_of_concurrent_puts_is_stored(store: Store) -> None:
     incoming_puts = [store.begin_put(variant(key(1), value(50, n))) for n in range(5)]
     outcomes = []
     for n, incoming in enumerate(incoming_puts):
@@ -170,8 +170,8 @@ def test_of_puts_at_once_one_is_stored(store: Store) -> None:
     assert get(store, key(1)) == value(50, 0)
 
 
-def test_exact_gets_and_domains_are_minded(store: Store) -> None:
-    put(store, key(1), b"tainted", exact=False)
+def test_reads_respect_exactness_and_domain(store: Store) -> None:
+    put(store, key(1), b"approximate", exact=False)
     put(store, key(2), b"lossy", precision=LOSSY)
     put(store, key(3), b"private", origin=Origin(domain="acme"))
     assert get(store, key(1), exact=True) is Miss.APPROXIMATE
@@ -187,7 +187,7 @@ def test_exact_gets_and_domains_are_minded(store: Store) -> None:
     ]
 
 
-def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
+def test_a_lookup_by_chunk_finds_every_variant(store: Store) -> None:
     before = (key(7).chunk, key(8).chunk)
     put(store, key(1, 1), value(100), origin=Origin(prefix_chunks=before))
     put(store, key(1, 2), value(200), exact=False)
@@ -208,7 +208,7 @@ def test_a_lookup_tells_every_variant_of_a_chunk(store: Store) -> None:
 # Tiers
 
 
-def test_memory_is_bounded_and_what_left_it_is_served_from_disk(tmp_path: Path) -> None:
+def test_memory_is_bounded_and_evicted_values_are_served_from_disk(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         for number in range(10):
             put(store, key(number), value(PAGE, number))
@@ -219,7 +219,7 @@ def test_memory_is_bounded_and_what_left_it_is_served_from_disk(tmp_path: Path) 
         assert store.stats().hits_disk >= 6
 
 
-def test_a_demotion_moves_nothing_twice(tmp_path: Path) -> None:
+def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE) as store:
         written = 0
         write = store.disk_tier.write
@@ -240,7 +240,7 @@ def test_a_demotion_moves_nothing_twice(tmp_path: Path) -> None:
         assert written == 4
 
 
-def test_the_disk_is_bounded_and_the_least_recently_used_goes_for_good(tmp_path: Path) -> None:
+def test_the_disk_is_bounded_and_evicts_the_least_recently_used(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=PAGE, disk_bytes=40 * PAGE) as store:
         for number in range(38):
             put(store, key(number), value(PAGE), ack=Ack.DURABLE)
@@ -257,9 +257,9 @@ def test_the_disk_is_bounded_and_the_least_recently_used_goes_for_good(tmp_path:
         assert [n for n in range(42) if tier_of(store, key(n)) is not None] == held
 
 
-def test_past_the_high_watermark_a_sweep_goes_down_to_the_low_one(tmp_path: Path) -> None:
+def test_a_sweep_above_the_high_watermark_evicts_down_to_the_low_one(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=100 * PAGE, disk_bytes=400 * PAGE) as store:
-        store._sweeper.close()  # it would sweep while there is nothing on disk yet
+        store._sweeper.close()  # otherwise it would sweep before the values are on disk
         for number in range(96):
             put(store, key(number), value(PAGE, number))
         store.flush()
@@ -268,7 +268,7 @@ def test_past_the_high_watermark_a_sweep_goes_down_to_the_low_one(tmp_path: Path
         assert len(store) == 96
 
 
-def test_a_smaller_limit_holds_from_the_start(tmp_path: Path) -> None:
+def test_a_lower_capacity_holds_after_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         for number in range(4):
             put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
@@ -288,7 +288,7 @@ def test_values_larger_than_a_tier_are_refused(tmp_path: Path) -> None:
         assert get(store, key(1)) == value(2 * PAGE)
 
 
-def test_a_value_read_twice_from_disk_comes_into_memory(tmp_path: Path) -> None:
+def test_a_value_read_from_disk_is_promoted(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(1000))
     with opened(tmp_path) as store:
@@ -299,7 +299,7 @@ def test_a_value_read_twice_from_disk_comes_into_memory(tmp_path: Path) -> None:
         assert (store.stats().hits_disk, store.stats().hits_memory) == (1, 1)
 
 
-def test_a_prefetch_brings_values_into_memory(tmp_path: Path) -> None:
+def test_a_prefetch_promotes_values(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(1000))
     with opened(tmp_path) as store:
@@ -309,7 +309,7 @@ def test_a_prefetch_brings_values_into_memory(tmp_path: Path) -> None:
         assert store.stats().hits_disk == 0
 
 
-def test_what_is_never_asked_again_is_not_written(tmp_path: Path) -> None:
+def test_second_touch_admission_writes_only_values_read_again(tmp_path: Path) -> None:
     with opened(tmp_path, admission="second-touch") as store:
         put(store, key(1), value(100))
         put(store, key(2), value(100))
@@ -351,10 +351,10 @@ def test_a_child_is_promoted_after_its_parents(tmp_path: Path) -> None:
         assert moved == [key(1), key(2), key(3)]
 
 
-# LeaseTable and pins
+# Leases
 
 
-def test_what_is_read_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
+def test_a_leased_value_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE, 1))
         lease = lease_of(store, key(1))
@@ -368,7 +368,7 @@ def test_what_is_read_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None
         assert tier_of(store, key(1)) is Tier.DISK
 
 
-def test_a_deleted_value_keeps_its_bytes_while_it_is_read(tmp_path: Path) -> None:
+def test_a_deleted_value_keeps_its_bytes_while_it_is_leased(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=2 * PAGE) as store:
         put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
         put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
@@ -382,11 +382,11 @@ def test_a_deleted_value_keeps_its_bytes_while_it_is_read(tmp_path: Path) -> Non
         assert put(store, key(4), value(PAGE, 4)) is PutOutcome.STORED
 
 
-def test_what_is_read_from_disk_keeps_its_place(tmp_path: Path) -> None:
+def test_a_value_leased_on_disk_keeps_its_extents(tmp_path: Path) -> None:
     with opened(tmp_path, disk_bytes=2 * PAGE) as store:
         put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
     with opened(tmp_path, memory_bytes=PAGE, disk_bytes=2 * PAGE) as store:
-        put(store, key(9), value(PAGE, 9))  # memory is taken: nothing is promoted
+        put(store, key(9), value(PAGE, 9))  # memory is full, so no value is promoted
         store.flush()
         lease = lease_of(store, key(1))
         assert lease.on_disk
@@ -401,7 +401,7 @@ def test_what_is_read_from_disk_keeps_its_place(tmp_path: Path) -> None:
         assert store.stats().disk_bytes <= PAGE
 
 
-def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
+def test_a_lease_expires(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path, memory_bytes=PAGE, clock=clock) as store:
         put(store, key(1), value(PAGE, 1))
@@ -412,11 +412,11 @@ def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
         clock.now += 2
         assert not store.is_leased(lease.id)
         assert put(store, key(2), value(PAGE, 2)) is PutOutcome.STORED
-        store.release([lease.id])  # too late to matter
+        store.release([lease.id])  # it has expired, so this has no effect
         assert get(store, key(2)) == value(PAGE, 2)
 
 
-def test_when_everything_is_read_a_put_may_try_again_later(
+def test_a_put_is_unavailable_while_all_memory_is_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_cachestore.background.tier_mover.ALLOCATE_TIMEOUT_S", 0.0)
@@ -431,7 +431,7 @@ def test_when_everything_is_read_a_put_may_try_again_later(
         assert put(store, key(2), value(PAGE)) is PutOutcome.STORED
 
 
-def test_what_arrives_at_once_is_bounded(tmp_path: Path) -> None:
+def test_incoming_bytes_are_bounded(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=8 * PAGE) as store:
         first = store.begin_put(variant(key(1), value(3 * PAGE)))
         with pytest.raises(Unavailable, match="arriving"):
@@ -444,7 +444,7 @@ def test_what_arrives_at_once_is_bounded(tmp_path: Path) -> None:
         assert put(store, key(3), value(8 * PAGE)) is PutOutcome.STORED
 
 
-def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
+def test_the_pages_of_an_aborted_put_may_be_quarantined(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path, memory_bytes=2 * PAGE, clock=clock) as store:
         incoming = store.begin_put(variant(key(1), value(PAGE)))
@@ -462,7 +462,7 @@ def test_an_aborted_arrivals_pages_may_rest_for_a_while(tmp_path: Path) -> None:
 # Durability
 
 
-def test_a_durable_put_survives_a_kill_and_an_accepted_one_a_stop(tmp_path: Path) -> None:
+def test_a_durable_put_survives_a_kill_and_an_accepted_one_a_close(tmp_path: Path) -> None:
     with opened(tmp_path, flush=False) as store:
         assert put(store, key(1), value(100, 1), ack=Ack.DURABLE) is PutOutcome.STORED
     with opened(tmp_path) as store:
@@ -472,7 +472,7 @@ def test_a_durable_put_survives_a_kill_and_an_accepted_one_a_stop(tmp_path: Path
         assert get(store, key(2)) == value(100, 2)
 
 
-def test_a_durable_put_of_what_is_held_waits_until_it_is_on_disk(tmp_path: Path) -> None:
+def test_a_durable_put_of_a_stored_value_waits_for_its_write(tmp_path: Path) -> None:
     with opened(tmp_path, admission="second-touch", flush=False) as store:
         put(store, key(1), value(100))
         assert put(store, key(1), value(100), ack=Ack.DURABLE) is PutOutcome.ALREADY_STORED
@@ -480,7 +480,7 @@ def test_a_durable_put_of_what_is_held_waits_until_it_is_on_disk(tmp_path: Path)
         assert get(store, key(1)) == value(100)
 
 
-def test_a_durable_put_that_is_replaced_meanwhile_waits_for_the_better_one(
+def test_a_durable_put_that_is_replaced_waits_for_the_new_value(
     tmp_path: Path,
 ) -> None:
     with opened(tmp_path, flush=False) as store:
@@ -508,7 +508,7 @@ def test_a_durable_put_that_is_replaced_meanwhile_waits_for_the_better_one(
         assert get(store, key(1)) == b"better"
 
 
-def test_a_replaced_value_stays_on_disk_until_the_better_one_is_there(tmp_path: Path) -> None:
+def test_a_replaced_value_stays_on_disk_until_the_new_one_is_written(tmp_path: Path) -> None:
     with opened(tmp_path, flush=False) as store:
         put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
         gate, write = threading.Event(), store.disk_tier.write
@@ -520,7 +520,7 @@ def test_a_replaced_value_stays_on_disk_until_the_better_one_is_there(tmp_path: 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         assert put(store, key(1), b"better") is PutOutcome.STORED
         assert get(store, key(1)) == b"better"
-        for number in range(2, 20):  # nobody else gets the place of the old one
+        for number in range(2, 20):  # no other value gets the extents of the old one
             put(store, key(number), value(PAGE, number))
         copied = tmp_path.parent / "as-if-killed"
         shutil.copytree(tmp_path, copied)
@@ -537,24 +537,24 @@ def test_on_a_full_disk_puts_are_accepted_and_durable_ones_refused(tmp_path: Pat
             put(store, key(2), value(1000), ack=Ack.DURABLE)
         store.flush()
         assert get(store, key(1)) == value(1000)
-        assert get(store, key(2)) == value(1000)  # accepted all the same
+        assert get(store, key(2)) == value(1000)  # accepted, but not durable
         free = 1 << 40
         assert put(store, key(2), value(1000), ack=Ack.DURABLE) is PutOutcome.ALREADY_STORED
     with opened(tmp_path) as store:
         assert get(store, key(2)) == value(1000)
 
 
-def test_a_value_that_rotted_on_disk_is_dropped_when_that_is_found(tmp_path: Path) -> None:
+def test_a_corrupt_value_on_disk_is_dropped_on_report(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(3000))
         put(store, key(2), value(3000, 2))
         store.flush()
     with opened(tmp_path, memory_bytes=PAGE) as store:
         put(store, key(3), value(10))
-        busy = lease_of(store, key(3))  # which leaves no room in memory for a promotion
+        busy = lease_of(store, key(3))  # memory is full, so no value is promoted
         lease = lease_of(store, key(1))
         assert lease.on_disk
-        store.release([lease.id], corrupt=[lease.id])  # a false alarm
+        store.release([lease.id], corrupt=[lease.id])  # the copy is intact
         assert store.stats().corrupt == 0
         lease = lease_of(store, key(1))
         os.pwrite(store.disk_tier.fd, b"rot", lease.extents[0].offset + 1000)
@@ -566,7 +566,7 @@ def test_a_value_that_rotted_on_disk_is_dropped_when_that_is_found(tmp_path: Pat
         assert put(store, key(1), value(3000)) is PutOutcome.STORED
 
 
-def test_a_promotion_never_brings_rot_into_memory(tmp_path: Path) -> None:
+def test_a_corrupt_value_is_not_promoted(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), value(3000))
         store.flush()
@@ -576,11 +576,11 @@ def test_a_promotion_never_brings_rot_into_memory(tmp_path: Path) -> None:
         store.release([lease.id])
         store.prefetch([key(1)])
         eventually(lambda: tier_of(store, key(1)) is not Tier.DISK)
-        # The read above may have promoted it right before it rotted.
+        # The read above may have promoted it before the corruption.
         assert get(store, key(1)) in {Miss.CORRUPT, value(3000)}
 
 
-def test_a_copy_in_memory_that_was_spoilt_gives_way_to_the_one_on_disk(store: Store) -> None:
+def test_a_corrupt_copy_in_memory_is_replaced_by_the_one_on_disk(store: Store) -> None:
     put(store, key(1), value(3000), ack=Ack.DURABLE)
     lease = lease_of(store, key(1))
     store.memory_tier.views(lease.extents)[0][:3] = b"rot"
@@ -592,7 +592,7 @@ def test_a_copy_in_memory_that_was_spoilt_gives_way_to_the_one_on_disk(store: St
 # Deletes
 
 
-def test_a_delete_takes_a_chunk_and_all_that_was_computed_after_it(tmp_path: Path) -> None:
+def test_a_delete_removes_a_chunk_and_every_variant_after_it(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), b"one")
         put(store, key(1, 5), b"one elsewhere")
@@ -618,7 +618,7 @@ def test_deletes_by_variant_document_and_domain(store: Store) -> None:
     assert tier_of(store, key(9, 2)) is not None
 
 
-def test_an_id_is_applied_once(tmp_path: Path) -> None:
+def test_a_deletion_is_applied_once(tmp_path: Path) -> None:
     once = Deletion(id=bytes(16), chunks=(key(1).chunk,))
     with opened(tmp_path) as store:
         put(store, key(1), b"x")
@@ -631,20 +631,20 @@ def test_an_id_is_applied_once(tmp_path: Path) -> None:
         assert get(store, key(1)) == b"x"
 
 
-def test_a_put_planned_before_a_delete_leaves_nothing(store: Store) -> None:
+def test_a_put_planned_before_a_delete_is_refused(store: Store) -> None:
     put(store, key(7), b"x")
     before = store.lookup([]).as_of
     store.delete(deletion(1))
-    assert put(store, key(1), b"late", as_of=before) is PutOutcome.DELETED
+    assert put(store, key(1), b"old plan", as_of=before) is PutOutcome.DELETED
     later = Origin(prefix_chunks=(key(1).chunk,))
-    assert put(store, key(2), b"late", as_of=before, origin=later) is PutOutcome.DELETED
+    assert put(store, key(2), b"old plan", as_of=before, origin=later) is PutOutcome.DELETED
     assert put(store, key(3), b"another", as_of=before) is PutOutcome.STORED
     assert put(store, key(1), b"unknown", as_of=AsOf()) is PutOutcome.DELETED
     assert put(store, key(1), b"of another", as_of=AsOf(bytes(16), 99)) is PutOutcome.DELETED
     assert put(store, key(1), b"new") is PutOutcome.STORED
 
 
-def test_an_arrival_is_overtaken_by_a_delete(store: Store) -> None:
+def test_a_delete_refuses_an_incoming_put(store: Store) -> None:
     incoming = store.begin_put(variant(key(1), b"abc", as_of=store.lookup([]).as_of))
     assert not isinstance(incoming, PutOutcome)
     fill(incoming.views, b"abc")
@@ -654,7 +654,7 @@ def test_an_arrival_is_overtaken_by_a_delete(store: Store) -> None:
     assert store.stats().memory_bytes == 0
 
 
-def test_a_put_being_written_is_overtaken_by_a_delete(tmp_path: Path) -> None:
+def test_a_delete_refuses_a_put_that_is_being_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
@@ -680,7 +680,7 @@ def test_a_put_being_written_is_overtaken_by_a_delete(tmp_path: Path) -> None:
         assert len(store) == 0
 
 
-def test_a_delete_killed_before_it_removed_anything_is_finished_at_the_start(
+def test_a_start_finishes_a_delete_that_was_killed(
     tmp_path: Path,
 ) -> None:
     with opened(tmp_path, flush=False) as store:
@@ -694,50 +694,50 @@ def test_a_delete_killed_before_it_removed_anything_is_finished_at_the_start(
         assert store.stats().disk_bytes == 1
 
 
-def test_what_was_put_after_a_delete_survives_a_restart(tmp_path: Path) -> None:
+def test_a_value_put_after_a_delete_survives_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, key(1), b"old")
         store.delete(deletion(1))
         put(store, key(1), b"new")
     with opened(tmp_path) as store:
         assert get(store, key(1)) == b"new"
-        assert put(store, key(1), b"late", as_of=AsOf()) is PutOutcome.DELETED
+        assert put(store, key(1), b"old plan", as_of=AsOf()) is PutOutcome.DELETED
 
 
-def test_tombstones_are_told_and_live_for_a_day(tmp_path: Path) -> None:
+def test_tombstones_are_listed_and_live_for_a_day(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         store.delete(deletion(1))
         now_ms += 1000
         store.delete(deletion(2))
-        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=now_ms + 99))  # astray
-        told = store.tombstones_since(now_ms - 500)
-        assert [d.chunks for d in told] == [(key(2).chunk,), (key(3).chunk,)]
-        assert [d.made_at_ms for d in told] == [now_ms, now_ms]
+        store.delete(Deletion(b"", chunks=(key(3).chunk,), made_at_ms=now_ms + 99))  # in the future
+        listed = store.tombstones_since(now_ms - 500)
+        assert [d.chunks for d in listed] == [(key(2).chunk,), (key(3).chunk,)]
+        assert [d.made_at_ms for d in listed] == [now_ms, now_ms]
         assert len(store.tombstones_since(0)) == 3
     now_ms += 12 * 3600 * 1000
     opened(tmp_path, wall_ms=lambda: now_ms).__enter__().close()
     now_ms += 12 * 3600 * 1000 - 1
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         assert store.stats().tombstones == 3
-        assert len(store.tombstones_since(0)) == 2  # who is told of the first had it back young
-        assert len(store.tombstones_since(now_ms)) == 2  # learnt again at the start
+        assert len(store.tombstones_since(0)) == 2  # the oldest is about to be forgotten
+        assert len(store.tombstones_since(now_ms)) == 2  # applied again at the start
         store.forget_tombstones()
         assert store.stats().tombstones == 2
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         assert store.lookup([]).as_of.sequence == 3
 
 
-def test_a_delete_relayed_late_is_told_to_who_asks_what_is_new(tmp_path: Path) -> None:
+def test_tombstones_since_a_time_count_from_their_application(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
-        late = Deletion(bytes([7]) * 16, chunks=(key(1).chunk,), made_at_ms=now_ms - 3_600_000)
-        store.delete(late)
-        assert store.tombstones_since(now_ms - 600_000) == [late]
+        relayed = Deletion(bytes([7]) * 16, chunks=(key(1).chunk,), made_at_ms=now_ms - 3_600_000)
+        store.delete(relayed)
+        assert store.tombstones_since(now_ms - 600_000) == [relayed]
         assert store.tombstones_since(now_ms + 1) == []
 
 
-def test_a_delete_too_old_to_be_known_again_is_ignored(tmp_path: Path) -> None:
+def test_a_delete_older_than_a_day_is_ignored(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         put(store, key(1), b"x")
@@ -747,7 +747,7 @@ def test_a_delete_too_old_to_be_known_again_is_ignored(tmp_path: Path) -> None:
         assert store.stats().tombstones == 0
 
 
-def test_many_deletes_wait_for_the_disk_once(store: Store) -> None:
+def test_many_deletes_take_one_sync(store: Store) -> None:
     for number in range(4):
         put(store, key(number), b"x")
     known = Deletion(bytes([9]) * 16, chunks=(key(0).chunk,))
@@ -767,11 +767,11 @@ def test_many_deletes_wait_for_the_disk_once(store: Store) -> None:
     assert store.lookup([]).as_of.sequence == 3
 
 
-def test_a_put_whose_chunks_were_chosen_before_a_delete_is_refused(tmp_path: Path) -> None:
+def test_a_put_whose_plan_is_older_than_a_delete_is_refused(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         store.delete(deletion(1))
-        seen = store.lookup([]).as_of  # after the delete, for a plan from before
+        seen = store.lookup([]).as_of  # looked up after the delete, for a plan made before it
         for planned_at_ms, outcome in (
             (now_ms - 1, PutOutcome.DELETED),
             (now_ms + MAX_CLOCK_SKEW_MS - 1, PutOutcome.DELETED),
@@ -782,7 +782,7 @@ def test_a_put_whose_chunks_were_chosen_before_a_delete_is_refused(tmp_path: Pat
             assert put(store, key(2), b"y", as_of=as_of) is not PutOutcome.DELETED
 
 
-def test_a_folder_that_was_away_for_longer_starts_empty(tmp_path: Path) -> None:
+def test_a_folder_that_was_away_for_a_day_starts_empty(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms) as store:
         put(store, key(1), b"x")
@@ -798,7 +798,7 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
     put(store, key(1), b"x")
 
     def refuse(_: object) -> None:
-        raise Unavailable("cachestore", "its disk refuses")
+        raise Unavailable("cachestore", "its disk refuses writes")
 
     store._metadata.put_tombstones = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(Unavailable):
@@ -807,10 +807,10 @@ def test_a_delete_that_the_disk_refuses_changes_nothing(store: Store) -> None:
     assert put(store, key(1), b"y", as_of=AsOf()) is PutOutcome.ALREADY_STORED
 
 
-# Events, replicas, what the keeper does
+# Events, replicas and swaps
 
 
-def test_events_are_numbered_and_tell_what_happened(tmp_path: Path) -> None:
+def test_events_are_numbered(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE) as store:
         sequence, held = store.snapshot()
         assert (sequence, held) == (0, [])
@@ -839,7 +839,7 @@ def test_events_are_numbered_and_tell_what_happened(tmp_path: Path) -> None:
         assert [(event.kind, event.key) for event in held] == [(EventKind.STORED, key(2))]
 
 
-def test_replicas_are_told_until_the_variant_goes(store: Store) -> None:
+def test_lookups_tell_replicas_until_the_variant_is_dropped(store: Store) -> None:
     put(store, key(1), b"x")
     store.set_replicas(key(1), ("b:1",))
     store.set_replicas(key(2), ("b:1",))
@@ -863,15 +863,15 @@ def test_served_bytes_are_taken_once(store: Store) -> None:
     assert store.take_served() == {}
 
 
-def test_an_export_is_all_that_a_put_needs(store: Store, tmp_path: Path) -> None:
+def test_an_export_has_what_a_put_needs(store: Store, tmp_path: Path) -> None:
     origin = Origin((key(4).chunk,), key(4), "acme", "doc", 1.5)
     put(store, key(1), value(3000), origin=origin, num_parts=3)
     exported = store.export(key(1))
     assert exported is not None
     new, outgoing = exported
     assert outgoing.raw == value(3000)
-    told = replace(origin, cost_s=0.0)  # which goes with the completion
-    assert new == variant(key(1), value(3000), origin=told, num_parts=3)
+    without_cost = replace(origin, cost_s=0.0)  # the completion has the cost
+    assert new == variant(key(1), value(3000), origin=without_cost, num_parts=3)
     assert outgoing.wait_for_parts(0, 0.0) == tuple(
         part.checksum for part in checksummed_parts(value(3000), 3)
     )
@@ -898,7 +898,7 @@ def test_a_swap_changes_the_encoding_and_nothing_else(tmp_path: Path, on_disk: b
 
 
 def swapped(store: Store) -> bytes:
-    """Swap key 1 for a lossy encoding; its bytes."""
+    """Swap key 1 for a lossy encoding. Return its bytes."""
     (candidate,) = store.candidates(time.monotonic())
     small = value(100_000, 7)
     views = [memoryview(small)[:40_000], memoryview(small)[40_000:]]
@@ -906,7 +906,9 @@ def swapped(store: Store) -> bytes:
     store.flush()
     assert store.read(key(1), candidate.identity) == value(300_000)
     assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
-    assert not store.swap(key(1), candidate.identity, LOSSY, parts, views)  # another record now
+    assert not store.swap(
+        key(1), candidate.identity, LOSSY, parts, views
+    )  # the identity has changed
     assert store.read(key(1), candidate.identity) is None
     (after,) = store.candidates(time.monotonic())
     assert after.info.precision == LOSSY
@@ -915,7 +917,7 @@ def swapped(store: Store) -> bytes:
     return small
 
 
-def test_what_is_read_is_not_swapped(store: Store) -> None:
+def test_a_leased_value_is_not_swapped(store: Store) -> None:
     put(store, key(1), value(100))
     store.flush()
     (candidate,) = store.candidates(0.0)
@@ -926,14 +928,14 @@ def test_what_is_read_is_not_swapped(store: Store) -> None:
     assert store.swap(key(1), candidate.identity, LOSSY, parts, views)
 
 
-# A disk that refuses
+# A disk that fails
 
 
 def refuse(*_: object) -> None:
-    raise Unavailable("cachestore", "its disk refuses")
+    raise Unavailable("cachestore", "its disk refuses writes")
 
 
-def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_removals_stops_evictions(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=100 * PAGE) as store:
         for number in range(95):
             put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
@@ -943,7 +945,7 @@ def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
         for _ in range(20):
             with pytest.raises(Unavailable):
                 store.sweep()
-        assert store.stats().evictions[Tier.DISK] <= 6  # down to the low watermark, once
+        assert store.stats().evictions[Tier.DISK] <= 6  # one sweep down to the low watermark
         for number in range(100, 104):
             put(store, key(number), value(PAGE), ack=Ack.DURABLE)
         for number in range(104, 110):
@@ -955,7 +957,7 @@ def test_a_disk_that_refuses_removals_keeps_its_values(tmp_path: Path) -> None:
         assert store.stats().disk_bytes == 94 * PAGE
 
 
-def test_a_start_on_a_disk_that_refuses_serves_what_is_there(
+def test_a_store_starts_on_a_disk_that_refuses_removals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, flush=False) as store:
@@ -970,7 +972,7 @@ def test_a_start_on_a_disk_that_refuses_serves_what_is_there(
             assert get(store, key(2)) == b"y"
 
 
-def test_a_delete_is_remembered_until_what_it_covered_is_gone(tmp_path: Path) -> None:
+def test_a_delete_is_remembered_until_its_variants_are_off_the_disk(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
     with opened(tmp_path, wall_ms=lambda: now_ms, flush=False) as store:
         put(store, key(1), b"x", ack=Ack.DURABLE)
@@ -989,7 +991,7 @@ def test_a_delete_is_remembered_until_what_it_covered_is_gone(tmp_path: Path) ->
         assert len(store) == 0
 
 
-def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
+def test_a_swap_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE), ack=Ack.DURABLE)
         (candidate,) = store.candidates(0.0)
@@ -1009,7 +1011,7 @@ def test_a_swap_that_is_not_written_changes_nothing(tmp_path: Path) -> None:
         assert tier_of(store, key(1)) is Tier.MEMORY
 
 
-def test_a_durable_value_outlives_a_better_one_that_is_never_written(tmp_path: Path) -> None:
+def test_a_durable_value_returns_if_its_replacement_is_never_written(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
         store.disk_tier.write = refuse  # type: ignore[method-assign,assignment]
@@ -1026,7 +1028,7 @@ def test_a_durable_value_outlives_a_better_one_that_is_never_written(tmp_path: P
         assert get(store, key(1)) == value(PAGE, 1)
 
 
-def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> None:
+def test_a_deleted_value_does_not_return_after_its_replacement(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE) as store:
         old = Origin(domain="acme", document="old")
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE, origin=old)
@@ -1044,7 +1046,9 @@ def test_what_was_deleted_does_not_return_for_a_better_one(tmp_path: Path) -> No
         assert get(store, key(1)) in set(Miss)
 
 
-def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_closes_while_its_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ragcache_cachestore.store.FLUSH_TIMEOUT_S", 0.05)
     monkeypatch.setattr("ragcache_cachestore.background.tier_mover.JOIN_TIMEOUT_S", 0.05)
     store = Store(tmp_path, StoreOptions(4 * PAGE, 4 * PAGE))
@@ -1058,37 +1062,37 @@ def test_a_store_whose_disk_hangs_closes(tmp_path: Path, monkeypatch: pytest.Mon
     put(store, key(1), value(PAGE))
     assert entered.wait(TIMEOUT_S)
     store.close()
-    os.fstat(store.disk_tier.fd)  # whoever is stuck must not write to another's file
+    os.fstat(store.disk_tier.fd)  # the descriptor stays open for the thread that hangs
     gate.set()
     eventually(store._mover.close)
     store._resources.close()
 
 
-# Chains
+# Parents and children
 
 
-def test_a_parent_is_not_lost_while_its_child_is_on_disk(tmp_path: Path) -> None:
+def test_a_parent_is_written_with_its_child(tmp_path: Path) -> None:
     with opened(
         tmp_path, memory_bytes=4 * PAGE, leaves_only=True, admission="second-touch"
     ) as store:
         put(store, key(1), value(PAGE, 1))
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
-        store.flush()  # and with it, its parent
+        store.flush()  # this writes the parent too
         for number in range(10, 20):
             put(store, key(number), value(PAGE, number))
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.DISK, Tier.DISK)
 
 
-def test_a_parent_without_a_place_on_disk_stays_in_memory(tmp_path: Path) -> None:
+def test_a_parent_that_does_not_fit_on_disk_stays_in_memory(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=PAGE, leaves_only=True) as store:
-        put(store, key(1), value(2 * PAGE, 1))  # more than the disk holds
+        put(store, key(1), value(2 * PAGE, 1))  # larger than the disk tier
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)), ack=Ack.DURABLE)
         for number in range(10, 20):
             put(store, key(number), value(2 * PAGE, number))
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
 
 
-def test_a_promotion_keeps_the_parent_that_is_in_memory(tmp_path: Path) -> None:
+def test_a_promotion_does_not_evict_the_parent(tmp_path: Path) -> None:
     with opened(tmp_path, leaves_only=True) as store:
         put(store, key(1), value(PAGE, 1))
         put(store, key(2), value(PAGE, 2), origin=Origin(parent=key(1)))
@@ -1099,7 +1103,7 @@ def test_a_promotion_keeps_the_parent_that_is_in_memory(tmp_path: Path) -> None:
         assert (tier_of(store, key(1)), tier_of(store, key(2))) == (Tier.MEMORY, Tier.DISK)
 
 
-def test_a_value_larger_than_the_disk_takes_no_room_there(tmp_path: Path) -> None:
+def test_a_value_larger_than_the_disk_evicts_nothing_there(tmp_path: Path) -> None:
     with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=2 * PAGE) as store:
         put(store, key(1), value(PAGE, 1), exact=False, ack=Ack.DURABLE)
         put(store, key(2), value(PAGE, 2), ack=Ack.DURABLE)
@@ -1112,13 +1116,13 @@ def test_a_value_larger_than_the_disk_takes_no_room_there(tmp_path: Path) -> Non
         assert get(store, key(2)) == value(PAGE, 2)
 
 
-def test_nothing_is_its_own_parent(store: Store) -> None:
+def test_a_variant_cannot_be_its_own_parent(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"origin\.parent"):
         put(store, key(1), b"x", origin=Origin(parent=key(1)))
 
 
-def test_lookups_count_what_is_not_there(store: Store) -> None:
-    put(store, key(1), b"tainted", exact=False)
+def test_lookups_count_misses(store: Store) -> None:
+    put(store, key(1), b"approximate", exact=False)
     store.lookup(
         [LookupKey.for_variant(key(1)), LookupKey.for_variant(key(2)), LookupKey(key(3).chunk)]
     )
@@ -1151,7 +1155,7 @@ def test_stats_count(tmp_path: Path) -> None:
 
 
 def test_many_threads_at_once(tmp_path: Path) -> None:
-    """Each value names its key, so a reader sees at once what it should not."""
+    """Each value identifies its key, so a reader notices a wrong value."""
     errors: list[BaseException] = []
 
     def work(store: Store, seed: int) -> None:

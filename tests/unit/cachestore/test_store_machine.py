@@ -24,11 +24,11 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Tier
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
 from tests.helpers.cachestore_parts import (
+    checksummed_parts,
     completion,
     fill,
     get,
     key,
-    checksummed_parts,
     put,
     value,
     variant,

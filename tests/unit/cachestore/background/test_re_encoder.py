@@ -1,4 +1,4 @@
-"""The re_encoder over a store in a dictionary, whose bytes are real."""
+"""The re-encoder over a store in a dictionary with real bytes, and over a real store."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def key(name: int) -> VariantKey:
 
 
 def numbers(seed: int) -> np.ndarray:
-    """A native value as float32, of which bfloat16 keeps all."""
+    """A native value as float32 whose numbers are exact in bfloat16."""
     rng = np.random.default_rng(seed)
     wide = rng.standard_normal(NATIVE_BYTES // 2).astype(np.float32)
     return (wide.view(np.uint32) & 0xFFFF0000).view(np.float32)
@@ -79,7 +79,7 @@ def widened(raw: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Record:
+class FakeVariant:
     candidate: ReEncodingCandidate
     value: bytes
     busy: bool = False
@@ -89,7 +89,7 @@ class DictStore:
     """A ReEncodableStore without tiers, threads or bounds."""
 
     def __init__(self) -> None:
-        self.held: dict[VariantKey, Record] = {}
+        self.held: dict[VariantKey, FakeVariant] = {}
         self.prefetched: list[VariantKey] = []
         self.down = False
         self._identities = itertools.count()
@@ -99,7 +99,7 @@ class DictStore:
         half = len(value) // 2
         info = VariantInfo(TOKENS, len(value), 0, Provenance(exact=True))
         parts = tuple(ValuePart(half, checksum(value[i * half : (i + 1) * half])) for i in range(2))
-        self.held[key(name)] = Record(
+        self.held[key(name)] = FakeVariant(
             ReEncodingCandidate(
                 key(name), next(self._identities), info, shape, FORMAT, parts, tier, 0, 0.0, False
             ),
@@ -174,7 +174,7 @@ class Clock:
 
 
 def run(re_encoder: ReEncoder, clock: Clock, seconds: float) -> None:
-    """What its thread would do in that time."""
+    """Do what the thread would do in that time."""
     until = clock.now + seconds
     while clock.now < until:
         clock.now = min(until, clock.now + max(re_encoder.step(clock.now), 1e-3))
@@ -185,7 +185,7 @@ def make(assignment: PrecisionAssignment, pace: Pace = PACE) -> tuple[DictStore,
     return store, ReEncoder(store, assignment, pace, clock), clock
 
 
-def test_by_default_what_is_exact_stays_exact() -> None:
+def test_exact_values_stay_exact_by_default() -> None:
     store, re_encoder, clock = make(FixedAssignment())
     for name in range(10):
         store.put(name)
@@ -195,7 +195,7 @@ def test_by_default_what_is_exact_stays_exact() -> None:
     assert all(record.candidate.info.serves_exact for record in store.held.values())
 
 
-def test_ha_rag_gives_each_rank_its_scheme_in_real_bytes() -> None:
+def test_ha_rag_assigns_a_precision_to_each_rank() -> None:
     store, re_encoder, clock = make(HaRagAssignment())
     for name in range(20):
         store.put(name)
@@ -214,7 +214,7 @@ def test_ha_rag_gives_each_rank_its_scheme_in_real_bytes() -> None:
     assert not any(record.candidate.info.serves_exact for record in store.held.values())
 
 
-def test_our_assignment_keeps_what_is_read_exact_and_makes_the_rest_small() -> None:
+def test_score_assignment_keeps_hot_variants_exact_and_shrinks_the_rest() -> None:
     grades = (Grade(INT8, 0.53, 0.005), Grade(MIXED, 0.41, 0.03))
     store, re_encoder, clock = make(ScoreAssignment(grades, max_error=0.001))
     for name in range(10):
@@ -226,18 +226,18 @@ def test_our_assignment_keeps_what_is_read_exact_and_makes_the_rest_small() -> N
     assert store.precision(9) == MIXED
 
 
-def test_nothing_is_judged_young_or_by_one_look() -> None:
+def test_young_variants_and_single_scans_change_nothing() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8), replace(PACE, min_age_s=35))
     store.put(0)
-    run(re_encoder, clock, 40)  # looks at 10, 20, 30: seen for 20 s
+    run(re_encoder, clock, 40)  # scans at 10, 20 and 30 s: the variant is known for 20 s
     assert store.precision(0) == Precision()
-    run(re_encoder, clock, 9.9)  # 30 s, and four looks
+    run(re_encoder, clock, 9.9)  # known for 30 s, after four scans
     assert store.precision(0) == Precision()
     run(re_encoder, clock, 1)
     assert store.precision(0) == INT8
 
 
-def test_encoding_keeps_to_its_rate() -> None:
+def test_re_encoding_respects_its_rate() -> None:
     store, re_encoder, clock = make(
         FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 4)
     )
@@ -251,7 +251,7 @@ def test_encoding_keeps_to_its_rate() -> None:
     assert re_encoder.counters.re_encoded >= 19
 
 
-def test_the_coldest_goes_first() -> None:
+def test_the_coldest_variant_is_re_encoded_first() -> None:
     store, re_encoder, clock = make(
         FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 1000)
     )
@@ -262,7 +262,7 @@ def test_the_coldest_goes_first() -> None:
     assert [name for name in range(5) if store.precision(name) == INT8] == [3]
 
 
-def test_what_turns_hot_is_wanted_better_until_it_is_computed_anew() -> None:
+def test_a_variant_that_turns_hot_wants_higher_precision_until_it_is_put_again() -> None:
     store, re_encoder, clock = make(HaRagAssignment(percents=(50, 0, 0)))
     for name in range(2):
         store.put(name)
@@ -283,7 +283,7 @@ def test_what_turns_hot_is_wanted_better_until_it_is_computed_anew() -> None:
     assert np.abs(store.decoded(1) - numbers(1)).max() < 0.05
 
 
-def test_what_is_coarser_than_a_fixed_precision_is_wanted_better_and_left() -> None:
+def test_a_variant_below_the_fixed_precision_wants_more_and_is_not_changed() -> None:
     store, re_encoder, clock = make(FixedAssignment(MIXED))
     store.put(0)
     run(re_encoder, clock, 100)
@@ -294,7 +294,7 @@ def test_what_is_coarser_than_a_fixed_precision_is_wanted_better_and_left() -> N
     assert store.held[key(0)].candidate.wants_higher_precision
 
 
-def test_a_coarser_wish_is_met_from_what_is_held() -> None:
+def test_a_lower_precision_is_encoded_from_the_stored_one() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     run(re_encoder, clock, 100)
@@ -304,7 +304,7 @@ def test_a_coarser_wish_is_met_from_what_is_held() -> None:
     assert np.sqrt(np.mean((store.decoded(0) - numbers(0)) ** 2)) < 0.15
 
 
-def test_damaged_bytes_get_no_good_checksum() -> None:
+def test_corrupt_bytes_are_not_re_encoded() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     record = store.held[key(0)]
@@ -315,7 +315,7 @@ def test_damaged_bytes_get_no_good_checksum() -> None:
     assert record.value == before
 
 
-def test_a_value_of_a_size_that_cannot_be_stops_nothing() -> None:
+def test_a_value_of_impossible_size_does_not_stop_the_re_encoder() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     store.put(1)
@@ -331,7 +331,7 @@ def test_a_value_of_a_size_that_cannot_be_stops_nothing() -> None:
     assert re_encoder.counters.corrupt == 1
 
 
-def test_what_is_being_read_is_tried_again() -> None:
+def test_a_leased_variant_is_tried_again() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0)
     store.held[key(0)].busy = True
@@ -343,7 +343,7 @@ def test_what_is_being_read_is_tried_again() -> None:
     assert store.precision(0) == INT8
 
 
-def test_opaque_values_are_left_alone() -> None:
+def test_opaque_values_are_not_re_encoded() -> None:
     store, re_encoder, clock = make(FixedAssignment(INT8))
     store.put(0, shape=None)
     store.put(1, shape=replace(SHAPE, dtype="float8"))
@@ -355,7 +355,7 @@ def test_opaque_values_are_left_alone() -> None:
     assert re_encoder.counters.re_encoded == 0
 
 
-def test_the_hot_are_brought_into_memory_at_a_rate_and_not_again_at_once() -> None:
+def test_hot_variants_are_promoted_at_a_bounded_rate() -> None:
     placement = RankPlacement(gpu_percent=10, pinned_percent=10, pageable_percent=20)
     store, re_encoder, clock = make(
         FixedAssignment(placement=placement), replace(PACE, move_bytes_per_s=NATIVE_BYTES / 2)
@@ -375,14 +375,14 @@ def test_the_hot_are_brought_into_memory_at_a_rate_and_not_again_at_once() -> No
     assert store.prefetched[4:] == [key(0)]
 
 
-def test_what_was_never_read_is_not_brought() -> None:
+def test_variants_without_reads_are_not_promoted() -> None:
     store, re_encoder, clock = make(FixedAssignment(placement=RankPlacement(50, 50, 0)))
     store.put(0, tier=Tier.DISK)
     run(re_encoder, clock, 50)
     assert store.prefetched == []
 
 
-def test_its_thread_outlives_a_store_that_fails() -> None:
+def test_the_thread_survives_errors_of_the_store() -> None:
     store = DictStore()
     store.put(0)
     store.down = True
@@ -413,7 +413,7 @@ def test_its_thread_outlives_a_store_that_fails() -> None:
     assert store.precision(0) == INT8
 
 
-def test_an_allowance_lets_the_large_through_and_then_waits() -> None:
+def test_an_allowance_passes_a_large_item_and_then_waits() -> None:
     allowance = Allowance(100, now=0)
     assert allowance.wait_s(0) == 0
     allowance.take(1000, 5)
@@ -423,7 +423,7 @@ def test_an_allowance_lets_the_large_through_and_then_waits() -> None:
         Allowance(0, 0)
 
 
-def test_the_size_of_a_value_as_computed() -> None:
+def test_native_bytes() -> None:
     assert native_bytes(SHAPE, TOKENS) == NATIVE_BYTES
     assert native_bytes(replace(SHAPE, dtype="int3"), TOKENS) is None
 
@@ -449,7 +449,7 @@ def put_for_real(store: Store, name: int) -> None:
 
 
 def read_for_real(store: Store, name: int) -> np.ndarray:
-    """Decoded numbers of a value, read as a client does."""
+    """Read a value as a client does. Return its decoded numbers."""
     (lease,) = opened = store.open([key(name)])
     store.note_opened(opened)
     assert isinstance(lease, ReadLease)
@@ -465,7 +465,7 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
     return np.concatenate(layers)
 
 
-def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path: Path) -> None:
+def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path: Path) -> None:
     clock = Clock()
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     re_encoder = ReEncoder(store, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
@@ -476,7 +476,7 @@ def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path:
             for _ in range(times):
                 read_for_real(store, name)
         store.flush()
-        for _ in range(30):  # what the store is still writing is not swapped, but tried again
+        for _ in range(30):  # a variant whose write is pending is tried again
             run(re_encoder, clock, 10)
             store.flush()
         held = {one.key: one.info for one in store.candidates(clock.now)}
@@ -507,7 +507,7 @@ def test_over_the_real_store_the_cold_get_small_and_stop_serving_exact(tmp_path:
         reopened.close()
 
 
-def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
+def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
     clock = Clock()
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
     for name in range(4):
@@ -516,7 +516,7 @@ def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
 
     class Counted:
-        """The store, as if one variant had been read."""
+        """The store, but one variant counts as read."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
@@ -547,7 +547,7 @@ def test_over_the_real_store_the_hot_come_into_memory(tmp_path: Path) -> None:
 
 
 class KeptStoreMachine(RuleBasedStateMachine):
-    """Whatever happens around it, precision never rises and every value stays what it was."""
+    """Under random calls, precision never rises and every value stays intact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -570,7 +570,7 @@ class KeptStoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.bytes)
     @rule(data=st.data())
-    def put_anew(self, data: st.DataObject) -> None:
+    def put_again(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.bytes)))
         self.store.put(name)
         self.bytes[name] = NATIVE_BYTES

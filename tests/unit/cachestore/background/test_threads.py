@@ -1,4 +1,4 @@
-"""The store's threads: writing behind, promoting, housekeeping."""
+"""The threads of a store: write-back, promotions, housekeeping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.cachestore.state.test_catalog import variant
 
 
 class Gate:
-    """Notes whose turn it is; the first one waits until it is opened."""
+    """Notes the order of calls. The first one waits until the gate is open."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -30,7 +30,7 @@ class Gate:
         assert self.open.wait(TIMEOUT_S)
 
 
-def test_what_somebody_waits_for_is_written_first() -> None:
+def test_urgent_writes_run_first() -> None:
     gate = Gate()
     writer = WriteBack(gate, threads=1)
     jobs = [writer.submit(variant(n), urgent=False) for n in range(3)]
@@ -47,7 +47,7 @@ def test_what_somebody_waits_for_is_written_first() -> None:
 
 
 class Written:
-    """Notes what is written, by a clock that stands still until it is set."""
+    """Notes the writes, with a clock that a test sets."""
 
     def __init__(self, max_waiting_bytes: int) -> None:
         self.now = 0.0
@@ -66,11 +66,11 @@ class Written:
         self._some.release()
 
     def within(self, timeout_s: float) -> bool:
-        """Whether something is written, which was not asked for before."""
+        """Return whether another value is written in this time."""
         return self._some.acquire(timeout=timeout_s)
 
 
-def test_what_nobody_waits_for_is_written_in_a_pause() -> None:
+def test_writes_wait_for_an_idle_window() -> None:
     written = Written(max_waiting_bytes=100)
     written.idle_window.note_call()
     for number in range(3):
@@ -82,7 +82,7 @@ def test_what_nobody_waits_for_is_written_in_a_pause() -> None:
     assert written.writer.close(TIMEOUT_S)
 
 
-def test_without_a_pause_it_is_written_when_it_has_waited_long_enough() -> None:
+def test_without_an_idle_window_a_write_runs_after_the_longest_wait() -> None:
     written = Written(max_waiting_bytes=100)
     written.idle_window.note_call()
     written.writer.submit(variant(1), urgent=False)
@@ -94,10 +94,10 @@ def test_without_a_pause_it_is_written_when_it_has_waited_long_enough() -> None:
     assert written.writer.close(TIMEOUT_S)
 
 
-def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
+def test_the_oldest_write_runs_at_once_if_too_many_bytes_wait() -> None:
     written = Written(max_waiting_bytes=25)
     written.idle_window.note_call()
-    for number in range(3):  # of 10 bytes
+    for number in range(3):  # of 10 bytes each
         written.writer.submit(variant(number), urgent=False)
     assert written.within(TIMEOUT_S)
     assert written.numbers == [0]
@@ -105,14 +105,14 @@ def test_more_than_may_wait_is_written_at_once_the_oldest_first() -> None:
     written.writer.start_drain()
     assert written.within(TIMEOUT_S)
     assert written.within(TIMEOUT_S)
-    written.writer.submit(variant(3), urgent=False)  # pressed for what was queued then, no more
+    written.writer.submit(variant(3), urgent=False)  # a drain covers only the jobs queued before
     assert not written.within(0.1)
     assert written.writer.flush(TIMEOUT_S)
     assert len(written.numbers) == 4
     assert written.writer.close(TIMEOUT_S)
 
 
-def test_somebody_who_waits_is_not_kept_until_a_pause() -> None:
+def test_an_urgent_write_does_not_wait_for_an_idle_window() -> None:
     written = Written(max_waiting_bytes=100)
     written.idle_window.note_call()
     jobs = [written.writer.submit(variant(number), urgent=False) for number in range(3)]
@@ -122,19 +122,19 @@ def test_somebody_who_waits_is_not_kept_until_a_pause() -> None:
     assert written.writer.close(TIMEOUT_S)
 
 
-def test_errors_reach_who_waits_and_the_next_is_written() -> None:
+def test_an_error_reaches_the_waiting_caller() -> None:
     def fail(one: CatalogVariant) -> None:
         raise (Unavailable("cachestore", "full") if one.identity else ZeroDivisionError)
 
     writer = WriteBack(fail)
-    for number, said in ((0, "fails"), (1, "full")):
-        with pytest.raises(Unavailable, match=said):
+    for number, message in ((0, "fails"), (1, "full")):
+        with pytest.raises(Unavailable, match=message):
             writer.submit(variant(number), urgent=True).wait(TIMEOUT_S)
     writer.flush()
     assert writer.close(TIMEOUT_S)
 
 
-def test_what_is_cancelled_is_not_written_and_what_is_slow_says_so() -> None:
+def test_a_cancelled_job_is_not_written_and_a_slow_one_times_out() -> None:
     gate = Gate()
     writer = WriteBack(gate, threads=1)
     slow = writer.submit(variant(1), urgent=True)
@@ -177,7 +177,7 @@ def test_promotions_are_bounded_and_survive_an_error(monkeypatch: pytest.MonkeyP
     assert gate.order == [1, 2, 3]
 
 
-def test_promotions_wait_for_a_pause_unless_asked_for() -> None:
+def test_promotions_wait_for_an_idle_window_unless_prefetched() -> None:
     now = 0.0
     idle_window = IdleWindow(lambda: now)
     brought: list[int] = []
@@ -189,7 +189,7 @@ def test_promotions_wait_for_a_pause_unless_asked_for() -> None:
 
     promoter = Promoter(promote, idle_window)
     idle_window.note_call()
-    for _ in range(2):  # read again while it waits: it waits no longer for that
+    for _ in range(2):  # queued again while it waits, which does not extend the wait
         assert promoter.submit(variant(1), now=False)
         now = MAX_WAIT_S - IDLE_AFTER_S / 2
         idle_window.note_call()
@@ -199,7 +199,7 @@ def test_promotions_wait_for_a_pause_unless_asked_for() -> None:
     assert not some.acquire(timeout=0.1)
     assert brought == [3]
     now = MAX_WAIT_S
-    assert promoter.submit(variant(4), now=False)  # which wakes them
+    assert promoter.submit(variant(4), now=False)  # this wakes the threads
     assert some.acquire(timeout=TIMEOUT_S)
     assert not some.acquire(timeout=0.1)
     assert brought == [3, 1]
@@ -211,7 +211,7 @@ def test_promotions_wait_for_a_pause_unless_asked_for() -> None:
     assert promoter.close()
 
 
-def test_a_sweeper_does_the_first_duty_when_woken_and_goes_on_after_errors() -> None:
+def test_a_sweeper_runs_its_first_task_when_woken_and_survives_errors() -> None:
     swept, other = threading.Semaphore(0), threading.Event()
 
     def sweep() -> None:
@@ -227,7 +227,7 @@ def test_a_sweeper_does_the_first_duty_when_woken_and_goes_on_after_errors() -> 
     assert not other.is_set()
 
 
-def test_what_is_cancelled_is_not_kept() -> None:
+def test_cancelled_jobs_leave_the_queue() -> None:
     gate = Gate()
     writer = WriteBack(gate, threads=1)
     writer.submit(variant(1), urgent=True)
@@ -243,7 +243,7 @@ def test_what_is_cancelled_is_not_kept() -> None:
     assert writer.close(TIMEOUT_S)
 
 
-def test_who_is_stuck_is_not_waited_for() -> None:
+def test_close_does_not_wait_for_a_stuck_thread() -> None:
     gate = Gate()
     writer = WriteBack(gate, threads=1)
     writer.submit(variant(1), urgent=True)

@@ -1,4 +1,4 @@
-"""What is held, found in every way that a delete names it; and which value replaces which."""
+"""The catalog: lookups by every name of a delete, replacement, score and promotion back-off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragcache_cachestore.state.catalog import (
 )
 from ragcache_core.identity.variant import Codec, Origin, Precision, Provenance, VariantInfo
 from ragcache_core.store_api import Deletion
-from tests.helpers.cachestore_parts import key, checksummed_parts
+from tests.helpers.cachestore_parts import checksummed_parts, key
 
 LOSSY = Precision(Codec.INT8)
 
@@ -41,7 +41,7 @@ def variant(number: int, origin: Origin | None = None, **kind: bool) -> CatalogV
 
 
 @pytest.mark.parametrize(("exact", "lossless"), [*product([False, True], repeat=2)])
-def test_only_what_is_better_and_in_nothing_worse_replaces(exact: bool, lossless: bool) -> None:
+def test_only_a_better_value_that_is_worse_in_nothing_replaces(exact: bool, lossless: bool) -> None:
     new = about(exact=exact, lossless=lossless)
     held = {(e, p): variant(1, exact=e, lossless=p) for e, p in product([False, True], repeat=2)}
     given_way = {kind for kind, one in held.items() if replaces(new, one)}
@@ -50,7 +50,7 @@ def test_only_what_is_better_and_in_nothing_worse_replaces(exact: bool, lossless
     }
 
 
-def test_one_that_deserves_better_gives_way_to_more_bytes_of_its_kind() -> None:
+def test_a_variant_that_wants_higher_precision_is_replaced_by_more_bytes() -> None:
     held = variant(1, lossless=False)
     more = about(exact=True, lossless=False, num_bytes=20)
     assert not replaces(more, held)
@@ -60,7 +60,7 @@ def test_one_that_deserves_better_gives_way_to_more_bytes_of_its_kind() -> None:
     assert not replaces(about(exact=False, lossless=False, num_bytes=20), held)
 
 
-def test_a_score_is_saved_seconds_per_byte_and_halves() -> None:
+def test_a_score_is_saved_seconds_per_byte_and_decays() -> None:
     one = variant(1, Origin(cost_s=5.0))
     assert one.score(100.0) == pytest.approx(0.5)
     assert one.score(100.0 + HALF_LIFE_S) == pytest.approx(0.25)
@@ -72,7 +72,7 @@ def test_a_score_is_saved_seconds_per_byte_and_halves() -> None:
     assert (heir.reads, heir.score(2000.0)) == (1, one.score(2000.0))
 
 
-def test_bringing_a_value_in_vain_takes_twice_as_many_reads_each_time() -> None:
+def test_each_wasted_promotion_doubles_the_reads_for_the_next() -> None:
     one = variant(1)
     brought_at = []
     for _ in range(100):
@@ -93,7 +93,7 @@ def test_bringing_a_value_in_vain_takes_twice_as_many_reads_each_time() -> None:
     assert one.reads - waited <= 1 << MAX_WASTED_PROMOTIONS
 
 
-def test_bringing_a_value_that_is_then_read_from_memory_is_not_in_vain() -> None:
+def test_a_promotion_with_a_hit_is_not_wasted() -> None:
     one = variant(1)
     for _ in range(10):
         while not one.deserves_memory:
@@ -106,7 +106,7 @@ def test_bringing_a_value_that_is_then_read_from_memory_is_not_in_vain() -> None
         assert one.deserves_memory
 
 
-def test_what_was_put_into_memory_and_went_unread_is_brought_back_as_ever() -> None:
+def test_the_eviction_of_a_new_value_is_not_a_wasted_promotion() -> None:
     one = variant(1)
     one.note_demoted()
     one.note_read(0.0)
@@ -135,7 +135,7 @@ origins = st.builds(
         domain=st.sampled_from(["", "public", "acme"]),
     ),
 )
-def test_a_delete_covers_what_it_says_and_no_more(
+def test_a_delete_covers_exactly_its_variants(
     held: dict[int, Origin], gone: set[int], deletion: Deletion
 ) -> None:
     catalog = Catalog()

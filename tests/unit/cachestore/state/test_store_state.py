@@ -13,8 +13,8 @@ from ragcache_cachestore.storage.tier_space import TierCopy, TierSpace
 from ragcache_cachestore.telemetry.counters import HISTOGRAM_BINS, score_histogram
 from ragcache_core.eviction import make_policy
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.store_api import LEASE_S, EventKind
 from ragcache_core.storage.extents import PAGE_BYTES, ExtentAllocator
+from ragcache_core.store_api import LEASE_S, EventKind
 from tests.helpers.cachestore_parts import info, key
 from tests.unit.cachestore.state.test_catalog import variant
 

@@ -1,4 +1,4 @@
-"""Deletes that are remembered, and what they cover."""
+"""The deletes that a store remembers, and what they cover."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_a_delete_covers() -> None:
         assert not Tombstones([tombstone(5, **what)]).covers(variant, origin, 5)
 
 
-def test_a_name_deleted_twice_counts_from_the_last_time() -> None:
+def test_a_chunk_deleted_twice_counts_from_the_last_delete() -> None:
     tombstones = Tombstones([tombstone(n, chunks=(key(1).chunk,)) for n in (9, 3)])
     assert tombstones.covers(key(1), Origin(), 8)
     assert tombstones.last_sequence == 9
@@ -46,7 +46,7 @@ def test_a_name_deleted_twice_counts_from_the_last_time() -> None:
 
 
 @given(st.lists(st.integers(0, 20), max_size=8), st.integers(0, 21))
-def test_forgetting_keeps_the_rest_and_the_sequence(made_at_ms: list[int], before: int) -> None:
+def test_forget_keeps_younger_deletes_and_the_sequence(made_at_ms: list[int], before: int) -> None:
     tombstones = Tombstones(last_sequence=100)
     for number, at in enumerate(made_at_ms):
         tombstones.add(tombstone(101 + number, at, chunks=(key(number).chunk,)), at)
@@ -59,7 +59,7 @@ def test_forgetting_keeps_the_rest_and_the_sequence(made_at_ms: list[int], befor
         assert ((101 + number).to_bytes(16) in tombstones) is (at >= before)
 
 
-def test_what_is_new_goes_by_when_it_was_learnt() -> None:
+def test_since_goes_by_the_time_of_application() -> None:
     tombstones = Tombstones([tombstone(3, 100)], applied_ms=500)
     tombstones.add(tombstone(4, made_at_ms=1), 700)
     tombstones.add(tombstone(6, made_at_ms=800), 600)  # the clock was set back

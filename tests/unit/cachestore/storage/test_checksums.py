@@ -1,4 +1,4 @@
-"""Checksums of parts, however their bytes are cut."""
+"""Checksums of parts whose bytes arrive split anywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.cachestore_parts import MIB, checksummed_parts, value
     cuts=st.lists(st.integers(0, 200)),
     flip=st.integers(0, 199) | st.none(),
 )
-def test_the_first_part_that_changed_is_found(
+def test_the_first_corrupt_part_is_found(
     raw: bytes, num_parts: int, cuts: list[int], flip: int | None
 ) -> None:
     parts = checksummed_parts(raw, num_parts)
@@ -36,12 +36,12 @@ def test_the_first_part_that_changed_is_found(
 
 
 @given(raw=st.binary(min_size=1, max_size=50), num_parts=st.integers(1, 4))
-def test_a_value_that_ends_too_early_is_wrong(raw: bytes, num_parts: int) -> None:
+def test_a_truncated_value_is_corrupt(raw: bytes, num_parts: int) -> None:
     parts = checksummed_parts(raw, num_parts)
     assert first_corrupt_part(parts, [memoryview(raw)[:-1]]) is not None
 
 
-def test_extents_of_a_file_are_read_in_slices_and_end_where_the_file_does(tmp_path: Path) -> None:
+def test_extents_are_read_in_slices_up_to_the_end_of_the_file(tmp_path: Path) -> None:
     file = DiskTier(tmp_path / "values", 8 * MIB)
     raw = value(3 * SLICE_BYTES + 5)
     extents = [Extent(0, 2 * MIB), Extent(4 * MIB, len(raw) - 2 * MIB)]

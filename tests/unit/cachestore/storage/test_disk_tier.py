@@ -1,4 +1,4 @@
-"""The file of values: bytes go where they belong, and a full disk is a clean refusal."""
+"""The file of values: reads return what was written, and a full disk refuses writes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def file(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def views(raw: bytes, *cuts: int) -> list[memoryview]:
-    """Raw in pieces that end at cuts."""
+    """Split raw at cuts."""
     edges = [0, *sorted(cuts), len(raw)]
     return [memoryview(raw)[a:b] for a, b in pairwise(edges)]
 
 
 def read(file: DiskTier, extents: tuple[Extent, ...]) -> bytes:
-    """The bytes of extents."""
+    """Return the bytes of extents."""
     buffer = bytearray(sum(extent.num_bytes for extent in extents))
     assert file.read_into(extents, [memoryview(buffer)])
     return bytes(buffer)
@@ -51,7 +51,7 @@ NUM_BYTES = 3 * PAGE_BYTES + 77
 
 @given(st.lists(st.integers(0, NUM_BYTES), max_size=5), st.lists(st.integers(0, NUM_BYTES)))
 @settings(max_examples=40, deadline=None)
-def test_a_value_comes_back_however_it_is_cut(
+def test_a_value_is_read_back_for_any_split(
     tmp_path_factory: pytest.TempPathFactory, in_cuts: list[int], out_cuts: list[int]
 ) -> None:
     file = DiskTier(tmp_path_factory.mktemp("file") / "values", 64 * PAGE_BYTES)
@@ -65,7 +65,7 @@ def test_a_value_comes_back_however_it_is_cut(
     file.close()
 
 
-def test_extents_do_not_touch_their_neighbours(file: DiskTier) -> None:
+def test_a_write_does_not_change_neighbouring_extents(file: DiskTier) -> None:
     whole = (Extent(0, 4 * PAGE_BYTES),)
     file.write(whole, [memoryview(b"a" * 4 * PAGE_BYTES)])
     file.write((Extent(PAGE_BYTES, 10),), [memoryview(b"b" * 10)])
@@ -73,10 +73,10 @@ def test_extents_do_not_touch_their_neighbours(file: DiskTier) -> None:
     assert raw == b"a" * PAGE_BYTES + b"b" * 10 + b"a" * (3 * PAGE_BYTES - 10)
 
 
-def test_views_of_any_number_and_type(file: DiskTier) -> None:
+def test_views_may_have_any_number_and_type(file: DiskTier) -> None:
     raw = random.Random(2).randbytes(6000)
     extents = (Extent(0, 6000),)
-    many = [memoryview(raw)[i : i + 1] for i in range(6000)]  # more than one call takes
+    many = [memoryview(raw)[i : i + 1] for i in range(6000)]  # more than IOV_MAX
     file.write(extents, many)
     assert read(file, extents) == raw
     numbers = memoryview(bytearray(6000)).cast("I", (50, 30))
@@ -84,7 +84,7 @@ def test_views_of_any_number_and_type(file: DiskTier) -> None:
     assert numbers.tobytes() == raw
 
 
-def test_totals_that_differ_are_an_error(file: DiskTier) -> None:
+def test_extents_and_views_of_different_length_are_an_error(file: DiskTier) -> None:
     with pytest.raises(ValueError, match="differ"):
         file.write((Extent(0, 5),), [memoryview(b"four")])
     with pytest.raises(ValueError, match="differ"):
@@ -103,7 +103,7 @@ def test_short_writes_and_reads_are_continued(
     assert read(file, extents) == raw
 
 
-def test_what_is_not_there_is_not_read(file: DiskTier) -> None:
+def test_a_read_beyond_the_end_fails(file: DiskTier) -> None:
     file.write((Extent(0, 10),), [memoryview(b"0123456789")])
     assert not file.read_into((Extent(0, 11),), [memoryview(bytearray(11))])
     os.close(file.fd)
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_not_read(file: DiskTier) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_disk_that_refuses_is_unavailable_for_now(
+def test_a_disk_error_is_unavailable(
     file: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(fd: int, buffers: object, offset: int) -> int:
@@ -124,7 +124,7 @@ def test_a_disk_that_refuses_is_unavailable_for_now(
     assert caught.value.retry_after_s > 1
 
 
-def test_a_write_leaves_room_for_the_records(tmp_path: Path) -> None:
+def test_a_write_leaves_space_for_the_metadata(tmp_path: Path) -> None:
     free = [FREE_RESERVE_BYTES + 10]
     file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
     file.write((Extent(0, 10),), [memoryview(bytes(10))])
@@ -136,28 +136,30 @@ def test_a_write_leaves_room_for_the_records(tmp_path: Path) -> None:
     file.close()
 
 
-def test_blocks_that_are_there_are_written_to_on_a_full_volume(tmp_path: Path) -> None:
+def test_existing_blocks_are_overwritten_on_a_full_volume(tmp_path: Path) -> None:
     free = [PLENTY]
     file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
-    here, hole = (Extent(0, 2 * PAGE_BYTES),), (Extent(PAGE_BYTES, 2 * PAGE_BYTES),)
+    here, gap = (Extent(0, 2 * PAGE_BYTES),), (Extent(PAGE_BYTES, 2 * PAGE_BYTES),)
     file.write(here, [memoryview(bytes(2 * PAGE_BYTES))])
     file.write((Extent(9 * PAGE_BYTES, 1),), [memoryview(b"x")])
     free[0] = 0
     file.write(here, [memoryview(b"y" * 2 * PAGE_BYTES)])
     assert read(file, here) == b"y" * 2 * PAGE_BYTES
     with pytest.raises(Unavailable):
-        file.write(hole, [memoryview(bytes(2 * PAGE_BYTES))])
+        file.write(gap, [memoryview(bytes(2 * PAGE_BYTES))])
     file.close()
 
 
-def test_room_comes_back_when_the_volume_is_low(tmp_path: Path) -> None:
+def test_freed_extents_are_returned_when_the_volume_is_low(tmp_path: Path) -> None:
     free = [PLENTY]
     file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: free[0])
     kept, dropped = (Extent(0, PAGE_BYTES),), (Extent(PAGE_BYTES, 8 * PAGE_BYTES),)
     file.write(kept, [memoryview(b"k" * PAGE_BYTES)])
     file.write(dropped, [memoryview(b"d" * 8 * PAGE_BYTES)])
     file.punch(dropped)
-    assert os.fstat(file.fd).st_blocks * 512 >= 9 * PAGE_BYTES  # there is plenty: nothing to do
+    assert (
+        os.fstat(file.fd).st_blocks * 512 >= 9 * PAGE_BYTES
+    )  # the volume has space, so nothing is returned
     free[0] = LOW_BYTES - 1
     file.punch(dropped)
     assert os.fstat(file.fd).st_blocks * 512 <= 2 * PAGE_BYTES
@@ -165,7 +167,7 @@ def test_room_comes_back_when_the_volume_is_low(tmp_path: Path) -> None:
     file.close()
 
 
-def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> None:
+def test_all_free_extents_are_returned_and_no_used_one(tmp_path: Path) -> None:
     free = [PLENTY]
     file = DiskTier(tmp_path / "values", 8 * PAGE_BYTES, free_bytes=lambda: free[0])
     held = []
@@ -177,7 +179,9 @@ def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> 
     for extents in held[::2]:
         file.allocator.free(extents)
     file.punch_free(threading.Lock())
-    assert os.fstat(file.fd).st_blocks * 512 >= 8 * PAGE_BYTES  # there is plenty: nothing to do
+    assert (
+        os.fstat(file.fd).st_blocks * 512 >= 8 * PAGE_BYTES
+    )  # the volume has space, so nothing is returned
     free[0] = LOW_BYTES - 1
     file.punch_free(threading.Lock())
     assert os.fstat(file.fd).st_blocks * 512 <= 4 * PAGE_BYTES + PAGE_BYTES
@@ -188,8 +192,8 @@ def test_everything_free_becomes_holes_and_nothing_held_does(tmp_path: Path) -> 
     file.close()
 
 
-def test_writers_together_leave_the_reserve(tmp_path: Path) -> None:
-    """Each alone would fit: what the first is to take counts before it is written."""
+def test_concurrent_writes_leave_the_reserve(tmp_path: Path) -> None:
+    """Each value alone would fit. The first one counts before it is written."""
     file = DiskTier(
         tmp_path / "values",
         8 * PAGE_BYTES,
@@ -211,11 +215,11 @@ def test_writers_together_leave_the_reserve(tmp_path: Path) -> None:
         file.write((Extent(PAGE_BYTES, PAGE_BYTES),), [page])
     gate.set()
     writer.join()
-    file.write((Extent(PAGE_BYTES, PAGE_BYTES),), [page])  # the claim is over
+    file.write((Extent(PAGE_BYTES, PAGE_BYTES),), [page])  # the first write has ended
     file.close()
 
 
-def test_holes_are_punched_a_little_at_a_time(tmp_path: Path) -> None:
+def test_free_extents_are_returned_in_small_pieces(tmp_path: Path) -> None:
     file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: 0)
     punched = []
 
@@ -232,7 +236,7 @@ def test_holes_are_punched_a_little_at_a_time(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_lower_capacity_cuts_the_file(tmp_path: Path) -> None:
+def test_a_lower_capacity_truncates_the_file(tmp_path: Path) -> None:
     file = DiskTier(tmp_path / "values", 8 * PAGE_BYTES)
     file.write((Extent(0, 8 * PAGE_BYTES),), [memoryview(bytes(8 * PAGE_BYTES))])
     file.close()
@@ -241,14 +245,14 @@ def test_a_lower_capacity_cuts_the_file(tmp_path: Path) -> None:
     file.close()
 
 
-def test_the_descriptor_for_readers_cannot_write(file: DiskTier) -> None:
+def test_the_reader_descriptor_cannot_write(file: DiskTier) -> None:
     file.write((Extent(0, 3),), [memoryview(b"abc")])
     assert os.pread(file.reader_fd, 3, 0) == b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(file.reader_fd, b"x", 0)
 
 
-def test_a_file_that_does_not_open_is_refused_with_the_setting_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "values").mkdir()
     with pytest.raises(InvalidInput, match="RAGCACHE_DATA_DIR"):
         DiskTier(tmp_path / "values", PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""The memory_tier: shared, sealed, and no more memory than what was written."""
+"""The memory tier: shared, of fixed size, and no more memory than was written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache_core.storage.extents import PAGE_BYTES, Extent
 from ragcache_kv.transport.shared_memory import HUGE_BYTES
 
 
-def test_what_is_written_is_seen_by_who_maps_the_descriptor() -> None:
+def test_another_mapping_of_the_descriptor_sees_writes() -> None:
     memory_tier = MemoryTier(8 * PAGE_BYTES)
     extents = (Extent(2 * PAGE_BYTES, PAGE_BYTES), Extent(5 * PAGE_BYTES, 3))
     first, second = memory_tier.views(extents)
@@ -28,29 +28,29 @@ def test_what_is_written_is_seen_by_who_maps_the_descriptor() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, PAGE_BYTES, 100 * PAGE_BYTES])
-def test_nobody_can_change_its_length(num_bytes: int) -> None:
+def test_its_size_cannot_be_changed(num_bytes: int) -> None:
     memory_tier = MemoryTier(8 * PAGE_BYTES)
     with pytest.raises(PermissionError):
         os.ftruncate(memory_tier.fd, num_bytes)
     memory_tier.close()
 
 
-def test_only_pages_written_take_memory() -> None:
+def test_only_written_pages_take_memory() -> None:
     memory_tier = MemoryTier(1 << 30)
     assert os.fstat(memory_tier.fd).st_blocks == 0
     memory_tier.views((Extent(512 << 20, PAGE_BYTES),))[0][:] = bytes(PAGE_BYTES)
-    assert 0 < os.fstat(memory_tier.fd).st_blocks * 512 <= 4 << 20  # a huge page at most
+    assert 0 < os.fstat(memory_tier.fd).st_blocks * 512 <= 4 << 20  # at most one huge page
     memory_tier.close()
 
 
-def test_it_grows_to_what_is_to_be_written_and_keeps_what_was() -> None:
+def test_it_grows_and_keeps_written_bytes() -> None:
     memory_tier = MemoryTier(5 * HUGE_BYTES + PAGE_BYTES)
     first, second = (Extent(0, HUGE_BYTES),), (Extent(HUGE_BYTES, HUGE_BYTES + PAGE_BYTES),)
     for extents, most in ((first, HUGE_BYTES), (second, 3 * HUGE_BYTES)):
         memory_tier.grow(extents)
         assert os.fstat(memory_tier.fd).st_blocks * 512 <= most
         memory_tier.views(extents)[0][:4] = b"kept"
-    memory_tier.grow((Extent(5 * HUGE_BYTES, PAGE_BYTES),))  # the end is no whole huge page
+    memory_tier.grow((Extent(5 * HUGE_BYTES, PAGE_BYTES),))  # the end is inside a huge page
     memory_tier.grow(())
     assert [bytes(memory_tier.views(extents)[0][:4]) for extents in (first, second)] == [
         b"kept"
@@ -60,20 +60,20 @@ def test_it_grows_to_what_is_to_be_written_and_keeps_what_was() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, PAGE_BYTES - 1])
-def test_a_capacity_of_no_page_holds_nothing(capacity: int) -> None:
+def test_a_capacity_below_one_page_stores_nothing(capacity: int) -> None:
     memory_tier = MemoryTier(capacity)
     assert memory_tier.allocator.allocate(1) is None
     assert memory_tier.views(()) == []
     memory_tier.close()
 
 
-def test_its_length_is_whole_pages() -> None:
+def test_its_size_is_a_multiple_of_the_page_size() -> None:
     memory_tier = MemoryTier(3 * PAGE_BYTES + 17)
     assert os.fstat(memory_tier.fd).st_size == 3 * PAGE_BYTES == memory_tier.allocator.free_bytes
     memory_tier.close()
 
 
-def test_closing_leaves_views_that_are_out_usable() -> None:
+def test_views_stay_usable_after_close() -> None:
     memory_tier = MemoryTier(PAGE_BYTES)
     (view,) = memory_tier.views((Extent(0, 4),))
     memory_tier.close()
@@ -81,7 +81,7 @@ def test_closing_leaves_views_that_are_out_usable() -> None:
     assert bytes(view) == b"last"
 
 
-def test_more_than_the_system_gives_is_refused_with_the_setting_named() -> None:
+def test_too_much_memory_is_refused_and_names_the_setting() -> None:
     with pytest.raises(InvalidInput, match="RAGCACHE_MEMORY_BYTES"):
         MemoryTier(1 << 62)
 

@@ -1,4 +1,4 @@
-"""Telemetry: figures and spans as a collector gets them, and nothing where there is none."""
+"""Telemetry: metrics and spans as a collector receives them, and nothing without one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Point = tuple[str, frozenset[tuple[str, Any]]]
 
 @dataclass
 class Kept:
-    """Telemetry with a backend that keeps what it is told."""
+    """Telemetry with a backend in memory."""
 
     reader: InMemoryMetricReader = field(default_factory=InMemoryMetricReader)
     spans: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
@@ -82,7 +82,7 @@ def kept() -> Iterator[Kept]:
     kept.telemetry.close()
 
 
-def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
+def test_events_are_counted_by_their_attributes(kept: Kept) -> None:
     telemetry = kept.telemetry
     telemetry.hit(Tier.MEMORY, "shared", 100, 0.001)
     telemetry.hit(Tier.MEMORY, "shared", 50, 0.003)
@@ -106,7 +106,7 @@ def test_what_happens_is_counted_where_it_happens(kept: Kept) -> None:
     assert kept.value("deletions") == 4
 
 
-def test_durations_tell_microseconds_from_seconds(kept: Kept) -> None:
+def test_histograms_separate_microseconds_from_seconds(kept: Kept) -> None:
     for seconds in (0.00002, 0.0003, 5.0):
         kept.telemetry.hit(Tier.MEMORY, "shared", 1, seconds)
     where = frozenset({("tier", "memory"), ("transport", "shared")})
@@ -116,7 +116,7 @@ def test_durations_tell_microseconds_from_seconds(kept: Kept) -> None:
     assert sum(1 for count in point.bucket_counts if count) == 3
 
 
-def test_levels_are_asked_for_when_they_are_exported(kept: Kept) -> None:
+def test_levels_are_read_at_export(kept: Kept) -> None:
     asked = []
 
     def read() -> StoreLevels:
@@ -126,7 +126,7 @@ def test_levels_are_asked_for_when_they_are_exported(kept: Kept) -> None:
     kept.telemetry.observe(read)
     assert not asked
     assert kept.value("used", tier="disk") == 20
-    # Once for all gauges.
+    # Read once for all gauges.
     assert len(asked) == 1
     assert kept.value("capacity", tier="memory") == 100
     assert kept.value("variants") == 3
@@ -137,7 +137,7 @@ def test_levels_are_asked_for_when_they_are_exported(kept: Kept) -> None:
     assert [kept.value("score", decade=decade) for decade in range(3)] == [0, 2, 1]
 
 
-def test_a_span_lies_below_the_callers(kept: Kept) -> None:
+def test_a_span_is_a_child_of_the_callers_span(kept: Kept) -> None:
     with kept.telemetry.span("get", METADATA, keys=3):
         pass
     [span] = kept.spans.get_finished_spans()
@@ -153,24 +153,26 @@ def test_a_span_lies_below_the_callers(kept: Kept) -> None:
     [
         [],
         [("user-agent", "grpc-python")],
-        # Sampled is the last field: whoever asks decides.
+        # The last field is the sampled flag: the caller decides.
         [("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00")],
     ],
 )
-def test_who_is_not_traced_makes_no_span(kept: Kept, metadata: list[tuple[str, str]]) -> None:
+def test_a_caller_without_a_trace_makes_no_span(
+    kept: Kept, metadata: list[tuple[str, str]]
+) -> None:
     with kept.telemetry.span("get", metadata):
         pass
     assert kept.spans.get_finished_spans() == ()
 
 
 @pytest.mark.parametrize("nonsense", ["", "x", f"00-{'0' * 32}-{PARENT_ID}-01", "00-a-b-c-d" * 99])
-def test_a_broken_context_is_no_context(kept: Kept, nonsense: str) -> None:
+def test_an_invalid_trace_context_makes_no_span(kept: Kept, nonsense: str) -> None:
     with kept.telemetry.span("get", [("traceparent", nonsense)]):
         pass
     assert kept.spans.get_finished_spans() == ()
 
 
-def test_an_error_is_on_the_span_and_goes_on(kept: Kept) -> None:
+def test_an_error_is_recorded_on_the_span_and_raised(kept: Kept) -> None:
     with pytest.raises(ValueError, match="no"), kept.telemetry.span("put", METADATA):
         raise ValueError("no")
     [span] = kept.spans.get_finished_spans()
@@ -178,7 +180,7 @@ def test_an_error_is_on_the_span_and_goes_on(kept: Kept) -> None:
     assert [event.name for event in span.events] == ["exception"]
 
 
-def test_telemetry_that_goes_nowhere_takes_everything() -> None:
+def test_telemetry_without_a_backend_accepts_every_call() -> None:
     telemetry = Telemetry()
     telemetry.hit(Tier.MEMORY, "shared", 1, 0.1)
     telemetry.miss(Miss.TIMED_OUT)
@@ -191,7 +193,7 @@ def test_telemetry_that_goes_nowhere_takes_everything() -> None:
     telemetry.close()
 
 
-def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
+def test_opentelemetry_is_not_imported_without_an_endpoint() -> None:
     code = (
         "import sys, ragcache_cachestore.telemetry.exporter as t; t.Telemetry().close(); "
         "print(any(name.startswith('opentelemetry') for name in sys.modules))"
@@ -200,7 +202,7 @@ def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_a_collector_gets_metrics_and_spans_by_the_end_at_the_latest() -> None:
+def test_close_exports_metrics_and_spans() -> None:
     with collector() as receiver:
         telemetry = ExportingTelemetry.to(f"{receiver.url}/", "store-0")
         telemetry.observe(lambda: LEVELS)
@@ -226,7 +228,7 @@ def test_a_collector_gets_metrics_and_spans_by_the_end_at_the_latest() -> None:
     assert (span.name, span.trace_id.hex()) == ("get", TRACE_ID)
 
 
-def test_a_collector_that_is_away_keeps_nobody_waiting() -> None:
+def test_a_silent_collector_does_not_block_close() -> None:
     with collector() as receiver:
         url = receiver.url
     telemetry = ExportingTelemetry.to(url, "store-0")
