@@ -1,4 +1,4 @@
-"""A model as files: where it lies, what KV space it defines."""
+"""A model on disk, and the KV space that it defines."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from ragcache_core.identity.keys import KVSpace
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A Hugging Face model on disk. config: its config.json."""
+    """A Hugging Face model on disk. config: Its config.json."""
 
     path: Path
     config: dict[str, Any]
     fingerprint: str
 
     def space(self, dtype: str) -> KVSpace:
-        """KV space of this model with KV elements of dtype (``auto``: the checkpoint's own)."""
+        """Return the KV space with KV of dtype (``auto``: that of the checkpoint)."""
         return kv_space(self.fingerprint, self.config, dtype)
 
 
 def load_model_folder(source: str) -> ModelFolder:
-    """Find a model and fingerprint it; reads at most 2 MiB of each weights file.
+    """Find a model and compute its fingerprint. It reads at most 2 MiB of each weights file.
 
-    source: a folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
-    Raises InvalidInput if there is no such model or it lacks files that serving needs.
+    Args:
+        source: A folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
+
+    Raises:
+        InvalidInput: The model does not exist, or it lacks files that serving needs.
     """
     path = _folder(source, ["*.json", "*.safetensors", "*.jinja"])
     config = _read_json(path / "config.json")
@@ -73,7 +76,7 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         raise InvalidInput(
             "model.source",
-            f"{name!r} is neither a folder nor a model that the Hugging Face hub gave: {error}",
+            f"{name!r} is neither a folder nor a model on the Hugging Face hub: {error}",
             "check the name, the token and the network, or name a folder",
         ) from error
 
@@ -86,7 +89,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             "model.source", f"{path} cannot be read: {error}", "name a Hugging Face model folder"
         ) from error
     if not isinstance(value, dict):
-        raise InvalidInput("model.source", f"{path} is no JSON object", "repair the model folder")
+        raise InvalidInput(
+            "model.source", f"{path} is not a JSON object", "correct the model folder"
+        )
     return value
 
 

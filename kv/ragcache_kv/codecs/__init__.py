@@ -1,7 +1,7 @@
-"""Encoders and decoders of KV (``ragcache_core.identity.variant.Codec``), keys and values apart.
+"""Encodes and decodes KV (``ragcache_core.identity.variant.Codec``), keys and values separately.
 
-``part`` codes one layer and whole values on the CPU; ``device`` decodes on a GPU. Of the codecs,
-``grouped`` has INT8, FP8 and INT4, ``gse`` HA-RAG's GSE-8, ``packed`` the lossless one.
+``part`` codes layers and whole values on the CPU. ``device`` decodes on a GPU. ``grouped`` has the
+codecs INT8, FP8 and INT4, ``gse`` HA-RAG's GSE-8, and ``packed`` the lossless one.
 """
 
 from ragcache_kv.codecs.part import (

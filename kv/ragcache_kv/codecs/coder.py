@@ -1,4 +1,4 @@
-"""The interface of every codec: how the keys or the values of one layer are held."""
+"""The interface of every codec, which encodes the keys or the values of one layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ragcache_kv.codecs.numbers import Bits, Bytes, Number
 
 
 class Coder(ABC):
-    """Codes numbers that are vectors of dim; all of them C-contiguous, one after another."""
+    """Encodes and decodes C-contiguous vectors of dim numbers."""
 
     __slots__ = ()
 
     @abstractmethod
     def num_bytes(self, rows: int, dim: int, number: Number) -> int:
-        """Encoded size of rows vectors. Raises ValueError if it depends on the numbers."""
+        """Return the encoded size of rows vectors. Raises ValueError if the size varies."""
 
     @abstractmethod
     def encode(self, bits: Bits, dim: int, number: Number) -> Bytes:
@@ -24,24 +24,28 @@ class Coder(ABC):
 
     @abstractmethod
     def decode(self, encoded: Bytes, out: Bits, dim: int, number: Number) -> None:
-        """Decode into out, [rows * dim]. encoded has ``held_bytes`` bytes. Raises ValueError."""
+        """Decode ``encoded_bytes`` bytes into out, [rows * dim]. Raises ValueError."""
 
-    def held_bytes(self, _encoded: Bytes, rows: int, dim: int, number: Number) -> int:
-        """Size of what encoded starts with. Raises ValueError if encode never writes such."""
+    def encoded_bytes(self, _encoded: Bytes, rows: int, dim: int, number: Number) -> int:
+        """Return the size of the encoded vectors at the start of encoded.
+
+        Raises:
+            ValueError: ``encode`` cannot have written these bytes.
+        """
         return self.num_bytes(rows, dim, number)
 
 
 class Native(Coder):
-    """Numbers as they are."""
+    """The codec without encoding."""
 
     def num_bytes(self, rows: int, dim: int, number: Number) -> int:
-        """Their own size."""
+        """See Coder."""
         return rows * dim * number.num_bytes
 
     def encode(self, bits: Bits, _dim: int, _number: Number) -> Bytes:
-        """Their bytes."""
+        """See Coder."""
         return bits.view(np.uint8)
 
     def decode(self, encoded: Bytes, out: Bits, _dim: int, _number: Number) -> None:
-        """Copy them."""
+        """See Coder."""
         out.view(np.uint8)[:] = encoded

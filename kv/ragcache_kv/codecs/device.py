@@ -1,7 +1,8 @@
-"""Decoding on the GPU, so that only encoded bytes cross the bus: Triton kernels, torch tensors.
+"""Decodes on the GPU with Triton kernels, so that only encoded bytes cross the bus.
 
-Bit for bit what ``part`` decodes on the CPU, but for the bits of a NaN. ``packed`` is not decoded
-here: its exceptions make the work depend on the data. Import this only where there is Triton.
+The results equal those of ``part`` on the CPU bit for bit, except for the bits of a NaN. ``packed``
+is not decoded here, since its exceptions make the work depend on the data. This module needs
+Triton.
 """
 
 from __future__ import annotations
@@ -33,10 +34,20 @@ def decode_part(
     precision: Precision,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The native layer that encoded stands for: [2, num_tokens, num_kv_heads, head_dim].
+    """Decode one layer on the current stream.
 
-    encoded: uint8, on the device. out: contiguous, of that shape and the KV's dtype. The work is
-    queued on the current stream. Raises ValueError for other sizes and for ``packed``.
+    Args:
+        encoded: uint8, on the device.
+        shape: Shape of the value.
+        num_tokens: Number of tokens.
+        precision: Precision of encoded.
+        out: Contiguous, of the result's shape and the KV's dtype; None for new memory.
+
+    Returns:
+        The native layer, [2, num_tokens, num_kv_heads, head_dim].
+
+    Raises:
+        ValueError: A tensor has another size, or the precision is ``packed``.
     """
     if Codec.PACKED in (precision.key, precision.value):
         raise ValueError("packed parts are decoded on the CPU")
@@ -45,12 +56,12 @@ def decode_part(
     if out is None:
         out = torch.empty(layout, dtype=dtype, device=encoded.device)
     if tuple(out.shape) != layout or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"out is no contiguous {shape.dtype} tensor of shape {layout}")
+        raise ValueError(f"out is not a contiguous {shape.dtype} tensor of shape {layout}")
     if encoded.dtype != torch.uint8 or not encoded.is_contiguous():
-        raise ValueError("encoded is no contiguous uint8 tensor")
-    held_bytes = encoded_part_bytes(shape, num_tokens, precision)
-    if encoded.numel() != held_bytes:
-        raise ValueError(f"{encoded.numel()} bytes where there should be {held_bytes}")
+        raise ValueError("encoded is not a contiguous uint8 tensor")
+    encoded_bytes = encoded_part_bytes(shape, num_tokens, precision)
+    if encoded.numel() != encoded_bytes:
+        raise ValueError(f"{encoded.numel()} bytes instead of {encoded_bytes}")
     key_bytes = encoded_part_bytes(shape, num_tokens, Precision(precision.key, precision.key)) // 2
     _decode_half(encoded[:key_bytes], out[0], precision.key)
     _decode_half(encoded[key_bytes:], out[1], precision.value)
@@ -68,15 +79,15 @@ def _decode_half(encoded: torch.Tensor, out: torch.Tensor, codec: Codec) -> None
         fraction_bits, bias = (
             (coder.fraction_bits, coder.bias) if isinstance(coder, Fp8) else (0, 0)
         )
-        together = _PROGRAM_NUMBERS // coder.group
-        _decode_grouped[(triton.cdiv(rows * groups, together),)](
+        program_groups = _PROGRAM_NUMBERS // coder.group
+        _decode_grouped[(triton.cdiv(rows * groups, program_groups),)](
             encoded,
             _stored(out),
             rows * groups,
             groups,
             dim,
             GROUP=coder.group,
-            TOGETHER=together,
+            PER_PROGRAM=program_groups,
             CODE_BITS=coder.code_bits,
             FRACTION_BITS=fraction_bits,
             BIAS=bias,
@@ -89,7 +100,7 @@ def _decode_half(encoded: torch.Tensor, out: torch.Tensor, codec: Codec) -> None
             encoded,
             _stored(out),
             out.numel(),
-            TOGETHER=_PROGRAM_NUMBERS,
+            PER_PROGRAM=_PROGRAM_NUMBERS,
             FRACTION_BITS=gse.fraction_bits,
             NOT_FINITE=NOT_FINITE,
             BFLOAT16=out.dtype == torch.bfloat16,
@@ -99,19 +110,19 @@ def _decode_half(encoded: torch.Tensor, out: torch.Tensor, codec: Codec) -> None
 
 
 def _stored(out: torch.Tensor) -> torch.Tensor:
-    """What a kernel stores to: the bits of bfloat16, which it rounds itself; else the numbers."""
+    """Return what a kernel writes: the bits of bfloat16, which it rounds, else the numbers."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(place: tl.tensor, values: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> None:  # noqa: N803
-    """Ties away from zero, as ``numbers.narrow``; the other dtypes as they are cast."""
+def _store(pointer: tl.tensor, values: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> None:  # noqa: N803
+    """Round bfloat16 as ``numbers.narrow``, ties away from zero; cast other dtypes."""
     if BFLOAT16:
         bits = values.to(tl.uint32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits + 0x8000)
-        tl.store(place, (bits >> 16).to(tl.int16), mask=mask)
+        tl.store(pointer, (bits >> 16).to(tl.int16), mask=mask)
     else:
-        tl.store(place, values.to(place.dtype.element_ty), mask=mask)
+        tl.store(pointer, values.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,26 +133,26 @@ def _decode_grouped(
     groups: tl.tensor,
     dim: tl.tensor,
     GROUP: tl.constexpr,  # noqa: N803
-    TOGETHER: tl.constexpr,  # noqa: N803
+    PER_PROGRAM: tl.constexpr,  # noqa: N803
     CODE_BITS: tl.constexpr,  # noqa: N803
     FRACTION_BITS: tl.constexpr,  # noqa: N803
     BIAS: tl.constexpr,  # noqa: N803
     UNIT: tl.constexpr,  # noqa: N803
     BFLOAT16: tl.constexpr,  # noqa: N803
 ) -> None:
-    """TOGETHER groups to a program. groups: to a vector.
+    """Decode PER_PROGRAM groups in each program. A vector has ``groups`` groups.
 
-    FRACTION_BITS, BIAS, UNIT (the least number): of FP8, where FRACTION_BITS is not 0.
+    FRACTION_BITS, BIAS and UNIT (the smallest number) are those of FP8; FRACTION_BITS is 0 for INT.
     """
-    group = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    held = group < num_groups
-    low = tl.load(encoded + 2 * group, mask=held, other=0).to(tl.uint32)
-    high = tl.load(encoded + 2 * group + 1, mask=held, other=0).to(tl.uint32)
+    group = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
+    is_valid = group < num_groups
+    low = tl.load(encoded + 2 * group, mask=is_valid, other=0).to(tl.uint32)
+    high = tl.load(encoded + 2 * group + 1, mask=is_valid, other=0).to(tl.uint32)
     scale = ((low | (high << 8)) << 16).to(tl.float32, bitcast=True)
 
     within = (group % groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     row = (group // groups)[:, None]
-    mask = held[:, None] & (within < dim)
+    mask = is_valid[:, None] & (within < dim)
     codes = encoded + 2 * num_groups
     if CODE_BITS == 4:
         byte = tl.load(codes + row * ((dim + 1) // 2) + within // 2, mask=mask, other=0)
@@ -165,13 +176,13 @@ def _decode_gse(
     encoded: tl.tensor,
     out: tl.tensor,
     num_numbers: tl.tensor,
-    TOGETHER: tl.constexpr,  # noqa: N803
+    PER_PROGRAM: tl.constexpr,  # noqa: N803
     FRACTION_BITS: tl.constexpr,  # noqa: N803
     NOT_FINITE: tl.constexpr,  # noqa: N803
     BFLOAT16: tl.constexpr,  # noqa: N803
 ) -> None:
-    """TOGETHER numbers to a program."""
-    at = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    """Decode PER_PROGRAM numbers in each program."""
+    at = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     mask = at < num_numbers
     low = tl.load(encoded).to(tl.int32)
     high = tl.load(encoded + 1).to(tl.int8, bitcast=True).to(tl.int32)

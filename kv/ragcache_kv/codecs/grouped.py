@@ -1,19 +1,21 @@
 """Codecs with a scale per group: INT8, FP8 E4M3, FP8 E5M2, INT4.
 
-A group is up to ``group`` consecutive numbers of one head's vector (the last of a vector may be
-shorter), so that heads of different range do not spoil each other. Encoded: the scales of all
-groups as bfloat16, then all codes; 4-bit codes lie two in a byte, low half first, and a vector of
-odd length ends in a half byte of 0.
+A group has up to ``group`` consecutive numbers of one head's vector. The last group of a vector may
+be shorter. The scale is per group and not per part, since a part's largest number would cost every
+other group its precision.
 
-INT8, INT4: code x scale; codes are symmetric (-127..127, -7..7), so that zero is zero and nothing
-is shifted. The scale is the bfloat16 nearest to the group's largest magnitude / 127 or 7.
-FP8: the scale is a power of two that puts the group's largest magnitude in the format's highest
-binades, so scaling costs no precision: only the format's own rounding remains, and E4M3, which
-ends at 2^-9, reaches as far below the group's largest number as it can.
+Encoded: the scales of all groups as bfloat16, then all codes. Two 4-bit codes are in a byte, low
+half first. A vector of odd length ends with a half byte of 0.
 
-Not finite: a group with a NaN or an infinity decodes as NaN throughout. It is never made to look
-like a number. Magnitudes beyond ``Number.limit`` saturate. A scale per group, not per part: a
-part's largest number would cost every other group its precision.
+INT8 and INT4: a number is code x scale. Codes are symmetric (-127..127, -7..7), so zero stays zero.
+The scale is the bfloat16 nearest to the group's largest magnitude / 127 or 7.
+
+FP8: the scale is a power of two that moves the group's largest magnitude to the format's highest
+binades. Scaling is therefore exact, and only the format's own rounding remains. E4M3, which ends at
+2^-9, also reaches as far below the largest number as it can.
+
+A group with a NaN or an infinity decodes as NaN, so it never becomes a wrong number. Magnitudes
+beyond ``Number.limit`` saturate.
 """
 
 from __future__ import annotations
@@ -55,23 +57,28 @@ from ragcache_kv.codecs.numbers import (
 )
 
 NAN = 0x7FFF
-"""A bfloat16 NaN; also what turns any bfloat16 into one when or-ed into it."""
+"""A bfloat16 NaN. A bitwise or with it turns any bfloat16 into a NaN."""
 _BLOCK_NUMBERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Coder):
-    """One such codec. group: most numbers to a scale; code_bits: 8 or 4."""
+    """A codec with a scale per group.
+
+    Attributes:
+        group: Most numbers of a group.
+        code_bits: 8 or 4.
+    """
 
     group: int
     code_bits: int
 
     def num_bytes(self, rows: int, dim: int, _number: Number) -> int:
-        """Encoded size, whatever the dtype."""
+        """Return the encoded size, which is the same for every dtype."""
         return self._scale_bytes(rows, dim) + rows * self._row_bytes(dim)
 
     def encode(self, bits: Bits, dim: int, number: Number) -> Bytes:
-        """Encode bits, [rows * dim]."""
+        """See Coder."""
         if number is not BFLOAT16:
             bits = widen(bits, number).view(np.uint32)
         rows = bits.size // dim
@@ -87,7 +94,7 @@ class Grouped(Coder):
         return encoded
 
     def decode(self, encoded: Bytes, out: Bits, dim: int, number: Number) -> None:
-        """Decode into out, [rows * dim]."""
+        """See Coder."""
         rows = out.size // dim
         start = self._scale_bytes(rows, dim)
         scales = encoded[:start].copy().view(np.uint16)
@@ -95,12 +102,12 @@ class Grouped(Coder):
         if number is BFLOAT16 and dim % 2 == 0:
             self._decode_kernel()(codes, scales, widen(scales, BFLOAT16), out, dim)
         else:
-            self._decode_plainly(codes, widen(scales, BFLOAT16), out, dim, number)
+            self._decode_with_numpy(codes, widen(scales, BFLOAT16), out, dim, number)
 
-    def _decode_plainly(
+    def _decode_with_numpy(
         self, codes: Bytes, scales: Floats, out: Bits, dim: int, number: Number
     ) -> None:
-        """What the kernels do, for the dtypes and shapes they leave out; some rows at a time."""
+        """Decode the dtypes and shapes that the kernels do not handle, some rows at a time."""
         groups, row_bytes = self._groups(dim), self._row_bytes(dim)
         of_number = np.arange(dim) // self.group
         block = max(1, _BLOCK_NUMBERS // dim)
@@ -121,19 +128,19 @@ class Grouped(Coder):
 
     @abstractmethod
     def _scales(self, largest: Floats, number: Number) -> NDArray[np.uint16]:
-        """Scale of each group, as bfloat16, from its largest magnitude."""
+        """Return the scale of each group, as bfloat16, from its largest magnitude."""
 
     @abstractmethod
     def _values(self, codes: Bytes, dim: int) -> Floats:
-        """What codes stand for before scaling. codes: [rows, row bytes]; result: [rows, dim]."""
+        """Return the unscaled numbers, [rows, dim], of codes, [rows, row bytes]."""
 
     @abstractmethod
     def _encode_kernel(self, wide: bool) -> Kernel:
-        """(bits, scales, codes, dim, limit); wide: bits are float32's and not bfloat16's."""
+        """Return a kernel of (bits, scales, codes, dim, limit). If wide, bits are float32."""
 
     @abstractmethod
     def _decode_kernel(self) -> Kernel:
-        """(codes, scale bits, scales, out, dim), for bfloat16 and an even dim."""
+        """Return a kernel of (codes, scale bits, scales, out, dim) for bfloat16 and an even dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,7 @@ class Int(Grouped):
         finite = np.isfinite(largest)
         bounded = np.where(finite, np.minimum(largest, np.float32(number.limit)), 1)
         scales = nearest_bfloat16(bounded.astype(np.float32) / np.float32(self.most))
-        scales[scales == 0] = 1  # the least bfloat16: codes of its multiples are exact
+        scales[scales == 0] = 1  # the smallest bfloat16, whose multiples are exact
         scales[~finite] = NAN
         return scales
 
@@ -169,9 +176,12 @@ class Int(Grouped):
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Grouped):
-    """FP8 without its infinities and NaN. top: exponent of two of its highest binade.
+    """FP8 without infinities and NaN. The highest finite code is 1.75 x 2^top in both formats.
 
-    The highest finite code is 1.75 x 2^top in both formats.
+    Attributes:
+        fraction_bits: Bits of the fraction.
+        bias: Bias of the exponent.
+        top: Exponent of two of the highest binade.
     """
 
     fraction_bits: int
@@ -196,7 +206,7 @@ class Fp8(Grouped):
         return self.table()[codes]
 
     def table(self) -> Floats:
-        """What each of the 256 codes stands for; those of infinity and NaN go unused."""
+        """Return the number of each of the 256 codes. Those of infinity and NaN are unused."""
         code = np.arange(256)
         exponent = (code & 0x7F) >> self.fraction_bits
         fraction = (code & ((1 << self.fraction_bits) - 1)) / (1 << self.fraction_bits)
@@ -240,13 +250,13 @@ def _largest_kernel(wide: bool, group: int) -> Kernel:
                 of_group += 1
                 at += group
                 left -= group
-            at += left  # after a shorter group, left is below 0
+            at += left  # after a shorter group, left is negative
 
     return compiled(bits_type[::1], bits_type[::1], i64)(largest)
 
 
 def _encode_loop(bits_type: Any, one: Any, group: int) -> Kernel:
-    """The walk over vectors and groups that encoders of 8 bits share; one: codes a number."""
+    """Return the loop of 8-bit encoders over vectors and groups. one encodes a number."""
 
     def encode(bits: Any, scales: Any, codes: Any, dim: Any, limit: Any) -> None:
         at = 0
@@ -282,7 +292,7 @@ def _encode_int(wide: bool, group: int, code_bits: int) -> Kernel:
         ratio = load(bits) / scale
         ratio = ratio if ratio < f32(most) else f32(most)
         ratio = ratio if ratio > f32(-most) else f32(-most)
-        # Adding 1.5 x 2^23 leaves the nearest whole number in the lowest bits.
+        # After adding 1.5 x 2^23, the lowest bits are the nearest integer.
         return u8(bits_of(ratio + f32(12582912.0)) & u32(0xFF))
 
     one = inlined(quantize)
@@ -320,7 +330,7 @@ def _encode_fp8(wide: bool, group: int, fraction_bits: int, bias: int, most: int
     dropped = 23 - fraction_bits
     rebias = (127 - bias) << fraction_bits
     least_normal = 2.0 ** (1 - bias)
-    # Adding it leaves whole multiples of the least number in the lowest bits.
+    # After adding it, the lowest bits are the multiple of the smallest number.
     whole = 1.5 * 2.0 ** (23 + 1 - bias - fraction_bits)
 
     def quantize(bits: Any, scale: Any, limit: Any) -> Any:
@@ -340,7 +350,7 @@ def _encode_fp8(wide: bool, group: int, fraction_bits: int, bias: int, most: int
 
 
 def _decode_two(one: Any, group: int, codes_of: Any) -> Kernel:
-    """The walk of decoders that store two numbers at once; codes_of: what views their codes so."""
+    """Return the loop of decoders that store two numbers at once. codes_of views codes as pairs."""
 
     half = group // 2
 
@@ -365,7 +375,7 @@ def _decode_two(one: Any, group: int, codes_of: Any) -> Kernel:
                 for i in range(at, at + left):
                     stores[i] = one(pairs[i], scale)
                 of_group += 1
-                at += left  # after a shorter group, left is below 0
+                at += left  # after a shorter group, left is negative
 
     return compiled(u8[::1], u16[::1], f32[::1], u16[::1], i64)(decode)
 
@@ -402,13 +412,13 @@ def _decode_fp8(group: int, fraction_bits: int, bias: int) -> Kernel:
     small_rebias = (fraction_bits - 1) << 7
     not_a_number = NAN
 
-    def value(code: Any, base: Any, spoilt: Any) -> Any:
+    def value(code: Any, base: Any, nan_bits: Any) -> Any:
         magnitude = u16(code & u16(0x7F))
         normal = u16(u16(magnitude << u16(7 - fraction_bits)) + base)
         small = u16(normalize(magnitude) + u16(base - u16(small_rebias)))
         bits = normal if magnitude >= u16(one_in_fraction) else small
         bits = bits if magnitude > u16(0) else u16(0)
-        return u16(bits | spoilt | u16(u16(code & u16(0x80)) << u16(8)))
+        return u16(bits | nan_bits | u16(u16(code & u16(0x80)) << u16(8)))
 
     one = inlined(value)
 
@@ -419,18 +429,18 @@ def _decode_fp8(group: int, fraction_bits: int, bias: int) -> Kernel:
             left = dim
             while left > 0:
                 base = u16(bits[of_group] - u16(scale_rebias))
-                spoilt = u16(not_a_number) if bits[of_group] == u16(not_a_number) else u16(0)
+                nan_bits = u16(not_a_number) if bits[of_group] == u16(not_a_number) else u16(0)
                 if left >= group:
                     coded = codes[at : at + group]
                     some = out[at : at + group]
                     for i in range(group):
-                        some[i] = one(u16(coded[i]), base, spoilt)
+                        some[i] = one(u16(coded[i]), base, nan_bits)
                 else:
                     for i in range(at, at + left):
-                        out[i] = one(u16(codes[i]), base, spoilt)
+                        out[i] = one(u16(codes[i]), base, nan_bits)
                 of_group += 1
                 at += group
                 left -= group
-            at += left  # after a shorter group, left is below 0
+            at += left  # after a shorter group, left is negative
 
     return compiled(u8[::1], u16[::1], f32[::1], u16[::1], i64)(decode)

@@ -1,20 +1,25 @@
-"""GSE-8: eight bits with a shared exponent (HA-RAG §II-B2).
+"""GSE-8: eight bits with a shared exponent.
 
-A code is one sign bit, the index of a shared exponent, and a fraction whose leading 1 is written
-out: fraction x 2^(shared exponent - fraction bits + 1). A number takes the smallest shared exponent
-that is not below its own; the further below it is, the more of the fraction's bits are leading
-zeros. Shared exponents lie (fraction bits - 1) apart, which leaves every number in range at least
-one bit after its leading 1, and the highest is that of the largest number: the right ends of equal
-steps down from the top of the range, as the paper chooses them. Range here: the keys or the values
-of one layer. Two things are ours: numbers are rounded to the nearest and not cut off, and what
-lies below the lowest shared exponent is held with fewer bits, to the nearest.
+A code has one sign bit, the index of a shared exponent, and a fraction with an explicit leading 1:
+fraction x 2^(shared exponent - fraction bits + 1). A number uses the smallest shared exponent that
+is not below its own. The larger the difference, the more leading zeros the fraction has.
 
-Encoded: the lowest shared exponent (int16), then the codes. If any number is not finite, all decode
-as NaN: the exponents are shared by all.
+The shared exponents are (fraction bits - 1) apart. Every number in range therefore has at least one
+bit after its leading 1. The highest shared exponent is that of the largest number. As in the paper,
+they are the right ends of equal steps down from the top of the range. The range is that of the keys
+or the values of one layer.
 
-HA-RAG finds the split 1+4+3 (``gse8``) best of the three (§III-B1). On KV of the bundled model
-``bench/codecs.py`` finds it worst and 1+2+5 best, by mean and by median error: there a bit of the
-fraction is worth more than twice the shared exponents.
+Two details differ from the paper. Numbers are rounded to the nearest, not truncated. Numbers below
+the lowest shared exponent keep fewer bits, rounded to the nearest.
+
+Encoded: the lowest shared exponent (int16), then the codes. If any number is not finite, all
+numbers decode as NaN, since they share the exponents.
+
+HA-RAG finds the split 1+4+3 (``gse8``) best of the three (section III-B1). On KV of the bundled
+model ``bench/codecs.py`` finds it worst and 1+2+5 best, by mean and by median error. There, one
+more bit of the fraction helps more than twice as many shared exponents.
+
+Source: HA-RAG, section II-B2.
 """
 
 from __future__ import annotations
@@ -43,32 +48,32 @@ from ragcache_kv.codecs.kernels import (
 from ragcache_kv.codecs.numbers import BFLOAT16, Bits, Bytes, Floats, Number, narrow, widen
 
 NOT_FINITE = 0x7FFF
-"""In place of the lowest shared exponent."""
+"""Marks numbers that are not finite, instead of the lowest shared exponent."""
 _HEAD_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Gse(Coder):
-    """GSE-8 with so many bits for the index; fraction_bits: 7 - index_bits."""
+    """GSE-8 with index_bits bits for the index."""
 
     index_bits: int
 
     @property
     def fraction_bits(self) -> int:
-        """Bits of the fraction, leading 1 included."""
+        """Bits of the fraction, including the leading 1."""
         return 7 - self.index_bits
 
     @property
     def step(self) -> int:
-        """Distance of shared exponents."""
+        """Difference of two neighbouring shared exponents."""
         return self.fraction_bits - 1
 
     def num_bytes(self, rows: int, dim: int, _number: Number) -> int:
-        """Encoded size, whatever the dtype."""
+        """Return the encoded size, which is the same for every dtype."""
         return _HEAD_BYTES + rows * dim
 
     def encode(self, bits: Bits, dim: int, number: Number) -> Bytes:
-        """Encode bits, [any]."""
+        """See Coder."""
         wide = number is not BFLOAT16
         if wide:
             bits = widen(bits, number).view(np.uint32)
@@ -87,22 +92,22 @@ class Gse(Coder):
         return encoded
 
     def decode(self, encoded: Bytes, out: Bits, _dim: int, number: Number) -> None:
-        """Decode into out, [any]. Raises ValueError."""
+        """See Coder."""
         lowest = int(encoded[:_HEAD_BYTES].copy().view("<i2")[0])
         codes = encoded[_HEAD_BYTES:]
         if lowest == NOT_FINITE:
             out[:] = narrow(np.full(1, np.nan, np.float32), number)[0]
         elif not -126 <= lowest - self.step <= 127:
-            raise ValueError("GSE-8: a lowest shared exponent out of range")
+            raise ValueError("GSE-8: the lowest shared exponent is out of range")
         elif number is BFLOAT16:
             least = np.uint16((lowest - self.step + 127) << 7)
             _decode_kernel(self.fraction_bits)(codes, out, least)
         else:
-            with np.errstate(over="ignore"):  # codes above the largest number go unused
+            with np.errstate(over="ignore"):  # codes above the largest number are unused
                 out[:] = narrow(self.table(lowest), number)[codes]
 
     def table(self, lowest: int) -> Floats:
-        """What each of the 256 codes stands for. lowest: the lowest shared exponent."""
+        """Return the number of each of the 256 codes, for a lowest shared exponent."""
         code = np.arange(256)
         index = (code & 0x7F) >> self.fraction_bits
         fraction = code & ((1 << self.fraction_bits) - 1)
@@ -111,7 +116,7 @@ class Gse(Coder):
             return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
 
     def _lowest(self, most: float, number: Number) -> int:
-        """Lowest shared exponent where the largest magnitude is most."""
+        """Return the lowest shared exponent for a largest magnitude of most."""
         least = number.least + self.step
         if most == 0:
             return least
@@ -156,7 +161,7 @@ def _encode_kernel(wide: bool, fraction_bits: int) -> Kernel:
         # The unit of the fraction is 2^-126 or more, so its inverse is a normal number.
         unit = i32(i32(lowest - i32(step)) + i32(index * i32(step)))
         inverse = float_of(u32(i32(127) - unit) << u32(23))
-        # Adding 1.5 x 2^23 leaves the nearest whole number in the lowest bits.
+        # After adding 1.5 x 2^23, the lowest bits are the nearest integer.
         fraction = i32(bits_of(magnitude * inverse + f32(12582912.0)) & u32(0xFF))
         # Rounded up to the next binade, it is 2 units of the next shared exponent.
         carried = i32(2) if index < i32(last) else i32(full - 1)

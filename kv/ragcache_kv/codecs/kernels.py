@@ -1,12 +1,12 @@
-"""How loops over KV are compiled: numba, at first use, without the GIL, nothing kept on disk.
+"""Compiles loops over KV with numba, at first use. They release the GIL.
 
-A container's file system may be read-only and an image may run on another processor than the one
-it was built on, so there is no cache folder. A kernel has one explicit signature and compiles in
-about half a second; ``warm_up`` of the package does it before it matters.
+There is no cache folder: a container's file system may be read-only, and an image may run on
+another processor than the one that built it. A kernel has one explicit signature and compiles in
+about half a second. ``warm_up`` of the package compiles before the first request.
 
-What LLVM needs to use the widest registers, learnt by measuring: inner loops over slices (an index
-that could be negative stops it), with a length known at compile time, in 16-bit integers where the
-arithmetic allows, and two numbers in one 32-bit store where it takes floats.
+Measurements show when LLVM uses the widest registers. The inner loops run over slices, since an
+index that could be negative stops LLVM. Their length is known at compile time. They use 16-bit
+integers if the arithmetic allows it. With floats, they store two numbers as one 32-bit integer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ u8, u16, u32, i32, i64, f32 = (
     numba.int64,
     numba.float32,
 )
-"""Casts within kernels, and with ``[::1]`` the types of their arrays."""
+"""Casts in kernels; with ``[::1]`` the types of their arrays."""
 
 
 def compiled(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
-    """A loop compiled for arguments of these numba types."""
+    """Return a decorator that compiles a loop for arguments of these numba types."""
     signature = types.void(*arguments)
 
     def compile_loop(loop: Callable[..., None]) -> Kernel:
@@ -44,13 +44,13 @@ def compiled(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A function for use within kernels."""
+    """Return a function that kernels inline."""
     return numba.njit(function, inline="always", error_model="numpy")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bits_of(_typing: Any, value: Any) -> Any:
-    """Bit pattern of a float32."""
+    """Return the bit pattern of a float32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -60,7 +60,7 @@ def bits_of(_typing: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float_of(_typing: Any, bits: Any) -> Any:
-    """The float32 of a bit pattern."""
+    """Return the float32 of a bit pattern."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -77,21 +77,21 @@ def _from_float32(bits: Any) -> Any:
 
 
 def loader(wide: bool) -> Any:
-    """Reads one number of a kernel's input as float32: bfloat16's bits, or (wide) float32's."""
+    """Return a function that reads the bits of a bfloat16, or if wide of a float32, as float32."""
     return inlined(_from_float32 if wide else _from_bfloat16)
 
 
 def normalizer(width: int) -> Any:
-    """Turns a whole number of width bits into a bfloat16, less the bias of its exponent.
+    """Return a function from an integer of width bits to a bfloat16 without exponent bias.
 
-    Of 0 it makes what it makes of 1; the caller puts zero in its place.
+    Its result for 0 equals that for 1, so the caller replaces it by zero.
     """
 
     def normalize(whole: Any) -> Any:
         bits = u16(0)
-        for place in range(1, width):
-            shifted = u16(u16(whole << u16(7 - place)) + u16((place - 1) << 7))
-            bits = shifted if whole >= u16(1 << place) else bits
+        for shift in range(1, width):
+            shifted = u16(u16(whole << u16(7 - shift)) + u16((shift - 1) << 7))
+            bits = shifted if whole >= u16(1 << shift) else bits
         return bits
 
     return inlined(normalize)
@@ -103,4 +103,4 @@ def _two_bfloat16(low: Any, high: Any) -> Any:
 
 
 two_bfloat16 = inlined(_two_bfloat16)
-"""Two float32 as bfloat16 in one uint32, low first; ties away from zero (``numbers.narrow``)."""
+"""Rounds two float32 to bfloat16 in one uint32, low first; ties as in ``numbers.narrow``."""

@@ -1,6 +1,6 @@
-"""The floating-point numbers that KV is made of, as bit patterns in numpy.
+"""The floating-point numbers of KV, as bit patterns in numpy.
 
-numpy has no bfloat16, so numbers travel as unsigned integers of their own width.
+numpy has no bfloat16, so numbers are unsigned integers of the same width.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ Floats = NDArray[np.float32]
 class Number:
     """One dtype of KV.
 
-    least: exponent of two of the smallest number that lossy codecs give back beside zero; all its
-    multiples are exact in this dtype (bfloat16's denormals are left out: no decoder needs them).
-    limit: magnitude to which lossy codecs saturate; every codec can round it without overflow.
+    Attributes:
+        name: Name of the dtype.
+        num_bytes: Size of a number.
+        least: Exponent of two of the smallest non-zero number that lossy codecs decode to. Its
+            multiples are exact in this dtype. Denormals of bfloat16 are not needed.
+        limit: Magnitude to which lossy codecs saturate. Every codec rounds it without overflow.
     """
 
     name: str
@@ -33,7 +36,7 @@ class Number:
 
     @property
     def bits(self) -> np.dtype[Any]:
-        """The unsigned integer of its width."""
+        """The unsigned integer type of the same width."""
         return np.dtype(f"<u{self.num_bytes}")
 
 
@@ -44,14 +47,14 @@ NUMBERS = {number.name: number for number in (BFLOAT16, FLOAT16, FLOAT32)}
 
 
 def widen(bits: Bits, number: Number) -> Floats:
-    """The numbers as float32, exactly."""
+    """Convert numbers to float32, exactly."""
     if number is BFLOAT16:
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.view(np.float16 if number is FLOAT16 else np.float32).astype(np.float32)
 
 
 def narrow(values: Floats, number: Number) -> Bits:
-    """To the nearest number; bfloat16 rounds ties away from zero, as the kernels do."""
+    """Round to the nearest number. For bfloat16, ties round away from zero as in the kernels."""
     if number is BFLOAT16:
         patterns = np.ascontiguousarray(values).view(np.uint32)
         return ((patterns + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
@@ -61,7 +64,7 @@ def narrow(values: Floats, number: Number) -> Bits:
 
 
 def nearest_bfloat16(values: Floats) -> NDArray[np.uint16]:
-    """Bit patterns of the nearest bfloat16, ties to even. Not for NaN."""
+    """Return the bit patterns of the nearest bfloat16, ties to even. values must have no NaN."""
     patterns = np.ascontiguousarray(values, np.float32).view(np.uint32)
     odd = (patterns >> np.uint32(16)) & np.uint32(1)
     return ((patterns + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)

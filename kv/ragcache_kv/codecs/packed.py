@@ -1,13 +1,13 @@
 """Lossless bfloat16 in about three quarters of its bytes.
 
-Sign and fraction are noise; exponents are not: within a group of 64 numbers nearly all lie in the
-16 binades below the largest. So a number is held as its sign and fraction (one byte) and half a
-byte for its exponent above the group's base; the few below the base are listed as exceptions.
-Entropy coding would save an eighth more and decode at a fraction of memory's speed.
+Signs and fractions are noise, but exponents are not. In a group of 64 numbers, nearly all are in
+the 16 binades below the largest. A number is therefore stored as its sign and fraction (one byte)
+and half a byte for its exponent above the group's base. The few exponents below the base are listed
+as exceptions. Entropy coding would save an eighth more, and decode at a fraction of memory's speed.
 
-Encoded: number of exceptions (uint32); base exponent of each group; signs and fractions; exponents,
-two in a byte, low half first; positions of the exceptions (uint32), their exponents. If that would
-save nothing, and for other dtypes, whose exponents are a smaller share: RAW, then the numbers.
+Encoded: the number of exceptions (uint32), the base exponent of each group, signs and fractions,
+and the exponents, two in a byte, low half first. The positions of the exceptions (uint32) and their
+exponents follow. If that would save nothing, and for other dtypes: RAW, then the numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _EXCEPTION_BYTES = 5
 
 
 class Packed(Coder):
-    """The codec."""
+    """The lossless codec."""
 
     def num_bytes(self, rows: int, dim: int, number: Number) -> int:
-        """Raises ValueError: it depends on the numbers."""
+        """Raise ValueError: the size depends on the numbers."""
         raise ValueError("the size of packed numbers depends on the numbers")
 
     def encode(self, bits: Bits, _dim: int, number: Number) -> Bytes:
-        """Encode numbers, [any]."""
+        """See Coder."""
         if number is not BFLOAT16 or bits.size % 2 or bits.size >= RAW:
             return _raw(bits)
         groups, most = -(-bits.size // _GROUP), bits.size // 16
@@ -53,20 +53,20 @@ class Packed(Coder):
         planes = (head, bases, signs, exponents, positions[:count], exceptions[:count])
         return np.concatenate([plane.view(np.uint8) for plane in planes])
 
-    def held_bytes(self, encoded: Bytes, rows: int, dim: int, number: Number) -> int:
-        """Size of what encoded starts with. Raises ValueError if it is no such thing."""
+    def encoded_bytes(self, encoded: Bytes, rows: int, dim: int, number: Number) -> int:
+        """See Coder."""
         num_numbers = rows * dim
         if encoded.size < _HEAD_BYTES:
-            raise ValueError("packed: too short")
+            raise ValueError("packed: too short for the header")
         count = int(encoded[:_HEAD_BYTES].copy().view("<u4")[0])
         if count == RAW:
             return _HEAD_BYTES + num_numbers * number.num_bytes
         if number is not BFLOAT16 or num_numbers % 2:
-            raise ValueError("packed: only an even number of bfloat16 is ever packed")
+            raise ValueError("packed: only even numbers of bfloat16 are packed")
         return _planes_bytes(num_numbers) + count * _EXCEPTION_BYTES
 
     def decode(self, encoded: Bytes, out: Bits, _dim: int, _number: Number) -> None:
-        """Decode into out, [any]. Raises ValueError."""
+        """See Coder."""
         count = int(encoded[:_HEAD_BYTES].copy().view("<u4")[0])
         if count == RAW:
             out.view(np.uint8)[:] = encoded[_HEAD_BYTES:]
@@ -78,7 +78,7 @@ class Packed(Coder):
         _unpack()(bases, signs, exponents, out)
         at = positions.copy().view("<u4")
         if at.size and at.max() >= out.size:
-            raise ValueError("packed: an exception beyond the end")
+            raise ValueError("packed: an exception is beyond the end")
         out[at] = (out[at] & np.uint16(0x807F)) | (exceptions.astype(np.uint16) << np.uint16(7))
 
 
@@ -155,7 +155,7 @@ def _unpack() -> Kernel:
 
 
 def _two_numbers(signs: Any, halves: Any, base: Any) -> Any:
-    """Two bfloat16, low first, of two signs and fractions and two exponents above the base."""
+    """Combine two signs and fractions and two exponents above the base to two bfloat16."""
     low = u32(u32(base + (halves & u32(15))) << u32(7))
     high = u32(u32(base + (halves >> u32(4))) << u32(23))
     low_sign = u32(u32((signs & u32(0x80)) << u32(8)) | (signs & u32(0x7F)))

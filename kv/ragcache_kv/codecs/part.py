@@ -1,10 +1,10 @@
-"""One part of a value, which is one layer, held with a chosen precision (format 2 of ``value``).
+"""Encodes and decodes one part of a value, which is one layer (format 2 of ``values.layout``).
 
-A native part is the layer's KV as it is, [2, tokens, kv_heads, head_dim] in C order. An encoded
-part is its keys, encoded, and then its values, encoded; nothing between them and nothing around.
-Which codecs those are, the shape and the number of tokens are known from the variant's record.
+A native part is the layer's KV, [2, tokens, kv_heads, head_dim] in C order. An encoded part has the
+encoded keys and then the encoded values, without anything around them. The variant's info tells the
+codecs, the shape and the number of tokens.
 
-Every function here lets go of the GIL in its loops, so parts can be coded in several threads.
+The loops of every function release the GIL, so several threads can encode and decode parts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ragcache_kv.codecs.numbers import NUMBERS, Bits, Bytes, Number
 
 
 def native_part_bytes(shape: ValueShape, num_tokens: int) -> int:
-    """Size of one layer as it is computed. Raises ValueError for a dtype that is no KV's."""
+    """Return the size of one native layer. Raises ValueError for an unknown dtype."""
     return 2 * num_tokens * shape.num_kv_heads * shape.head_dim * _number(shape).num_bytes
 
 
 def encoded_part_bytes(shape: ValueShape, num_tokens: int, precision: Precision) -> int:
-    """Size of one encoded layer. Raises ValueError for ``packed``, whose size depends on its KV."""
+    """Return the size of one encoded layer. Raises ValueError for ``packed``, whose size varies."""
     rows, number = num_tokens * shape.num_kv_heads, _number(shape)
     return sum(
         _coder(codec).num_bytes(rows, shape.head_dim, number)
@@ -35,7 +35,7 @@ def encoded_part_bytes(shape: ValueShape, num_tokens: int, precision: Precision)
 
 
 def encode_part(part: Bytes, shape: ValueShape, num_tokens: int, precision: Precision) -> Bytes:
-    """Encode one native layer; part: its bytes. Raises ValueError if they are not as many."""
+    """Encode the bytes of one native layer. Raises ValueError for another number of bytes."""
     number = _number(shape)
     bits = _numbers(_checked(part, native_part_bytes(shape, num_tokens)), number)
     keys, values = np.split(bits, 2)
@@ -51,16 +51,17 @@ def decode_part(
     precision: Precision,
     out: Bytes | None = None,
 ) -> Bytes:
-    """The native layer that encoded stands for, in out if given.
+    """Decode one layer, into out if given.
 
-    Raises ValueError for bytes that encode_part cannot have written, and if out has another size.
+    Raises:
+        ValueError: encode_part cannot have written the bytes, or out has another size.
     """
     number, dim, rows = _number(shape), shape.head_dim, num_tokens * shape.num_kv_heads
     native_bytes = native_part_bytes(shape, num_tokens)
     result = np.empty(native_bytes, np.uint8) if out is None else _checked(out, native_bytes)
     key_coder, value_coder = _coder(precision.key), _coder(precision.value)
-    key_bytes = key_coder.held_bytes(encoded, rows, dim, number)
-    value_bytes = value_coder.held_bytes(encoded[key_bytes:], rows, dim, number)
+    key_bytes = key_coder.encoded_bytes(encoded, rows, dim, number)
+    value_bytes = value_coder.encoded_bytes(encoded[key_bytes:], rows, dim, number)
     _checked(encoded, key_bytes + value_bytes)
     bits = _numbers(result, number)
     keys, values = np.split(bits, 2)
@@ -78,7 +79,7 @@ def encode_value(
     precision: Precision,
     pool: Executor | None = None,
 ) -> list[Bytes]:
-    """The encoded parts of a native value, layer by layer; pool: codes them at the same time."""
+    """Encode the layers of a native value; with a pool concurrently."""
     part_bytes = native_part_bytes(shape, num_tokens)
     layers = _checked(value, shape.num_layers * part_bytes).reshape(shape.num_layers, part_bytes)
 
@@ -96,9 +97,9 @@ def decode_value(
     out: Bytes | None = None,
     pool: Executor | None = None,
 ) -> Bytes:
-    """The native value of parts, in out if given. Raises ValueError as decode_part does."""
+    """Decode the parts of a value, into out if given. Raises ValueError as decode_part does."""
     if len(parts) != shape.num_layers:
-        raise ValueError(f"{len(parts)} parts where there are {shape.num_layers} layers")
+        raise ValueError(f"has {len(parts)} parts for {shape.num_layers} layers")
     part_bytes = native_part_bytes(shape, num_tokens)
     total = shape.num_layers * part_bytes
     result = np.empty(total, np.uint8) if out is None else _checked(out, total)
@@ -113,7 +114,7 @@ def decode_value(
 
 
 def warm_up(precision: Precision, shape: ValueShape) -> None:
-    """Compile what this precision needs; about half a second for each codec and direction."""
+    """Compile the codecs of a precision. Each one takes about half a second per direction."""
     part = np.zeros(native_part_bytes(shape, 1), np.uint8)
     decode_part(encode_part(part, shape, 1, precision), shape, 1, precision)
 
@@ -122,7 +123,7 @@ def warm_up(precision: Precision, shape: ValueShape) -> None:
 def _coder(codec: Codec) -> Coder:
     if codec is Codec.NATIVE:
         return Native()
-    # Imported here: whoever only moves native values does without numba.
+    # Imported here: a process with only native values needs no numba.
     from ragcache_kv.codecs import grouped, gse, packed  # noqa: PLC0415
 
     coders: dict[Codec, Coder] = {
@@ -145,16 +146,16 @@ def _number(shape: ValueShape) -> Number:
         raise ValueError(f"dtype {shape.dtype!r} is not one of {', '.join(NUMBERS)}") from None
 
 
-def _checked(held: Bytes, num_bytes: int) -> Bytes:
-    """Held itself. Raises ValueError if it is not num_bytes contiguous bytes."""
-    if held.dtype != np.uint8 or held.ndim != 1 or not held.flags.c_contiguous:
-        raise ValueError("not a row of bytes (a contiguous uint8 array of one dimension)")
-    if held.size != num_bytes:
-        raise ValueError(f"{held.size} bytes where there should be {num_bytes}")
-    return held
+def _checked(data: Bytes, num_bytes: int) -> Bytes:
+    """Return data. Raises ValueError if it is not num_bytes contiguous bytes."""
+    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+        raise ValueError("not a contiguous uint8 array of one dimension")
+    if data.size != num_bytes:
+        raise ValueError(f"{data.size} bytes instead of {num_bytes}")
+    return data
 
 
 def _numbers(native: Bytes, number: Number) -> Bits:
-    """Bit patterns of a native part; a copy where it does not lie as its numbers should."""
+    """Return the bit patterns of a native part; a copy if it is not aligned."""
     aligned = native.ctypes.data % number.num_bytes == 0
     return (native if aligned else native.copy()).view(number.bits)

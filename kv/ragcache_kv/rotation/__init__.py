@@ -1,8 +1,8 @@
-"""Keys moved to another position: rotated by the difference, so that a chunk is reused anywhere.
+"""Rotates keys by a difference of positions, so that a chunk can be reused at any position.
 
-``rope`` reads a model's rotation from its config.json, ``frequencies`` has the formulas of every
-scaling, ``turn`` makes cosines and sines of a difference. ``key_rotation`` is the face of it all;
-``processor`` rotates on the CPU, ``device`` on a GPU.
+``key_rotation`` is the interface. ``rope`` reads a model's rotation from its config.json,
+``frequencies`` has the formulas of each scaling, and ``angles`` computes cosines and sines. ``cpu``
+rotates on the CPU, ``device`` on a GPU.
 """
 
 from ragcache_kv.rotation.key_rotation import KeyRotation

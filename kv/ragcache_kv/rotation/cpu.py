@@ -1,8 +1,8 @@
-"""Rotation on the CPU: one loop for each kind of key, compiled as the codecs' are.
+"""Rotation on the CPU: one compiled loop for each kind of key.
 
-A kernel knows its dtype, pairing and sizes when it is compiled, and whether it rotates in place:
-where keys and out might overlap in part, LLVM would go number by number. Neighbours travel as one
-integer of twice their width, for numbers that lie every other place are fetched one by one.
+A kernel knows at compile time its dtype, its pairing, its sizes, and whether it rotates in place.
+If keys and out might overlap in part, LLVM would not vectorize. Neighbours are loaded as one
+integer of twice their width, since LLVM would load every second number one by one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ from ragcache_kv.codecs.numbers import BFLOAT16, FLOAT16, NUMBERS, Bits, Floats,
 from ragcache_kv.rotation.rope import Pairing, Rope
 
 
-def rotate(keys: Bits, out: Bits, turn: Floats, rope: Rope, number: Number) -> None:
-    """Rotate keys, [rows, head_dim], into out, which is keys or shares no memory with it.
+def rotate(keys: Bits, out: Bits, table: Floats, rope: Rope, number: Number) -> None:
+    """Rotate keys into out. It releases the GIL.
 
-    turn: [2, rotary_dim / 2], cosines and sines. Lets go of the GIL.
+    Args:
+        keys: [rows, head_dim].
+        out: keys itself, or an array of its shape that shares no memory with it.
+        table: [2, rotary_dim / 2], cosines and sines.
+        rope: The model's rotation.
+        number: The dtype of keys.
     """
     width = number.num_bytes * (2 if rope.pairing is Pairing.NEIGHBOURS else 1)
     if any(array.__array_interface__["data"][0] % width for array in (keys, out)):
-        # Neighbours that do not lie as the integers they travel in should.
+        # The kernel loads neighbours as one integer, which needs its alignment.
         result = keys.copy()
-        rotate(result, result, turn, rope, number)
+        rotate(result, result, table, rope, number)
         np.copyto(out, result)
         return
     in_place = out is keys
@@ -48,12 +53,12 @@ def rotate(keys: Bits, out: Bits, turn: Floats, rope: Rope, number: Number) -> N
     words = [
         array.reshape(-1).view(f"<u{width}") for array in ([keys] if in_place else [keys, out])
     ]
-    kernel(*words, *turn)
+    kernel(*words, *table)
 
 
 @cache
 def _kernel(name: str, pairing: Pairing, half: int, dim: int, in_place: bool) -> Kernel:
-    """(keys, cosines, sines) in place, else (keys, out, cosines, sines)."""
+    """Return a kernel of (keys, cosines, sines) in place, else of (keys, out, cosines, sines)."""
     number = NUMBERS[name]
     if pairing is Pairing.NEIGHBOURS:
         return _neighbours_kernel(number, half, dim // 2, in_place)
@@ -65,7 +70,7 @@ def _halves_kernel(number: Number, half: int, dim: int, in_place: bool) -> Kerne
     bits = (u32 if number.num_bytes == 4 else u16)[::1]
 
     @inlined
-    def turn(
+    def rotate_row(
         left: Any, right: Any, new_left: Any, new_right: Any, cosines: Any, sines: Any
     ) -> None:
         for j in range(half):
@@ -81,7 +86,7 @@ def _halves_kernel(number: Number, half: int, dim: int, in_place: bool) -> Kerne
                 start = row * i64(dim)
                 left = keys[start : start + half]
                 right = keys[start + half : start + 2 * half]
-                turn(left, right, left, right, cosines, sines)
+                rotate_row(left, right, left, right, cosines, sines)
 
         return rotate_in_place
 
@@ -91,7 +96,7 @@ def _halves_kernel(number: Number, half: int, dim: int, in_place: bool) -> Kerne
             start = row * i64(dim)
             left, right = keys[start : start + half], keys[start + half : start + 2 * half]
             new_left, new_right = out[start : start + half], out[start + half : start + 2 * half]
-            turn(left, right, new_left, new_right, cosines, sines)
+            rotate_row(left, right, new_left, new_right, cosines, sines)
             if 2 * half < dim:
                 out[start + 2 * half : start + dim] = keys[start + 2 * half : start + dim]
 
@@ -104,7 +109,7 @@ def _neighbours_kernel(number: Number, half: int, row_pairs: int, in_place: bool
     width = 8 * number.num_bytes
 
     @inlined
-    def turn(pairs: Any, new_pairs: Any, cosines: Any, sines: Any) -> None:
+    def rotate_row(pairs: Any, new_pairs: Any, cosines: Any, sines: Any) -> None:
         for j in range(half):
             x, y = load(bits(pairs[j])), load(bits(pairs[j] >> pair(width)))
             low = pair(store(x * cosines[j] - y * sines[j]))
@@ -118,7 +123,7 @@ def _neighbours_kernel(number: Number, half: int, row_pairs: int, in_place: bool
             for row in range(keys.size // i64(row_pairs)):
                 start = row * i64(row_pairs)
                 pairs = keys[start : start + half]
-                turn(pairs, pairs, cosines, sines)
+                rotate_row(pairs, pairs, cosines, sines)
 
         return rotate_in_place
 
@@ -127,7 +132,7 @@ def _neighbours_kernel(number: Number, half: int, row_pairs: int, in_place: bool
         for row in range(keys.size // i64(row_pairs)):
             start = row * i64(row_pairs)
             end = start + row_pairs
-            turn(keys[start : start + half], out[start : start + half], cosines, sines)
+            rotate_row(keys[start : start + half], out[start : start + half], cosines, sines)
             if half < row_pairs:
                 out[start + half : end] = keys[start + half : end]
 
@@ -145,7 +150,7 @@ def _store(number: Number) -> Any:
 
 
 def _to_bfloat16(value: Any) -> Any:
-    """Ties to even, as an engine rounds what it computes. A NaN made of bfloat16 stays one."""
+    """Round ties to even, as engines do. A NaN of bfloat16 stays a NaN."""
     bits = bits_of(value)
     return u16(u32(bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16))
 
@@ -164,7 +169,7 @@ def _to_float16(value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _widened(_typing: Any, bits: Any) -> Any:
-    """The float32 of a float16's bit pattern."""
+    """Convert the bit pattern of a float16 to a float32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -174,7 +179,7 @@ def _widened(_typing: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _narrowed(_typing: Any, value: Any) -> Any:
-    """Bit pattern of the nearest float16, ties to even."""
+    """Return the bit pattern of the nearest float16, ties to even."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))

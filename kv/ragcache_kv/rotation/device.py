@@ -1,7 +1,7 @@
-"""Rotation on a GPU: one Triton kernel for a part, or for a whole value at once.
+"""Rotation on a GPU: one Triton kernel for a part, or for a whole value.
 
-Bit for bit what ``processor`` makes of the same keys, but for the bits of a NaN. Import this only
-where there is Triton.
+The results equal those of ``cpu`` bit for bit, except for the bits of a NaN. This module needs
+Triton.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcache_kv.rotation.angles import turn
+from ragcache_kv.rotation.angles import cos_sin
 from ragcache_kv.rotation.rope import Pairing, Rope
 
 _PROGRAM_PAIRS = 1024
-_HELD = 256
+_CACHED = 256
 
 
 def rotate(
@@ -26,61 +26,68 @@ def rotate(
     delta: int,
     layout: tuple[int, int, int, int],
 ) -> None:
-    """Rotate the keys of what is given into out, which is the same or does not overlap it.
+    """Rotate the keys of given into out, on the current stream.
 
-    Both contiguous, of one dtype and a layout: groups, halves of each (keys first), rows of each,
-    head_dim. The work is queued on the current stream. Raises ValueError if they overlap in part.
+    Args:
+        given: Contiguous.
+        out: given itself, or a contiguous tensor of its dtype and shape that does not overlap it.
+        rope: The model's rotation.
+        delta: Difference of positions in tokens.
+        layout: Groups, halves of each group (keys first), rows of each half, head_dim.
+
+    Raises:
+        ValueError: given and out overlap in part.
     """
     before, after = given.view(layout), out.view(layout)
-    in_place = _same_place(given, out)
+    in_place = _is_same_memory(given, out)
     if not in_place:
-        turned = rope.rotary_dim if delta else 0
+        rotated_dim = rope.rotary_dim if delta else 0
         after[:, 1:].copy_(before[:, 1:])
-        after[:, 0, :, turned:].copy_(before[:, 0, :, turned:])
+        after[:, 0, :, rotated_dim:].copy_(before[:, 0, :, rotated_dim:])
     groups, _, rows, dim = layout
     if delta == 0 or given.numel() == 0:
         return
     half = rope.rotary_dim // 2
     padded = triton.next_power_of_2(half)
-    together = max(1, _PROGRAM_PAIRS // padded)
-    _rotate[(triton.cdiv(rows, together), groups)](
+    program_rows = max(1, _PROGRAM_PAIRS // padded)
+    _rotate[(triton.cdiv(rows, program_rows), groups)](
         _stored(before),
         _stored(after),
-        _turn_on(rope, delta, given.device),
+        _table_on(rope, delta, given.device),
         rows,
         before.stride(0),
         DIM=dim,
         HALF=half,
         PADDED=padded,
-        TOGETHER=together,
+        ROWS=program_rows,
         NEIGHBOURS=rope.pairing is Pairing.NEIGHBOURS,
         BFLOAT16=given.dtype == torch.bfloat16,
         enable_fp_fusion=False,  # a fused product is not rounded, as it is on the CPU
     )
 
 
-@lru_cache(_HELD)
-def _turn_on(rope: Rope, delta: int, device: torch.device) -> torch.Tensor:
-    # It is there when this returns, so that any stream may read it.
-    return torch.from_numpy(turn(rope, delta)).to(device)
+@lru_cache(_CACHED)
+def _table_on(rope: Rope, delta: int, device: torch.device) -> torch.Tensor:
+    # The copy is complete at return, so any stream may read it.
+    return torch.from_numpy(cos_sin(rope, delta)).to(device)
 
 
-def _same_place(given: torch.Tensor, out: torch.Tensor) -> bool:
+def _is_same_memory(given: torch.Tensor, out: torch.Tensor) -> bool:
     num_bytes = given.numel() * given.element_size()
-    apart = abs(given.data_ptr() - out.data_ptr())
-    if 0 < apart < num_bytes:
-        raise ValueError("out overlaps what is rotated")
-    return apart == 0
+    distance = abs(given.data_ptr() - out.data_ptr())
+    if 0 < distance < num_bytes:
+        raise ValueError("out overlaps the rotated keys in part")
+    return distance == 0
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """What the kernel reads and writes: the bits of bfloat16, which it rounds; else the numbers."""
+    """Return what the kernel accesses: the bits of bfloat16, which it rounds, else the numbers."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load(place: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:  # noqa: N803
-    values = tl.load(place, mask=mask, other=0)
+def _load(pointer: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:  # noqa: N803
+    values = tl.load(pointer, mask=mask, other=0)
     if BFLOAT16:
         widened = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -89,41 +96,42 @@ def _load(place: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tenso
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(place: tl.tensor, values: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> None:  # noqa: N803
-    """Ties to even, as in ``processor``."""
+def _store(pointer: tl.tensor, values: tl.tensor, mask: tl.tensor, BFLOAT16: tl.constexpr) -> None:  # noqa: N803
+    """Round ties to even, as in ``cpu``."""
     if BFLOAT16:
         bits = values.to(tl.uint32, bitcast=True)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
         bits = tl.where(nan, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
-        tl.store(place, (bits >> 16).to(tl.int16), mask=mask)
+        tl.store(pointer, (bits >> 16).to(tl.int16), mask=mask)
     else:
-        tl.store(place, values.to(place.dtype.element_ty), mask=mask)
+        tl.store(pointer, values.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate(
     keys: tl.tensor,
     out: tl.tensor,
-    turn_at: tl.tensor,
+    table: tl.tensor,
     num_rows: tl.tensor,
     group_numbers: tl.tensor,
     DIM: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     PADDED: tl.constexpr,  # noqa: N803
-    TOGETHER: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
     NEIGHBOURS: tl.constexpr,  # noqa: N803
     BFLOAT16: tl.constexpr,  # noqa: N803
 ) -> None:
-    """TOGETHER rows of one group to a program; groups begin group_numbers apart.
+    """Rotate ROWS rows of one group in each program. Groups begin group_numbers apart.
 
-    HALF: pairs of a row that turn, PADDED to a power of two. A program reads all it writes first.
+    HALF is the number of rotated pairs of a row, PADDED its next power of two. A program reads
+    everything before it writes.
     """
-    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, PADDED)
-    turns = pair < HALF
-    cosines = tl.load(turn_at + pair, mask=turns, other=0.0)[None, :]
-    sines = tl.load(turn_at + HALF + pair, mask=turns, other=0.0)[None, :]
-    mask = (row < num_rows)[:, None] & turns[None, :]
+    is_rotated = pair < HALF
+    cosines = tl.load(table + pair, mask=is_rotated, other=0.0)[None, :]
+    sines = tl.load(table + HALF + pair, mask=is_rotated, other=0.0)[None, :]
+    mask = (row < num_rows)[:, None] & is_rotated[None, :]
     if NEIGHBOURS:
         within = 2 * pair
         apart = 1

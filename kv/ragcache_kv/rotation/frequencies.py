@@ -1,10 +1,10 @@
-"""Radians for each token by which a model turns every pair of a key's numbers.
+"""The frequencies of a model's rotation: radians per token for each pair of a key's numbers.
 
-They are made in float32 where vLLM makes them so (``model_executor/layers/rotary_embedding``), for
-its roundings are the model's: over 100,000 tokens an exact frequency would drift from its rounded
-one by 0.01. The powers are rounded from float64, which gives torch's own bits but for a few last
-places. Every result is [rotary_dim / 2] in float64, so that times a whole number of tokens it is
-exact.
+They are computed in float32 where vLLM does so (``model_executor/layers/rotary_embedding``), since
+its rounding belongs to the model. Over 100,000 tokens an exact frequency would drift by 0.01 from
+the rounded one. The powers are rounded from float64, which equals torch but for a few last bits.
+
+Each result is [rotary_dim / 2] in float64, so its product with a number of tokens is exact.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Frequencies = NDArray[np.float64]
 
 
 def plain(theta: float, rotary_dim: int) -> Frequencies:
-    """As RoPE was published: theta ^ (-2j / rotary_dim)."""
+    """Return RoPE as published: theta ^ (-2j / rotary_dim)."""
     return _plain(theta, rotary_dim).astype(np.float64)
 
 
 def linear(theta: float, rotary_dim: int, factor: float) -> Frequencies:
-    """Positions divided by factor."""
+    """Return RoPE with positions divided by factor."""
     return np.divide(plain(theta, rotary_dim), factor)
 
 
@@ -37,7 +37,7 @@ def llama3(
     high_freq_factor: float,
     original_max_positions: float,
 ) -> Frequencies:
-    """Llama 3.1: long waves divided by factor, short ones as they are, a ramp between them."""
+    """Return Llama 3.1 scaling: long waves divided by factor, short ones not, a ramp between."""
     own = _plain(theta, rotary_dim)
     waves = np.float32(2 * math.pi) / own
     span = high_freq_factor - low_freq_factor
@@ -55,7 +55,7 @@ def llama3(
 
 
 def ntk(theta: float, rotary_dim: int, factor: float, mixed_b: float | None) -> Frequencies:
-    """Fixed NTK scaling, or with mixed_b the mixed one (kexue.fm/archives/9706)."""
+    """Return fixed NTK scaling; with mixed_b the mixed one (kexue.fm/archives/9706)."""
     if mixed_b is None:
         own = _plain(theta * factor, rotary_dim)
         return (own / np.float32(factor ** (2 / rotary_dim))).astype(np.float64)
@@ -75,7 +75,7 @@ def yarn(
     beta_slow: float,
     truncate: bool,
 ) -> Frequencies:
-    """YaRN. What it multiplies into cosine and sine is in the keys already and stays there."""
+    """Return YaRN scaling. Stored keys already contain its factor of cosine and sine."""
     low = _turning(beta_fast, theta, rotary_dim, original_max_positions)
     high = _turning(beta_slow, theta, rotary_dim, original_max_positions)
     if truncate:
@@ -92,7 +92,7 @@ def yarn(
 
 
 def _turning(turns: float, theta: float, rotary_dim: int, max_positions: float) -> float:
-    """The pair that turns so often within max_positions; between two of them, or beyond all."""
+    """Return the (fractional) index of the pair with so many turns within max_positions."""
     return rotary_dim * math.log(max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 

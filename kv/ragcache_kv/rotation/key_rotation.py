@@ -1,4 +1,4 @@
-"""Moving post-RoPE keys from one position to another, on the CPU or a GPU."""
+"""Moves post-RoPE keys from one position to another, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_kv.codecs.numbers import NUMBERS, Bits
-from ragcache_kv.rotation.angles import turn
+from ragcache_kv.rotation.angles import cos_sin
 from ragcache_kv.rotation.rope import Rope
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array", NDArray[Any], "torch.Tensor")
 _Layout = tuple[int, int, int, int]
-"""Groups, of which each is keys (and values), of so many rows, of head_dim numbers."""
+"""Groups, halves of each group (keys first), rows of each half, head_dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRotation:
-    """Rotates the keys of one model, held as dtype (``ValueShape.dtype``).
+    """Rotates the keys of one model, which are stored as dtype (``ValueShape.dtype``).
 
-    Arrays are C-contiguous: bit patterns in numpy (``codecs.numbers``: uint16, uint32) or tensors
-    of dtype, whose device does the work; a GPU has it queued on the current stream. Arithmetic is
-    float32 and rounds once, ties to even, to the same bits everywhere. A delta of 0 changes none.
-    Raises ValueError for a dtype that is no KV's.
+    Arrays are C-contiguous. They are bit patterns in numpy (``codecs.numbers``: uint16, uint32), or
+    tensors of dtype. The tensor's device does the work, a GPU on the current stream. The arithmetic
+    is float32 and rounds once, ties to even, so all devices give the same bits. A delta of 0
+    changes nothing. The constructor raises ValueError for an unknown dtype.
     """
 
     rope: Rope
@@ -39,11 +39,18 @@ class KeyRotation:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(NUMBERS)}")
 
     def rotate_part(self, part: Array, delta: int, out: Array | None = None) -> Array:
-        """Move a native part, or a whole value, delta tokens on; back where delta is negative.
+        """Move the keys of a native part, or of a whole value, by delta tokens.
 
-        part: [..., 2, num_tokens, num_kv_heads, head_dim], keys first; values stay as they are.
-        out: of the same shape and not overlapping, or part itself, which absent it is.
-        Returns out. Raises ValueError for any other array.
+        Args:
+            part: [..., 2, num_tokens, num_kv_heads, head_dim], keys first. The values stay.
+            delta: Difference of positions; negative moves back.
+            out: An array of the same shape that does not overlap part; None for part itself.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: An array has another shape, dtype or layout.
         """
         shape = tuple(part.shape)
         if len(shape) < 4 or shape[-4] != 2 or shape[-1] != self.rope.head_dim:
@@ -52,7 +59,7 @@ class KeyRotation:
         return self._rotate(part, delta, part if out is None else out, layout)
 
     def rotate_keys(self, keys: Array, delta: int, out: Array | None = None) -> Array:
-        """The same for keys alone, [..., head_dim]."""
+        """Move keys, [..., head_dim], as rotate_part does."""
         shape = tuple(keys.shape)
         if not shape or shape[-1] != self.rope.head_dim:
             raise ValueError(f"{shape} is not [..., {self.rope.head_dim}]")
@@ -60,7 +67,7 @@ class KeyRotation:
         return self._rotate(keys, delta, keys if out is None else out, layout)
 
     def warm_up(self) -> None:
-        """Compile what the CPU needs, two kernels: with numba's import a second or two."""
+        """Compile the two CPU kernels. With the import of numba it takes a second or two."""
         keys = np.zeros((1, self.rope.head_dim), NUMBERS[self.dtype].bits)
         self.rotate_keys(keys, 1, np.empty_like(keys))
         self.rotate_keys(keys, 1)
@@ -69,65 +76,65 @@ class KeyRotation:
         if given.shape != out.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, not {tuple(given.shape)}")
         if isinstance(given, np.ndarray) and isinstance(out, np.ndarray):
-            self._on_processor(given, delta, out, layout)
+            self._rotate_array(given, delta, out, layout)
         elif not (isinstance(given, np.ndarray) or isinstance(out, np.ndarray)):
             self._rotate_tensor(given, delta, out, layout)
         else:
-            raise ValueError("numpy on one side, torch on the other")  # noqa: TRY004
+            raise ValueError("one array is of numpy and the other of torch")  # noqa: TRY004
         return out
 
     def _rotate_tensor(
         self, given: torch.Tensor, delta: int, out: torch.Tensor, layout: _Layout
     ) -> None:
-        import torch  # noqa: PLC0415  only whoever has a tensor has torch
+        import torch  # noqa: PLC0415  only a caller with tensors needs torch
 
         dtype = getattr(torch, self.dtype)
         if any(t.dtype != dtype or not t.is_contiguous() for t in (given, out)):
-            raise ValueError(f"no contiguous tensor of {self.dtype}")
+            raise ValueError(f"not a contiguous tensor of {self.dtype}")
         if given.device != out.device:
             raise ValueError(f"out is on {out.device}, not {given.device}")
         if given.device.type != "cpu":
-            # Imported here: only a GPU's machine has Triton for sure.
+            # Imported here: only machines with a GPU are sure to have Triton.
             from ragcache_kv.rotation import device  # noqa: PLC0415
 
             device.rotate(given, out, self.rope, delta, layout)
             return
         number = NUMBERS[self.dtype]
-        whole = torch.int32 if number.num_bytes == 4 else torch.int16
+        integer = torch.int32 if number.num_bytes == 4 else torch.int16
         before, after = (
-            tensor.detach().view(whole).numpy().view(number.bits) for tensor in (given, out)
+            tensor.detach().view(integer).numpy().view(number.bits) for tensor in (given, out)
         )
-        self._on_processor(before, delta, after, layout)
+        self._rotate_array(before, delta, after, layout)
 
-    def _on_processor(self, given: Bits, delta: int, out: Bits, layout: _Layout) -> None:
-        # Imported here: whoever never rotates does without numba.
+    def _rotate_array(self, given: Bits, delta: int, out: Bits, layout: _Layout) -> None:
+        # Imported here: a process that never rotates keys needs no numba.
         from ragcache_kv.rotation import cpu  # noqa: PLC0415
 
         number = NUMBERS[self.dtype]
         for array in (given, out):
             flags = array.flags
             if array.dtype != number.bits or not (flags.c_contiguous and flags.aligned):
-                raise ValueError(f"no contiguous array of {self.dtype}'s bit patterns")
+                raise ValueError(f"not a contiguous array of bit patterns of {self.dtype}")
         if not out.flags.writeable:
             raise ValueError("out is read only")
         before, after = given.reshape(layout), out.reshape(layout)
-        in_place = _same_place(given, out)
+        in_place = _is_same_memory(given, out)
         if not (in_place or (delta and given.flags.writeable)):
-            np.copyto(after, before)  # kernels take nothing that is read only
+            np.copyto(after, before)  # kernels refuse read-only arrays
             in_place = True
         for group, new_group in zip(before, after, strict=True):
             new_keys = new_group[0]
             if delta:
                 keys = new_keys if in_place else group[0]
-                cpu.rotate(keys, new_keys, turn(self.rope, delta), self.rope, number)
+                cpu.rotate(keys, new_keys, cos_sin(self.rope, delta), self.rope, number)
             if not in_place:
                 np.copyto(new_group[1:], group[1:])
 
 
-def _same_place(given: Bits, out: Bits) -> bool:
-    """Whether out is what is given. Raises ValueError if it is so in part."""
+def _is_same_memory(given: Bits, out: Bits) -> bool:
+    """Return whether out is given. Raises ValueError if they overlap in part."""
     if not np.may_share_memory(given, out):
         return False
     if given.__array_interface__["data"][0] != out.__array_interface__["data"][0]:
-        raise ValueError("out overlaps what is rotated")
+        raise ValueError("out overlaps the rotated keys in part")
     return True

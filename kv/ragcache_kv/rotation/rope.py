@@ -1,9 +1,8 @@
-"""Which rotation a model gives its keys, read from config.json as vLLM 0.32 reads it.
+"""Reads how a model rotates its keys from config.json, as vLLM 0.32 does.
 
-What cannot be undone by a rotation of the stored key is refused with a reason, and so is every
-model not known here: besides its settings it matters which numbers of a key it pairs, that all its
-layers rotate, and that nothing comes after the rotation (a norm, say). All that is in a model's
-code and not in its config.
+It refuses a model whose stored keys cannot be moved by a rotation, with a reason. It also refuses
+unknown kinds of models. Their settings do not tell which numbers of a key they pair, whether all
+layers rotate, or whether a norm follows the rotation. Only a model's code tells that.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ragcache_kv.rotation import frequencies
 
 
 class Pairing(StrEnum):
-    """Which numbers of a key turn together."""
+    """Which numbers of a key form a pair."""
 
     HALVES = "halves"  # j and j + rotary_dim / 2; vLLM's is_neox_style
     NEIGHBOURS = "neighbours"  # 2j and 2j + 1
@@ -30,8 +29,11 @@ class Pairing(StrEnum):
 class Rope:
     """How a model rotates its keys.
 
-    rotary_dim: how many of a key's first numbers turn. frequencies: radians a token for each pair,
-    [rotary_dim / 2].
+    Attributes:
+        head_dim: Numbers of a key.
+        rotary_dim: How many of them, from the first on, are rotated.
+        pairing: Which of them form a pair.
+        frequencies: Radians per token for each pair, [rotary_dim / 2].
     """
 
     head_dim: int
@@ -42,7 +44,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What the code of a kind of model says. theta: its default, if all agree on one."""
+    """How the code of a kind of model rotates. theta: Its default, if all versions share one."""
 
     pairing: Pairing = Pairing.HALVES
     theta: float | None = None
@@ -67,14 +69,14 @@ _FAMILIES = {
 
 _REFUSED_TYPES = {
     "dynamic": "its frequencies depend on the length of the whole sequence",
-    "longrope": "it has two tables of frequencies, and the length of the sequence says which",
-    "su": "it has two tables of frequencies, and the length of the sequence says which",
+    "longrope": "the length of the sequence decides between two tables of frequencies",
+    "su": "the length of the sequence decides between two tables of frequencies",
     "mrope": "a position is three numbers, not one",
-    "proportional": "it pairs numbers across parts of a key that do not turn",
+    "proportional": "it pairs numbers across parts of a key that are not rotated",
 }
 _REFUSED_FIELDS = {
     "alibi": "the model has no rotary embedding",
-    "dual_chunk_attention_config": "keys are rotated anew for each chunk of attention",
+    "dual_chunk_attention_config": "each chunk of attention rotates the keys again",
     "kv_lora_rank": "latent attention keeps no keys by head",
     "mrope_section": "a position is three numbers, not one",
     "no_rope_layers": "some layers do not rotate",
@@ -91,12 +93,16 @@ _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 
 
 def read_rope(config: Mapping[str, Any], pairing: Pairing | None = None) -> Rope:
-    """The rotation of a model. config: its config.json, as ``ModelFolder`` has it.
+    """Return the rotation of a model.
 
-    pairing: from the engine's own rotary module (``is_neox_style``), for whoever has looked at it;
-    it stands for the knowledge that is kept here of kinds of models.
-    Raises InvalidInput, which names the field, if keys of this model cannot be rotated or the
-    config is wrong.
+    Args:
+        config: Its config.json, as in ``ModelFolder``.
+        pairing: From the engine's own rotary module (``is_neox_style``), if the caller has it. It
+            replaces the knowledge about kinds of models here.
+
+    Raises:
+        InvalidInput: The keys of this model cannot be rotated, or the config is wrong. The error
+            names the field.
     """
     family = _family(config, pairing)
     _refuse(config, "config.json ")
@@ -110,40 +116,44 @@ def read_rope(config: Mapping[str, Any], pairing: Pairing | None = None) -> Rope
     rotary_dim = _rotary_dim(settings, head_dim)
     theta = settings.number("rope_theta")
     if theta <= 1:
-        raise settings.wrong("rope_theta", "is not above 1", "repair the model folder")
+        raise settings.wrong("rope_theta", "is not above 1", "correct the model folder")
     try:
         with np.errstate(all="ignore"):
-            turning = _frequencies(settings, theta, rotary_dim)
+            radians = _frequencies(settings, theta, rotary_dim)
     except OverflowError:
-        turning = np.full(rotary_dim // 2, np.inf)
-    if not np.isfinite(turning).all():
+        radians = np.full(rotary_dim // 2, np.inf)
+    if not np.isfinite(radians).all():
         raise InvalidInput(
-            f"config.json {settings.field}", "its numbers make none", "repair the model folder"
+            f"config.json {settings.field}",
+            "the settings give frequencies that are not finite",
+            "correct the model folder",
         )
-    return Rope(head_dim, rotary_dim, pairing or family.pairing, tuple(turning.tolist()))
+    return Rope(head_dim, rotary_dim, pairing or family.pairing, tuple(radians.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Rope settings of a config, gathered from where they may lie. field: the dict's own name."""
+    """The rope settings of a config. field: Name of the dict that has them."""
 
     field: str
     values: Mapping[str, Any]
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number. Raises InvalidInput; also if it is absent and has no default."""
+        """Return a positive number. Raises InvalidInput if it is missing or not positive."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
         if value is None:
-            raise self.wrong(name, "is missing", "add it as the model's maker gives it")
+            raise self.wrong(name, "is missing", "add it as the model's publisher gives it")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and 0 < value < _LIMIT):
-            raise self.wrong(name, f"{value!r} is no positive number", "repair the model folder")
+            raise self.wrong(
+                name, f"{value!r} is not a positive number", "correct the model folder"
+            )
         return float(value)
 
     def wrong(self, name: str, problem: str, fix: str) -> InvalidInput:
-        """What to raise about one of them."""
+        """Return the error about one setting."""
         return InvalidInput(f"config.json {self.field}.{name}", problem, fix)
 
 
@@ -156,31 +166,31 @@ def _family(config: Mapping[str, Any], pairing: Pairing | None) -> _Family:
         return _Family(pairing)
     raise InvalidInput(
         "config.json model_type",
-        f"how models of type {model_type!r} rotate their keys is not known here",
+        f"the rotation of models of type {model_type!r} is unknown",
         f"use one of {', '.join(sorted(_FAMILIES))}, or {_FIX}",
     )
 
 
-def _refuse(values: Mapping[str, Any], place: str) -> None:
+def _refuse(values: Mapping[str, Any], path: str) -> None:
     for name, reason in _REFUSED_FIELDS.items():
         value = values.get(name)
         every_layer = name == "no_rope_layers" and isinstance(value, list) and all(value)
         if value and not every_layer:
-            raise InvalidInput(f"{place}{name}", reason, _FIX)
+            raise InvalidInput(f"{path}{name}", reason, _FIX)
 
 
 def _settings(config: Mapping[str, Any], family: _Family) -> _Settings:
-    """All rope settings in one dict; rope_scaling goes before its newer name, as in transformers.
+    """Collect all rope settings. rope_scaling precedes its newer name, as in transformers.
 
-    theta and the share of a key that turns may lie beside that dict, under names of their own.
+    theta and the rotated share of a key may also be outside of that dict, under other names.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = _object(config, field)
     _refuse(given, f"config.json {field}.")
     values = {**given, "rope_theta": family.theta, "partial_rotary_factor": family.partial}
-    for place in (config, given):
+    for source in (config, given):
         for name, spellings in (("rope_theta", _THETA), ("partial_rotary_factor", _PARTIAL)):
-            found = [place[spelling] for spelling in spellings if place.get(spelling) is not None]
+            found = [source[spelling] for spelling in spellings if source.get(spelling) is not None]
             values[name] = found[0] if found else values[name]
     original = "original_max_position_embeddings"
     lengths = (config.get(original), given.get(original), config.get("max_position_embeddings"))
@@ -189,10 +199,10 @@ def _settings(config: Mapping[str, Any], family: _Family) -> _Settings:
 
 
 def _object(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """One of a config's objects, empty if absent; the settings of all layers alike."""
+    """Return an object of a config; empty if absent. All layers must have the same settings."""
     given = config.get(field) or {}
     if not isinstance(given, Mapping):
-        raise InvalidInput(f"config.json {field}", "is no object", "repair the model folder")
+        raise InvalidInput(f"config.json {field}", "is no object", "correct the model folder")
     for name, value in given.items():
         if isinstance(value, Mapping):
             raise InvalidInput(
@@ -208,12 +218,12 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidInput(
             "config.json head_dim",
-            f"cannot be told: {error!r}",
+            f"cannot be read: {error!r}",
             "name a Hugging Face decoder model",
         ) from error
     if not 0 < head_dim <= _LARGEST_HEAD:
         raise InvalidInput(
-            "config.json head_dim", f"{head_dim} is no size of a head", "repair the model folder"
+            "config.json head_dim", f"{head_dim} is no size of a head", "correct the model folder"
         )
     return head_dim
 
@@ -225,8 +235,8 @@ def _rotary_dim(settings: _Settings, head_dim: int) -> int:
         name = "partial_rotary_factor"
         rotary_dim = int(head_dim * settings.number(name))
     if rotary_dim % 2 or head_dim % 2 or not 0 < rotary_dim <= head_dim:
-        problem = f"makes {rotary_dim} of {head_dim} numbers of a key turn"
-        raise settings.wrong(name, problem, "repair the model folder")
+        problem = f"rotates {rotary_dim} of {head_dim} numbers of a key"
+        raise settings.wrong(name, problem, "correct the model folder")
     return rotary_dim
 
 
@@ -261,7 +271,7 @@ def _frequencies(settings: _Settings, theta: float, rotary_dim: int) -> frequenc
                 settings.values.get("truncate", True) is not False,
             )
     raise settings.wrong(
-        _kind_name(settings), f"{kind!r}: {_REFUSED_TYPES.get(kind, 'not known here')}", _FIX
+        _kind_name(settings), f"{kind!r}: {_REFUSED_TYPES.get(kind, 'unknown')}", _FIX
     )
 
 
@@ -273,5 +283,5 @@ def _kind(settings: _Settings) -> str:
     names = {str(settings.values[n]) for n in ("rope_type", "type") if settings.values.get(n)}
     if len(names) > 1:
         both = "does not agree with type, its older name"
-        raise settings.wrong("rope_type", both, "repair the model folder")
+        raise settings.wrong("rope_type", both, "correct the model folder")
     return names.pop() if names else "default"

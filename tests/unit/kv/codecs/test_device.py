@@ -80,13 +80,13 @@ def compiled() -> list[str]:
 
     from ragcache_kv.codecs import device
 
-    fp8 = {"CODE_BITS": 8, "GROUP": 32, "TOGETHER": 64}
+    fp8 = {"CODE_BITS": 8, "GROUP": 32, "PER_PROGRAM": 64}
     kinds = {
         "int8": {**fp8, "FRACTION_BITS": 0, "BIAS": 0, "UNIT": 0.0},
         "int4": {**fp8, "CODE_BITS": 4, "FRACTION_BITS": 0, "BIAS": 0, "UNIT": 0.0},
         "e4m3": {**fp8, "FRACTION_BITS": 3, "BIAS": 7, "UNIT": 2.0**-9},
         "e5m2": {**fp8, "FRACTION_BITS": 2, "BIAS": 15, "UNIT": 2.0**-16},
-        "gse8": {"TOGETHER": 2048, "FRACTION_BITS": 3, "NOT_FINITE": NOT_FINITE},
+        "gse8": {"PER_PROGRAM": 2048, "FRACTION_BITS": 3, "NOT_FINITE": NOT_FINITE},
     }
     done = []
     for pointer, (name, constants) in itertools.product(("*i16", "*fp16", "*fp32"), kinds.items()):

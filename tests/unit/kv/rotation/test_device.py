@@ -86,13 +86,13 @@ def fused() -> dict[str, int]:
 
     from ragcache_kv.rotation import device
 
-    constants = {"DIM": 128, "HALF": 64, "PADDED": 64, "TOGETHER": 16}
+    constants = {"DIM": 128, "HALF": 64, "PADDED": 64, "ROWS": 16}
     found = {}
     for pointer, neighbours, chip in itertools.product(
         ("*i16", "*fp16", "*fp32"), (False, True), (80, 90)
     ):
         chosen = {**constants, "NEIGHBOURS": neighbours, "BFLOAT16": pointer == "*i16"}
-        signature = {"keys": pointer, "out": pointer, "turn_at": "*fp32"}
+        signature = {"keys": pointer, "out": pointer, "table": "*fp32"}
         signature |= {"num_rows": "i32", "group_numbers": "i64"} | dict.fromkeys(
             chosen, "constexpr"
         )

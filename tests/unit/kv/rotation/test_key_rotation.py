@@ -15,7 +15,7 @@ from ragcache_core.identity.variant import ValueShape
 from ragcache_kv.codecs import native_part_bytes
 from ragcache_kv.codecs.numbers import BFLOAT16, NUMBERS, Bits, nearest_bfloat16, widen
 from ragcache_kv.rotation import KeyRotation, Pairing, Rope, read_rope
-from ragcache_kv.rotation.angles import turn
+from ragcache_kv.rotation.angles import cos_sin
 
 STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """What rounding once changes at most, as a share of the number."""
@@ -263,7 +263,7 @@ def test_angles_are_exact_at_128k_where_float32_is_off() -> None:
     angles = [Fraction(frequency) * delta * unit for frequency in given.frequencies]
     reduced = [float(Fraction(int(angle) % (2 * pi), unit)) for angle in angles]
     exact = np.array([np.cos(reduced), np.sin(reduced)])
-    assert np.abs(turn(given, delta) - exact).max() <= 2**-24
+    assert np.abs(cos_sin(given, delta) - exact).max() <= 2**-24
     single = np.array(given.frequencies, np.float32) * np.float32(delta)
     off = np.abs(np.cos(single.astype(np.float64)) - exact[0]).max()
     print(f"with float32 angles cosines would be off by {off:.5f}")
