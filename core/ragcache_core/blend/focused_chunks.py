@@ -1,15 +1,14 @@
-"""Focused chunks: those that the question looks at (Cache-Craft §3.2.2, Algorithm 1).
+"""Find the focused chunks: those that the question attends to (Cache-Craft Algorithm 1).
 
-After each layer the chunks are cut in two by the attention that the question has paid them so far.
-Once the cut has been the same for a window of layers, the chunks under it are let go: what is left
-of their recomputation is not worth its time.
+After each layer the algorithm splits the chunks into two groups by the attention that the question
+has paid them so far. Once the split has been the same for a window of layers, recomputation of the
+lower group stops: the rest of it is not beneficial. The question's tokens must be part of the
+recomputation pass, or there is no such attention.
 
-The question's tokens have to be part of the repair pass, or there is no such attention (PAPERS.md).
+No engine uses the algorithm. ``bench/blend_quality.py`` measures how many tokens it saves, and how
+many answers it loses.
 
-An engine lets go of chunks only where it is told to (``RAGCACHE_FOCUSED_CHUNKS``), and then before
-it recomputes any of them, by the pass in which the question looks: one through a whole model cannot
-stop at a layer for some. ``bench/blend_quality.py`` measures what that saves, and the answers that
-it costs (ARCHITECTURE.md).
+Source: Cache-Craft section 3.2.2.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 Cut = Callable[[Sequence[float]], int]
-"""From scores, descending, to how many of them are high: 1 to len(scores), 0 only of none."""
+"""Returns how many of some descending scores are high: 1 to len(scores), or 0 of no scores."""
 
 
 def entropy_cut(scores: Sequence[float]) -> int:
-    """Lines 5 to 9 of Algorithm 1, as printed.
+    """Split by lines 5 to 9 of Algorithm 1, as printed.
 
-    p_i is the i-th of the k - 1 differences between neighbours, as a share of their sum, and h_i
-    the entropy summed up to it (p_0, which line 7 starts at, is never set, and counts as 0). i* is
-    where h_{i+1} - h_i = -p_{i+1} log p_{i+1} is greatest, for i in 1 to k - 2; i* chunks are high.
+    p_i is the i-th of the k - 1 differences between neighbours, as a share of their sum. h_i is the
+    entropy summed up to p_i. Line 7 starts at p_0, which is never set and counts as 0. i* is where
+    h_{i+1} - h_i = -p_{i+1} log p_{i+1} is greatest, for i in 1 to k - 2; i* chunks are high.
 
-    As printed it has two faults, both shown in the tests. The greatest step belongs to difference
-    i + 1, which lies under the chunk i + 1, and that chunk is left out. And -p log p is greatest at
-    1/e, so that a difference of nearly everything counts for less than a small one. With fewer than
-    3 chunks, or all alike, line 8 has nothing to choose from: then all are high.
+    The printed algorithm has two faults, both shown in the tests. The greatest step belongs to
+    difference i + 1, which is below chunk i + 1, but that chunk is left out. And -p log p is
+    greatest at 1/e, so a difference of nearly 1 counts for less than a small one. With fewer than 3
+    chunks, or equal scores, line 8 has no choice: then all chunks are high.
     """
     shares = _shares(scores)
     if len(shares) < 2:
@@ -43,11 +42,15 @@ def entropy_cut(scores: Sequence[float]) -> int:
 
 
 def largest_gap_cut(scores: Sequence[float], most: float = 0.5) -> int:
-    """What Algorithm 1 is after: "segregate the high-valued chunks from the low-valued ones".
+    """Split at the largest difference between neighbours, the first of equal ones.
 
-    Cuts at the largest difference between neighbours (the first of equals), and only if the score
-    under it is at most ``most``, in [0, 1], of the one above: of chunks that are all looked at much
-    the same, and of two nearly equal ones, none is let go.
+    That is the purpose of Algorithm 1: to "segregate the high-valued chunks from the low-valued
+    ones". If the scores are similar, all chunks are high.
+
+    Args:
+        scores: Descending.
+        most: The score below the split is at most this share, in [0, 1], of the score above it.
+            Otherwise there is no split.
     """
     if not 0 <= most <= 1:
         raise ValueError(f"a share lies in [0, 1], not {most}")
@@ -59,7 +62,7 @@ def largest_gap_cut(scores: Sequence[float], most: float = 0.5) -> int:
 
 
 def _shares(scores: Sequence[float]) -> list[float]:
-    """p of line 6; empty with fewer than two scores, or when all are equal (0 / 0)."""
+    """Return p of line 6; empty with fewer than two scores, or if all are equal (0 / 0)."""
     gaps = [high - low for high, low in pairwise(scores)]
     total = math.fsum(gaps)
     return [gap / total for gap in gaps] if total > 0 else []
@@ -67,14 +70,16 @@ def _shares(scores: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class FocusedChunks:
-    """Algorithm 1 between two layers. ``at_start`` makes the first, ``after_layer`` the next ones.
+    """State of Algorithm 1 between two layers. Create it with ``at_start``.
 
-    window: w, the layers over which the cut has to stay the same; 1 or more. The paper gives no
-    value; its Fig. 17 finds most cuts between layers 10 and 15 of 32.
-    cut: how to tell high from low.
-    attention: cinter (eq. 15), for each chunk the question's attention summed over layers so far.
-    layers: how many layers that is. high: chunks above the last cut. steady: for how many layers
-    they have been the same.
+    Attributes:
+        window: w, the number of layers over which the split must stay the same; 1 or more. The
+            paper gives no value; its Fig. 17 finds most splits between layers 10 and 15 of 32.
+        cut: Tells high scores from low ones.
+        attention: cinter (eq. 15): for each chunk the question's attention, summed over layers.
+        layers: The number of these layers.
+        high: Chunks above the last split.
+        steady: For how many layers these have been the same.
     """
 
     window: int
@@ -90,35 +95,37 @@ class FocusedChunks:
 
     @classmethod
     def at_start(cls, num_chunks: int, *, window: int, cut: Cut = largest_gap_cut) -> FocusedChunks:
-        """Before the first layer. num_chunks: k; chunks are numbered from 0."""
+        """Return the state before the first layer, for k = num_chunks chunks, numbered from 0."""
         if num_chunks < 0:
             raise ValueError(f"there are 0 chunks or more, not {num_chunks}")
         return cls(window, cut, (0.0,) * num_chunks)
 
     @property
     def cutoff(self) -> int | None:
-        """L*: the layers after which recomputation of the others stops; None: not settled yet.
+        """L*: the layers after which recomputation of the other chunks stops; None: not settled.
 
-        The paper leaves open what it returns if the cut never settles. Here nothing is let go.
+        The paper does not say what to return if the split never settles. Here no recomputation
+        stops then.
         """
         return self.layers if self.steady >= self.window else None
 
     @property
     def focused(self) -> frozenset[int]:
-        """F*: chunks whose recomputation goes on; all of them until the cut has settled."""
+        """F*: the chunks whose recomputation continues; all chunks until the split has settled."""
         if self.cutoff is None:
             return frozenset(range(len(self.attention)))
         return self.high
 
     def after_layer(self, attention: Sequence[float]) -> FocusedChunks:
-        """What is known after one more layer; the same once the cut has settled (line 13).
+        """Return the state after one more layer; the same once the split has settled (line 13).
 
-        attention: [num_chunks], inter_l(C_i, U): the sum of attention weights from the question's
-        tokens to each chunk's, as the mean over heads; finite, 0 or more. As in eq. 3 it is the
-        later one, the question, that looks back. Sums, as in eq. 15: a long chunk has more tokens
-        to be looked at, and more of what is looked for.
+        Chunks of equal score are ranked by number, so that equal layers give equal splits.
 
-        Chunks of equal score are ranked by number, so that equal layers give equal cuts.
+        Args:
+            attention: [num_chunks], inter_l(C_i, U): the sum of attention weights from the
+                question's tokens to each chunk's, as the mean over heads; finite, 0 or more. As in
+                eq. 3, the later tokens, the question's, attend back. Sums, as in eq. 15: a long
+                chunk has more tokens to attend to.
         """
         if len(attention) != len(self.attention):
             raise ValueError(f"attention to {len(self.attention)} chunks, not {len(attention)}")
@@ -138,14 +145,3 @@ class FocusedChunks:
             high=high,
             steady=self.steady + 1 if same else 1,
         )
-
-
-def focused_chunks(by_layer: Sequence[Sequence[float]], window: int) -> frozenset[int]:
-    """F* of Algorithm 1 over layers that have all been seen.
-
-    by_layer: [layers][chunks], see ``FocusedChunks.after_layer``.
-    """
-    state = FocusedChunks.at_start(len(by_layer[0]) if by_layer else 0, window=window)
-    for attention in by_layer:
-        state = state.after_layer(attention)
-    return state.focused

@@ -1,4 +1,4 @@
-"""Algorithm 1: which chunks the question looks at, layer after layer."""
+"""Algorithm 1: which chunks the question attends to, layer after layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ragcache_core.blend.focused_chunks import (
     Cut,
     FocusedChunks,
     entropy_cut,
-    focused_chunks,
     largest_gap_cut,
 )
 
@@ -38,17 +37,17 @@ def after(attention: list[list[float]], window: int, cut: Cut = largest_gap_cut)
 class TestCuts:
     @pytest.mark.parametrize("cut", CUTS)
     @given(scores=descending)
-    def test_the_high_ones_are_one_or_more_of_them(self, cut, scores):
+    def test_one_or_more_chunks_are_high(self, cut, scores):
         assert min(1, len(scores)) <= cut(scores) <= len(scores)
 
     @pytest.mark.parametrize("cut", CUTS)
     @pytest.mark.parametrize("scores", [[], [3.0], [0.0, 0.0, 0.0], [2.0] * 5])
-    def test_where_there_is_nothing_to_tell_them_apart_all_are_high(self, cut, scores):
+    def test_equal_scores_are_all_high(self, cut, scores):
         assert cut(scores) == len(scores)
 
     @pytest.mark.parametrize("cut", CUTS)
     @given(scores=descending, power=st.integers(-4, 4))
-    def test_only_ratios_count(self, cut, scores, power):
+    def test_only_ratios_of_scores_count(self, cut, scores, power):
         assert cut([score * 2.0**power for score in scores if score > 1e-3]) == cut(
             [score for score in scores if score > 1e-3]
         )
@@ -72,16 +71,16 @@ class TestCuts:
         assert entropy_cut([9.0, 1.0]) == 2
         assert largest_gap_cut([9.0, 1.0]) == 1
 
-    def test_chunks_that_are_looked_at_much_the_same_stay_together(self):
+    def test_chunks_with_similar_attention_stay_together(self):
         assert largest_gap_cut([10.0, 9.9]) == 2
         assert largest_gap_cut([10.0, 7.0, 6.0]) == 3
         assert largest_gap_cut([10.0, 7.0, 6.0], most=0.7) == 1
 
-    def test_one_that_is_not_looked_at_at_all(self):
+    def test_a_chunk_without_attention_is_low(self):
         assert largest_gap_cut([1.0, 0.0], most=0.0) == 1
 
     @pytest.mark.parametrize("most", [-0.1, 1.1, math.nan])
-    def test_no_such_share(self, most):
+    def test_a_share_outside_0_to_1_is_refused(self, most):
         with pytest.raises(ValueError, match="lies in"):
             largest_gap_cut([1.0, 0.5], most=most)
 
@@ -107,7 +106,7 @@ class TestLayers:
         assert state.attention == (32, 81, 3)
         assert (state.cutoff, state.focused) == (3, {1})
 
-    def test_what_never_settles_lets_nothing_go(self):
+    def test_a_split_that_never_settles_keeps_all_chunks(self):
         state = after([[9, 1, 1], [1, 90, 1]], window=2)
         assert (state.cutoff, state.focused) == (None, {0, 1, 2})
 
@@ -153,7 +152,7 @@ class TestLayers:
         assert (state.focused, state.cutoff) == (found or (every, None))
 
     @given(layers(), st.integers(1, 4), st.data())
-    def test_names_of_chunks_are_no_matter(self, attention, window, data):
+    def test_the_order_of_chunks_does_not_matter(self, attention, window, data):
         every = range(len(attention[0]))
         total = [math.fsum(layer[each] for layer in attention) for each in every]
         if len(set(total)) < len(total) or any(len(set(each)) < len(each) for each in attention):
@@ -166,19 +165,13 @@ class TestLayers:
 
 
 @pytest.mark.parametrize("attention", [[1.0], [1.0, math.nan], [1.0, -1.0], [math.inf, 1.0]])
-def test_attention_that_cannot_be_is_refused(attention):
+def test_impossible_attention_is_refused(attention):
     with pytest.raises(ValueError, match="attention"):
         FocusedChunks.at_start(2, window=1).after_layer(attention)
 
 
-def test_no_such_start():
+def test_an_impossible_start_is_refused():
     with pytest.raises(ValueError, match="window"):
         FocusedChunks.at_start(2, window=0)
     with pytest.raises(ValueError, match="chunks"):
         FocusedChunks.at_start(-1, window=1)
-
-
-def test_of_all_layers_at_once():
-    assert focused_chunks([], 2) == frozenset()
-    assert focused_chunks([[1.0, 9.0, 1.0]], 2) == {0, 1, 2}, "not settled"
-    assert focused_chunks([[1.0, 9.0, 1.0], [0.0, 9.0, 2.0]], 2) == {1}

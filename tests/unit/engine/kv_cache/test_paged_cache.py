@@ -1,4 +1,4 @@
-"""Token access to a paged cache, whatever the order inside its blocks."""
+"""The paged cache reads and writes tokens in any order inside its blocks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BLOCK, HEADS, DIM, LAYERS, BLOCKS = 32, 2, 16, 3, 9
 
 
 def in_order(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Where a backend puts the elements of a block's keys and values: [2, BLOCK, DIM]."""
-    places = torch.empty(2 * BLOCK * DIM, dtype=torch.int64)
+    """Return the offset of each element of a block's keys and values: [2, BLOCK, DIM]."""
+    offsets = torch.empty(2 * BLOCK * DIM, dtype=torch.int64)
     packed = torch.cat([keys.reshape(-1), values.reshape(-1)])
-    places[packed] = torch.arange(2 * BLOCK * DIM)
-    return places.view(2, BLOCK, DIM)
+    offsets[packed] = torch.arange(2 * BLOCK * DIM)
+    return offsets.view(2, BLOCK, DIM)
 
 
 KEYS = torch.arange(BLOCK * DIM).view(BLOCK, DIM)
 VALUES = KEYS + BLOCK * DIM
 ORDERS = {
-    "as shown": in_order(KEYS, VALUES),
+    "as presented": in_order(KEYS, VALUES),
     "keys transposed (vec)": in_order(KEYS.T, VALUES),
     "tiles (amx)": in_order(
         KEYS.view(BLOCK // 16, 16, DIM // 2, 2).transpose(1, 2),
@@ -38,15 +38,15 @@ ORDERS = {
 }
 
 BESIDE = torch.arange(2 * BLOCK * DIM).view(BLOCK, 2, DIM).transpose(0, 1)
-"""FlashAttention: each token's keys and, right behind them, its values."""
+"""FlashAttention: each token's keys and, right after them, its values."""
 ORDERS["keys beside values"] = BESIDE
 
 
 class FakeLayer:
     """An attention layer whose backend packs keys and values in an order of its own."""
 
-    def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
-        self.order = places.reshape(-1)
+    def __init__(self, offsets: torch.Tensor, dtype: torch.dtype) -> None:
+        self.order = offsets.reshape(-1)
         self.kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=dtype)
         self.impl = self
 
@@ -87,8 +87,8 @@ def test_what_is_written_at_any_offset_is_read_back_bit_for_bit(
         assert torch.equal(cache.keys(1, blocks, start, end), keys)
 
 
-def test_a_device_reads_what_its_backend_lays_side_by_side() -> None:
-    """By the device's own indexing, on the CPU: there the backends' orders are looked into."""
+def test_a_device_reads_keys_and_values_side_by_side() -> None:
+    """Test the device's indexing, on the CPU."""
     layers = {f"layer.{index}": FakeLayer(BESIDE, torch.float16) for index in range(LAYERS)}
     cache = PagedCache(layers, torch.device("cpu"))
     cache._packings = None  # as on a device
@@ -102,15 +102,15 @@ def test_a_device_reads_what_its_backend_lays_side_by_side() -> None:
 
 
 class StridedLayer:
-    """FlashAttention's: tokens lie where the shape says, in memory that has its axes in an order.
+    """A layer of FlashAttention: tokens are where the shape says, in memory with ordered axes.
 
-    axes: of layers, blocks, heads, tokens of a block ("N") and a head's keys and values ("C"), the
+    axes: layers, blocks, heads, tokens of a block ("N") and a head's keys and values ("C"), the
     outermost first. All layers share one tensor.
     """
 
     def __init__(self, memory: torch.Tensor, axes: str, index: int) -> None:
-        shown = memory.permute(*(axes.index(axis) for axis in "LBHNC"))
-        self.kv_cache = shown[index]
+        presented = memory.permute(*(axes.index(axis) for axis in "LBHNC"))
+        self.kv_cache = presented[index]
         self.impl = self
 
     def do_kv_cache_update(
@@ -129,12 +129,12 @@ class StridedLayer:
 
 
 @pytest.mark.parametrize("axes", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BNLHC"])
-def test_a_device_reads_what_lies_in_memory_in_another_order_than_shown(axes: str) -> None:
+def test_a_device_reads_memory_whose_axes_are_permuted(axes: str) -> None:
     sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * DIM}
     untouched = 99.0
     memory = torch.full([sizes[axis] for axis in axes], untouched, dtype=torch.bfloat16)
     layers = {f"layer.{index}": StridedLayer(memory, axes, index) for index in range(LAYERS)}
-    cache = PagedCache(layers, torch.device("meta"))  # a device: nothing looks into its order
+    cache = PagedCache(layers, torch.device("meta"))  # a device: its order is not probed
     cache.device = torch.device("cpu")
     blocks = [7, 2, 8, 0]
     whole = torch.randn(LAYERS, 2, 4 * BLOCK, HEADS, DIM).to(torch.bfloat16)
@@ -146,7 +146,7 @@ def test_a_device_reads_what_lies_in_memory_in_another_order_than_shown(axes: st
         for index in range(LAYERS):
             assert torch.equal(cache.keys(index, blocks, start, end), whole[index, 0, start:end])
             assert torch.equal(cache.values(index, blocks, start, end), whole[index, 1, start:end])
-    # Each number is where the order of the axes puts it, and nowhere else.
+    # Each number is where the order of the axes puts it, and only there.
     plain = memory.permute(*(axes.index(axis) for axis in "LBNHC"))
     tokens = plain[:, blocks].reshape(LAYERS, 4 * BLOCK, HEADS, 2, DIM)
     assert torch.equal(tokens.permute(0, 3, 1, 2, 4), whole)
@@ -155,7 +155,7 @@ def test_a_device_reads_what_lies_in_memory_in_another_order_than_shown(axes: st
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_order_that_is_no_nest_of_loops_is_refused(seed: int) -> None:
+def test_an_order_without_a_nest_of_loops_is_refused(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     layer = FakeLayer(torch.randperm(2 * BLOCK * DIM, generator=generator), torch.bfloat16)
     with pytest.raises(ValueError, match="block-size"):
@@ -163,8 +163,8 @@ def test_an_order_that_is_no_nest_of_loops_is_refused(seed: int) -> None:
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
-    narrow = FakeLayer(ORDERS["as shown"], torch.bfloat16)
-    wide = FakeLayer(ORDERS["as shown"], torch.bfloat16)
+    narrow = FakeLayer(ORDERS["as presented"], torch.bfloat16)
+    wide = FakeLayer(ORDERS["as presented"], torch.bfloat16)
     wide.kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, 4 * DIM, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="differ"):
         PagedCache({"a": narrow, "b": wide}, torch.device("cpu"))
@@ -173,10 +173,10 @@ def test_layers_of_different_shapes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("order", "packed"), [(order, True) for order in ORDERS] + [("keys beside values", False)]
 )
-def test_blocks_that_a_backend_cuts_hold_the_same_tokens(order: str, packed: bool) -> None:
-    """Block tables are vLLM's, of blocks of two; the layers show them one by one.
+def test_cut_blocks_hold_the_same_tokens(order: str, packed: bool) -> None:
+    """vLLM's block tables have blocks of two of the layers' blocks.
 
-    packed: read by the order that is probed, as on a CPU, or as a GPU's layers show it.
+    packed: read by the probed order, as on a CPU, or as a GPU's layers present it.
     """
     layers = {"layer": FakeLayer(ORDERS[order], torch.float32)}
     cache = PagedCache(layers, torch.device("cpu"), 2 * BLOCK)
@@ -200,6 +200,6 @@ def test_blocks_that_a_backend_cuts_hold_the_same_tokens(order: str, packed: boo
 
 
 def test_blocks_that_cannot_be_cut_are_refused() -> None:
-    layers = {"layer": FakeLayer(ORDERS["as shown"], torch.float32)}
+    layers = {"layer": FakeLayer(ORDERS["as presented"], torch.float32)}
     with pytest.raises(ValueError, match="cannot be cut"):
         PagedCache(layers, torch.device("cpu"), BLOCK + 16)

@@ -310,7 +310,7 @@ def test_a_value_at_two_positions_is_rotated_for_each() -> None:
         for moved in position_shift
     ]
     found = list(fetcher.fetch(jobs, TIMEOUT_S))
-    assert [place for place, _ in found] == [0, 1, 2]
+    assert [index for index, _ in found] == [0, 1, 2]
     assert store.requested == [[key(0)]]
     for (_, value), moved in zip(found, position_shift, strict=True):
         assert value.source is not None
